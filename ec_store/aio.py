@@ -1,0 +1,119 @@
+"""The same calls for asyncio, each on a thread.
+
+A store is synchronous, because vLLM calls it synchronously; here its calls leave the event loop to
+others. A call that is cancelled goes on to its end on its thread, so that no reply is ever left in
+a connection for the next caller to read.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import ParamSpec, Self, TypeVar
+
+from ec_store.base import Listed, Store, StoreStats
+from ec_store.entry import Entry, EntryInfo
+from ec_store.keys import EntryKey
+from ec_store.opening import open_store
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+THREADS = 8
+
+
+class AsyncStore:
+    """A store whose calls are awaited; what they return and raise is `Store`'s."""
+
+    def __init__(self, store: Store, threads: int = THREADS) -> None:
+        """Wrap a store, which is closed with this one.
+
+        Args:
+            store: the store.
+            threads: how many calls run at once; others wait.
+        """
+        self._store = store
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="ec-store")
+
+    @classmethod
+    async def open(cls, url: str) -> Self:
+        """Open a store by its URL, as `open_store` does."""
+        return cls(await asyncio.to_thread(open_store, url))
+
+    async def put(self, key: EntryKey, entry: Entry) -> bool:
+        """As `Store.put`."""
+        return await self._call(self._store.put, key, entry)
+
+    async def get(self, key: EntryKey) -> Entry | None:
+        """As `Store.get`."""
+        return await self._call(self._store.get, key)
+
+    async def lookup(self, keys: Sequence[EntryKey]) -> list[EntryInfo | None]:
+        """As `Store.lookup`."""
+        return await self._call(self._store.lookup, keys)
+
+    async def lease(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
+        """As `Store.lease`."""
+        return await self._call(self._store.lease, keys, seconds)
+
+    async def delete(self, keys: Sequence[EntryKey]) -> int:
+        """As `Store.delete`."""
+        return await self._call(self._store.delete, keys)
+
+    async def purge(self, namespace: str) -> int:
+        """As `Store.purge`."""
+        return await self._call(self._store.purge, namespace)
+
+    def ls(self) -> AsyncIterator[Listed]:
+        """As `Store.ls`."""
+        return self._iterate(self._store.ls)
+
+    def verify(self, *, fix: bool = False) -> AsyncIterator[Listed]:
+        """As `Store.verify`."""
+        return self._iterate(lambda: self._store.verify(fix=fix))
+
+    async def evict(self) -> int:
+        """As `Store.evict`."""
+        return await self._call(self._store.evict)
+
+    async def stats(self) -> StoreStats:
+        """As `Store.stats`."""
+        return await self._call(self._store.stats)
+
+    async def register_namespace(self, model: str, namespace: str) -> None:
+        """As `Store.register_namespace`."""
+        await self._call(self._store.register_namespace, model, namespace)
+
+    async def namespaces(self) -> Mapping[str, str]:
+        """As `Store.namespaces`."""
+        return await self._call(self._store.namespaces)
+
+    async def close(self) -> None:
+        """As `Store.close`, once running calls have ended."""
+        await asyncio.to_thread(self._pool.shutdown, cancel_futures=True)
+        await asyncio.to_thread(self._store.close)
+
+    async def __aenter__(self) -> Self:
+        """The store itself."""
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close it."""
+        await self.close()
+
+    async def _call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, lambda: function(*args, **kwargs))
+
+    async def _iterate(self, start: Callable[[], Iterator[T]]) -> AsyncIterator[T]:
+        rows = await self._call(start)
+        while True:
+            row = await self._call(next, rows, None)
+            if row is None:
+                return
+            yield row

@@ -1,0 +1,134 @@
+"""What every store can do."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, Self
+
+from ec_store.entry import Entry, EntryInfo
+from ec_store.keys import EntryKey
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """Figures of a store; what a backend cannot know cheaply is None.
+
+    Attributes:
+        entries: how many there are.
+        bytes: what they take, headers included.
+        max_bytes: the quota.
+        hits, misses: of `get` in this process.
+        puts: entries written by this process.
+        drops: entries this process could not write, because the store was full or away.
+        corrupt: entries this process found corrupt and put aside.
+        evictions: entries this process evicted.
+    """
+
+    entries: int | None
+    bytes: int | None
+    max_bytes: int | None
+    hits: int
+    misses: int
+    puts: int
+    drops: int
+    corrupt: int
+    evictions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One row of a listing.
+
+    Attributes:
+        digest: the key's digest, under which the entry is kept.
+        info: what its header says; None where it is corrupt.
+        size_bytes: what it takes.
+        used_s: when it was last used, seconds since the epoch by the store's clock; None where the
+            backend does not know.
+        problem: why it is corrupt, or None.
+    """
+
+    digest: str
+    info: EntryInfo | None
+    size_bytes: int
+    used_s: float | None
+    problem: str | None = None
+
+
+class Store(Protocol):
+    """Keeps entries. Safe to use from many threads, and from many processes on one store.
+
+    A missing, expired, torn, corrupt or foreign entry is a miss. Only what is said here is raised:
+    `StoreUnavailable` by every method where the store cannot be reached.
+    """
+
+    def put(self, key: EntryKey, entry: Entry) -> bool:
+        """Keep an entry. It appears whole or not at all; of two writers either may win.
+
+        Returns:
+            False where an entry of this key was there already: it is kept, and counts as used.
+
+        Raises:
+            EntryTooLarge: it is larger than the store takes.
+            StoreUnavailable: it could not be written: full, read-only, away.
+        """
+
+    def get(self, key: EntryKey) -> Entry | None:
+        """The entry, verified, or None. Counts as use.
+
+        The bytes stay valid for as long as the entry is referenced, whatever happens to the store.
+        """
+
+    def lookup(self, keys: Sequence[EntryKey]) -> list[EntryInfo | None]:
+        """What the headers say, in the order of the keys, in one round trip and without tensors.
+
+        An answer is no promise: without a lease the entry may be gone a moment later. Headers are
+        verified, payloads are not.
+        """
+
+    def lease(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
+        """As `lookup`, and what is there is not evicted for `seconds` from now. Counts as use."""
+
+    def delete(self, keys: Sequence[EntryKey]) -> int:
+        """Forget entries, leased or not; how many were there."""
+
+    def purge(self, namespace: str) -> int:
+        """Forget all entries of a namespace, and the namespace; how many entries there were."""
+
+    def ls(self) -> Iterator[Listed]:
+        """Every entry, in no order. Entries may come and go meanwhile."""
+
+    def verify(self, *, fix: bool = False) -> Iterator[Listed]:
+        """Read every entry whole; the corrupt ones have a `problem`, and are deleted with `fix`."""
+
+    def evict(self) -> int:
+        """Bring the store under its quota and remove what has expired or was left by a crash.
+
+        Returns:
+            How many entries were removed. 0 where the backend does this by itself.
+        """
+
+    def stats(self) -> StoreStats:
+        """Figures."""
+
+    def register_namespace(self, model: str, namespace: str) -> None:
+        """Say that entries of a served model are kept under a namespace; the last one counts."""
+
+    def namespaces(self) -> Mapping[str, str]:
+        """The namespace of each served model that registered one."""
+
+    def close(self) -> None:
+        """Let go of connections and files. Entries that were returned stay valid."""
+
+    def __enter__(self) -> Self:
+        """The store itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close it."""
+        self.close()

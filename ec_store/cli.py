@@ -1,0 +1,188 @@
+"""The `ec-store` command."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import Any
+
+import orjson
+from aiohttp import web
+from rich.console import Console
+from rich.progress import track
+
+from ec_store.aio import AsyncStore
+from ec_store.base import Listed, Store
+from ec_store.errors import StoreError
+from ec_store.opening import open_store
+from ec_store.service import create_app
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+STEP = 1024
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command.
+
+    Exits with 1 where the store cannot be used or `verify` found something, with 2 where the
+    command line is wrong.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        with open_store(args.url) as store:
+            sys.exit(args.run(store, args))
+    except ValueError as error:
+        print(f"ec-store: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except StoreError as error:
+        sys.exit(f"ec-store: {error}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ec-store", description="Look after an encoder-cache store.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"ec-store {version('epd-proxy')}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def command(name: str, run: Callable[..., int], text: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        added.add_argument("url", metavar="URL", help="file:///path, redis://…, rediss://…")
+        added.add_argument("--json", action="store_true", help="JSON, an object a line")
+        added.set_defaults(run=run)
+        return added
+
+    command("stat", _stat, "figures of a store, and the models that use it")
+    command("ls", _ls, "every entry, the least recently used first")
+    verify = command("verify", _verify, "read every entry whole and name the corrupt ones")
+    verify.add_argument("--fix", action="store_true", help="delete the corrupt ones")
+    command("gc", _gc, "bring a store under its quota now, and clear away what crashes left")
+    purge = command("purge", _purge, "delete all entries of a namespace")
+    purge.add_argument("--namespace", required=True, help="see `ec-store stat`")
+    serve = command("serve", _serve, "keep a store within its quota, and show it over HTTP")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    serve.add_argument("--port", type=int, default=8100, help="port to listen on (8100)")
+    serve.add_argument(
+        "--interval-s", type=float, default=10.0, help="between two looks at the quota (10)"
+    )
+    return parser
+
+
+def _stat(store: Store, args: argparse.Namespace) -> int:
+    figures = asdict(store.stats()) | {"namespaces": dict(store.namespaces())}
+    if args.json:
+        _print_json(figures)
+        return 0
+    for name in ("entries", "bytes", "max_bytes"):
+        value = figures[name]
+        shown = "unknown" if value is None else _size(value) if "bytes" in name else f"{value:,}"
+        print(f"{name:10} {shown}")
+    for model, namespace in figures["namespaces"].items():
+        print(f"{'model':10} {model}: {namespace}")
+    return 0
+
+
+def _ls(store: Store, args: argparse.Namespace) -> int:
+    for row in sorted(store.ls(), key=lambda row: row.used_s or 0.0):
+        _print_row(row, as_json=args.json)
+    return 0
+
+
+def _verify(store: Store, args: argparse.Namespace) -> int:
+    rows = checked = 0
+    for row in _progress(store.verify(fix=args.fix), store.stats().entries, "reading"):
+        checked += 1
+        if row.problem is not None:
+            rows += 1
+            _print_row(row, as_json=args.json)
+    if args.json:
+        _print_json({"checked": checked, "corrupt": rows, "fixed": rows if args.fix else 0})
+    else:
+        print(f"{checked:,} entries read, {rows} corrupt{', deleted' if rows and args.fix else ''}")
+    return 1 if rows and not args.fix else 0
+
+
+def _gc(store: Store, args: argparse.Namespace) -> int:
+    removed = store.evict()
+    if args.json:
+        _print_json({"removed": removed})
+    else:
+        print(f"{removed:,} entries removed")
+    return 0
+
+
+def _purge(store: Store, args: argparse.Namespace) -> int:
+    removed = store.purge(args.namespace)
+    if args.json:
+        _print_json({"removed": removed})
+    else:
+        print(f"{removed:,} entries of {args.namespace} removed")
+    return 0
+
+
+def _serve(store: Store, args: argparse.Namespace) -> int:
+    app = create_app(
+        AsyncStore(store),
+        interval_s=args.interval_s,
+        api_key=os.environ.get("EC_STORE_API_KEY", ""),
+    )
+    web.run_app(app, host=args.host, port=args.port, access_log=None)
+    return 0
+
+
+def _progress(rows: Iterator[Listed], total: int | None, what: str) -> Iterator[Listed]:
+    """The rows, with a progress bar on a terminal's stderr."""
+    console = Console(stderr=True)
+    yield from track(
+        rows, what, total=total, console=console, disable=not console.is_terminal, transient=True
+    )
+
+
+def _print_row(row: Listed, *, as_json: bool) -> None:
+    info = row.info
+    if as_json:
+        described: dict[str, Any] = {
+            "digest": row.digest,
+            "size_bytes": row.size_bytes,
+            "used_s": row.used_s,
+            "problem": row.problem,
+        }
+        if info is not None:
+            described |= {
+                "namespace": info.key.namespace,
+                "identifier": info.key.identifier.encode("utf-8", "replace").decode(),
+                "dtype": info.dtype,
+                "shape": info.shape,
+                "modality": info.modality,
+                "metadata": info.metadata,
+            }
+        _print_json(described)
+        return
+    used = "-" if row.used_s is None else _time(row.used_s)
+    what = "" if info is None else f"{info.modality:5} {info.dtype:4} {_shape(info.shape):>12}  "
+    name = "" if info is None else f"{info.key.namespace}  {info.key.identifier!r}"
+    problem = f"  CORRUPT: {row.problem}" if row.problem else ""
+    print(f"{row.digest[:16]}  {what}{_size(row.size_bytes):>10}  {used}  {name}{problem}")
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+
+
+def _size(size: float) -> str:
+    for unit in UNITS[:-1]:
+        if size < STEP:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= STEP
+    return f"{size:.1f} {UNITS[-1]}"
+
+
+def _print_json(value: Any) -> None:
+    print(orjson.dumps(value).decode())

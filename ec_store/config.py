@@ -1,0 +1,52 @@
+"""What stands in a store URL."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+SECONDS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_QUANTITY = re.compile(r"(\d+(?:\.\d+)?) ?([a-z]*)")
+
+
+def parameters(url: str, known: Mapping[str, Any]) -> dict[str, Any]:
+    """The query of a store URL, each parameter read by its function in `known`.
+
+    Raises:
+        ValueError: a parameter is unknown, given twice, or not what its function reads.
+    """
+    found: dict[str, Any] = {}
+    for name, value in parse_qsl(urlsplit(url).query, keep_blank_values=True):
+        if name not in known:
+            raise ValueError(f"unknown parameter {name!r}; known: {', '.join(sorted(known))}")
+        if name in found:
+            raise ValueError(f"parameter {name!r} is given twice")
+        try:
+            found[name] = known[name](value)
+        except ValueError as error:
+            raise ValueError(f"parameter {name!r}: {error}") from None
+    return found
+
+
+def size_bytes(text: str) -> int:
+    """A size such as `64GiB` or `500MB`, in bytes."""
+    return int(_quantity(text, UNITS, "a size such as 64GiB"))
+
+
+def duration_s(text: str) -> float:
+    """A duration such as `7d`, `90s` or `20ms`, in seconds."""
+    return _quantity(text, SECONDS, "a duration such as 7d or 90s")
+
+
+def _quantity(text: str, units: Mapping[str, float], what: str) -> float:
+    match = _QUANTITY.fullmatch(text.strip().lower())
+    if match is None or match[2] not in units:
+        raise ValueError(f"{text!r} is not {what}")
+    return float(match[1]) * units[match[2]]
+
+
+def redacted(url: str) -> str:
+    """The URL without its password, for messages."""
+    return re.sub(r"//.*@", "//***@", url)  # to the last @, for a password may hold one

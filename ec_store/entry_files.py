@@ -1,0 +1,212 @@
+"""Entries from files and into files, as fast as that goes without mapping them.
+
+A mapping would be faster still: nothing is copied. But whoever cuts a file under its mapping, an
+operator or another user, ends this process with SIGBUS; on NFS so does another client's eviction,
+once memory is short and a page has to be read again; and whoever writes into the file changes a
+tensor that was verified. An engine must never die of its cache.
+"""
+
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import TypeVar
+
+import xxhash
+
+from ec_store.entry import (
+    MAX_HEADER_BYTES,
+    Entry,
+    EntryInfo,
+    checksum,
+    decode,
+    encode_header,
+    header_length,
+    read_header,
+)
+from ec_store.errors import CorruptEntry, EntryTooLarge
+from ec_store.files import write
+from ec_store.keys import EntryKey
+
+T = TypeVar("T")
+
+LARGE_BYTES = 2**20
+"""From here on hashing in pieces, a second thread, and keeping the memory are worth it."""
+
+KEPT_BYTES = 128 * 2**20
+_HEAD_BYTES = 4096
+"""Most headers are shorter; a longer one is read a second time."""
+
+_PIECE_BYTES = 2**18
+"""Fits into a core's cache beside what it is copied from."""
+
+_HUGE_PAGE = 2 * 2**20
+_NO_CHECKSUM = "0" * 16
+
+
+def blob_bytes(key: EntryKey, entry: Entry) -> int:
+    """What an entry takes.
+
+    Raises:
+        EntryTooLarge: its metadata are more than a header holds.
+    """
+    header_bytes = len(encode_header(key, entry, _NO_CHECKSUM))
+    if header_bytes > MAX_HEADER_BYTES:
+        raise EntryTooLarge(f"its metadata make a header of {header_bytes} bytes")
+    return header_bytes + entry.data.nbytes
+
+
+def load_header(key: EntryKey | None, fd: int, size: int) -> EntryInfo:
+    """The header of a file of `size` bytes, of this key if one is given.
+
+    Raises:
+        CorruptEntry: the file is not that.
+        OSError: it cannot be read.
+    """
+    head = memoryview(os.pread(fd, _HEAD_BYTES, 0))
+    length = header_length(head)
+    if length > len(head):
+        head = memoryview(os.pread(fd, length, 0))
+    info = read_header(head)
+    if key is not None and info.key != key:
+        raise CorruptEntry("it is another key's entry")
+    if info.size_bytes != size:
+        raise CorruptEntry(f"it is {size} bytes long, not {info.size_bytes}")
+    return info
+
+
+class EntryFiles:
+    """Loads and stores whole entries. Safe to use from many threads."""
+
+    def __init__(self) -> None:
+        self._buffers = _Buffers()
+        self._pid = 0
+        self._helpers: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+
+    def load(self, key: EntryKey, fd: int, size: int) -> Entry:
+        """The entry in a file of `size` bytes.
+
+        Raises:
+            CorruptEntry: it is not the entry of this key, whole and unchanged.
+            OSError: it cannot be read.
+        """
+        if size < LARGE_BYTES:
+            return decode(key, memoryview(os.pread(fd, size, 0)))
+        info = load_header(key, fd, size)
+        payload = self._buffers.take(info.payload_bytes)
+        if self._fill(payload, fd, info.header_bytes) != info.checksum:
+            raise CorruptEntry("its checksum does not fit its payload")
+        return Entry(payload.toreadonly(), info.dtype, info.shape, info.modality, info.metadata)
+
+    def _fill(self, payload: memoryview, fd: int, offset: int) -> str:
+        """Read a payload, and its checksum.
+
+        Copying out of the kernel is what takes long, so the second half is read by another thread,
+        or by this one where the others are busy.
+        """
+        half = len(payload) // 2 // _PIECE_BYTES * _PIECE_BYTES
+        digest = xxhash.xxh3_64()
+        rest = self._beside(_read, payload[half:], fd, offset + half)
+        try:
+            for done in range(0, half, _PIECE_BYTES):
+                piece = payload[done : done + _PIECE_BYTES]
+                _read(piece, fd, offset + done)
+                # Hashed while it is in the core's cache: that costs half of a second pass.
+                digest.update(piece)
+        finally:
+            # Never left to itself: it has the file, and memory that others may be given.
+            alone = rest.cancel()
+            if not alone:
+                rest.exception()
+        if alone:
+            _read(payload[half:], fd, offset + half)
+        else:
+            rest.result()
+        digest.update(payload[half:])
+        return digest.hexdigest()
+
+    def store(self, key: EntryKey, entry: Entry, fd: int) -> None:
+        """Write an entry into an empty file. Raises OSError."""
+        if entry.data.nbytes < LARGE_BYTES:
+            write(fd, [memoryview(encode_header(key, entry)), entry.data])
+            return
+        # The header goes last, for it holds the checksum, which is made beside the writing.
+        hashed = self._beside(checksum, entry.data)
+        write(fd, [entry.data], len(encode_header(key, entry, _NO_CHECKSUM)))
+        known = checksum(entry.data) if hashed.cancel() else hashed.result()
+        write(fd, [memoryview(encode_header(key, entry, known))])
+
+    def close(self) -> None:
+        """Let the threads and the memory that is not in use go."""
+        with self._lock:
+            if self._helpers and self._pid == os.getpid():
+                self._helpers.shutdown()
+            self._helpers = None
+            self._buffers = _Buffers()
+
+    def _beside(self, call: Callable[..., T], *args: object) -> Future[T]:
+        """Have another thread do something. Who can cancel it later does it without help."""
+        with self._lock:
+            if self._helpers is None or self._pid != os.getpid():  # a fork has no threads
+                self._helpers = ThreadPoolExecutor(2, "ec-store")
+                self._pid = os.getpid()
+            try:
+                return self._helpers.submit(call, *args)
+            except RuntimeError:  # the interpreter ends
+                return Future()
+
+
+def _read(into: memoryview, fd: int, offset: int) -> None:
+    done = 0
+    while done < len(into):
+        count = os.preadv(fd, [into[done:]], offset + done)
+        if not count:
+            raise CorruptEntry("it was cut while it was read")
+        done += count
+
+
+class _Buffers:
+    """Memory that large entries are read into, and that is used again when nobody refers to it.
+
+    The kernel clears new memory before it lends it, page by page. That takes longer than reading an
+    entry into it.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[mmap.mmap] = []
+        self._lock = threading.Lock()
+
+    def take(self, size: int) -> memoryview:
+        """Memory of that size. It is given back by forgetting it and every view of it."""
+        whole = max(1, -(-size // _HUGE_PAGE)) * _HUGE_PAGE
+        with self._lock:
+            for buffer in self._kept:
+                if whole <= len(buffer) <= 2 * whole and _unused(buffer):
+                    return memoryview(buffer)[:size]
+            buffer = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with suppress(OSError):  # a kernel without them
+                buffer.madvise(mmap.MADV_HUGEPAGE)
+            self._keep(buffer)
+            return memoryview(buffer)[:size]
+
+    def _keep(self, buffer: mmap.mmap) -> None:
+        """Keep it for later, in place of unused ones of another size."""
+        over = sum(map(len, self._kept)) + len(buffer) - KEPT_BYTES
+        for other in list(self._kept):
+            if over > 0 and _unused(other):
+                over -= len(other)
+                self._kept.remove(other)
+        if over <= 0:
+            self._kept.append(buffer)
+
+
+def _unused(buffer: mmap.mmap) -> bool:
+    """Whether no view of it is left: memory with views refuses to be resized, even to its size."""
+    try:
+        buffer.resize(len(buffer))
+    except BufferError:
+        return False
+    return True

@@ -1,0 +1,224 @@
+"""Files below one folder: every name is looked up in an open folder, and no link is followed."""
+
+import errno
+import os
+import re
+import secrets
+import stat
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# Without O_NONBLOCK, opening a FIFO that somebody put there would wait for its writer.
+READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
+NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+DIGEST = re.compile(r"[0-9a-f]{64}")
+
+CLOCK_EVERY_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Modes:
+    """Permissions of what is created, whatever the umask.
+
+    Attributes:
+        folder: of folders.
+        file: of files.
+    """
+
+    folder: int = 0o750
+    file: int = 0o640
+
+
+class Folder:
+    """An open folder. It is closed when nobody refers to it any more: threads may share it."""
+
+    __slots__ = ("fd", "modes")
+
+    def __init__(self, fd: int, modes: Modes) -> None:
+        self.fd = fd
+        self.modes = modes
+
+    def __del__(self) -> None:
+        with suppress(OSError):
+            os.close(self.fd)
+
+    @classmethod
+    def at(cls, path: str, modes: Modes) -> "Folder":
+        """The folder of a path, made with its parents where it is missing."""
+        try:
+            os.makedirs(path, modes.folder)  # noqa: PTH103 - as below, names and descriptors
+        except FileExistsError:
+            pass
+        else:
+            os.chmod(path, modes.folder)  # noqa: PTH101
+        return cls(os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC), modes)
+
+    def folder(self, name: str) -> "Folder":
+        """A folder in this one."""
+        return Folder(os.open(name, FOLDER, dir_fd=self.fd), self.modes)
+
+    def made(self, name: str) -> bool:
+        """Make a folder in this one; False where it is there already."""
+        try:
+            os.mkdir(name, self.modes.folder, dir_fd=self.fd)
+        except FileExistsError:
+            return False
+        # By its name in this folder, which chmod cannot do without following a link.
+        fd = os.open(name, os.O_RDONLY | FOLDER & ~os.O_PATH, dir_fd=self.fd)
+        try:
+            os.fchmod(fd, self.modes.folder)
+        finally:
+            os.close(fd)
+        return True
+
+    def ensured(self, name: str) -> "Folder":
+        """A folder in this one, made where it is missing."""
+        try:
+            return self.folder(name)
+        except FileNotFoundError:
+            self.made(name)
+            return self.folder(name)
+
+    @contextmanager
+    def scan(self) -> Iterator[Iterator[os.DirEntry[str]]]:
+        """What is in this folder."""
+        # A descriptor of its own: a place in the listing belongs to the open folder.
+        fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.fd)
+        try:
+            with os.scandir(fd) as listing:
+                yield listing
+        finally:
+            os.close(fd)
+
+    def names(self) -> list[str]:
+        """Names in this folder."""
+        with self.scan() as listing:
+            return [item.name for item in listing]
+
+    def folders(self) -> Iterator["Folder"]:
+        """The folders in this one; what goes meanwhile is left out."""
+        for name in self.names():
+            with suppress(OSError):
+                yield self.folder(name)
+
+    def create(self, name: str) -> int:
+        """A new file, open for writing."""
+        fd = os.open(name, CREATE, self.modes.file, dir_fd=self.fd)
+        os.fchmod(fd, self.modes.file)
+        return fd
+
+    def read(self, name: str, size: int) -> bytes:
+        """The first bytes of a file."""
+        fd = os.open(name, READ, dir_fd=self.fd)
+        try:
+            return os.read(fd, size)
+        finally:
+            os.close(fd)
+
+    def replace(self, name: str, content: bytes) -> None:
+        """Write a small file so that it appears whole."""
+        staging = f".{secrets.token_hex(8)}.tmp"
+        fd = self.create(staging)
+        try:
+            write(fd, [memoryview(content)])
+            os.rename(staging, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        except BaseException:
+            self.remove(staging)
+            raise
+        finally:
+            os.close(fd)
+
+    def publish(self, staging: str, name: str) -> bool:
+        """Give a staging file its name; False where the name is taken."""
+        try:
+            os.link(staging, name, src_dir_fd=self.fd, dst_dir_fd=self.fd, follow_symlinks=False)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            os.rename(staging, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        return True
+
+    def rename(self, name: str, new: str, into: "Folder | None" = None) -> None:
+        """Rename a file, over what has that name, here or into another folder."""
+        os.rename(name, new, src_dir_fd=self.fd, dst_dir_fd=(into or self).fd)
+
+    def stat(self, name: str) -> os.stat_result:
+        """What a name stands for, links not followed."""
+        return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+
+    def remove(self, name: str) -> bool:
+        """Remove a file; False where there is none, or it cannot be removed."""
+        try:
+            os.unlink(name, dir_fd=self.fd)
+        except OSError:
+            return False
+        return True
+
+    def sync(self) -> None:
+        """Make names durable."""
+        fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.fd)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def write(fd: int, parts: Sequence[memoryview], offset: int = 0) -> None:
+    """Write all parts, however little the system takes at once."""
+    left = [part.cast("B") for part in parts if part.nbytes]
+    while left:
+        written = os.pwritev(fd, left, offset)
+        offset += written
+        while left and written >= left[0].nbytes:
+            written -= left.pop(0).nbytes
+        if left and written:
+            left[0] = left[0][written:]
+
+
+def regular(status: os.stat_result) -> bool:
+    """Whether this is a plain file."""
+    return stat.S_ISREG(status.st_mode)
+
+
+class StoreClock:
+    """The clock of whatever keeps the files, by which their ages are measured.
+
+    Nodes that share a store may disagree about the time by hours; they agree on the time their file
+    server gives to a file that was just made.
+    """
+
+    def __init__(self) -> None:
+        self._ahead_s = time.time() - time.monotonic()
+        self._measured_s = float("-inf")
+        self._lock = threading.Lock()
+
+    def now(self, folder: Folder) -> float:
+        """Seconds since the epoch; measured with a file in `folder` every now and then."""
+        now = time.monotonic()
+        if now - self._measured_s > CLOCK_EVERY_S and self._lock.acquire(blocking=False):
+            try:
+                self._measured_s = now
+                # A reader that may not write goes by its own clock.
+                with suppress(OSError):
+                    self._ahead_s = self._measure(folder) - now
+            finally:
+                self._lock.release()
+        return now + self._ahead_s
+
+    @staticmethod
+    def _measure(folder: Folder) -> float:
+        name = f".{secrets.token_hex(8)}.tmp"
+        fd = folder.create(name)
+        try:
+            return os.fstat(fd).st_mtime
+        finally:
+            os.close(fd)
+            folder.remove(name)

@@ -1,0 +1,41 @@
+"""The key of an entry."""
+
+import hashlib
+from dataclasses import dataclass
+
+MAX_PART_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class EntryKey:
+    """Names one encoder output.
+
+    Attributes:
+        namespace: which model made it: model, revision, encoder configuration, dtype and format.
+        identifier: vLLM's encoder-cache key (`MultiModalFeatureSpec.identifier`), any string.
+
+    Raises:
+        ValueError: a part is longer than `MAX_PART_BYTES` bytes.
+    """
+
+    namespace: str
+    identifier: str
+
+    def __post_init__(self) -> None:
+        """Refuse what no store could hold in a header."""
+        for part in (self.namespace, self.identifier):
+            if len(part.encode("utf-8", "surrogatepass")) > MAX_PART_BYTES:
+                raise ValueError(f"a part of a key is longer than {MAX_PART_BYTES} bytes")
+
+    @property
+    def digest(self) -> str:
+        """64 hexadecimal digits that stand for the key wherever a name is needed.
+
+        Nothing from outside becomes a file name or a Redis key as it came. Parts are framed by
+        their length, so that no two keys run together.
+        """
+        digest = hashlib.sha256()
+        for part in (self.namespace, self.identifier):
+            encoded = part.encode("utf-8", "surrogatepass")
+            digest.update(len(encoded).to_bytes(4, "big") + encoded)
+        return digest.hexdigest()

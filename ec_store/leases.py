@@ -1,0 +1,63 @@
+"""Leases as files: `<when it ends>/<digest>`.
+
+Not the entry's own time stamp, set ahead: only a file's owner may do that, so two users could not
+lease each other's entries, and a use would overwrite a lease, and a short lease a long one. A
+lease file never changes, so none of that can race.
+"""
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+from ec_store.files import Folder
+
+LONGEST_S = 3600.0
+"""No lease keeps an entry longer, whatever is asked for or found."""
+
+
+class Leases:
+    """The leases of a store, below one folder."""
+
+    def add(self, folder: Folder, digests: Sequence[str], seconds: float, now_s: float) -> None:
+        """Lease entries from now on, for `seconds` and up to an eighth longer.
+
+        Rounding lets leases of about the same end share a folder.
+        """
+        step = max(1, round(min(seconds, LONGEST_S) / 8))
+        end = math.ceil((now_s + min(seconds, LONGEST_S)) / step) * step
+        if folder.made(str(end)):
+            self.sweep(folder, now_s)
+        ending = folder.folder(str(end))
+        for digest in digests:
+            with suppress(FileExistsError):
+                os.close(ending.create(digest))
+
+    def live(self, folder: Folder, now_s: float) -> set[str]:
+        """Digests that are leased now.
+
+        On NFS a listing may be some seconds old. A lease counts as use, so what was leased that
+        lately is the last that is evicted.
+        """
+        leased: set[str] = set()
+        for name, ending in _endings(folder):
+            if now_s <= ending <= now_s + 1.25 * LONGEST_S:
+                with suppress(OSError):
+                    leased.update(folder.folder(name).names())
+        return leased
+
+    def sweep(self, folder: Folder, now_s: float) -> None:
+        """Remove leases that ended."""
+        for name, ending in _endings(folder):
+            if not now_s - 1 <= ending <= now_s + 1.25 * LONGEST_S:
+                with suppress(OSError):
+                    ended = folder.folder(name)
+                    for digest in ended.names():
+                        ended.remove(digest)
+                    os.rmdir(name, dir_fd=folder.fd)
+
+
+def _endings(folder: Folder) -> Iterator[tuple[str, int]]:
+    for name in folder.names():
+        if name.isascii() and name.isdecimal():
+            yield name, int(name)

@@ -1,0 +1,52 @@
+"""What is in a shared directory, as `ls`, `verify` and `purge` see it."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+from ec_store.base import Listed
+from ec_store.entry import MAX_HEADER_BYTES
+from ec_store.entry_files import EntryFiles, load_header
+from ec_store.errors import CorruptEntry
+from ec_store.files import READ, Folder
+from ec_store.tree import Found, Tree
+
+
+def listed(tree: Tree, files: EntryFiles | None = None) -> Iterator[Listed]:
+    """Every entry; read whole where `files` are given to do that with."""
+    for found in tree.scan():
+        if found.staging:
+            continue
+        try:
+            fd = os.open(found.name, READ, dir_fd=found.folder.fd)
+        except OSError:
+            continue  # gone meanwhile
+        try:
+            row = _listed(found, fd, files)
+        finally:
+            os.close(fd)
+        yield row
+
+
+def _listed(found: Found, fd: int, files: EntryFiles | None) -> Listed:
+    info, problem = None, None
+    try:
+        info = load_header(None, fd, found.size_bytes)
+        if info.key.digest != found.digest:
+            problem = "it is another key's entry"
+        elif files:
+            files.load(info.key, fd, found.size_bytes)
+    except (CorruptEntry, OSError) as error:
+        problem = str(error)
+    return Listed(found.digest, info, found.size_bytes, found.modified_s, problem)
+
+
+def registered(folder: Folder) -> Iterator[tuple[str, str, str]]:
+    """File name, model and namespace of each registration that can be read."""
+    for name in folder.names():
+        if name.endswith(".json"):
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                read_back: Any = json.loads(folder.read(name, MAX_HEADER_BYTES))
+                yield name, str(read_back["model"]), str(read_back["namespace"])

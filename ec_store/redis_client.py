@@ -1,0 +1,247 @@
+"""Commands to Redis, pipelined: one server, or the nodes of a cluster.
+
+Retry and routing are here, because redis-py's own repeat what has timed out, and need commands that
+a narrow ACL user has not.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+
+import redis
+from redis.crc import key_slot
+
+from ec_store.errors import StoreUnavailable
+from ec_store.redis_link import Command, Link, Node, Reply
+from ec_store.redis_url import Address, RedisOptions
+
+ALL = 2**31
+
+
+class Refused(StoreUnavailable):
+    """The server answers, but not what it was asked: loading, failing over, out of memory."""
+
+
+class OutOfMemory(Refused):
+    """The server takes no more: `maxmemory` is reached and nothing may be evicted."""
+
+
+class RedisClient:
+    """Runs commands, each at the node that has its key; tries what fails once more."""
+
+    def __init__(self, options: RedisOptions) -> None:
+        self._options = options
+        self._nodes = {address: Node(address, options) for address in options.addresses}
+        self._slots: Sequence[Node | None] = ()
+
+    def run(
+        self,
+        commands: Sequence[Command],
+        *,
+        window: int = ALL,
+        into: Sequence[memoryview] | None = None,
+    ) -> list[Reply]:
+        """The reply to each command, in order.
+
+        Where a connection breaks or the server is failing over, what has no reply yet is sent once
+        more over new connections; what has timed out is not. `WRONGTYPE` is read as an empty value.
+
+        Args:
+            commands: sent at once to each node, so that this takes one round trip.
+            window: how many replies are on their way at a time, where they are large.
+            into: where the value that each command gets is put; the reply is its length then.
+
+        Raises:
+            Refused: a server could not do it now.
+            StoreUnavailable: a server could not be reached.
+        """
+        replies: dict[int, Reply] = {}
+
+        for attempt in (1, 2):
+            todo = {
+                number: command for number, command in enumerate(commands) if number not in replies
+            }
+            problem = self._round(todo, replies, window, into)
+            if problem is None:
+                return [replies[number] for number in range(len(commands))]
+            if isinstance(problem, (*_FAILING_OVER, *_AWAY)):
+                self._renew()
+            if attempt == 2 or not _worth_a_retry(problem):  # noqa: PLR2004
+                raise _translated(problem) from None
+        raise AssertionError
+
+    def masters(self, command: Command) -> list[Reply]:
+        """The reply of every master to a command without a key."""
+        return [reply for _, reply in self.each_master(command)]
+
+    def each_master(self, command: Command) -> list[tuple[Node, Reply]]:
+        """Every master, and its reply to a command without a key."""
+        try:
+            nodes = self._masters()
+        except redis.RedisError as error:
+            raise _translated(error) from None
+        return [(node, self.ask(node, command)) for node in nodes]
+
+    def ask(self, node: Node, command: Command) -> Reply:
+        """The reply of one node."""
+        for attempt in (1, 2):
+            try:
+                return _checked(self._exchange(node, [command])[0])
+            except redis.RedisError as error:
+                if attempt == 2 or not _worth_a_retry(error):  # noqa: PLR2004
+                    raise _translated(error, node.address) from None
+                node.forget()
+        raise AssertionError
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        for node in list(self._nodes.values()):
+            node.forget()
+
+    def _round(
+        self,
+        commands: Mapping[int, Command],
+        replies: dict[int, Reply],
+        window: int,
+        into: Sequence[memoryview] | None,
+    ) -> redis.RedisError | None:
+        """Send commands to all nodes, then read; what went wrong, if anything did."""
+        problem: redis.RedisError | None = None
+        with ExitStack() as stack:
+            sent: list[tuple[Link, list[int]]] = []
+            try:
+                for node, numbers in self._routed(commands):
+                    link = stack.enter_context(node.link())
+                    link.send([commands[number] for number in numbers[:window]])
+                    sent.append((link, numbers))
+            except redis.RedisError as error:
+                problem = error
+            deadline = time.monotonic() + self._options.timeout_s
+            for link, numbers in sent:
+                try:
+                    for place, number in enumerate(numbers):
+                        _check(deadline)
+                        reply = link.read_into(into[number]) if into else link.read()
+                        if place + window < len(numbers):
+                            link.send([commands[numbers[place + window]]])
+                            deadline = time.monotonic() + self._options.timeout_s
+                        room = into[number] if into else None
+                        try:
+                            replies[number] = self._settled(commands[number], reply, room)
+                        except redis.RedisError as error:
+                            problem = error
+                except redis.RedisError as error:
+                    problem = error
+        return problem
+
+    def _settled(self, command: Command, reply: Reply, room: memoryview | None) -> Reply:
+        """A reply that is one, from where the key is now."""
+        if not isinstance(reply, redis.exceptions.AskError):
+            return _checked(reply)
+        # The slot is moving, and this key has moved already.
+        node = self._node(Address(reply.host, reply.port))
+        value = _checked(self._exchange(node, [("ASKING",), command])[1])
+        if room is None or value is None:
+            return value
+        room[: len(value)] = value[: len(room)]
+        return len(value)
+
+    def _exchange(self, node: Node, commands: Sequence[Command]) -> list[Reply]:
+        with node.link() as link:
+            link.send(commands)
+            return [link.read() for _ in commands]
+
+    def _routed(self, commands: Mapping[int, Command]) -> list[tuple[Node, list[int]]]:
+        if not self._options.cluster:
+            return [(self._masters()[0], list(commands))]
+        if not self._slots:
+            self._refresh()
+        groups: dict[Node, list[int]] = {}
+        for number, command in commands.items():
+            node = self._slots[key_slot(_key(command))]
+            if node is None:
+                raise redis.exceptions.ClusterDownError("a slot has no node")
+            groups.setdefault(node, []).append(number)
+        return list(groups.items())
+
+    def _masters(self) -> list[Node]:
+        if not self._options.cluster:
+            return [self._nodes[self._options.addresses[0]]]
+        if not self._slots:
+            self._refresh()
+        return list(dict.fromkeys(node for node in self._slots if node))
+
+    def _renew(self) -> None:
+        """Let go of what may be out of date: connections, and which node has which slot."""
+        self.close()
+        self._slots = ()
+
+    def _refresh(self) -> None:
+        """Ask the nodes, one after the other, which of them has which slots."""
+        problem: redis.RedisError = redis.ConnectionError("no node is known")
+        for node in sorted(self._nodes.values(), key=lambda node: node.failed_s):
+            try:
+                ranges = _checked(self._exchange(node, [("CLUSTER", "SLOTS")])[0])
+            except redis.RedisError as error:
+                problem = error
+                continue
+            slots: list[Node | None] = [None] * 16384
+            for first, last, master, *_ in ranges:
+                # An empty host is the one that was asked.
+                host = (master[0] or b"").decode() or node.address.host
+                owner = self._node(Address(host, master[1]))
+                slots[first : last + 1] = [owner] * (last + 1 - first)
+            self._slots = slots
+            return
+        raise problem
+
+    def _node(self, address: Address) -> Node:
+        return self._nodes.setdefault(address, Node(address, self._options))
+
+
+def _key(command: Command) -> bytes:
+    key = command[1]
+    if not isinstance(key, bytes):
+        raise TypeError("a key is bytes")
+    return key
+
+
+def _check(deadline: float) -> None:
+    if time.monotonic() > deadline:
+        raise redis.TimeoutError("Timeout reading from socket")
+
+
+def _checked(reply: Reply) -> Reply:
+    if isinstance(reply, redis.ResponseError):
+        if str(reply).startswith("WRONGTYPE"):
+            return b""
+        raise reply
+    return reply
+
+
+_FAILING_OVER = (
+    redis.BusyLoadingError,
+    redis.ReadOnlyError,
+    redis.exceptions.MovedError,
+    redis.exceptions.AskError,
+    redis.exceptions.ClusterDownError,
+    redis.exceptions.TryAgainError,
+    redis.exceptions.MasterDownError,
+)
+
+_AWAY = (redis.ConnectionError, redis.TimeoutError)
+
+
+def _worth_a_retry(error: redis.RedisError) -> bool:
+    return isinstance(error, (*_FAILING_OVER, redis.ConnectionError)) and not isinstance(
+        error, redis.AuthenticationError
+    )
+
+
+def _translated(error: redis.RedisError, address: Address | None = None) -> StoreUnavailable:
+    text = f"{address}: {error}" if address else str(error)
+    if isinstance(error, redis.OutOfMemoryError):
+        return OutOfMemory(f"Redis is full: {text}")
+    if isinstance(error, _FAILING_OVER):
+        return Refused(f"Redis cannot serve now: {text}")
+    return StoreUnavailable(f"Redis: {text}")

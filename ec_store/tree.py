@@ -1,0 +1,137 @@
+"""The folders of a shared directory.
+
+entries/ab/cd/<digest>                      an entry
+entries/ab/cd/.<digest>.<size>.<random>.tmp one that is written or removed at the moment
+leases/<when it ends>/<digest>              a lease
+namespaces/<digest of the model>.json       a model's namespace
+quarantine/<digest>.<random>                what was found corrupt
+usage/<random>                              what one process wrote and removed
+evicting, swept                             the evictor's lock; when the last one was done
+"""
+
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ec_store.files import DIGEST, FOLDER, READ, Folder, Modes, regular
+
+_STAGING = re.compile(r"\.([0-9a-f]{64})\.([0-9a-f]{1,16})\.[0-9a-f]{16}\.tmp")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A file below `entries`.
+
+    Attributes:
+        folder: where it is.
+        name: its name there.
+        digest: whose it is.
+        size_bytes: what it takes; of a staging file, what it will take.
+        modified_s: when it was written or used, by the store's clock.
+        staging: whether it is not an entry, but one that comes or goes.
+    """
+
+    folder: Folder
+    name: str
+    digest: str
+    size_bytes: int
+    modified_s: float
+    staging: bool
+
+
+class Tree:
+    """The open folders of a store. They stay what they are, even if their path becomes another."""
+
+    def __init__(self, path: str, modes: Modes, *, create: bool) -> None:
+        """Open them.
+
+        Raises:
+            OSError: a folder is missing or cannot be made.
+        """
+        self.root = (
+            Folder.at(path, modes)
+            if create
+            else Folder(os.open(path, FOLDER & ~os.O_NOFOLLOW), modes)
+        )
+        opened = self.root.ensured if create else self.root.folder
+        self.entries = opened("entries")
+        self.leases = opened("leases")
+        self.namespaces = opened("namespaces")
+        self.quarantine = opened("quarantine")
+        self.usage = opened("usage")
+        status = os.fstat(self.entries.fd)
+        self._path = os.path.join(path, "entries")  # noqa: PTH118 - stat'ed every second
+        self._identity = status.st_dev, status.st_ino
+
+    def current(self) -> bool:
+        """Whether the path still leads here."""
+        try:
+            status = os.stat(self._path)  # noqa: PTH116
+        except OSError:
+            return False
+        return (status.st_dev, status.st_ino) == self._identity
+
+    def open(self, digest: str) -> int:
+        """An entry's file. Raises OSError."""
+        # Every step by itself: O_NOFOLLOW says nothing of links on the way. No Folder objects, for
+        # this is most of what a lookup does.
+        first = os.open(digest[:2], FOLDER, dir_fd=self.entries.fd)
+        try:
+            second = os.open(digest[2:4], FOLDER, dir_fd=first)
+            try:
+                return os.open(digest, READ, dir_fd=second)
+            finally:
+                os.close(second)
+        finally:
+            os.close(first)
+
+    def folder(self, digest: str) -> Folder:
+        """The folder of an entry. Raises OSError."""
+        return self.entries.folder(digest[:2]).folder(digest[2:4])
+
+    def ensured(self, digest: str) -> Folder:
+        """The folder of an entry, made where it is missing.
+
+        No folder is ever removed again, so that no writer loses one: there are 65,792 at most.
+        """
+        return self.entries.ensured(digest[:2]).ensured(digest[2:4])
+
+    def there(self, digest: str) -> bool:
+        """Whether there is an entry."""
+        try:
+            self.folder(digest).stat(digest)
+        except OSError:
+            return False
+        return True
+
+    def scan(self) -> Iterator[Found]:
+        """All files below `entries`, in no order; what goes meanwhile is left out."""
+        for first in self.entries.folders():
+            for second in first.folders():
+                yield from _scan(second)
+
+
+def staging_name(digest: str, size_bytes: int) -> str:
+    """A name for an entry that comes or goes, which says what was charged for it."""
+    return f".{digest}.{size_bytes:x}.{secrets.token_hex(8)}.tmp"
+
+
+def _scan(folder: Folder) -> list[Found]:
+    found = []
+    with suppress(OSError), folder.scan() as listing:
+        for item in listing:
+            staging = _STAGING.fullmatch(item.name)
+            if not staging and not DIGEST.fullmatch(item.name):
+                continue
+            with suppress(OSError):
+                status = item.stat(follow_symlinks=False)
+                if regular(status):
+                    digest = staging[1] if staging else item.name
+                    size = int(staging[2], 16) if staging else status.st_size
+                    found.append(
+                        Found(folder, item.name, digest, size, status.st_mtime, staging is not None)
+                    )
+    return found

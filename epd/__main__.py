@@ -1,0 +1,6 @@
+"""`python -m epd`."""
+
+from epd.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""A chat completion request: its mm items, and the bodies each stage is sent.
+
+Bodies are read-only; every function returns a new one that shares what it did not change. The
+wire is vLLM's chat completion API (`vllm/entrypoints/openai/chat_completion/protocol.py`).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from epd.errors import BadRequest
+
+Body = Mapping[str, Any]
+
+MODALITY = {
+    "image_url": "image",
+    "audio_url": "audio",
+    "input_audio": "audio",
+    "video_url": "video",
+}
+"""Modality of each content part type that carries media."""
+
+EMBEDS = ("image_embeds", "audio_embeds", "video_embeds")
+"""Parts that stand for an encoder output. The proxy writes them, a client must not: with an EC
+consumer behind it, such a part reads whatever entry its `uuid` names."""
+
+REASONING = ("reasoning", "reasoning_content")
+"""Message fields that vLLM 0.33 reads like content, media parts and their uuids too."""
+
+RESERVED = ("kv_transfer_params", "ec_transfer_params")
+"""Fields between proxy and instances. A client's are dropped, as vLLM's security guide asks."""
+
+MM_KWARGS = ("mm_processor_kwargs", "media_io_kwargs")
+"""Fields that change what the encoder makes of an item, and so its key."""
+
+FOR_ENCODE = ("model", "priority", *MM_KWARGS)
+"""Fields of a request that its encode requests need as well."""
+
+NOT_FOR_PREFILL = ("stream_options", "min_tokens")
+"""Fields that contradict a prefill request's `stream: false` and `max_tokens: 1`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MMItem:
+    """One media part of a request. Equal to itself only: the same picture twice is two items.
+
+    Attributes:
+        message: index of its message.
+        position: index of the part in the message's content.
+        kind: the part's type, a key of `MODALITY`.
+        part: the content part as the client sent it.
+    """
+
+    message: int
+    position: int
+    kind: str
+    part: Mapping[str, Any]
+
+    @property
+    def modality(self) -> str:
+        """`image`, `audio` or `video`."""
+        return MODALITY[self.kind]
+
+    @property
+    def param(self) -> str:
+        """Where it stands, as errors name it."""
+        return f"messages[{self.message}].content[{self.position}]"
+
+
+def parse(raw: bytes) -> Body:
+    """The request in a body.
+
+    Raises:
+        BadRequest: not JSON, or not an object with a list of messages.
+    """
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise BadRequest(
+            f"the body is not valid JSON: {error.msg} at byte {error.pos}", slug="invalid_json"
+        ) from None
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be a JSON object")
+    if not isinstance(body.get("messages"), list):
+        raise BadRequest("messages must be a list", param="messages")
+    return {key: value for key, value in body.items() if key not in RESERVED}
+
+
+def mm_items(body: Body) -> tuple[MMItem, ...]:
+    """The media parts of all messages, in order.
+
+    Raises:
+        BadRequest: a message or a content part has the wrong shape.
+    """
+    return tuple(
+        MMItem(message, position, part["type"], part)
+        for message, position, part in _content_parts(body)
+        if part["type"] in MODALITY
+    )
+
+
+def _content_parts(body: Body) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
+    for index, message in enumerate(body["messages"]):
+        if not isinstance(message, dict):
+            raise BadRequest("a message must be an object", param=f"messages[{index}]")
+        for field in REASONING:
+            if not isinstance(message.get(field), str | None):
+                raise BadRequest(f"{field} must be a string", param=f"messages[{index}].{field}")
+        content = message.get("content")
+        if isinstance(content, list):
+            for position, part in enumerate(content):
+                _check_part(part, param=f"messages[{index}].content[{position}]")
+                if isinstance(part, dict):
+                    yield index, position, part
+
+
+def _check_part(part: Any, *, param: str) -> None:
+    if isinstance(part, str):  # vLLM takes it for text
+        return
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        raise BadRequest("a content part must be an object with a type", param=param)
+    for key in (*EMBEDS, "image_pil"):
+        if key in part or part["type"] == key:
+            raise BadRequest(
+                f"{key} parts are the proxy's own and not accepted from clients",
+                slug="reserved_field",
+                param=param,
+            )
+    if "uuid" in part and part["type"] not in MODALITY:
+        raise BadRequest("uuid belongs on media parts only", slug="reserved_field", param=param)
+    # vLLM goes by the keys of a part that has a uuid and by its type otherwise: a part where
+    # they disagree would be one thing here and another there.
+    for key in MODALITY:
+        if key in part and part["type"] != key:
+            raise BadRequest(f"a part with {key} must have the type {key}", param=param)
+
+
+def with_parts(body: Body, parts: Mapping[MMItem, Mapping[str, Any]]) -> Body:
+    """The body with other parts in the places of these items."""
+    new = {(item.message, item.position): part for item, part in parts.items()}
+    touched = {item.message for item in parts}
+    messages = list(body["messages"])
+    for index in touched:
+        content = [
+            new.get((index, position), part)
+            for position, part in enumerate(messages[index]["content"])
+        ]
+        messages[index] = {**messages[index], "content": content}
+    return {**body, "messages": messages}
+
+
+def raw_part(item: MMItem, uuid: str | None) -> Mapping[str, Any]:
+    """The item's media under our own uuid; a client's never goes through."""
+    part = {key: value for key, value in item.part.items() if key != "uuid"}
+    return part if uuid is None else {**part, "uuid": uuid}
+
+
+def metadata_part(item: MMItem, metadata: Mapping[str, Any], uuid: str) -> Mapping[str, Any]:
+    """The item without its media: an encoder output by key, and what sizes its placeholder.
+
+    Values are flat per item, `image_grid_thw` being `[t, h, w]`: vLLM stacks them.
+    """
+    kind = f"{item.modality}_embeds"
+    return {
+        "type": kind,
+        kind: {key: _flat(value) for key, value in metadata.items()},
+        "uuid": uuid,
+    }
+
+
+def _flat(value: Any) -> Any:
+    if isinstance(value, list) and value and all(isinstance(row, list) for row in value):
+        return [number for row in value for number in row]
+    return value
+
+
+def encode_body(body: Body, item: MMItem, uuid: str | None) -> Body:
+    """The encode request of one item: the item alone, no text."""
+    return {
+        **{field: body[field] for field in FOR_ENCODE if field in body},
+        "messages": [{"role": "user", "content": [raw_part(item, uuid)]}],
+        "stream": False,
+        "max_tokens": 1,
+    }
+
+
+def prefill_body(body: Body, kv_transfer_params: Mapping[str, Any]) -> Body:
+    """The prefill request: the same prompt, one token, the KV cache kept for decode."""
+    limits = {field: 1 for field in ("max_tokens", "max_completion_tokens") if field in body}
+    return {
+        **{key: value for key, value in body.items() if key not in NOT_FOR_PREFILL},
+        **limits,
+        "max_tokens": 1,
+        "stream": False,
+        "kv_transfer_params": kv_transfer_params,
+    }

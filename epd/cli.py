@@ -1,0 +1,125 @@
+"""The `epd` command."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from fnmatch import fnmatch
+from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
+
+import uvloop
+from pydantic import AliasChoices, BeforeValidator, Field, SecretStr, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from epd import logs
+from epd.config import ProxyConfig
+from epd.server import serve
+from epd.version import __version__
+
+USAGE_ERROR = 2
+
+GROUPS = {
+    "*_urls": "instances",
+    "log_*": "logging",
+    "*_s": "deadlines",
+    "max_*": "limits",
+    "*media*": "media",
+    "*": "server",
+}
+"""Where a field's flag stands in the help: under the first pattern that fits."""
+
+
+class Settings(ProxyConfig, BaseSettings):
+    """`ProxyConfig` from flags, then `EPD_…` of the environment, then its defaults."""
+
+    model_config = SettingsConfigDict(env_prefix="EPD_")
+
+    openai_api_key: Annotated[SecretStr | None, BeforeValidator(lambda key: key or None)] = Field(
+        default=None, validation_alias=AliasChoices("EPD_OPENAI_API_KEY", "OPENAI_API_KEY")
+    )
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with code 2 and the message alone."""
+        self.exit(USAGE_ERROR, f"{self.prog}: error: {message} (--help lists the flags)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command. Exits with 2 where its flags are wrong, with 1 where it fails."""
+    parser = Parser(prog="epd", description="Multimodal EPD proxy for vLLM.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"epd {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    serve_parser = commands.add_parser(
+        "serve",
+        help="run the proxy",
+        description="Run an OpenAI-compatible proxy that sends media to encode instances, then "
+        "the request to prefill and decode instances. Every flag can be set as EPD_<FLAG> in the "
+        "environment too; OPENAI_API_KEY is sent to the instances where a client sends no key.",
+        epilog="example: epd serve --encode-servers-urls http://e1:8001,http://e2:8001 "
+        "--decode-servers-urls http://pd:8002",
+        usage="epd serve --encode-servers-urls URLS --decode-servers-urls URLS [FLAG ...]",
+        allow_abbrev=False,
+    )
+    _add_flags(serve_parser)
+    flags = vars(parser.parse_args(argv))
+    flags.pop("command")
+    _serve(_settings(serve_parser, flags))
+
+
+def _settings(parser: Parser, flags: dict[str, Any]) -> ProxyConfig:
+    try:
+        return Settings(**flags)
+    except ValidationError as invalid:
+        first = invalid.errors()[0]
+        field = "_".join(str(part) for part in first["loc"][:1])
+        message = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "missing":
+            message = "is required"
+        return parser.error(f"{_flag(field)} {message}" if field else message)
+
+
+def _serve(config: ProxyConfig) -> None:
+    logs.configure(config.log_format, config.log_level)
+    try:
+        uvloop.run(serve(config))
+    except OSError as error:
+        sys.exit(f"epd serve: cannot listen on {config.host}:{config.port}: {error.strerror}")
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    """One flag per field of `ProxyConfig`, but for secrets, which come by environment only."""
+    groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(GROUPS.values())}
+    for name, field in ProxyConfig.model_fields.items():
+        if SecretStr in get_args(field.annotation):
+            continue
+        choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else None
+        groups[_group(name)].add_argument(
+            _flag(name),
+            default=argparse.SUPPRESS,
+            choices=choices,
+            metavar=None if choices else _metavar(name, field),
+            help=_help(field),
+        )
+
+
+def _group(field: str) -> str:
+    return next(title for pattern, title in GROUPS.items() if fnmatch(field, pattern))
+
+
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def _metavar(name: str, field: FieldInfo) -> str:
+    for suffix, metavar in (("_urls", "URLS"), ("_s", "SECONDS"), ("_bytes", "BYTES")):
+        if name.endswith(suffix):
+            return metavar
+    return {int: "N", str: "ADDRESS"}.get(field.annotation, "FOLDER")  # type: ignore[arg-type]
+
+
+def _help(field: FieldInfo) -> str:
+    default = "" if field.is_required() or field.default in (None, ()) else f" ({field.default})"
+    return f"{field.description}{default}"

@@ -1,0 +1,149 @@
+"""What can be set, with its defaults and limits."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    model_validator,
+)
+from pydantic_settings import NoDecode
+
+from epd.instances import Instance, Role
+
+NO_INSTANCES = frozenset({"", "disable", "none"})
+"""Spellings of an empty URL list, as in vLLM's `disagg_epd_proxy.py`."""
+
+
+def _split_urls(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    if value.strip().lower() in NO_INSTANCES:
+        return ()
+    return tuple(url.strip() for url in value.split(",") if url.strip())
+
+
+def _check_url(url: str) -> str:
+    if any(character <= " " for character in url):
+        raise ValueError(f"{url!r} has white space in it")
+    parts = urlsplit(url)
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise ValueError(f"{url!r} is not a URL such as http://host:8001")
+    if parts.query or parts.fragment or parts.username or parts.password:
+        raise ValueError(f"{url!r} must be a base URL: no user, no query, no fragment")
+    _ = parts.port  # raises ValueError when it is none
+    return f"{parts.scheme}://{parts.netloc.lower()}{parts.path}".rstrip("/")
+
+
+def _check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
+    checked = tuple(map(_check_url, urls))
+    for url in checked:
+        if checked.count(url) > 1:
+            raise ValueError(f"{url!r} is named twice")
+    return checked
+
+
+Urls = Annotated[
+    tuple[str, ...], NoDecode, BeforeValidator(_split_urls), AfterValidator(_check_urls)
+]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class ProxyConfig(BaseModel):
+    """Everything `create_app` needs to know.
+
+    Each field is a flag of `epd serve` and an environment variable `EPD_<FIELD>`; its
+    description is the flag's help.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    encode_servers_urls: Urls = Field(
+        description="encode instances, comma-separated; items are spread over them in turn"
+    )
+    prefill_servers_urls: Urls = Field(
+        default=(),
+        description="prefill instances; 'disable', 'none' or empty: no prefill stage (E+PD)",
+    )
+    decode_servers_urls: Urls = Field(
+        description="decode instances; without prefill instances they prefill too"
+    )
+    host: str = Field(default="0.0.0.0", description="address to listen on")  # noqa: S104
+    port: int = Field(default=8000, ge=0, le=65535, description="port to listen on")
+
+    decode_media: Literal["metadata", "raw"] = Field(
+        default="metadata",
+        description="what prefill and decode get of a media item: placeholder metadata alone, "
+        "where the encode instance reports it, or always the media",
+    )
+    allowed_local_media_path: Path | None = Field(
+        default=None,
+        description="folder that file:// media may come from, the same as the encode instances'; "
+        "without it they are refused",
+    )
+    max_items: int = Field(default=64, ge=1, description="media items in one request")
+    max_body_bytes: int = Field(
+        default=128 * 1024**2, ge=1024, description="size of a request body"
+    )
+
+    body_timeout_s: Seconds = Field(default=60.0, description="a request body's arrival")
+    connect_timeout_s: Seconds = Field(default=2.0, description="connecting to an instance")
+    encode_timeout_s: Seconds = Field(default=30.0, description="encoding one item")
+    prefill_timeout_s: Seconds = Field(default=120.0, description="the prefill stage")
+    first_byte_timeout_s: Seconds = Field(
+        default=300.0, description="from the decode request to the first byte of its answer"
+    )
+    idle_timeout_s: Seconds = Field(
+        default=120.0, description="silence between two chunks of the decode answer"
+    )
+    health_timeout_s: Seconds = Field(
+        default=5.0, description="an instance's answer to /health and /v1/models"
+    )
+
+    profile_timeout_s: Seconds = Field(
+        default=300.0, description="an instance's answer to /start_profile and /stop_profile"
+    )
+
+    log_format: Literal["console", "json"] = Field(
+        default="console", description="log lines for people or for machines"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="least level that is logged"
+    )
+    openai_api_key: SecretStr | None = Field(
+        default=None,
+        description="key sent to the instances where the client sends no Authorization",
+    )
+
+    @model_validator(mode="after")
+    def _check_topology(self) -> Self:
+        for flag in ("encode_servers_urls", "decode_servers_urls"):
+            if not getattr(self, flag):
+                raise ValueError(f"{_flag(flag)} must name at least one instance")
+        both = set(self.prefill_servers_urls) & set(self.decode_servers_urls)
+        if both:
+            raise ValueError(
+                f"{min(both)!r} is named as prefill and as decode instance; an instance that does "
+                "both belongs in --decode-servers-urls alone"
+            )
+        return self
+
+    @property
+    def instances(self) -> tuple[Instance, ...]:
+        """The instances the URL lists name, with the roles the topology gives them."""
+        decode = Role.DECODE if self.prefill_servers_urls else Role.PREFILL_DECODE
+        return (
+            *(Instance(Role.ENCODE, url) for url in self.encode_servers_urls),
+            *(Instance(Role.PREFILL, url) for url in self.prefill_servers_urls),
+            *(Instance(decode, url) for url in self.decode_servers_urls),
+        )
+
+
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")

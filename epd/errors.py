@@ -1,0 +1,162 @@
+"""What can go wrong, as types that know what to answer.
+
+Every error reaches the client in OpenAI's shape, the one vLLM uses
+(`vllm/entrypoints/openai/engine/protocol.py`, `ErrorInfo`):
+`{"error": {"message", "type", "param", "code"}}`, `code` being the HTTP status.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import orjson
+
+Stage = Literal["proxy", "encode", "prefill", "decode"]
+
+TYPES = {404: "NotFoundError", 408: "RequestTimeoutError", 503: "ServiceUnavailableError"}
+
+MAX_UPSTREAM_TEXT = 500
+"""Characters of an upstream's non-JSON error text that are shown to a client."""
+
+
+class ProxyError(Exception):
+    """A request that ends in an error.
+
+    Attributes:
+        status: HTTP status of the answer.
+        type: `error.type` of the answer.
+        slug: machine-readable cause, sent as `x-epd-error`.
+        stage: who failed, sent as `x-epd-stage`.
+        param: the part of the request that is at fault, such as `messages[0].content[2]`.
+    """
+
+    status: int = 500
+    type: str = "InternalServerError"
+    default_slug: ClassVar[str] = "internal_error"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        slug: str | None = None,
+        stage: Stage = "proxy",
+        param: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.slug = slug or self.default_slug
+        self.stage = stage
+        self.param = param
+
+    @property
+    def detail(self) -> dict[str, Any]:
+        """The `error` object of the answer."""
+        return {
+            "message": self.message,
+            "type": self.type,
+            "param": self.param,
+            "code": self.status,
+        }
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers that go with the answer, beside those every answer has."""
+        return {"x-epd-stage": self.stage, "x-epd-error": self.slug}
+
+    def body(self) -> bytes:
+        """The answer's JSON body."""
+        return orjson.dumps({"error": self.detail})
+
+
+class BadRequest(ProxyError):
+    """The client's request cannot be served as it is."""
+
+    status = 400
+    type = "BadRequestError"
+    default_slug = "invalid_request"
+
+
+class RequestRefused(ProxyError):
+    """The HTTP layer refused the request: unknown route, wrong method, too large."""
+
+    default_slug = "invalid_request"
+
+    def __init__(self, status: int, message: str, *, slug: str) -> None:
+        super().__init__(message, slug=slug)
+        self.status = status
+        self.type = TYPES.get(status, "BadRequestError")
+
+
+class UpstreamFailed(ProxyError):
+    """An instance could not be reached, broke off, or answered what it must not."""
+
+    status = 502
+    type = "BadGatewayError"
+
+
+class UpstreamTimeout(ProxyError):
+    """An instance did not answer within its stage's deadline."""
+
+    status = 504
+    type = "GatewayTimeoutError"
+
+
+class UpstreamRejected(ProxyError):
+    """An instance answered with an error that is the client's to see.
+
+    What the instance said is kept; its shape is made OpenAI's where it was not.
+    """
+
+    def __init__(
+        self, status: int, reply: bytes, *, stage: Stage, headers: Mapping[str, str]
+    ) -> None:
+        said = _openai_error(reply)
+        self._said = {"type": "UpstreamError", "param": None, "code": status} | (
+            said or {"message": _plain_message(status, reply)}
+        )
+        super().__init__(self._said["message"], slug=f"{stage}_rejected", stage=stage)
+        self.status = status
+        self._reply = reply if said else None
+        self._passed_headers = {
+            name: headers[name]
+            for name in ("Retry-After", "WWW-Authenticate")
+            if name in headers and headers[name].isprintable()
+        }
+
+    @property
+    def detail(self) -> dict[str, Any]:
+        """What the instance said, and where in the client's request it applies."""
+        return self._said if self.param is None else self._said | {"param": self.param}
+
+    def body(self) -> bytes:
+        """The instance's own bytes, where they are what a client should see."""
+        return self._reply if self._reply and self.param is None else super().body()
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """As for every error, and what tells a client when and how to try again."""
+        return {**super().headers, **self._passed_headers}
+
+
+def _openai_error(reply: bytes) -> dict[str, Any] | None:
+    match _parsed(reply):
+        case {"error": {"message": str()} as error}:
+            return dict(error)
+        case _:
+            return None
+
+
+def _plain_message(status: int, reply: bytes) -> str:
+    match _parsed(reply):
+        # FastAPI's own errors, and vLLM's answer to a wrong API key.
+        case {"detail": str() as message} | {"error": str() as message} if message:
+            return message
+        case _:
+            text = reply[:MAX_UPSTREAM_TEXT].decode("utf-8", "replace").strip()
+            return text or f"the instance answered {status}"
+
+
+def _parsed(reply: bytes) -> Any:
+    try:
+        return orjson.loads(reply)
+    except orjson.JSONDecodeError:
+        return None

@@ -1,0 +1,71 @@
+"""What happened, as values. The core emits them; observers log, count or trace them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from epd.errors import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class StageDone:
+    """One request to an instance has been answered, or has failed.
+
+    Attributes:
+        stage: encode, prefill or decode.
+        instance: base URL of the instance.
+        started_s: when it was sent, on the event loop's clock.
+        seconds: until its answer was read; for decode until the answer's head came.
+        error: slug of the error, `cancelled`, or None.
+    """
+
+    stage: Stage
+    instance: str
+    started_s: float
+    seconds: float
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestDone:
+    """A client's request has ended, however it ended.
+
+    Attributes:
+        request_id: the id sent to the instances.
+        method: HTTP method.
+        path: path of the route.
+        status: HTTP status that was sent; 499 where the client left first.
+        seconds: from the request's head to the last byte of the answer.
+        error: slug of the error, or None. A stream may break after a status of 200.
+        reason: what lies behind the error; for the log, not for the client.
+        stages: what was asked of the instances.
+    """
+
+    request_id: str
+    method: str
+    path: str
+    status: int
+    seconds: float
+    error: str | None
+    reason: str | None
+    stages: tuple[StageDone, ...]
+
+
+class Observer(Protocol):
+    """Is told of every event, on the event loop: it must return at once."""
+
+    def stage_done(self, event: StageDone) -> None:
+        """One request to an instance has ended."""
+
+    def request_done(self, event: RequestDone) -> None:
+        """A client's request has ended."""
+
+
+def stage_seconds(stages: Sequence[StageDone]) -> dict[Stage, float]:
+    """Wall time of each stage: from its first request sent to its last answer."""
+    spans: dict[Stage, tuple[float, float]] = {}
+    for event in stages:
+        end = event.started_s + event.seconds
+        first, last = spans.get(event.stage, (event.started_s, end))
+        spans[event.stage] = (min(first, event.started_s), max(last, end))
+    return {stage: last - first for stage, (first, last) in spans.items()}

@@ -1,0 +1,73 @@
+"""Log lines: one per request, for people or for machines.
+
+No media, prompts, keys or URL queries: an event holds none.
+"""
+
+import logging
+import sys
+
+import structlog
+
+from epd.events import RequestDone, StageDone, stage_seconds
+
+
+def configure(log_format: str, level: str) -> None:
+    """Set structlog up for this process.
+
+    Args:
+        log_format: `console` or `json`.
+        level: least level that is logged, such as `info`.
+    """
+    renderer: structlog.typing.Processor = (
+        structlog.processors.JSONRenderer()
+        if log_format == "json"
+        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    )
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level.upper())),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+
+
+class LogObserver:
+    """Logs each client's request, and each request to an instance at level debug."""
+
+    def __init__(self) -> None:
+        self._log = structlog.get_logger("epd")
+
+    def stage_done(self, event: StageDone) -> None:
+        """One line at level debug."""
+        self._log.debug(
+            "stage",
+            stage=event.stage,
+            instance=event.instance,
+            seconds=round(event.seconds, 4),
+            error=event.error,
+        )
+
+    def request_done(self, event: RequestDone) -> None:
+        """One line: info, or warning where it failed; routes beside `/v1` at level debug."""
+        level = "info" if "/v1/" in event.path else "debug"
+        fields: dict[str, float | str | None] = {
+            f"{stage}_s": round(seconds, 4)
+            for stage, seconds in stage_seconds(event.stages).items()
+        }
+        if event.error is not None:
+            level = "warning"
+            fields |= {"error": event.error, "reason": event.reason}
+        self._log.log(
+            logging.getLevelName(level.upper()),
+            "request",
+            request_id=event.request_id,
+            method=event.method,
+            path=event.path,
+            status=event.status,
+            seconds=round(event.seconds, 4),
+            **fields,
+        )

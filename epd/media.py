@@ -1,0 +1,108 @@
+"""Where a media item's bytes are, and whether a request may name that place."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from epd.chat import MMItem
+from epd.errors import BadRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Inline:
+    """Media inside the request.
+
+    Attributes:
+        media_type: what the client says it is, such as `image/jpeg`; lower case.
+        base64: the bytes as base64 text.
+    """
+
+    media_type: str
+    base64: str
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """Media that the engines fetch: an http, https or file URL."""
+
+    url: str
+
+
+def source(item: MMItem, allowed_local_media_path: Path | None = None) -> Inline | Remote:
+    """Where the item's media are.
+
+    Raises:
+        BadRequest: the part has no media, or they are somewhere a request may not name.
+    """
+    value = item.part.get(item.kind)
+    if item.kind == "input_audio":
+        return _input_audio(value, item.param)
+    url = value.get("url") if isinstance(value, dict) else None
+    if not isinstance(url, str) or not url:
+        raise BadRequest(
+            f'{item.kind} must be an object with a "url"', param=f"{item.param}.{item.kind}"
+        )
+    return _from_url(url, allowed_local_media_path, param=f"{item.param}.{item.kind}.url")
+
+
+def _input_audio(value: Any, param: str) -> Inline:
+    match value:
+        case {"data": str() as data, "format": str() as audio_format} if data:
+            return Inline(f"audio/{audio_format.lower()}", data)
+        case _:
+            raise BadRequest(
+                'input_audio must be an object with "data" and "format"',
+                param=f"{param}.input_audio",
+            )
+
+
+def _from_url(url: str, allowed_local_media_path: Path | None, *, param: str) -> Inline | Remote:
+    if url[:5].lower() == "data:":
+        return _from_data_url(url, param)
+    # A parser differential between a check here and the fetch in the engine is how a media
+    # policy is got around (CVE-2026-24779): what two parsers could read differently is refused.
+    if "\\" in url or any(character <= " " or character == "\x7f" for character in url):
+        raise BadRequest("the URL has a character that must be percent-encoded", param=param)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        raise BadRequest("not a valid URL", param=param) from None
+    if parts.scheme in {"http", "https"}:
+        if not parts.hostname or "@" in parts.netloc:
+            raise BadRequest("the URL must name a host, and no user", param=param)
+        return Remote(url)
+    if parts.scheme == "file":
+        _check_local(url, allowed_local_media_path, param)
+        return Remote(url)
+    raise BadRequest("the URL must start with data:, https://, http:// or file://", param=param)
+
+
+def _from_data_url(url: str, param: str) -> Inline:
+    header, comma, payload = url[5:].partition(",")
+    # As vLLM reads it (`vllm/multimodal/media/connector.py`, `_load_data_url`): parameters such as
+    # `codecs=opus` may stand between the media type and `base64`.
+    media_type, semicolon, encoding = header.rpartition(";")
+    if not comma or not semicolon or encoding != "base64":
+        raise BadRequest(
+            "a data: URL must have the form data:<media type>;base64,<data>", param=param
+        )
+    return Inline(media_type.partition(";")[0].lower(), payload)
+
+
+def _check_local(url: str, allowed: Path | None, param: str) -> None:
+    if allowed is None:
+        raise BadRequest(
+            "file:// media are off; --allowed-local-media-path turns them on", param=param
+        )
+    parts = urlsplit(url)
+    path = unquote(parts.path)
+    if url[:8].lower() != "file:///" or parts.query or parts.fragment or "\0" in path:
+        raise BadRequest("a file URL must have the form file:///absolute/path", param=param)
+    # Symlinks are followed, so that none leads out of the folder.
+    try:
+        inside = allowed.resolve() in Path(path).resolve().parents
+    except (OSError, RuntimeError):  # a loop of symlinks
+        inside = False
+    if not inside:
+        raise BadRequest("the file is not under --allowed-local-media-path", param=param)

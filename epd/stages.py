@@ -1,0 +1,183 @@
+"""Encode, prefill and decode: one stage each, as requests to instances."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from http import HTTPStatus
+
+import orjson
+
+from epd.chat import Body, MMItem, encode_body, prefill_body
+from epd.config import ProxyConfig
+from epd.errors import ProxyError, Stage, UpstreamFailed, UpstreamRejected
+from epd.events import Observer, StageDone
+from epd.instances import Instance
+from epd.transfer import NIXL_PREFILL, Encoded, EncodedItem, Params, read_encoded, read_prefilled
+from epd.upstream import Answer, Reply, Upstream
+
+CHAT_COMPLETIONS = "/v1/chat/completions"
+MAX_STATUS = 599
+
+
+@dataclass(slots=True)
+class RequestContext:
+    """What a request carries through its stages beside its body.
+
+    Attributes:
+        request_id: the id its instances see.
+        headers: headers its instances are sent, but for the request id.
+        observers: who is told what happens.
+        stages: what has happened so far; each stage adds to it.
+    """
+
+    request_id: str
+    headers: Mapping[str, str]
+    observers: Sequence[Observer] = ()
+    stages: list[StageDone] = field(default_factory=list)
+
+    def headers_for(self, request_id: str) -> dict[str, str]:
+        """Headers of one request to an instance."""
+        return {**self.headers, "Content-Type": "application/json", "X-Request-Id": request_id}
+
+    @contextmanager
+    def timed(self, stage: Stage, instance: Instance) -> Iterator[None]:
+        """Emit a `StageDone` when the context is left, however it is left."""
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        error: str | None = "cancelled"
+        try:
+            yield
+            error = None
+        except ProxyError as failure:
+            error = failure.slug
+            raise
+        finally:
+            event = StageDone(stage, instance.url, started, clock() - started, error)
+            self.stages.append(event)
+            for observer in self.observers:
+                observer.stage_done(event)
+
+
+class Stages:
+    """The three stages, over one upstream."""
+
+    def __init__(self, upstream: Upstream, config: ProxyConfig) -> None:
+        self._upstream = upstream
+        self._config = config
+
+    async def encode(
+        self,
+        instances: Sequence[Instance],
+        body: Body,
+        uuids: Mapping[MMItem, str | None],
+        context: RequestContext,
+    ) -> list[EncodedItem]:
+        """Encode all items at once, one request each, one instance per item.
+
+        Raises:
+            ProxyError: the first item that failed; the others are cancelled.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(
+                        self._encode_one(
+                            instance,
+                            encode_body(body, item, uuid),
+                            item,
+                            f"{context.request_id}:{index}:{secrets.token_hex(3)}",
+                            context,
+                        )
+                    )
+                    for index, (instance, (item, uuid)) in enumerate(
+                        zip(instances, uuids.items(), strict=True)
+                    )
+                ]
+        except ExceptionGroup as failures:
+            first = failures.exceptions[0]
+            raise first from first.__cause__
+        return [
+            EncodedItem(item, uuid, task.result())
+            for (item, uuid), task in zip(uuids.items(), tasks, strict=True)
+        ]
+
+    async def _encode_one(
+        self, instance: Instance, body: Body, item: MMItem, child_id: str, context: RequestContext
+    ) -> Encoded:
+        with context.timed("encode", instance):
+            try:
+                answer = await self._upstream.fetch(
+                    instance.url + CHAT_COMPLETIONS,
+                    stage="encode",
+                    headers=context.headers_for(child_id),
+                    body=orjson.dumps(body),
+                    timeout_s=self._config.encode_timeout_s,
+                )
+                return read_encoded(_accepted(answer, "encode"), item.modality)
+            except ProxyError as error:
+                error.param = item.param  # the client's, not the one in the encode request
+                raise
+
+    async def prefill(self, instance: Instance, body: Body, context: RequestContext) -> Params:
+        """Prefill the request and return its `kv_transfer_params`, which serve one decode.
+
+        Raises:
+            ProxyError: the instance failed, or returned none.
+        """
+        with context.timed("prefill", instance):
+            answer = await self._upstream.fetch(
+                instance.url + CHAT_COMPLETIONS,
+                stage="prefill",
+                headers=context.headers_for(context.request_id),
+                body=orjson.dumps(prefill_body(body, NIXL_PREFILL)),
+                timeout_s=self._config.prefill_timeout_s,
+            )
+            return read_prefilled(_accepted(answer, "prefill"))
+
+    @asynccontextmanager
+    async def decode(
+        self, instance: Instance, body: Body, context: RequestContext
+    ) -> AsyncIterator[Reply]:
+        """Open the decode answer. It is entered once the instance has said 2xx.
+
+        Raises:
+            UpstreamRejected: the instance said anything else.
+            ProxyError: the instance failed.
+        """
+        async with AsyncExitStack() as stack:
+            with context.timed("decode", instance):
+                reply = await stack.enter_async_context(
+                    self._upstream.open(
+                        instance.url + CHAT_COMPLETIONS,
+                        stage="decode",
+                        headers=context.headers_for(context.request_id),
+                        body=orjson.dumps(body),
+                        head_timeout_s=self._config.first_byte_timeout_s,
+                    )
+                )
+                if not reply.ok:
+                    said = await reply.read(idle_s=self._config.idle_timeout_s)
+                    raise _refusal(reply.status, said, reply.headers)
+            yield reply
+
+
+def _refusal(status: int, said: bytes, headers: Mapping[str, str]) -> ProxyError:
+    """Decode's errors are the client's, whatever their status; what is no error is decode's."""
+    if HTTPStatus.BAD_REQUEST <= status <= MAX_STATUS:
+        return UpstreamRejected(status, said, stage="decode", headers=headers)
+    return UpstreamFailed(
+        f"the decode instance answered {status}", slug="decode_bad_response", stage="decode"
+    )
+
+
+def _accepted(answer: Answer, stage: Stage) -> bytes:
+    """The body of a 2xx answer; an error for any other."""
+    if answer.ok:
+        return answer.body
+    if answer.status // 100 == 4 or answer.status == HTTPStatus.SERVICE_UNAVAILABLE:  # noqa: PLR2004
+        raise UpstreamRejected(answer.status, answer.body, stage=stage, headers=answer.headers)
+    raise UpstreamFailed(
+        f"the {stage} instance answered {answer.status}", slug=f"{stage}_failed", stage=stage
+    )

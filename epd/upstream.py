@@ -1,0 +1,204 @@
+"""The one module that sends HTTP."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from http import HTTPStatus
+from io import BytesIO
+from typing import Self
+
+import aiohttp
+
+from epd.errors import Stage, UpstreamFailed, UpstreamTimeout
+from epd.version import __version__
+
+KEEP_ALIVE_S = 2.0
+"""How long an idle connection is pooled: under half of what vLLM keeps one
+(`VLLM_HTTP_TIMEOUT_KEEP_ALIVE`, 5 s), so that none is reused that it has just closed."""
+
+MAX_ANSWER_BYTES = 16 * 1024**2
+"""Largest answer of an encode or prefill instance, and largest error."""
+
+
+def is_success(status: int) -> bool:
+    """Whether a status is a 2xx."""
+    return HTTPStatus.OK <= status < HTTPStatus.MULTIPLE_CHOICES
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer of an instance."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def ok(self) -> bool:
+        """Whether the status is a 2xx."""
+        return is_success(self.status)
+
+
+class Reply:
+    """An answer whose head has come and whose body has not been read."""
+
+    def __init__(self, response: aiohttp.ClientResponse, stage: Stage) -> None:
+        self._response = response
+        self._stage: Stage = stage
+
+    @property
+    def status(self) -> int:
+        """HTTP status."""
+        return self._response.status
+
+    @property
+    def ok(self) -> bool:
+        """Whether the status is a 2xx."""
+        return is_success(self.status)
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Response headers, by name in any case."""
+        return self._response.headers
+
+    async def read(self, *, idle_s: float | None = None, limit: int = MAX_ANSWER_BYTES) -> bytes:
+        """The whole body.
+
+        Raises:
+            UpstreamFailed: it is larger than `limit` bytes, or broke off.
+            UpstreamTimeout: nothing came for `idle_s` seconds.
+        """
+        parts = []
+        size = 0
+        async for chunk in self.chunks(idle_s):
+            parts.append(chunk)
+            size += len(chunk)
+            if size > limit:
+                raise UpstreamFailed(
+                    f"the {self._stage} instance's answer is larger than {limit} bytes",
+                    slug=f"{self._stage}_bad_response",
+                    stage=self._stage,
+                )
+        return b"".join(parts)
+
+    async def chunks(self, idle_s: float | None) -> AsyncIterator[bytes]:
+        """The body as it comes.
+
+        Raises:
+            UpstreamFailed: it broke off.
+            UpstreamTimeout: nothing came for `idle_s` seconds.
+        """
+        content = self._response.content
+        while True:
+            with _translated(
+                self._stage, broken=f"{self._stage}_died", late=f"{self._stage}_stalled"
+            ):
+                async with asyncio.timeout(idle_s):
+                    chunk = await content.readany()
+            if not chunk:
+                return
+            yield chunk
+
+
+class Upstream:
+    """Requests to instances, over one connection pool."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+
+    @classmethod
+    @asynccontextmanager
+    async def connect(cls, connect_timeout_s: float) -> AsyncIterator[Self]:
+        """A pool that is closed when the context is left."""
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers={"User-Agent": f"epd/{__version__}", "Accept-Encoding": "identity"},
+        ) as session:
+            yield cls(session)
+
+    @asynccontextmanager
+    async def open(
+        self,
+        url: str,
+        *,
+        stage: Stage,
+        headers: Mapping[str, str],
+        body: bytes | None = None,
+        head_timeout_s: float,
+    ) -> AsyncIterator[Reply]:
+        """Send a request (POST with a body, GET without) and wait for the answer's head.
+
+        Leaving the context before the body was read closes the connection, which is how an
+        instance learns that nobody waits any more.
+
+        Raises:
+            UpstreamFailed: it could not be sent, or the connection broke.
+            UpstreamTimeout: no head came within `head_timeout_s` seconds.
+        """
+        with _translated(stage, broken=f"{stage}_failed"):
+            async with asyncio.timeout(head_timeout_s):
+                response = await self._session.request(
+                    "GET" if body is None else "POST",
+                    url,
+                    # As a file, aiohttp sends it piece by piece; bytes would be one write.
+                    data=None if body is None else BytesIO(body),
+                    headers=headers,
+                    allow_redirects=False,
+                )
+        async with response:
+            yield Reply(response, stage)
+
+    async def fetch(
+        self,
+        url: str,
+        *,
+        stage: Stage,
+        headers: Mapping[str, str],
+        body: bytes | None = None,
+        timeout_s: float,
+    ) -> Answer:
+        """Send a request and read the whole answer, whatever its status.
+
+        Raises:
+            UpstreamFailed: it could not be sent, broke off, or is too large.
+            UpstreamTimeout: it was not there within `timeout_s` seconds.
+        """
+        with _translated(stage, broken=f"{stage}_failed"):
+            async with (
+                asyncio.timeout(timeout_s),
+                self.open(
+                    url, stage=stage, headers=headers, body=body, head_timeout_s=timeout_s
+                ) as reply,
+            ):
+                return Answer(reply.status, reply.headers, await reply.read())
+
+
+@contextmanager
+def _translated(stage: Stage, *, broken: str, late: str | None = None) -> Iterator[None]:
+    """Turn aiohttp's errors into ours.
+
+    Addresses and library texts stay in the cause, which is logged and not shown.
+    """
+    try:
+        yield
+    except aiohttp.ConnectionTimeoutError as error:
+        raise UpstreamFailed(
+            f"the {stage} instance cannot be reached", slug=broken, stage=stage
+        ) from error
+    except TimeoutError as error:
+        raise UpstreamTimeout(
+            f"the {stage} instance did not answer in time",
+            slug=late or f"{stage}_timeout",
+            stage=stage,
+        ) from error
+    except aiohttp.ClientConnectorError as error:
+        raise UpstreamFailed(
+            f"the {stage} instance cannot be reached", slug=broken, stage=stage
+        ) from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise UpstreamFailed(
+            f"the connection to the {stage} instance broke", slug=broken, stage=stage
+        ) from error

@@ -1,0 +1,294 @@
+"""The aiohttp application: routes, errors as answers, the answer relayed to the client."""
+
+import asyncio
+import re
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
+
+import orjson
+import structlog
+from aiohttp import web
+from aiohttp.typedefs import Handler
+from multidict import CIMultiDictProxy
+from pydantic import SecretStr
+
+from epd import chat
+from epd.admin import Admin
+from epd.config import ProxyConfig
+from epd.errors import (
+    BadRequest,
+    ProxyError,
+    RequestRefused,
+    UpstreamFailed,
+    UpstreamRejected,
+)
+from epd.events import Observer, RequestDone, stage_seconds
+from epd.instances import InstanceTable
+from epd.logs import LogObserver
+from epd.pipeline import Pipeline
+from epd.sse import EventAligner
+from epd.stages import RequestContext
+from epd.upstream import Reply, Upstream
+
+CONFIG = web.AppKey("config", ProxyConfig)
+OBSERVERS = web.AppKey("observers", Sequence[Observer])
+PIPELINE = web.AppKey("pipeline", Pipeline)
+ADMIN = web.AppKey("admin", Admin)
+CONTEXT = web.RequestKey("context", RequestContext)
+OUTCOME = web.RequestKey("outcome", ProxyError)
+"""Set where a stream broke after its status had gone out."""
+
+FORWARDED_HEADERS = ("Authorization", "traceparent", "tracestate")
+REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+MAX_DECODE_BYTES = 256 * 1024**2
+"""Largest answer of decode that is no stream: it is whole before the first byte goes out, so that
+what breaks off can still be an error."""
+
+CLIENT_CLOSED = 499
+"""nginx's status for a client that left before its answer; logged, never sent."""
+
+
+def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None) -> web.Application:
+    """The proxy as an aiohttp application, to be run or to be mounted in another.
+
+    Run it with `handler_cancellation=True` (`web.run_app`, `web.AppRunner`): that is how a client
+    that leaves cancels what runs for it upstream.
+
+    Args:
+        config: what `epd serve` makes of its flags.
+        observers: told of every event; by default they are logged.
+    """
+    app = web.Application(
+        client_max_size=config.max_body_bytes, middlewares=[observe, render_errors]
+    )
+    app[CONFIG] = config
+    app[OBSERVERS] = (LogObserver(),) if observers is None else tuple(observers)
+    app.cleanup_ctx.append(_connections)
+    app.add_routes(
+        [
+            web.post("/v1/chat/completions", chat_completions),
+            web.get("/v1/models", models),
+            web.get("/health", health),
+            web.post("/start_profile", partial(profile, "start")),
+            web.post("/stop_profile", partial(profile, "stop")),
+        ]
+    )
+    return app
+
+
+async def _connections(app: web.Application) -> AsyncIterator[None]:
+    config = app[CONFIG]
+    table = InstanceTable(config.instances)
+    async with Upstream.connect(config.connect_timeout_s) as upstream:
+        app[PIPELINE] = Pipeline(table, upstream, config)
+        app[ADMIN] = Admin(table, upstream, config)
+        yield
+
+
+# Middlewares: observe is the outer one.
+
+
+@web.middleware
+async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Give the request its id, and tell the observers how it ended."""
+    clock = asyncio.get_running_loop().time
+    started = clock()
+    config, observers = request.app[CONFIG], request.app[OBSERVERS]
+    context = RequestContext(
+        request_id=_request_id(request.headers),
+        headers=_forwarded(request.headers, config.openai_api_key),
+        observers=observers,
+    )
+    request[CONTEXT] = context
+    status, error = CLIENT_CLOSED, None
+    try:
+        response = await handler(request)
+        status, error = response.status, request.get(OUTCOME)
+        return response
+    finally:
+        event = RequestDone(
+            request_id=context.request_id,
+            method=request.method,
+            path=_route(request),
+            status=status,
+            seconds=clock() - started,
+            error="client_closed" if status == CLIENT_CLOSED else error and error.slug,
+            reason=_reason(error),
+            stages=tuple(context.stages),
+        )
+        for observer in observers:
+            observer.request_done(event)
+
+
+@web.middleware
+async def render_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer every error in OpenAI's shape."""
+    try:
+        return await handler(request)
+    except ProxyError as failure:
+        error = failure
+    except web.HTTPRequestEntityTooLarge:
+        limit = request.app[CONFIG].max_body_bytes
+        error = RequestRefused(413, f"the body is larger than {limit} bytes", slug="body_too_large")
+    except web.RequestPayloadError:
+        error = BadRequest("the body is not what its headers say", slug="invalid_body")
+    except web.HTTPException as failure:
+        error = RequestRefused(failure.status, failure.reason, slug="unknown_route")
+    except ConnectionError:  # the client's; an instance's is a ProxyError
+        raise
+    except Exception:  # noqa: BLE001 - the last resort: logged whole, answered in OpenAI's shape
+        structlog.get_logger("epd").exception("bug", request_id=request[CONTEXT].request_id)
+        error = ProxyError("the proxy failed; its log says why")
+    request[OUTCOME] = error
+    return web.Response(
+        status=error.status,
+        body=error.body(),
+        content_type="application/json",
+        headers={**error.headers, **_own_headers(request[CONTEXT])},
+    )
+
+
+# Routes.
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    """`POST /v1/chat/completions`, streaming and not."""
+    body = chat.parse(await _read(request))
+    async with request.app[PIPELINE].run(body, request[CONTEXT]) as reply:
+        content_type = reply.headers.get("Content-Type", "")
+        headers = _own_headers(request[CONTEXT])
+        headers["Content-Type"] = content_type if content_type.isprintable() else ""
+        if content_type.startswith("text/event-stream"):
+            return await _stream(request, reply, headers)
+        idle_s = request.app[CONFIG].idle_timeout_s
+        whole = await reply.read(idle_s=idle_s, limit=MAX_DECODE_BYTES)
+        return web.Response(status=reply.status, body=whole, headers=headers)
+
+
+async def _read(request: web.Request) -> bytes:
+    """The body, within its deadline."""
+    try:
+        async with asyncio.timeout(request.app[CONFIG].body_timeout_s):
+            return await request.read()
+    except TimeoutError:
+        raise RequestRefused(408, "the body did not come in time", slug="body_timeout") from None
+
+
+async def _stream(
+    request: web.Request, reply: Reply, headers: Mapping[str, str]
+) -> web.StreamResponse:
+    response = web.StreamResponse(
+        status=reply.status, headers={**headers, "Cache-Control": "no-cache"}
+    )
+    await response.prepare(request)
+    try:
+        async for events in _whole_events(reply, request.app[CONFIG].idle_timeout_s):
+            await response.write(events)
+    except ProxyError as error:
+        # The official OpenAI client takes an end without [DONE] for success, and this for an error.
+        request[OUTCOME] = error
+        await response.write(b"data: " + error.body() + b"\n\n")
+    await response.write_eof()
+    return response
+
+
+async def _whole_events(reply: Reply, idle_s: float) -> AsyncIterator[bytes]:
+    """The stream's events, no event cut.
+
+    Raises:
+        ProxyError: it broke, stalled, or ended without `[DONE]`.
+    """
+    aligner = EventAligner()
+    async for chunk in reply.chunks(idle_s):
+        try:
+            events = aligner.feed(chunk)
+        except ValueError as error:
+            raise UpstreamFailed(
+                "the decode instance sent an event without end",
+                slug="decode_bad_response",
+                stage="decode",
+            ) from error
+        if events:
+            yield events
+    if not aligner.ended:
+        raise UpstreamFailed(
+            "the decode instance ended the stream before its end",
+            slug="decode_truncated",
+            stage="decode",
+        )
+
+
+async def models(request: web.Request) -> web.Response:
+    """`GET /v1/models`: the decode side's."""
+    context = request[CONTEXT]
+    answer = await request.app[ADMIN].models(context.headers)
+    return web.Response(
+        body=answer.body, content_type="application/json", headers=_own_headers(context)
+    )
+
+
+async def health(request: web.Request) -> web.Response:
+    """`GET /health`: asks every instance."""
+    status, body = await request.app[ADMIN].health()
+    return _json(body, request[CONTEXT], status)
+
+
+async def profile(command: str, request: web.Request) -> web.Response:
+    """`POST /start_profile` and `/stop_profile`: tells every instance."""
+    body = await _read(request)
+    if body:
+        try:
+            orjson.loads(body)
+        except orjson.JSONDecodeError:
+            raise BadRequest("the body is not valid JSON", slug="invalid_json") from None
+    context = request[CONTEXT]
+    headers = context.headers_for(context.request_id)
+    return _json(await request.app[ADMIN].profile(command, headers, body), context)
+
+
+# Headers.
+
+
+def _request_id(headers: Mapping[str, str]) -> str:
+    given = headers.get("x-request-id", "")
+    return given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _forwarded(headers: CIMultiDictProxy[str], api_key: SecretStr | None) -> dict[str, str]:
+    # W3C trace context allows several tracestate headers, which are one list.
+    kept = {name: ",".join(headers.getall(name)) for name in FORWARDED_HEADERS if name in headers}
+    if api_key is not None:
+        kept.setdefault("Authorization", f"Bearer {api_key.get_secret_value()}")
+    return kept
+
+
+def _own_headers(context: RequestContext) -> dict[str, str]:
+    own = {"X-Request-Id": context.request_id}
+    timing = ", ".join(
+        f"{stage};dur={seconds * 1000:.1f}"
+        for stage, seconds in stage_seconds(context.stages).items()
+    )
+    return own | {"Server-Timing": timing} if timing else own
+
+
+def _json(body: object, context: RequestContext, status: int = 200) -> web.Response:
+    return web.Response(
+        status=status,
+        body=orjson.dumps(body, option=orjson.OPT_INDENT_2),
+        content_type="application/json",
+        headers=_own_headers(context),
+    )
+
+
+def _route(request: web.Request) -> str:
+    """The route's path as it was declared: what a client asked for could be anything."""
+    resource = request.match_info.route.resource
+    return "unknown" if resource is None else resource.canonical
+
+
+def _reason(error: ProxyError | None) -> str | None:
+    """What lies behind an error; not what an instance said, which may quote the prompt."""
+    if error is None or isinstance(error, UpstreamRejected):
+        return None
+    return error.message if error.__cause__ is None else f"{error.message}: {error.__cause__!r}"

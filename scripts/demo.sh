@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Starts a real stack on this machine's CPU and streams an answer about a picture: --help
+set -euo pipefail
+cd "$(dirname "$0")/.."
+./scripts/setup.sh
+exec .venv/bin/python scripts/demo.py "$@"

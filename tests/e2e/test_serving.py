@@ -1,0 +1,76 @@
+"""What operators and clients see of a real stack, beside answers."""
+
+import time
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.e2e.conftest import MEDIA, ON_DISK, Served, metric
+from tests.e2e.test_answers import on_vision, picture
+from tests.requests import image, text
+
+
+def test_health_asks_every_engine(stack: Served) -> None:
+    reply = httpx.get(f"{stack.stack.url}/health", timeout=30)
+    body = reply.json()
+
+    assert reply.status_code == 200
+    assert set(body["instances"]) == {engine.url for engine in stack.stack.engines}
+    assert {state["state"] for state in body["instances"].values()} == {"healthy"}
+
+
+def test_models(stack: Served) -> None:
+    assert [model.id for model in stack.client.models.list()] == [stack.model]
+
+
+def test_engines_without_a_profiler_are_a_503(stack: Served) -> None:
+    reply = httpx.post(f"{stack.stack.url}/start_profile", timeout=30)
+
+    assert (reply.status_code, reply.json()["error"]["code"]) == (503, 503)
+
+
+@on_vision
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_picture_that_is_none_is_the_engines_400_and_names_the_part(
+    stack: Served, stream: bool
+) -> None:
+    messages: Any = [{"role": "user", "content": [text(), picture("cat.jpg"), image(b"no png")]}]
+    with pytest.raises(openai.BadRequestError) as caught:
+        stack.client.chat.completions.create(model=stack.model, messages=messages, stream=stream)
+
+    assert caught.value.param == "messages[0].content[2]"
+    assert caught.value.response.headers["x-epd-stage"] == "encode"
+
+
+def test_a_wrong_model_is_the_engines_404(stack: Served) -> None:
+    with pytest.raises(openai.NotFoundError):
+        stack.client.chat.completions.create(
+            model="other", messages=[{"role": "user", "content": "hi"}]
+        )
+
+
+def test_a_client_that_leaves_stops_the_engine(stack: Served) -> None:
+    [decode] = [engine for engine in stack.consumers if "decode" in engine.name]
+    stream = stack.client.chat.completions.create(
+        model=stack.model,
+        messages=[{"role": "user", "content": "go on"}],
+        max_tokens=3000,
+        stream=True,
+    )
+    next(iter(stream))
+    assert metric(decode, "vllm:num_requests_running") == 1
+    stream.close()
+    deadline = time.monotonic() + 10
+    while metric(decode, "vllm:num_requests_running"):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("stack", [ON_DISK], indirect=True, ids="-".join)
+def test_a_file_outside_the_folder_is_refused(stack: Served) -> None:
+    part = {"type": "image_url", "image_url": {"url": (MEDIA.parent / "x.png").as_uri()}}
+    messages: Any = [{"role": "user", "content": [part]}]
+    with pytest.raises(openai.BadRequestError, match="allowed-local-media-path"):
+        stack.client.chat.completions.create(model=stack.model, messages=messages)

@@ -1,0 +1,162 @@
+"""Starting and stopping servers, with small ones in place of engines."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from epd.fleet import Engine, Process, ProcessDied, Topology
+from epd.fleet.process import stop, wait_until_ready
+from epd.fleet.stack import free_ports
+from epd.instances import Role
+
+SERVER = """
+import subprocess, sys, http.server
+if sys.argv[2] == "with-child":
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+if sys.argv[2] == "stubborn":
+    import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def start(tmp_path: Path, code: str = SERVER, how: str = "plain") -> Process:
+    [port] = free_ports(1)
+    command = [sys.executable, "-c", code, str(port), how]
+    return Process("server", f"http://127.0.0.1:{port}", command, {}, tmp_path / "server.log")
+
+
+def group_is_gone(pid: int) -> bool:
+    """Whether no process is left in a group, but for dead ones that init has not reaped yet."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[2]) == pid and fields[0] != "Z":
+            return False
+    return True
+
+
+@pytest.mark.parametrize("how", ["plain", "with-child"])
+def test_a_server_is_waited_for_and_stopped_with_its_children(tmp_path: Path, how: str) -> None:
+    reports: list[str] = []
+    process = start(tmp_path, how=how)
+    wait_until_ready([process], 30, reports.append)
+    assert not group_is_gone(process.pid)
+    stop([process])
+
+    assert group_is_gone(process.pid)
+    assert any("server is ready after" in line for line in reports)
+
+
+def test_a_server_that_dies_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
+    process = start(tmp_path, "print('about to fail'); raise SystemExit(3)")
+    with pytest.raises(ProcessDied, match=r"code 3[\s\S]*about to fail"):
+        wait_until_ready([process], 30, lambda _: None)
+    stop([process])
+
+
+def test_a_server_that_never_serves_is_reported(tmp_path: Path) -> None:
+    process = start(tmp_path, "import time; print('loading', flush=True); time.sleep(60)")
+    with pytest.raises(TimeoutError, match=r"server[\s\S]*loading"):
+        wait_until_ready([process], 1, lambda _: None)
+    stop([process])
+
+    assert group_is_gone(process.pid)
+
+
+def test_a_server_that_ignores_sigterm_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("epd.fleet.process.STOP_TIMEOUT_S", 0.5)
+    process = start(tmp_path, how="stubborn")
+    wait_until_ready([process], 30, lambda _: None)
+    stop([process])
+
+    assert group_is_gone(process.pid)
+
+
+def test_ports_are_free_and_different() -> None:
+    ports = free_ports(20)
+
+    assert len(set(ports)) == 20
+
+
+@pytest.mark.parametrize(
+    ("name", "roles"),
+    [
+        ("1e1pd", ["encode", "prefill_decode"]),
+        ("1E1P1D", ["encode", "prefill", "decode"]),
+        ("2e1p2d", ["encode", "encode", "prefill", "decode", "decode"]),
+    ],
+)
+def test_topologies(name: str, roles: list[str]) -> None:
+    assert [role.value for role in Topology.parse(name).roles] == roles
+
+
+@pytest.mark.parametrize("name", ["", "1e", "1pd", "1e1p", "0e1pd", "1e1pd1d", "e1pd", "100e1pd"])
+def test_what_is_no_topology(name: str) -> None:
+    with pytest.raises(ValueError, match="topology"):
+        Topology.parse(name)
+
+
+def flags(role: Role, tmp_path: Path) -> dict[str, str]:
+    command = Engine(role, tmp_path, 8001, "file:///store", tmp_path, 5600).command()
+    return dict(zip(command, [*command[1:], ""], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("role", "ec_role", "kv_role"),
+    [
+        (Role.ENCODE, "ec_producer", None),
+        (Role.PREFILL, "ec_consumer", "kv_producer"),
+        (Role.DECODE, None, "kv_consumer"),
+        (Role.PREFILL_DECODE, "ec_consumer", None),
+    ],
+)
+def test_each_role_has_its_connectors(
+    tmp_path: Path, role: Role, ec_role: str | None, kv_role: str | None
+) -> None:
+    given = flags(role, tmp_path)
+    ec = json.loads(given.get("--ec-transfer-config", "{}"))
+    kv = json.loads(given.get("--kv-transfer-config", "{}"))
+
+    assert (ec.get("ec_role"), kv.get("kv_role")) == (ec_role, kv_role)
+    assert ("--no-enable-prefix-caching" in given) == (role is Role.ENCODE)
+
+
+def test_stopping_twice_at_once_leaves_nothing(tmp_path: Path) -> None:
+    """A second Ctrl-C while servers are being stopped."""
+    pid_file = tmp_path / "pid"
+    script = f"""
+import sys
+from pathlib import Path
+from tests.fleet.test_fleet import start
+from epd.fleet.process import stop, wait_until_ready
+process = start(Path({str(tmp_path)!r}), how="stubborn")
+wait_until_ready([process], 30, lambda _: None)
+Path({str(pid_file)!r}).write_text(str(process.pid))
+stop([process])
+"""
+    root = Path(__file__).resolve().parents[2]
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=root, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    deadline = time.monotonic() + 30
+    while not pid_file.exists() or not pid_file.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(0.5)
+    os.kill(parent.pid, signal.SIGINT)
+    parent.wait(10)
+
+    assert group_is_gone(int(pid_file.read_text()))

@@ -1,0 +1,146 @@
+"""Health, models and profiling: asked of every instance."""
+
+import asyncio
+
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+
+import epd
+from tests.proxy.conftest import Launch
+from tests.requests import request, text
+
+
+async def test_health_of_a_healthy_fleet(launch: Launch) -> None:
+    async with launch(encode=2, prefill=1) as fleet, fleet.http.get(fleet.url + "/health") as reply:
+        body = await reply.json()
+
+        assert reply.status == 200
+        assert body["proxy"] == "healthy"
+        clusters = [body[f"{stage}_cluster"] for stage in ("encode", "prefill", "decode")]
+        assert clusters == ["healthy"] * 3
+        assert set(body["instances"]) == {
+            instance.url for instance in fleet.encode + fleet.prefill + fleet.decode
+        }
+
+
+async def test_health_without_prefill_instances(launch: Launch) -> None:
+    async with launch() as fleet, fleet.http.get(fleet.url + "/health") as reply:
+        body = await reply.json()
+
+        assert (reply.status, body["prefill_cluster"]) == (200, "empty")
+        assert body["instances"][fleet.d.url]["roles"] == ["prefill_decode"]
+
+
+async def test_one_of_two_unhealthy_is_degraded_and_still_serves(launch: Launch) -> None:
+    async with launch(encode=2) as fleet:
+        fleet.encode[1].healthy = False
+        async with fleet.http.get(fleet.url + "/health") as reply:
+            body = await reply.json()
+
+        assert (reply.status, body["encode_cluster"]) == (200, "degraded")
+        assert body["instances"][fleet.encode[0].url]["state"] == "healthy"
+        assert body["instances"][fleet.encode[1].url] == {
+            "roles": ["encode"],
+            "status": 503,
+            "state": "unhealthy",
+        }
+
+
+async def test_a_stage_without_a_healthy_instance_is_a_503(launch: Launch) -> None:
+    async with launch(decode_servers_urls=("http://127.0.0.1:9",)) as fleet:
+        async with fleet.http.get(fleet.url + "/health") as reply:
+            body = await reply.json()
+
+        assert (reply.status, body["decode_cluster"]) == (503, "unhealthy")
+        assert body["encode_cluster"] == "healthy"
+        assert body["instances"]["http://127.0.0.1:9"]["error"]
+
+
+async def test_an_instance_that_does_not_answer_is_unhealthy_by_the_deadline(
+    launch: Launch,
+) -> None:
+    accepted = []
+
+    async def accepts(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        accepted.append(writer)
+        await reader.read()
+        writer.close()
+
+    silent = await asyncio.start_server(accepts, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+    async with silent, launch(encode_servers_urls=(url,), health_timeout_s=0.2) as fleet:
+        async with fleet.http.get(fleet.url + "/health") as reply:
+            body = await asyncio.wait_for(reply.json(), 5)
+
+        assert accepted
+        assert (reply.status, body["encode_cluster"]) == (503, "unhealthy")
+        assert body["decode_cluster"] == "healthy"
+
+
+async def test_models_are_the_decode_sides(launch: Launch) -> None:
+    async with launch(prefill=1) as fleet, fleet.http.get(fleet.url + "/v1/models") as reply:
+        assert await reply.json() == {"object": "list", "data": [{"id": "m"}]}
+        assert fleet.d.other_calls == ["GET /v1/models"]
+        assert fleet.e.other_calls == fleet.p.other_calls == []
+
+
+async def test_profiling_reaches_every_instance_of_every_stage(launch: Launch) -> None:
+    async with launch(encode=2, prefill=2, decode=2) as fleet:
+        fleet.encode[0].profiler = False
+        for command in ("start", "stop"):
+            async with fleet.http.post(f"{fleet.url}/{command}_profile") as reply:
+                body = await reply.json()
+
+            assert reply.status == 200
+            assert body == {
+                "encode": {
+                    fleet.encode[0].url: {"status": 404},
+                    fleet.encode[1].url: {"status": 200},
+                },
+                "prefill": {instance.url: {"status": 200} for instance in fleet.prefill},
+                "decode": {instance.url: {"status": 200} for instance in fleet.decode},
+            }
+        for instance in fleet.encode + fleet.prefill + fleet.decode:
+            assert instance.other_calls == ["POST /start_profile", "POST /stop_profile"]
+
+
+async def test_asking_for_models_moves_no_turn(launch: Launch) -> None:
+    async with launch(decode=2) as fleet:
+        for _ in range(4):
+            async with fleet.http.get(fleet.url + "/v1/models") as reply:
+                assert reply.status == 200
+            await fleet.chat(request(text()))
+
+        assert [len(instance.calls) for instance in fleet.decode] == [2, 2]
+
+
+async def test_profiling_that_fails_says_where(launch: Launch) -> None:
+    async with launch(decode_servers_urls=("http://127.0.0.1:9",)) as fleet:
+        fleet.e.profiler = False
+        async with fleet.http.post(f"{fleet.url}/start_profile", json={}) as reply:
+            body = await reply.json()
+
+        assert reply.status == 200
+        assert body["encode"][fleet.e.url] == {"status": 404}
+        assert body["decode"]["http://127.0.0.1:9"]["error"]
+
+
+async def test_profiling_in_an_application_that_mounts_the_proxy(launch: Launch) -> None:
+    async with launch() as fleet:
+        urls = {"encode_servers_urls": (fleet.e.url,), "decode_servers_urls": (fleet.d.url,)}
+        outer = web.Application()
+        outer.add_subapp("/epd", epd.create_app(epd.ProxyConfig(**urls), observers=[]))
+        async with (
+            TestClient(TestServer(outer)) as client,
+            client.post("/epd/start_profile") as reply,
+        ):
+            assert reply.status == 200
+        assert fleet.e.other_calls == ["POST /start_profile"]
+
+
+async def test_profiling_that_no_instance_has_is_a_503(launch: Launch) -> None:
+    async with launch() as fleet:
+        fleet.e.profiler = fleet.d.profiler = False
+        async with fleet.http.post(f"{fleet.url}/start_profile", json={}) as reply:
+            assert reply.status == 503
+            assert (await reply.json())["error"]["code"] == 503

@@ -1,0 +1,358 @@
+"""What each instance is sent, and what the client gets."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from aiohttp import web
+
+from tests.proxy.conftest import Launch
+from tests.proxy.fake_instance import (
+    KV_PARAMS,
+    REPLY,
+    STREAM,
+    chunk,
+    encodes_without_params,
+)
+from tests.requests import audio_url, image, input_audio, request, text, video
+
+
+async def test_each_item_is_one_encode_request_without_text(launch: Launch) -> None:
+    async with launch() as fleet:
+        body = request(text(), image(b"1"), audio_url(), input_audio(b"other"), video())
+        status, _ = await fleet.chat(body | {"stream": False, "max_tokens": 5})
+
+        assert status == 200
+        sent = sorted(call.parts[0]["type"] for call in fleet.e.calls)
+        assert sent == ["audio_url", "image_url", "input_audio", "video_url"]
+        for call in fleet.e.calls:
+            assert len(call.parts) == 1
+            assert call.body["model"] == "m"
+            assert call.body["stream"] is False
+            assert call.body["max_tokens"] == 1
+
+
+async def test_items_of_all_messages_are_encoded(launch: Launch) -> None:
+    async with launch() as fleet:
+        messages = [
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": [image(b"1")]},
+            {"role": "assistant", "content": "a"},
+            {"role": "tool", "tool_call_id": "1", "content": [image(b"2")]},
+        ]
+        await fleet.chat({"model": "m", "messages": messages})
+
+        assert len(fleet.e.calls) == 2
+
+
+async def test_text_touches_no_encoder(launch: Launch) -> None:
+    async with launch() as fleet:
+        body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "seed": 1}
+        status, reply = await fleet.chat(body)
+
+        assert (status, reply) == (200, REPLY)
+        assert fleet.e.calls == []
+        assert fleet.d.calls[0].body == body
+
+
+async def test_items_are_spread_in_turn_across_requests(launch: Launch) -> None:
+    async with launch(encode=3) as fleet:
+        await fleet.chat(request(image(b"1"), image(b"2")))
+        await fleet.chat(request(image(b"3"), image(b"4")))
+
+        assert [len(instance.calls) for instance in fleet.encode] == [2, 1, 1]
+
+
+async def test_requests_are_spread_over_prefill_and_decode(launch: Launch) -> None:
+    async with launch(prefill=2, decode=2) as fleet:
+        for _ in range(4):
+            await fleet.chat(request(text()))
+
+        assert [len(instance.calls) for instance in fleet.prefill] == [2, 2]
+        assert [len(instance.calls) for instance in fleet.decode] == [2, 2]
+
+
+async def test_kwargs_and_priority_go_along_to_encode(launch: Launch) -> None:
+    async with launch() as fleet:
+        more = {
+            "mm_processor_kwargs": {"max_pixels": 9},
+            "media_io_kwargs": {"image": {"rgba_background_color": [0, 0, 0]}},
+            "priority": 3,
+        }
+        await fleet.chat(request(image(), **more))
+
+        assert more.items() <= fleet.e.calls[0].body.items()
+        assert more.items() <= fleet.d.calls[0].body.items()
+
+
+async def test_encoded_items_go_on_as_metadata_under_the_same_uuid(launch: Launch) -> None:
+    async with launch(prefill=1) as fleet:
+        await fleet.chat(request(text(), image(b"1"), input_audio()))
+
+        uuids = {call.parts[0]["type"]: call.parts[0]["uuid"] for call in fleet.e.calls}
+        expected = [
+            text(),
+            {
+                "type": "image_embeds",
+                "image_embeds": {"image_grid_thw": [1, 36, 54]},
+                "uuid": uuids["image_url"],
+            },
+            {
+                "type": "audio_embeds",
+                "audio_embeds": {"audio_num_tokens": [50]},
+                "uuid": uuids["input_audio"],
+            },
+        ]
+        assert len(set(uuids.values())) == 2
+        for call in (fleet.p.calls[0], fleet.d.calls[0]):
+            assert expected == call.parts
+            assert set(uuids.values()) == set(call.body["ec_transfer_params"])
+
+
+async def test_the_same_picture_has_the_same_uuid_and_another_has_another(launch: Launch) -> None:
+    async with launch() as fleet:
+        await fleet.chat(request(image(b"1"), image(b"1"), image(b"2")))
+
+        uuids = [part["uuid"] for part in fleet.d.calls[0].parts]
+        assert uuids[0] == uuids[1] != uuids[2]
+
+
+@pytest.mark.parametrize("prefill", [0, 1])
+async def test_media_go_on_raw_where_the_encoder_reports_nothing(
+    launch: Launch, prefill: int
+) -> None:
+    async with launch(prefill=prefill) as fleet:
+        fleet.e.chat = encodes_without_params
+        await fleet.chat(request(image(b"1"), text()))
+
+        uuid = fleet.e.calls[0].parts[0]["uuid"]
+        for call in fleet.d.calls + [instance.calls[0] for instance in fleet.prefill]:
+            assert call.parts == [image(b"1", uuid=uuid), text()]
+            assert "ec_transfer_params" not in call.body
+
+
+async def test_media_go_on_raw_where_the_operator_wants_it(launch: Launch) -> None:
+    async with launch(decode_media="raw") as fleet:
+        await fleet.chat(request(image(b"1")))
+
+        uuid = fleet.e.calls[0].parts[0]["uuid"]
+        assert fleet.d.calls[0].parts == [image(b"1", uuid=uuid)]
+        assert list(fleet.d.calls[0].body["ec_transfer_params"]) == [uuid]
+
+
+async def test_remote_media_are_keyed_by_what_the_encoder_reports(launch: Launch) -> None:
+    async with launch() as fleet:
+        await fleet.chat(request(image("https://example.com/a.png", uuid="mine")))
+
+        assert "uuid" not in fleet.e.calls[0].parts[0]
+        [key] = fleet.d.calls[0].body["ec_transfer_params"]
+        assert fleet.d.calls[0].parts[0]["uuid"] == key
+
+
+async def test_prefill_then_decode_with_its_kv_transfer_params(launch: Launch) -> None:
+    async with launch(prefill=1) as fleet:
+        body = request(
+            image(),
+            stream=True,
+            stream_options={"include_usage": True},
+            min_tokens=4,
+            max_completion_tokens=8,
+            temperature=0,
+        )
+        async with fleet.post(body) as reply:
+            await reply.read()
+
+        prefill, decode = fleet.p.calls[0].body, fleet.d.calls[0].body
+        assert prefill["kv_transfer_params"] == {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "remote_host": None,
+            "remote_port": None,
+        }
+        assert (prefill["max_tokens"], prefill["max_completion_tokens"]) == (1, 1)
+        assert prefill["stream"] is False
+        assert "stream_options" not in prefill
+        assert "min_tokens" not in prefill
+        assert decode["kv_transfer_params"] == KV_PARAMS
+        assert decode["stream_options"] == {"include_usage": True}
+        assert (decode["min_tokens"], decode["max_completion_tokens"]) == (4, 8)
+        assert prefill["messages"] == decode["messages"]
+
+
+async def test_without_prefill_instances_decode_gets_no_kv_transfer_params(launch: Launch) -> None:
+    async with launch() as fleet:
+        await fleet.chat(request(image(), kv_transfer_params={"do_remote_prefill": True}))
+
+        assert "kv_transfer_params" not in fleet.d.calls[0].body
+
+
+async def test_the_stream_reaches_the_client_byte_for_byte(launch: Launch) -> None:
+    async with launch() as fleet:
+        body = request(image(), stream=True)
+        async with fleet.post(body) as reply:
+            content = await reply.read()
+
+        assert reply.status == 200
+        assert reply.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+        assert content == b"".join(STREAM)
+
+
+async def test_chunks_reach_the_client_before_the_stream_has_ended(launch: Launch) -> None:
+    go_on = asyncio.Event()
+
+    async def decode(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(chunk("first"))
+        await go_on.wait()
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async with launch() as fleet:
+        fleet.d.chat = decode
+        body = request(text(), stream=True)
+        async with fleet.post(body) as reply:
+            first = await asyncio.wait_for(reply.content.readany(), 5)
+            go_on.set()
+            rest = await reply.read()
+
+        assert first == chunk("first")
+        assert rest == b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("prefill", [0, 1])
+async def test_the_official_client_is_served(launch: Launch, prefill: int) -> None:
+    async with (
+        launch(prefill=prefill) as fleet,
+        openai.AsyncOpenAI(base_url=f"{fleet.url}/v1", api_key="k", max_retries=0) as client,
+    ):
+        messages = request(text(), image())["messages"]
+        whole = await client.chat.completions.create(model="m", messages=messages)
+        stream = await client.chat.completions.create(model="m", messages=messages, stream=True)
+        pieces = [event.choices[0].delta.content async for event in stream]
+
+        assert whole.choices[0].message.content == "aé"
+        assert pieces == ["a", "é"]
+
+
+async def test_a_large_picture_arrives_whole(launch: Launch) -> None:
+    async with launch() as fleet:
+        fleet.e.chat = encodes_without_params
+        picture = bytes(range(256)) * 16_000
+        await fleet.chat(request(image(picture)))
+
+        uuid = fleet.e.calls[0].parts[0]["uuid"]
+        assert fleet.d.calls[0].parts == [image(picture, uuid=uuid)]
+
+
+async def test_headers_that_go_on_and_headers_that_do_not(launch: Launch) -> None:
+    async with launch(prefill=1) as fleet:
+        sent = {
+            "Authorization": "Bearer client",
+            "traceparent": "00-1-2-01",
+            "tracestate": "a=b,c=d",
+            "x-request-id": "my-id_1.2",
+            "x-data-parallel-rank": "1",
+            "Cookie": "c=1",
+        }
+        async with fleet.post(request(image()), sent) as reply:
+            assert reply.headers["x-request-id"] == "my-id_1.2"
+
+        for instance in (fleet.e, fleet.p, fleet.d):
+            got = instance.calls[0].headers
+            assert got["authorization"] == "Bearer client"
+            assert got["traceparent"] == "00-1-2-01"
+            assert got["tracestate"] == "a=b,c=d"
+            assert "x-data-parallel-rank" not in got
+            assert "cookie" not in got
+        ids = [
+            instance.calls[0].headers["X-Request-Id"] for instance in (fleet.e, fleet.p, fleet.d)
+        ]
+        assert ids[1:] == ["my-id_1.2", "my-id_1.2"]
+        parent, item, random = ids[0].split(":")
+        assert (parent, item, len(random)) == ("my-id_1.2", "0", 6)
+
+
+@pytest.mark.parametrize("bad", ["a b", "ü", "x" * 129, ""])
+async def test_a_request_id_that_is_none_is_replaced(launch: Launch, bad: str) -> None:
+    async with launch() as fleet:
+        await fleet.chat(request(text()), headers={"x-request-id": bad})
+
+        assert fleet.d.calls[0].headers["X-Request-Id"] != bad
+        assert len(fleet.d.calls[0].headers["X-Request-Id"]) == 32
+
+
+async def test_the_proxys_key_goes_on_where_the_client_has_none(launch: Launch) -> None:
+    async with launch(openai_api_key="own") as fleet:
+        await fleet.chat(request(image()))
+        await fleet.chat(request(image()), headers={"Authorization": "Bearer client"})
+
+        keys = [call.headers["Authorization"] for call in fleet.e.calls]
+        assert keys == ["Bearer own", "Bearer client"]
+
+
+async def test_where_the_time_went_is_told_to_client_and_observers(launch: Launch) -> None:
+    async with launch(prefill=1) as fleet:
+        async with fleet.post(request(image(b"1"), image(b"2"))) as reply:
+            timing = reply.headers["Server-Timing"]
+
+        stages = [entry.split(";")[0].strip() for entry in timing.split(",")]
+        assert stages == ["encode", "prefill", "decode"]
+        assert [event.stage for event in fleet.events.stages] == [
+            "encode",
+            "encode",
+            "prefill",
+            "decode",
+        ]
+        [done] = fleet.events.requests
+        assert (done.status, done.error, len(done.stages)) == (200, None, 4)
+
+
+async def test_a_file_url_goes_to_the_encoder_unchanged(launch: Launch, tmp_path: Path) -> None:
+    picture = tmp_path / "a b.png"
+    picture.write_bytes(b"picture")
+    async with launch(allowed_local_media_path=tmp_path) as fleet:
+        status, _ = await fleet.chat(request(image(picture.as_uri())))
+
+        assert status == 200
+        assert fleet.e.calls[0].parts == [image(picture.as_uri())]
+        assert fleet.d.calls[0].parts[0]["type"] == "image_embeds"
+
+
+async def test_processor_kwargs_keep_media_raw_that_have_no_uuid_of_ours(launch: Launch) -> None:
+    async with launch() as fleet:
+        more = {"mm_processor_kwargs": {"max_pixels": 9}}
+        await fleet.chat(request(image("https://example.com/a.png"), **more))
+        await fleet.chat(request(image(b"1"), **more))
+
+        remote, inline = (call.parts[0] for call in fleet.d.calls)
+        assert remote == image("https://example.com/a.png")
+        assert inline["type"] == "image_embeds"
+        assert inline["uuid"] == fleet.e.calls[1].parts[0]["uuid"]
+
+
+async def test_one_item_without_metadata_keeps_all_raw(launch: Launch) -> None:
+    async with launch() as fleet:
+        encode = fleet.e.chat
+
+        async def only_the_first(http_request: web.Request, body: dict[str, Any]) -> Any:
+            last = body["messages"][0]["content"][0]["image_url"] == image(b"2")["image_url"]
+            return await (encodes_without_params if last else encode)(http_request, body)
+
+        fleet.e.chat = only_the_first
+        await fleet.chat(request(image(b"1"), image(b"2")))
+
+        assert [part["type"] for part in fleet.d.calls[0].parts] == ["image_url", "image_url"]
+
+
+async def test_json_numbers_and_order_reach_decode(launch: Launch) -> None:
+    async with launch() as fleet:
+        body = json.dumps(request(text(), temperature=0.1, top_p=1, logit_bias={"5": -100}))
+        await fleet.chat(body.encode())
+
+        assert json.dumps(fleet.d.calls[0].body) == body

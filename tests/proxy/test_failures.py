@@ -1,0 +1,531 @@
+"""What a client gets when an instance fails, and what instances see when a client leaves."""
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+from aiohttp import ClientTimeout, web
+
+from tests.proxy.conftest import Fleet, Launch, until
+from tests.proxy.fake_instance import (
+    FakeInstance,
+    Handler,
+    chunk,
+    encodes,
+    hangs,
+    refuses,
+)
+from tests.requests import image, request, text
+
+
+async def answers_junk(_: web.Request, __: dict[str, Any]) -> web.Response:
+    return web.Response(text="<html>oops", content_type="text/html")
+
+
+async def answers_nothing(request: web.Request, _: dict[str, Any]) -> web.Response:
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+async def crashes(_: web.Request, __: dict[str, Any]) -> web.Response:
+    return web.Response(status=500, text="Traceback: /secret/path")
+
+
+def streams(*events: bytes, then: Handler | None = None) -> Handler:
+    """Send some events, then end cleanly, or do something else."""
+
+    async def chat(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for event in events:
+            await response.write(event)
+            await asyncio.sleep(0.01)
+        if then is not None:
+            await then(request, body)
+        return response
+
+    return chat
+
+
+def check_error(
+    reply: dict[str, Any], *, code: int, kind: str | None = None, param: str | None = None
+) -> None:
+    assert set(reply) == {"error"}
+    error = reply["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == code
+    assert error["param"] == param
+    assert error["message"]
+    assert kind in {None, error["type"]}
+    assert "/secret" not in error["message"]
+    assert "127.0.0.1" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "slug"),
+    [
+        (crashes, 502, "encode_failed"),
+        (answers_nothing, 502, "encode_failed"),
+        (answers_junk, 502, "encode_bad_response"),
+        (hangs, 504, "encode_timeout"),
+        (refuses(400), 400, "encode_rejected"),
+        (refuses(422), 422, "encode_rejected"),
+        (refuses(503), 503, "encode_rejected"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_failing_encoder_ends_in_one_clear_error(
+    launch: Launch, fault: Handler, status: int, slug: str, stream: bool
+) -> None:
+    async with launch(encode_timeout_s=0.2) as fleet:
+        fleet.e.chat = fault
+        body = request(text(), image(), stream=stream)
+        async with fleet.post(body) as reply:
+            assert reply.status == status
+            assert reply.headers["x-epd-stage"] == "encode"
+            assert reply.headers["x-epd-error"] == slug
+            check_error(await reply.json(), code=status, param="messages[0].content[1]")
+        assert fleet.d.calls == []
+        assert [event.error for event in fleet.events.requests] == [slug]
+
+
+async def test_no_encoder_there(launch: Launch) -> None:
+    async with launch(encode_servers_urls=("http://127.0.0.1:9",)) as fleet:
+        status, reply = await fleet.chat(request(image()))
+
+        assert status == 502
+        check_error(reply, code=502, kind="BadGatewayError", param="messages[0].content[0]")
+        [done] = fleet.events.requests
+        assert done.reason is not None
+        assert "Connect" in done.reason
+
+
+async def test_first_failed_encode_cancels_the_others(launch: Launch) -> None:
+    async with launch(encode=3) as fleet:
+        fleet.encode[0].chat = hangs
+        fleet.encode[1].chat = refuses(400, "second")
+        fleet.encode[2].chat = hangs
+        items = (image(b"1"), image(b"2"), image(b"3"))
+        status, reply = await asyncio.wait_for(fleet.chat(request(*items)), 5)
+
+        assert (status, reply["error"]["message"]) == (400, "second")
+        assert reply["error"]["param"] == "messages[0].content[1]"
+        await until(lambda: fleet.encode[0].aborted == fleet.encode[2].aborted == 1)
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "slug"),
+    [
+        (crashes, 502, "prefill_failed"),
+        (answers_nothing, 502, "prefill_failed"),
+        (answers_junk, 502, "prefill_bad_response"),
+        (hangs, 504, "prefill_timeout"),
+        (refuses(400), 400, "prefill_rejected"),
+    ],
+)
+async def test_a_failing_prefill_ends_in_one_clear_error(
+    launch: Launch, fault: Handler, status: int, slug: str
+) -> None:
+    async with launch(prefill=1, prefill_timeout_s=0.2) as fleet:
+        fleet.p.chat = fault
+        async with fleet.post(request(text(), stream=True)) as reply:
+            assert reply.status == status
+            assert reply.headers["x-epd-error"] == slug
+            check_error(await reply.json(), code=status)
+        assert fleet.d.calls == []
+
+
+async def test_a_prefill_without_kv_transfer_params_is_an_error(launch: Launch) -> None:
+    async with launch(prefill=1) as fleet:
+
+        async def forgets(_: web.Request, __: dict[str, Any]) -> web.Response:
+            return web.json_response({"choices": [], "kv_transfer_params": None})
+
+        fleet.p.chat = forgets
+        status, reply = await fleet.chat(request(text()))
+
+        assert status == 502
+        assert "--kv-transfer-config" in reply["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("status", [400, 404, 429, 500, 503])
+async def test_decodes_own_error_is_the_clients(launch: Launch, status: int, stream: bool) -> None:
+    async with launch() as fleet:
+        fleet.d.chat = refuses(status, "decode says no")
+        async with fleet.post(request(text(), stream=stream)) as reply:
+            assert reply.status == status
+            assert reply.headers["x-epd-stage"] == "decode"
+            assert (await reply.json())["error"]["message"] == "decode says no"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_decodes_error_in_another_shape_is_made_openais(launch: Launch, stream: bool) -> None:
+    async def not_found(_: web.Request, __: dict[str, Any]) -> web.Response:
+        return web.json_response({"detail": "Not Found"}, status=404)
+
+    async with launch() as fleet:
+        fleet.d.chat = not_found
+        status, reply = await fleet.chat(request(text(), stream=stream))
+
+        assert status == 404
+        check_error(reply, code=404)
+        assert reply["error"]["message"] == "Not Found"
+
+
+@pytest.mark.parametrize(("fault", "status"), [(answers_nothing, 502), (hangs, 504)])
+async def test_a_decode_that_does_not_answer(launch: Launch, fault: Handler, status: int) -> None:
+    async with launch(first_byte_timeout_s=0.2) as fleet:
+        fleet.d.chat = fault
+        got, reply = await fleet.chat(request(text(), stream=True))
+
+        assert got == status
+        check_error(reply, code=status)
+
+
+async def test_retry_after_reaches_the_client(launch: Launch) -> None:
+    async def overloaded(_: web.Request, __: dict[str, Any]) -> web.Response:
+        return web.json_response({"error": {}}, status=503, headers={"Retry-After": "7"})
+
+    async with launch() as fleet:
+        fleet.e.chat = overloaded
+        async with fleet.post(request(image())) as reply:
+            assert reply.headers["Retry-After"] == "7"
+
+
+@pytest.mark.parametrize(
+    ("decode", "slug"),
+    [
+        (streams(chunk("a"), b'data: {"half', then=answers_nothing), "decode_died"),
+        (streams(chunk("a"), then=hangs), "decode_stalled"),
+        (streams(chunk("a")), "decode_truncated"),
+        (streams(chunk("a"), b"data: [DONE]\n"), "decode_truncated"),
+    ],
+)
+async def test_a_stream_that_breaks_ends_in_an_error_event_and_no_done(
+    launch: Launch, decode: Handler, slug: str
+) -> None:
+    async with launch(idle_timeout_s=0.2) as fleet:
+        fleet.d.chat = decode
+        async with fleet.post(request(text(), stream=True)) as reply:
+            content = await reply.read()
+
+        assert reply.status == 200
+        assert content.startswith(chunk("a") + b'data: {"error":{"message":')
+        assert content.endswith(b"\n\n")
+        assert b"[DONE]" not in content
+        assert [event.error for event in fleet.events.requests] == [slug]
+
+
+async def test_the_official_client_sees_a_broken_stream(launch: Launch) -> None:
+    async with (
+        launch() as fleet,
+        openai.AsyncOpenAI(base_url=f"{fleet.url}/v1", api_key="k", max_retries=0) as client,
+    ):
+        fleet.d.chat = streams(chunk("a"))
+        stream = await client.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": "hi"}], stream=True
+        )
+        with pytest.raises(openai.APIError, match="before its end"):
+            [event async for event in stream]
+
+
+@pytest.mark.parametrize("status", [200, 500])
+async def test_a_decode_that_stops_in_its_answer_is_an_error(launch: Launch, status: int) -> None:
+    async def half(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(status=status, headers={"Content-Type": "application/json"})
+        await response.prepare(request)
+        await response.write(b"{")
+        await asyncio.sleep(60)
+        return response
+
+    async with launch(idle_timeout_s=0.2) as fleet:
+        fleet.d.chat = half
+        got, reply = await asyncio.wait_for(fleet.chat(request(text())), 5)
+
+        assert got == 504
+        check_error(reply, code=504)
+
+
+async def test_an_encode_answer_is_read_up_to_a_limit(launch: Launch) -> None:
+    async def endless(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(b" " * 2**20)
+
+    async with launch() as fleet:
+        fleet.e.chat = endless
+        async with fleet.post(request(image())) as reply:
+            assert reply.status == 502
+            assert reply.headers["x-epd-error"] == "encode_bad_response"
+        await until(lambda: fleet.e.aborted)
+
+
+async def test_a_large_answer_of_decode_arrives(launch: Launch) -> None:
+    async def large(_: web.Request, __: dict[str, Any]) -> web.Response:
+        return web.json_response({"x": "y" * 20_000_000})
+
+    async with launch() as fleet:
+        fleet.d.chat = large
+        _, reply = await fleet.chat(request(text()))
+
+        assert len(reply["x"]) == 20_000_000
+
+
+@pytest.mark.parametrize("role", ["encode", "prefill", "decode"])
+async def test_redirects_are_not_followed(launch: Launch, role: str) -> None:
+    async with launch(prefill=1) as fleet:
+
+        async def elsewhere(_: web.Request, __: dict[str, Any]) -> web.Response:
+            return web.Response(status=307, headers={"Location": fleet.d.url + "/health"})
+
+        getattr(fleet, role)[0].chat = elsewhere
+        status, reply = await fleet.chat(request(image()))
+
+        assert status == 502
+        assert reply["error"]["code"] == 502
+        assert all("/health" not in call for call in fleet.d.other_calls)
+
+
+async def test_many_requests_at_once_are_all_under_way(launch: Launch) -> None:
+    go_on = asyncio.Event()
+
+    async def waits(_: web.Request, __: dict[str, Any]) -> web.Response:
+        await go_on.wait()
+        return web.json_response({})
+
+    async with launch() as fleet:
+        fleet.d.chat = waits
+        chats = [asyncio.create_task(fleet.chat(request(text()))) for _ in range(100)]
+        await until(lambda: len(fleet.d.calls) == len(chats))
+        go_on.set()
+
+        assert {status for status, _ in await asyncio.gather(*chats)} == {200}
+
+
+async def test_an_instances_text_is_not_logged(launch: Launch) -> None:
+    async with launch() as fleet:
+        fleet.d.chat = refuses(400, "you wrote PRIVATE-PROMPT")
+        await fleet.chat(request(text()))
+        async with fleet.http.get(f"{fleet.url}/v1/%1b[31mFAKE") as reply:
+            assert reply.status == 404
+
+        rejected, unknown = fleet.events.requests
+        assert (rejected.error, rejected.reason) == ("decode_rejected", None)
+        assert unknown.path == "unknown"
+
+
+async def test_an_error_event_of_decode_is_passed_on(launch: Launch) -> None:
+    error = b'data: {"error": {"message": "late"}}\n\n'
+    async with launch() as fleet:
+        for events in ((error, b"data: [DONE]\n\n"), (error,)):
+            fleet.d.chat = streams(*events)
+            async with fleet.post(request(text(), stream=True)) as reply:
+                assert await reply.read() == b"".join(events)
+
+
+# A client that leaves.
+
+
+async def leave(fleet: Fleet, at: FakeInstance, body: dict[str, Any]) -> None:
+    """Send a request, and hang up once it has reached an instance."""
+    task = asyncio.create_task(fleet.chat(body))
+    await until(lambda: at.calls)
+    task.cancel()
+    await until(lambda: at.aborted == len(at.calls))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("role", ["encode", "prefill", "decode"])
+async def test_a_client_that_leaves_cancels_what_runs_for_it(
+    launch: Launch, role: str, stream: bool
+) -> None:
+    async with launch(prefill=1) as fleet:
+        instance: FakeInstance = getattr(fleet, role)[0]
+        instance.chat = hangs
+        await leave(fleet, instance, request(image(b"1"), image(b"2"), stream=stream))
+        await until(lambda: fleet.events.requests)
+
+        assert [event.status for event in fleet.events.requests] == [499]
+        assert fleet.events.stages[-1].error == "cancelled"
+
+
+async def test_a_client_that_leaves_in_the_stream_cancels_decode(launch: Launch) -> None:
+    async with launch() as fleet:
+        fleet.d.chat = streams(chunk("a"), then=hangs)
+        async with fleet.post(request(text(), stream=True)) as reply:
+            await reply.content.readany()
+            reply.close()
+        await until(lambda: fleet.d.aborted)
+
+        await until(lambda: fleet.events.requests)
+        assert [event.status for event in fleet.events.requests] == [499]
+
+
+async def test_the_proxy_serves_on_after_failures(launch: Launch) -> None:
+    async with launch(encode_timeout_s=0.2) as fleet:
+        for fault in (crashes, answers_nothing, hangs, encodes):
+            fleet.e.chat = fault
+            status, _ = await fleet.chat(request(image()))
+
+        assert status == 200
+
+
+# Requests that are wrong.
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b"", None),
+        (b"{", None),
+        (b"\xff\xfe", None),
+        (b'{"a": NaN}', None),
+        (b'{"messages": ["\\ud800"]}', None),
+        (b"[" * 100_000, None),
+        (b"\xef\xbb\xbf{}", None),
+        (b"[]", None),
+        (b"null", None),
+        (b"{}", "messages"),
+        (b'{"messages": null}', "messages"),
+        (b'{"messages": {}}', "messages"),
+        (b'{"messages": [1]}', "messages[0]"),
+        (b'{"messages": [{"content": [1]}]}', "messages[0].content[0]"),
+        (b'{"messages": [{"content": [{}]}]}', "messages[0].content[0]"),
+        (b'{"messages": [{"content": [{"type": 1}]}]}', "messages[0].content[0]"),
+        (b'{"messages": [{"reasoning": {"uuid": "theirs"}}]}', "messages[0].reasoning"),
+        (b'{"messages": [{"reasoning_content": []}]}', "messages[0].reasoning_content"),
+    ],
+)
+async def test_a_malformed_body_is_a_400(launch: Launch, body: bytes, param: str | None) -> None:
+    async with launch() as fleet:
+        status, reply = await fleet.chat(body)
+
+        assert status == 400
+        check_error(reply, code=400, kind="BadRequestError", param=param)
+        assert fleet.e.calls == fleet.d.calls == []
+
+
+@pytest.mark.parametrize(
+    ("part", "param"),
+    [
+        ({"type": "image_url"}, ".image_url"),
+        ({"type": "image_url", "image_url": "http://a/b.png"}, ".image_url"),
+        ({"type": "image_url", "image_url": None, "uuid": "u"}, ".image_url"),
+        ({"type": "image_url", "image_url": {"url": 1}}, ".image_url"),
+        ({"type": "image_url", "image_url": {"url": ""}}, ".image_url"),
+        ({"type": "video_url", "video_url": {}}, ".video_url"),
+        ({"type": "input_audio", "input_audio": {"data": "AAAA"}}, ".input_audio"),
+        (image("ftp://host/a.png"), ".image_url.url"),
+        (image("file:///etc/passwd"), ".image_url.url"),
+        (image("/etc/passwd"), ".image_url.url"),
+        (image("http://user:pass@host/a.png"), ".image_url.url"),
+        (image("http://good.com\\@evil.com/a.png"), ".image_url.url"),
+        (image("http:///a.png"), ".image_url.url"),
+        (image("http://[::1/a.png"), ".image_url.url"),
+        (image("data:image/png,abc"), ".image_url.url"),
+        (image("data:image/png;base64;x,abc"), ".image_url.url"),
+        (image("data:image/png;base64"), ".image_url.url"),
+        ({"type": "text", "text": "a", "image_url": {"url": "http://a/b"}}, ""),
+        ({"type": "text", "text": "a", "uuid": "theirs"}, ""),
+        ({"type": "image_embeds", "image_embeds": {"image_grid_thw": [1, 2, 2]}}, ""),
+        ({"type": "text", "audio_embeds": None}, ""),
+        ({"type": "image_pil", "image_pil": None, "uuid": "theirs"}, ""),
+    ],
+)
+async def test_a_part_that_cannot_be_served_is_a_400_that_names_it(
+    launch: Launch, part: dict[str, Any], param: str
+) -> None:
+    async with launch() as fleet:
+        status, reply = await fleet.chat(request(text(), part))
+
+        assert status == 400
+        check_error(reply, code=400, param=f"messages[0].content[1]{param}")
+        assert fleet.e.calls == fleet.d.calls == []
+
+
+async def test_too_many_items(launch: Launch) -> None:
+    async with launch(max_items=2) as fleet:
+        status, reply = await fleet.chat(request(*[image()] * 3))
+
+        assert status == 400
+        check_error(reply, code=400, param="messages")
+        assert fleet.e.calls == []
+
+
+async def test_a_body_that_is_too_large(launch: Launch) -> None:
+    body = request(text("x" * 10_000))
+    async with launch(max_body_bytes=10_000) as fleet, fleet.post(body) as reply:
+        assert reply.status == 413
+        assert reply.headers["x-epd-error"] == "body_too_large"
+        check_error(await reply.json(), code=413)
+
+
+async def test_a_body_that_is_not_what_its_headers_say(launch: Launch) -> None:
+    async with launch() as fleet:
+        url = f"{fleet.url}/v1/chat/completions"
+        headers = {"Content-Encoding": "gzip"}
+        async with fleet.http.post(url, data=b"hello", headers=headers) as reply:
+            assert reply.status == 400
+            check_error(await reply.json(), code=400)
+
+
+async def test_a_body_that_does_not_come(launch: Launch) -> None:
+    async with launch(body_timeout_s=0.2) as fleet:
+        host, port = fleet.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        writer.close()
+
+        assert head.startswith(b"HTTP/1.1 408")
+        assert b"x-epd-error: body_timeout" in head
+
+
+async def test_what_is_not_served_is_an_openai_error_too(launch: Launch) -> None:
+    async with launch() as fleet:
+        for method, path, status in [
+            ("GET", "/v1/nothing", 404),
+            ("GET", "/v1/chat/completions", 405),
+            ("POST", "/invocations", 404),
+        ]:
+            async with fleet.http.request(method, fleet.url + path) as reply:
+                assert reply.status == status
+                check_error(await reply.json(), code=status)
+
+
+async def test_a_clients_reserved_fields_go_nowhere(launch: Launch) -> None:
+    async with launch(prefill=1) as fleet:
+        forged = {
+            "kv_transfer_params": {"remote_host": "evil"},
+            "ec_transfer_params": {"k": {"peer_host": "evil"}},
+        }
+        await fleet.chat(request(image(uuid="theirs"), **forged))
+
+        for call in fleet.e.calls + fleet.p.calls + fleet.d.calls:
+            assert "evil" not in str(call.body)
+            assert "theirs" not in str(call.body)
+
+
+async def test_ambiguous_metadata_is_refused(launch: Launch) -> None:
+    async def two_features(_: web.Request, __: dict[str, Any]) -> web.Response:
+        return web.json_response({"ec_transfer_params": {"a": {}, "b": {}}})
+
+    async with launch() as fleet:
+        fleet.e.chat = two_features
+        async with fleet.post(request(image())) as reply:
+            assert reply.status == 502
+            assert reply.headers["x-epd-error"] == "encode_metadata"
+
+
+async def test_a_slow_client_does_not_time_out_the_stream(launch: Launch) -> None:
+    async with launch() as fleet:
+        fleet.d.chat = streams(*[chunk("x" * 1000)] * 20, b"data: [DONE]\n\n")
+        body = request(text(), stream=True)
+        url = f"{fleet.url}/v1/chat/completions"
+        async with fleet.http.post(url, json=body, timeout=ClientTimeout(total=30)) as reply:
+            await asyncio.sleep(0.3)
+            assert (await reply.read()).endswith(b"data: [DONE]\n\n")

@@ -1,0 +1,163 @@
+"""`epd serve` as a process: flags, ports, signals."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import aiohttp
+import pytest
+
+from tests.proxy.conftest import until
+from tests.proxy.fake_instance import FakeInstance, decodes, encodes, hangs
+from tests.requests import image, request, text
+
+EPD = [sys.executable, "-m", "epd"]
+INSTANCES = ["--encode-servers-urls", "http://e:1", "--decode-servers-urls", "http://d:1"]
+
+
+def run(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*EPD, *args], capture_output=True, text=True, timeout=30, check=False)
+
+
+@contextmanager
+def serving(
+    *args: str, env: dict[str, str] | None = None
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """`epd serve` on a free port, with JSON logs: its URL and its process."""
+    process = subprocess.Popen(
+        [*EPD, "serve", "--host", "127.0.0.1", "--port", "0", "--log-format", "json", *args],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | (env or {}),
+    )
+    assert process.stderr is not None
+    with process:
+        try:
+            yield json.loads(process.stderr.readline())["url"], process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["serve", *INSTANCES, "--bogus"], "unrecognized arguments: --bogus"),
+        (["serve"], "--encode-servers-urls is required"),
+        (["serve", *INSTANCES, "--port", "x"], "--port"),
+        (["serve", *INSTANCES, "--prefill-servers-urls", "http://d:1"], "named as prefill and"),
+        (["serve", *INSTANCES, "--decode-media", "both"], "--decode-media"),
+        (["nothing"], "nothing"),
+        ([], "COMMAND"),
+    ],
+)
+def test_wrong_flags_end_in_one_line_and_code_2(args: list[str], message: str) -> None:
+    ended = run(*args)
+
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    assert message in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+def test_help_names_every_flag() -> None:
+    ended = run("serve", "--help")
+
+    assert ended.returncode == 0
+    for flag in ("--encode-servers-urls", "--prefill-servers-urls", "--decode-servers-urls"):
+        assert flag in ended.stdout
+    assert "api-key" not in ended.stdout
+
+
+def test_a_taken_port_ends_in_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ended = run("serve", *INSTANCES, "--host", "127.0.0.1", "--port", str(port))
+
+    assert ended.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_cleanly(number: signal.Signals) -> None:
+    with serving(*INSTANCES) as (_, process):
+        process.send_signal(number)
+
+        assert process.wait(10) == 0
+
+
+async def test_it_serves_and_logs_one_line_a_request_without_secrets() -> None:
+    encode, decode = FakeInstance(encodes), FakeInstance(decodes)
+    async with encode.running(), decode.running():
+        flags = ["--encode-servers-urls", encode.url, "--decode-servers-urls", decode.url]
+        env = {"OPENAI_API_KEY": "sk-own-secret", "EPD_MAX_ITEMS": "1"}
+        with serving(*flags, env=env) as (url, process):
+            async with aiohttp.ClientSession() as http:
+                chat = f"{url}/v1/chat/completions"
+                async with http.post(chat, json=request(image(b"media"))) as reply:
+                    assert reply.status == 200
+                async with http.post(chat, json=request(image(), image())) as reply:
+                    assert reply.status == 400
+            process.terminate()
+            assert process.stderr is not None
+            lines = process.stderr.read().splitlines()
+
+    assert decode.calls[0].headers["Authorization"] == "Bearer sk-own-secret"
+    served, refused = (entry for entry in map(json.loads, lines) if entry["event"] == "request")
+    assert (served["status"], served["level"]) == (200, "info")
+    assert {"request_id", "seconds", "encode_s", "decode_s"} <= set(served)
+    assert (refused["status"], refused["error"]) == (400, "too_many_items")
+    assert "secret" not in "".join(lines)
+    assert "bWVkaWE" not in "".join(lines)
+
+
+async def test_a_client_that_leaves_it_cancels_what_runs_upstream() -> None:
+    encode, decode = FakeInstance(encodes), FakeInstance(hangs)
+    async with encode.running(), decode.running():
+        flags = ["--encode-servers-urls", encode.url, "--decode-servers-urls", decode.url]
+        with serving(*flags) as (url, _):
+            async with aiohttp.ClientSession() as http:
+                chat = http.post(f"{url}/v1/chat/completions", json=request(text()))
+                task = asyncio.ensure_future(chat)
+                await until(lambda: decode.calls)
+                task.cancel()
+                await until(lambda: decode.aborted)
+
+    assert decode.aborted == 1
+
+
+async def test_a_second_signal_ends_it_at_once() -> None:
+    encode, decode = FakeInstance(encodes), FakeInstance(hangs)
+    async with encode.running(), decode.running():
+        flags = ["--encode-servers-urls", encode.url, "--decode-servers-urls", decode.url]
+        with serving(*flags) as (url, process):
+            async with aiohttp.ClientSession() as http:
+                chat = http.post(f"{url}/v1/chat/completions", json=request(text()))
+                task = asyncio.ensure_future(chat)
+                await until(lambda: decode.calls)
+                process.terminate()
+                await asyncio.sleep(0.5)
+                assert process.poll() is None
+                process.terminate()
+
+                assert await asyncio.to_thread(process.wait, 5) == 0
+                with pytest.raises(aiohttp.ClientError):
+                    await task
+
+
+def test_what_cannot_be_parsed_is_not_logged() -> None:
+    with serving(*INSTANCES) as (url, process):
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), 5) as connection:
+            connection.sendall(b"GET / HTTP/1.1\r\nAuthorization: Bearer sk-SECRET\x01\r\n\r\n")
+            connection.recv(4096)
+        process.terminate()
+        assert process.stderr is not None
+
+        assert "SECRET" not in process.stderr.read()

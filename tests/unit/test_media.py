@@ -1,0 +1,78 @@
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epd.chat import MMItem
+from epd.errors import BadRequest
+from epd.media import Inline, Remote, source
+from tests.requests import data_url
+
+
+def item(url: Any, kind: str = "image_url") -> MMItem:
+    return MMItem(0, 0, kind, {"type": kind, kind: {"url": url}})
+
+
+def test_a_data_url_is_inline() -> None:
+    assert source(item(data_url(b"abc", "Image/PNG"))) == Inline("image/png", "YWJj")
+    assert source(item("DATA:;base64,YWJj")) == Inline("", "YWJj")
+    assert source(item("data:audio/ogg;codecs=opus;base64,YWJj")) == Inline("audio/ogg", "YWJj")
+
+
+def test_input_audio_is_what_its_data_url_would_be() -> None:
+    part = {"input_audio": {"data": "YWJj", "format": "WAV"}}
+    url = item(data_url(b"abc", "audio/wav"), "audio_url")
+
+    assert source(MMItem(0, 0, "input_audio", part)) == source(url)
+
+
+@pytest.mark.parametrize("url", ["https://a/b.png?x=1#f", "http://[::1]:80/b", "HTTPS://a/b"])
+def test_http_is_remote_and_unchanged(url: str) -> None:
+    assert source(item(url)) == Remote(url)
+
+
+def test_a_file_must_be_under_the_allowed_folder(tmp_path: Path) -> None:
+    allowed = tmp_path / "media"
+    allowed.mkdir()
+    (tmp_path / "secret.png").touch()
+    (allowed / "link.png").symlink_to(tmp_path / "secret.png")
+    (allowed / "good.png").touch()
+
+    good = (allowed / "good.png").as_uri()
+    assert source(item(good), allowed) == Remote(good)
+    for bad in (
+        (allowed / "link.png").as_uri(),
+        f"file://{allowed}/../secret.png",
+        f"file://{allowed}/%2e%2e/secret.png",
+        f"file://{allowed}",
+        f"file:{allowed}/good.png",
+        f"file://localhost{allowed}/good.png",
+        f"{good}?x",
+        f"{good}%00",
+        "file:secret.png",
+    ):
+        with pytest.raises(BadRequest):
+            source(item(bad), allowed)
+
+
+def test_a_loop_of_symlinks_is_no_failure(tmp_path: Path) -> None:
+    """Python before 3.13 raises where it resolves one; later ones leave it to who opens it."""
+    url = f"file://{tmp_path}/loop/x"
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with suppress(BadRequest):
+        assert source(item(url), tmp_path) == Remote(url)
+
+
+@given(
+    st.text() | st.from_regex(r"(file|http|https|data):[/\\]{0,3}.*") | st.none() | st.integers()
+)
+def test_any_url_is_read_or_refused(url: object) -> None:
+    try:
+        found = source(item(url), Path("/media"))
+    except BadRequest as error:
+        assert error.param is not None
+    else:
+        assert isinstance(found, Inline) or found.url == url

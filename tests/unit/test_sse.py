@@ -1,0 +1,97 @@
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epd import sse
+from epd.sse import EventAligner
+
+EVENTS = [
+    "data: é漢\n\n".encode(),
+    b"data: 1\r\n\r\n",
+    b"data: 1\r\r",
+    b": comment\n\n",
+    b"event: x\ndata: 1\ndata: 2\n\n",
+    b"data: \r\ndata: a\n\r\n",
+]
+DONE = b"data: [DONE]\n\n"
+
+
+def cut(data: bytes, points: list[int]) -> list[bytes]:
+    edges = [0, *sorted(point % (len(data) + 1) for point in points), len(data)]
+    return [data[a:b] for a, b in pairwise(edges)]
+
+
+@given(st.lists(st.sampled_from(EVENTS), max_size=6), st.lists(st.integers(min_value=0)))
+def test_a_stream_cut_anywhere_comes_out_whole_in_whole_events(
+    events: list[bytes], points: list[int]
+) -> None:
+    stream = b"".join([*events, DONE])
+    ends = {len(b"".join(events[:n])) for n in range(len(events) + 1)} | {len(stream)}
+    aligner = EventAligner()
+    out = b""
+    for chunk in cut(stream, points):
+        out += aligner.feed(chunk)
+        # A CRLF event may be let go at its CR CR LF: that is a blank line already.
+        assert any(abs(len(out) - end) <= 1 for end in ends)
+
+    assert out == stream
+    assert aligner.ended
+
+
+def test_each_cut_point_of_a_stream() -> None:
+    stream = EVENTS[0] + EVENTS[3] + DONE
+    ends = {0, len(EVENTS[0]), len(EVENTS[0] + EVENTS[3]), len(stream)}
+    for point in range(len(stream) + 1):
+        aligner = EventAligner()
+        first = aligner.feed(stream[:point])
+
+        assert len(first) in ends
+        assert first + aligner.feed(stream[point:]) == stream
+        assert aligner.ended
+
+
+def test_the_tail_of_a_broken_stream_is_held_back() -> None:
+    aligner = EventAligner()
+
+    assert aligner.feed(b'data: 1\n\ndata: {"ha') == b"data: 1\n\n"
+    assert not aligner.ended
+
+
+@pytest.mark.parametrize(
+    ("stream", "ended"),
+    [
+        (DONE, True),
+        (b"data:[DONE]\r\n\r\n", True),
+        (b"data: x\n\n" + DONE, True),
+        (DONE + b": comment\n\n", True),
+        (b'data: {"error": {"message": "m"}}\n\n', True),
+        (b'data: {"choices": [{"delta": "data: [DONE]"}]}\n\n', False),
+        (b"data: say [DONE]\n\n", False),
+        (b"xdata: [DONE]\n\n", False),
+        (b"data: [DONE]\n", False),
+        (b"", False),
+    ],
+)
+def test_a_stream_has_ended_once_it_said_so(stream: bytes, ended: bool) -> None:
+    aligner = EventAligner()
+    aligner.feed(stream)
+
+    assert aligner.ended is ended
+
+
+def test_an_event_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "MAX_EVENT_BYTES", 10)
+    aligner = EventAligner()
+    aligner.feed(b"data: 1234")
+    with pytest.raises(ValueError, match="too large"):
+        aligner.feed(b"5")
+
+
+def test_a_large_event_in_small_pieces_takes_linear_time() -> None:
+    """Each byte is searched once; were it searched with each piece, this would take minutes."""
+    aligner = EventAligner()
+    for _ in range(8 * 1024):
+        assert aligner.feed(b"x" * 1024) == b""
+    assert len(aligner.feed(b"\n\n")) == 8 * 1024 * 1024 + 2

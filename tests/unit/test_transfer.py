@@ -1,0 +1,185 @@
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epd.chat import Body, mm_items
+from epd.errors import UpstreamFailed
+from epd.transfer import Encoded, EncodedItem, consumer_body, read_encoded, read_prefilled
+from tests.requests import image, input_audio, request, text, video
+
+GRID = {"image_grid_thw": [1, 36, 54]}
+HASH = "ab" * 32
+
+small_json = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=20,
+)
+
+
+def encoded(uuid: str) -> Encoded:
+    return Encoded({uuid: {"item_indices": [0], "metadata": GRID}}, uuid, GRID)
+
+
+def read(params: object) -> Encoded:
+    return read_encoded(orjson.dumps({"ec_transfer_params": params}), "image")
+
+
+def test_an_encode_reply() -> None:
+    params = {"k": {"modality": "image", "item_indices": [0], "metadata": GRID, "peer_port": 1}}
+
+    assert read(params) == Encoded(params, "k", GRID)
+
+
+@pytest.mark.parametrize("params", [None, {}])
+def test_an_encode_reply_that_reports_nothing(params: object) -> None:
+    assert read(params) == read_encoded(b"{}", "image") == Encoded()
+
+
+def test_a_video_with_its_sound_is_two_features_and_stays_raw() -> None:
+    params = {
+        "a": {"modality": "video", "item_indices": [0], "metadata": {"video_grid_thw": [1, 2, 2]}},
+        "b": {"modality": "audio", "item_indices": [1], "metadata": {"audio_num_tokens": [5]}},
+    }
+
+    assert read(params) == Encoded(params)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"k": 1},
+        {"k": {"item_indices": [1]}},
+        {"k": {"item_indices": [0, 0]}},
+        {"k": {"item_indices": [False]}},
+        {"k": {"modality": "audio", "metadata": {"audio_num_tokens": [5]}}},
+        {"k": {"metadata": [1]}},
+        {"k": {"metadata": {"image_grid_thw": 1}}},
+        {"k": {"metadata": {"image_grid_thw": ["1"]}}},
+        {"k": {"metadata": {"image_grid_thw": [[[1]]]}}},
+        {"a": {}, "b": {}},
+        {"a": {"modality": "image"}, "b": {"modality": "image"}},
+        [],
+        "x",
+    ],
+)
+def test_a_report_that_does_not_fit_one_item_is_refused(params: object) -> None:
+    with pytest.raises(UpstreamFailed):
+        read(params)
+
+
+@given(
+    st.binary()
+    | st.builds(
+        lambda value: orjson.dumps(value, default=str),
+        st.dictionaries(st.sampled_from(["ec_transfer_params", "kv_transfer_params"]), small_json),
+    )
+)
+def test_any_reply_is_read_or_refused(reply: bytes) -> None:
+    for reader in (lambda raw: read_encoded(raw, "image"), read_prefilled):
+        try:
+            reader(reply)
+        except UpstreamFailed as error:
+            assert error.status == 502
+
+
+def consumed(body: Body, *replies: tuple[str | None, Encoded], raw: bool = False) -> Body:
+    items = [
+        EncodedItem(item, uuid, reply)
+        for item, (uuid, reply) in zip(mm_items(body), replies, strict=True)
+    ]
+    return consumer_body(body, items, raw=raw)
+
+
+def test_text_is_passed_as_it_is() -> None:
+    body = request(text())
+
+    assert consumed(body) is body
+
+
+def test_the_clients_uuid_never_goes_through() -> None:
+    body = request(image(uuid="theirs"), image("http://a/b", uuid="theirs"))
+
+    for raw in (True, False):
+        new = consumed(body, ("ours", encoded("ours")), (None, encoded("?")), raw=raw)
+        assert "theirs" not in str(new)
+
+
+def test_audio_and_pictures_that_are_both_known_are_both_metadata() -> None:
+    sound = Encoded({"s": {}}, "s", {"audio_num_tokens": [5]})
+    new = consumed(request(image(), input_audio()), ("p", encoded("p")), ("s", sound))
+
+    assert [part["type"] for part in new["messages"][0]["content"]] == [
+        "image_embeds",
+        "audio_embeds",
+    ]
+    assert set(new["ec_transfer_params"]) == {"p", "s"}
+
+
+def test_a_reported_hash_serves_as_uuid_of_remote_media() -> None:
+    new = consumed(request(image("http://a/b")), (None, encoded(HASH)))
+
+    assert new["messages"][0]["content"][0]["uuid"] == HASH
+
+
+@pytest.mark.parametrize("identifier", ["lora:" + HASH, "../x", "", HASH[:-1], "x" * 64])
+def test_an_identifier_that_is_no_bare_hash_does_not(identifier: str) -> None:
+    new = consumed(request(image("http://a/b")), (None, encoded(identifier)))
+
+    assert new["messages"][0]["content"] == [image("http://a/b")]
+
+
+@pytest.mark.parametrize("kwargs", ["mm_processor_kwargs", "media_io_kwargs"])
+def test_nor_does_one_that_the_consumer_would_hash_again(kwargs: str) -> None:
+    body = request(image("http://a/b"), **{kwargs: {"x": 1}})
+    new = consumed(body, (None, encoded(HASH)))
+
+    assert new["messages"][0]["content"] == [image("http://a/b")]
+
+
+def test_metadata_and_raw_media_are_never_mixed() -> None:
+    body = request(image(b"1"), image(b"2"))
+    new = consumed(body, ("a", encoded("a")), ("b", Encoded({"b": {}}, "b")))
+
+    assert new["messages"][0]["content"] == [image(b"1", uuid="a"), image(b"2", uuid="b")]
+    assert set(new["ec_transfer_params"]) == {"a", "b"}
+
+
+def film() -> Encoded:
+    return Encoded({"v": {}}, "v", {"video_grid_thw": [2, 16, 16]})
+
+
+def kinds(body: Body) -> list[str]:
+    return [part["type"] for part in body["messages"][0]["content"]]
+
+
+def test_video_goes_on_raw_under_its_uuid() -> None:
+    """Its metadata lacks the frame rate: measured answers differed from the raw video's."""
+    new = consumed(request(video()), ("v", film()))
+
+    assert new["messages"][0]["content"] == [{**video(), "uuid": "v"}]
+
+
+def test_a_picture_beside_a_video_goes_on_as_metadata() -> None:
+    new = consumed(request(image(), video()), ("p", encoded("p")), ("v", film()))
+
+    assert kinds(new) == ["image_embeds", "video_url"]
+
+
+def test_beside_audio_all_go_on_raw_where_one_must() -> None:
+    sound = Encoded({"s": {}}, "s", {"audio_num_tokens": [5]})
+    body = request(image(), video(), input_audio())
+    new = consumed(body, ("p", encoded("p")), ("v", film()), ("s", sound))
+
+    assert kinds(new) == ["image_url", "video_url", "input_audio"]
+
+
+def test_a_prefill_reply() -> None:
+    assert read_prefilled(b'{"kv_transfer_params": {"remote_port": 1}}') == {"remote_port": 1}
+
+
+@pytest.mark.parametrize("reply", [b"{}", b'{"kv_transfer_params": null}', b"[]", b"x"])
+def test_a_prefill_reply_without_params_is_refused(reply: bytes) -> None:
+    with pytest.raises(UpstreamFailed):
+        read_prefilled(reply)

@@ -1,0 +1,132 @@
+"""Instances, configuration, errors and events."""
+
+import orjson
+import pytest
+from pydantic import ValidationError
+
+from epd.config import ProxyConfig
+from epd.errors import BadRequest, UpstreamRejected
+from epd.events import StageDone, stage_seconds
+from epd.instances import Instance, InstanceTable, Role
+
+E, D = "http://e:1", "http://d:1"
+
+
+def config(**more: object) -> ProxyConfig:
+    return ProxyConfig.model_validate({"encode_servers_urls": E, "decode_servers_urls": D} | more)
+
+
+def test_turns_go_on_across_picks() -> None:
+    table = InstanceTable(Instance(Role.ENCODE, url) for url in "abc")
+
+    assert "".join(one.url for one in table.pick_many(Role.ENCODE, 4)) == "abca"
+    assert "".join(one.url for one in table.pick_many(Role.ENCODE, 3)) == "bca"
+    assert table.pick(Role.ENCODE).url == "b"
+
+
+def test_picking_from_no_instances_is_an_error() -> None:
+    with pytest.raises(LookupError):
+        InstanceTable([]).pick(Role.DECODE)
+
+
+@pytest.mark.parametrize("spelling", ["", "disable", "none", "None", " "])
+def test_without_prefill_urls_decode_instances_prefill(spelling: str) -> None:
+    roles = {instance.role for instance in config(prefill_servers_urls=spelling).instances}
+
+    assert roles == {Role.ENCODE, Role.PREFILL_DECODE}
+
+
+def test_url_lists() -> None:
+    made = config(
+        encode_servers_urls="http://a:1/, https://b/base", prefill_servers_urls="http://p"
+    )
+
+    assert made.encode_servers_urls == ("http://a:1", "https://b/base")
+    assert {instance.role for instance in made.instances} == {
+        Role.ENCODE,
+        Role.PREFILL,
+        Role.DECODE,
+    }
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"encode_servers_urls": "none"},
+        {"decode_servers_urls": ""},
+        {"encode_servers_urls": "e:8001"},
+        {"encode_servers_urls": "ftp://e:1"},
+        {"encode_servers_urls": "http://e:99999"},
+        {"encode_servers_urls": "http://u:p@e"},
+        {"encode_servers_urls": "http://e?x"},
+        {"encode_servers_urls": f"{E},{E}/"},
+        {"prefill_servers_urls": D},
+        {"prefill_servers_urls": "http://D:1/"},
+        {"decode_servers_urls": "http://d d:1"},
+        {"decode_servers_urls": "http://d:1\nx"},
+        {"port": -1},
+        {"encode_timeout_s": 0},
+        {"encode_timeout_s": float("inf")},
+        {"decode_media": "both"},
+        {"unknown": 1},
+    ],
+)
+def test_a_wrong_configuration_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        config(**wrong)
+
+
+def test_an_error_has_openais_shape() -> None:
+    error = BadRequest("no", param="messages")
+
+    assert orjson.loads(error.body()) == {
+        "error": {"message": "no", "type": "BadRequestError", "param": "messages", "code": 400}
+    }
+
+
+def rejected(reply: bytes) -> UpstreamRejected:
+    return UpstreamRejected(400, reply, stage="decode", headers={})
+
+
+def test_an_instances_openai_error_is_kept_byte_for_byte() -> None:
+    reply = b'{ "error": {"message": "m", "extra": 1} }'
+
+    assert rejected(reply).body() == reply
+
+
+def test_and_names_the_clients_part_where_that_is_known() -> None:
+    error = rejected(b'{"error": {"message": "m", "param": "messages[0].content[0]", "extra": 1}}')
+    error.param = "messages[3].content[2]"
+
+    said = orjson.loads(error.body())["error"]
+    assert (said["message"], said["param"], said["extra"]) == ("m", "messages[3].content[2]", 1)
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        (b'{"detail": "Not Found"}', "Not Found"),
+        (b'{"error": "Unauthorized"}', "Unauthorized"),
+        (b"plain \xff", "plain \ufffd"),
+        (b"", "the instance answered 400"),
+        (b"[1]", "[1]"),
+        (b"x" * 9999, "x" * 500),
+    ],
+)
+def test_any_other_error_is_put_into_openais_shape(reply: bytes, message: str) -> None:
+    assert orjson.loads(rejected(reply).body())["error"] == {
+        "message": message,
+        "type": "UpstreamError",
+        "param": None,
+        "code": 400,
+    }
+
+
+def test_a_stages_time_is_from_its_first_request_to_its_last_answer() -> None:
+    stages = [
+        StageDone("encode", "a", 10.0, 1.0, None),
+        StageDone("encode", "b", 10.5, 2.0, None),
+        StageDone("decode", "d", 12.5, 0.5, None),
+    ]
+
+    assert stage_seconds(stages) == {"encode": 2.5, "decode": 0.5}
