@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
+from ec_store.counts import Counts
 from ec_store.entry import Entry, EntryInfo
 from ec_store.keys import EntryKey
 
@@ -60,7 +61,12 @@ class Store(Protocol):
 
     A missing, expired, torn, corrupt or foreign entry is a miss. Only what is said here is raised:
     `StoreUnavailable` by every method where the store cannot be reached.
+
+    Attributes:
+        counts: what happened in this process: `hits`, `misses`, `puts`, `drops`, `corrupt`.
     """
+
+    counts: Counts
 
     def put(self, key: EntryKey, entry: Entry) -> bool:
         """Keep an entry. It appears whole or not at all; of two writers either may win.

@@ -7,8 +7,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ec_store.base import Store
+from ec_store.breaker import Breaker
+from ec_store.counts import Counts
 from ec_store.entry import Entry
 from ec_store.errors import StoreError
 from ec_store.keys import EntryKey
@@ -16,9 +19,6 @@ from ec_store.keys import EntryKey
 THREADS = 4
 RETRY_S = (0.002, 0.005, 0.01, 0.02, 0.05)
 """Waits between two looks for an entry that was promised; the last one goes on."""
-
-BREAKER_FAILURES = 3
-BREAKER_OPEN_S = 5.0
 
 
 class State(enum.Enum):
@@ -29,9 +29,14 @@ class State(enum.Enum):
     MISSING = "missing"
 
 
+class _Got(NamedTuple):
+    entry: Entry | None
+    seconds: float
+
+
 @dataclass(slots=True)
 class _Fetch:
-    future: Future[Entry | None]
+    future: Future[_Got]
     deadline_s: float
     cancelled: threading.Event
 
@@ -51,6 +56,7 @@ class Fetcher:
         store: Store,
         namespace: str,
         *,
+        counts: Counts | None = None,
         timeout_s: float = 1.0,
         promise_timeout_s: float = 5.0,
         keep_bytes: int = 256 * 1024**2,
@@ -61,12 +67,13 @@ class Fetcher:
         Args:
             store: where entries come from.
             namespace: the namespace of all of them.
+            counts: gets `hits`, `misses`, `timeouts`, `bypassed`, `errors`, `bytes`, `seconds`.
             timeout_s: after it an entry counts as missing.
             promise_timeout_s: the same for an entry that an encode instance said it writes.
             keep_bytes: host memory for entries that nobody has pinned.
             clock: monotonic.
         """
-        self.counts: Counter[str] = Counter()
+        self.counts = counts or Counts()
         self._store = store
         self._namespace = namespace
         self._timeout_s = timeout_s
@@ -78,8 +85,7 @@ class Fetcher:
         self._held: OrderedDict[str, Entry] = OrderedDict()
         self._held_bytes = 0
         self._pins: Counter[str] = Counter()
-        self._failures = 0
-        self._bypass_until_s = 0.0
+        self._breaker = Breaker("reading from the encoder cache", clock=clock)
 
     def poll(self, identifier: str, *, promised: bool = False) -> State:
         """How far an entry is; the first call for one that is not held starts a fetch.
@@ -100,8 +106,8 @@ class Fetcher:
         del self._fetches[identifier]
         fetch.cancelled.set()
         fetch.future.cancel()
-        self.counts["timeouts"] += 1
-        self._failed()
+        self.counts.add(timeouts=1)
+        self._breaker.failed("no answer in time")
         return State.MISSING
 
     def entry(self, identifier: str) -> Entry | None:
@@ -130,17 +136,16 @@ class Fetcher:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _start(self, identifier: str, *, promised: bool) -> State:
-        now = self._clock()
-        if now < self._bypass_until_s and not promised:
-            self.counts["bypassed"] += 1
+        if self._breaker.open and not promised:
+            self.counts.add(bypassed=1)
             return State.MISSING
         timeout_s = self._promise_timeout_s if promised else self._timeout_s
         cancelled = threading.Event()
         future = self._pool.submit(self._get, identifier, cancelled, promised=promised)
-        self._fetches[identifier] = _Fetch(future, now + timeout_s, cancelled)
+        self._fetches[identifier] = _Fetch(future, self._clock() + timeout_s, cancelled)
         return State.PENDING
 
-    def _get(self, identifier: str, cancelled: threading.Event, *, promised: bool) -> Entry | None:
+    def _get(self, identifier: str, cancelled: threading.Event, *, promised: bool) -> _Got:
         key = EntryKey(self._namespace, identifier)
         started = time.perf_counter()
         entry = self._store.get(key)
@@ -149,32 +154,26 @@ class Fetcher:
         while entry is None and promised and not cancelled.wait(next(waits, wait_s)):
             if self._store.lookup([key])[0] is not None:
                 entry = self._store.get(key)
-        self.counts["seconds"] += time.perf_counter() - started  # type: ignore[assignment]
-        return entry
+        return _Got(entry, time.perf_counter() - started)
 
-    def _finish(self, identifier: str, future: Future[Entry | None]) -> State:
+    def _finish(self, identifier: str, future: Future[_Got]) -> State:
         try:
-            entry = future.result()
-        except (StoreError, OSError, ValueError):
-            self.counts["errors"] += 1
-            self._failed()
+            entry, seconds = future.result()
+        except (StoreError, OSError, ValueError) as error:
+            self.counts.add(errors=1)
+            self._breaker.failed(error)
             return State.MISSING
-        self._failures = 0
+        self._breaker.succeeded()
+        self.counts.add(seconds=seconds)
         if entry is None:
-            self.counts["misses"] += 1
+            self.counts.add(misses=1)
             return State.MISSING
-        self.counts["hits"] += 1
-        self.counts["bytes"] += entry.data.nbytes
+        self.counts.add(hits=1, bytes=entry.data.nbytes)
         self._held[identifier] = entry
         self._held_bytes += entry.data.nbytes
         # The one just fetched is about to be used: it stays, if need be alone.
         self._trim(keep=identifier)
         return State.READY
-
-    def _failed(self) -> None:
-        self._failures += 1
-        if self._failures >= BREAKER_FAILURES:
-            self._bypass_until_s = self._clock() + BREAKER_OPEN_S
 
     def _trim(self, keep: str | None = None) -> None:
         for identifier in list(self._held):

@@ -1,7 +1,5 @@
 """Entries in Redis, or Redis Cluster, or what speaks its protocol (docs/redis.md)."""
 
-import os
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -9,6 +7,7 @@ from dataclasses import replace
 from typing import Self
 
 from ec_store.base import Listed, Store, StoreStats
+from ec_store.counts import Counts
 from ec_store.entry import Entry, EntryInfo, encode_header
 from ec_store.errors import CorruptEntry, EntryTooLarge, StoreUnavailable
 from ec_store.keys import EntryKey
@@ -47,7 +46,7 @@ class RedisStore(Store):
         self._entries = RedisEntries(self._client, self._names, options.chunk_bytes)
         self._ttl_ms = int(options.ttl_s * 1000)
         self._writes_off_until = 0.0
-        self._counts = _Counts()
+        self.counts = Counts()
 
     @classmethod
     def from_url(cls, url: str) -> Self:
@@ -72,9 +71,9 @@ class RedisStore(Store):
         except StoreUnavailable as error:
             if isinstance(error, OutOfMemory):
                 self._writes_off_until = time.monotonic() + WRITES_OFF_S
-            self._counts.add("drops")
+            self.counts.add(drops=1)
             raise
-        self._counts.add("puts", int(written))
+        self.counts.add(puts=written)
         return written
 
     def get(self, key: EntryKey) -> Entry | None:
@@ -82,7 +81,7 @@ class RedisStore(Store):
         entry = None
         with suppress(Refused):
             entry = self._get(key)
-        self._counts.add("misses" if entry is None else "hits")
+        self.counts.add(misses=entry is None, hits=entry is not None)
         return entry
 
     def lookup(self, keys: Sequence[EntryKey]) -> list[EntryInfo | None]:
@@ -187,8 +186,12 @@ class RedisStore(Store):
             entries=None,
             bytes=used,
             max_bytes=None if unbounded else quota,
+            hits=self.counts["hits"],
+            misses=self.counts["misses"],
+            puts=self.counts["puts"],
+            drops=self.counts["drops"],
+            corrupt=self.counts["corrupt"],
             evictions=0,
-            **self._counts.snapshot(),
         )
 
     def register_namespace(self, model: str, namespace: str) -> None:
@@ -242,7 +245,7 @@ class RedisStore(Store):
             except CorruptEntry as error:
                 if self._replaced(key.digest, value):
                     continue
-                self._counts.add("corrupt", int(not isinstance(error, PartMissing)))
+                self.counts.add(corrupt=not isinstance(error, PartMissing))
                 with suppress(StoreUnavailable):
                     self._entries.forget({key.digest: value})
                 return None
@@ -270,27 +273,6 @@ class RedisStore(Store):
     def _scanned_heads(self) -> Iterator[dict[str, bytes]]:
         for digests in scanned(self._client, self._names):
             yield dict(zip(digests, self._entries.heads(digests), strict=True))
-
-
-class _Counts:
-    """Counts what happened in this process."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts = dict.fromkeys(("hits", "misses", "puts", "drops", "corrupt"), 0)
-        # A fork may have happened while another thread held the lock.
-        os.register_at_fork(after_in_child=self._unlock)
-
-    def add(self, name: str, number: int = 1) -> None:
-        with self._lock:
-            self._counts[name] += number
-
-    def snapshot(self) -> dict[str, int]:
-        with self._lock:
-            return dict(self._counts)
-
-    def _unlock(self) -> None:
-        self._lock = threading.Lock()
 
 
 def _encoded(text: str) -> bytes:

@@ -4,14 +4,13 @@ import errno
 import hashlib
 import json
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from typing import Self, TypeVar
 
 from ec_store.base import Listed, Store, StoreStats
+from ec_store.counts import Counts
 from ec_store.disk_config import DiskConfig
 from ec_store.entry import MAX_HEADER_BYTES, Entry, EntryInfo
 from ec_store.entry_files import EntryFiles, blob_bytes, load_header
@@ -31,23 +30,6 @@ LOOK_EVERY_S = 1.0
 """How often a store looks whether its path still leads to the directory it has open."""
 
 
-@dataclass(slots=True)
-class _Counts:
-    """What this process saw."""
-
-    hits: int = 0
-    misses: int = 0
-    puts: int = 0
-    drops: int = 0
-    corrupt: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def add(self, name: str) -> None:
-        """Count one more."""
-        with self.lock:
-            setattr(self, name, getattr(self, name) + 1)
-
-
 class SharedDiskStore(Store):
     """See `Store`. Entries are files, found and renamed by their keys' digests alone."""
 
@@ -62,7 +44,7 @@ class SharedDiskStore(Store):
         self._keeper = Housekeeping(config.max_bytes, config.ttl)
         self._touch_s = min(TOUCH_EVERY_S, config.ttl / 4)
         self._files = EntryFiles()
-        self._counts = _Counts()
+        self.counts = Counts()
         self._opened: Tree | None = None
         self._looked_s = 0.0
         self._closed = False
@@ -92,16 +74,16 @@ class SharedDiskStore(Store):
             with _unavailable("the entry could not be written"):
                 written = self._put(key, entry, size)
         except StoreUnavailable:
-            self._counts.add("drops")
+            self.counts.add(drops=1)
             raise
         if written:
-            self._counts.add("puts")
+            self.counts.add(puts=1)
         return written
 
     def get(self, key: EntryKey) -> Entry | None:
         """See `Store`."""
         entry = self._read(key, key.digest, self._files.load, use=True)
-        self._counts.add("misses" if entry is None else "hits")
+        self.counts.add(misses=entry is None, hits=entry is not None)
         return entry
 
     def lookup(self, keys: Sequence[EntryKey]) -> list[EntryInfo | None]:
@@ -173,16 +155,15 @@ class SharedDiskStore(Store):
         with _unavailable("the store cannot be read"):
             tree = self._tree()
             usage = self._keeper.ledger.total(tree.usage)
-        counts = self._counts
         return StoreStats(
             entries=max(0, usage.entries),
             bytes=max(0, usage.bytes),
             max_bytes=self._config.max_bytes,
-            hits=counts.hits,
-            misses=counts.misses,
-            puts=counts.puts,
-            drops=counts.drops,
-            corrupt=counts.corrupt,
+            hits=self.counts["hits"],
+            misses=self.counts["misses"],
+            puts=self.counts["puts"],
+            drops=self.counts["drops"],
+            corrupt=self.counts["corrupt"],
             evictions=self._keeper.evictions,
         )
 
@@ -333,7 +314,7 @@ class SharedDiskStore(Store):
         with suppress(OSError):
             gone = self._keeper.quarantine(tree, digest, inode)
         if gone:
-            self._counts.add("corrupt")
+            self.counts.add(corrupt=1)
 
     def _delete(self, tree: Tree, digest: str) -> bool:
         try:

@@ -3,83 +3,118 @@
 import queue
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 
 from ec_store.base import Store
+from ec_store.breaker import Breaker
+from ec_store.counts import Counts
 from ec_store.entry import Entry
-from ec_store.errors import StoreError
+from ec_store.errors import EntryTooLarge, StoreError
 from ec_store.keys import EntryKey
 
-QUEUE_LENGTH = 64
+QUEUE_BYTES = 512 * 1024**2
 CLOSE_TIMEOUT_S = 10.0
+
+Make = Callable[[], Entry]
+Done = Callable[[EntryKey, bool], None]
 
 
 class Writer:
-    """Writes entries on a thread of its own, from a bounded queue."""
+    """Writes entries on a thread of its own, from a bounded queue.
 
-    def __init__(self, store: Store, length: int = QUEUE_LENGTH) -> None:
+    A store that keeps failing is left alone for a while: what comes meanwhile is dropped.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        counts: Counts | None = None,
+        queue_bytes: int = QUEUE_BYTES,
+        done: Done = lambda _key, _stored: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Start the thread.
 
         Args:
             store: where entries go.
-            length: how many may wait; above it they are dropped.
+            counts: gets `saves`, `known`, `drops`, `save_bytes` and `save_seconds`.
+            queue_bytes: how much may wait, on the device that made it; above it entries are
+                dropped. One entry may always wait, whatever its size.
+            done: is told on the thread what became of each entry: whether it is in the store.
+            clock: monotonic.
         """
-        self.counts: Counter[str] = Counter()
+        self.counts = counts or Counts()
         self._store = store
-        self._queue: queue.Queue[tuple[EntryKey, Callable[[], Entry]] | None] = queue.Queue(length)
-        self._waiting: set[EntryKey] = set()
+        self._queue_bytes = queue_bytes
+        self._done = done
+        self._breaker = Breaker("writing to the encoder cache", clock=clock)
+        self._queue: queue.SimpleQueue[tuple[EntryKey, Make] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._waiting: dict[EntryKey, int] = {}
         self._thread = threading.Thread(target=self._run, name="ec-write", daemon=True)
         self._thread.start()
 
-    def submit(self, key: EntryKey, make: Callable[[], Entry]) -> bool:
+    def submit(self, key: EntryKey, size_bytes: int, make: Make) -> bool:
         """Have an entry written, unless there is one of its key.
 
         Args:
             key: its key.
+            size_bytes: what it holds until it is written.
             make: makes it, on the thread, if it is needed: this is where it leaves the device.
 
         Returns:
-            False where the queue is full: it is dropped, and counted.
+            False where it is dropped, and counted: too much waits, or the store keeps failing.
         """
-        if key in self._waiting:
-            return True
-        try:
-            self._queue.put_nowait((key, make))
-        except queue.Full:
-            self.counts["drops"] += 1
-            return False
-        self._waiting.add(key)
+        with self._lock:
+            if key in self._waiting:
+                return True
+            waiting_bytes = sum(self._waiting.values())
+            full = waiting_bytes > 0 and waiting_bytes + size_bytes > self._queue_bytes
+            if full or self._breaker.open:
+                self.counts.add(drops=1)
+                return False
+            self._waiting[key] = size_bytes
+        self._queue.put((key, make))
         return True
 
     def close(self) -> None:
         """Write what waits, for a bounded time."""
-        deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
-        try:
-            self._queue.put(None, timeout=CLOSE_TIMEOUT_S)
-        except queue.Full:
-            return
-        self._thread.join(max(0.0, deadline_s - time.monotonic()))
+        self._queue.put(None)
+        self._thread.join(CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
             key, make = job
-            try:
-                self._write(key, make)
-            except (StoreError, OSError, ValueError):
-                self.counts["drops"] += 1
-            finally:
-                self._waiting.discard(key)
+            stored = self._written(key, make)
+            # `make` holds the tensor: not until the next job comes.
+            del job, make
+            with self._lock:
+                del self._waiting[key]
+            self._done(key, stored)
 
-    def _write(self, key: EntryKey, make: Callable[[], Entry]) -> None:
+    def _written(self, key: EntryKey, make: Make) -> bool:
+        try:
+            self._write(key, make)
+        except EntryTooLarge:
+            self.counts.add(drops=1)
+            return False
+        # RuntimeError is what a device raises while the tensor is copied from it.
+        except (StoreError, OSError, ValueError, RuntimeError) as error:
+            self.counts.add(drops=1)
+            self._breaker.failed(error)
+            return False
+        self._breaker.succeeded()
+        return True
+
+    def _write(self, key: EntryKey, make: Make) -> None:
         started = time.perf_counter()
         if self._store.lookup([key])[0] is not None:
-            self.counts["known"] += 1
+            self.counts.add(known=1)
             return
         entry = make()
         if self._store.put(key, entry):
-            self.counts["saves"] += 1
-            self.counts["save_bytes"] += entry.data.nbytes
+            self.counts.add(saves=1, save_bytes=entry.data.nbytes)
         else:
-            self.counts["known"] += 1
-        self.counts["save_seconds"] += time.perf_counter() - started  # type: ignore[assignment]
+            self.counts.add(known=1)
+        self.counts.add(save_seconds=time.perf_counter() - started)

@@ -4,8 +4,6 @@ Tests that ask for `stack` run on every stack; those that need one of them say w
 `@pytest.mark.parametrize("stack", [...], indirect=True)`.
 """
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -24,7 +22,6 @@ from tests.store.redis_server import RedisServer
 
 ROOT = Path(__file__).resolve().parents[2]
 MEDIA = ROOT / "examples" / "media"
-RUN = ROOT / ".run"
 
 VISION, AUDIO = "tiny-qwen2.5-vl", "tiny-qwen2-audio"
 E_PD, E_P_D = "1e1pd", "1e1p1d"
@@ -62,13 +59,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("e2e")
             if find_spec("vllm") is None:
                 item.add_marker(pytest.mark.skip("vLLM is not installed: scripts/test.sh does it"))
-
-
-@pytest.fixture(scope="session")
-def models() -> Path:
-    directory = RUN / "models"
-    subprocess.run([sys.executable, ROOT / "scripts" / "tiny_models.py", directory], check=True)
-    return directory
 
 
 @pytest.fixture(

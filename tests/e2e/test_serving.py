@@ -7,8 +7,8 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.conftest import MEDIA, ON_DISK, Served, metric
-from tests.e2e.test_answers import on_vision, picture
+from tests.e2e.conftest import MEDIA, ON_DISK, ON_REDIS, Served, metric
+from tests.e2e.test_answers import ask, on_vision, picture, unseen
 from tests.requests import image, text
 
 
@@ -74,3 +74,20 @@ def test_a_file_outside_the_folder_is_refused(stack: Served) -> None:
     messages: Any = [{"role": "user", "content": [part]}]
     with pytest.raises(openai.BadRequestError, match="allowed-local-media-path"):
         stack.client.chat.completions.create(model=stack.model, messages=messages)
+
+
+@pytest.mark.parametrize("stack", [ON_DISK, ON_REDIS], indirect=True, ids="-".join)
+def test_engines_count_what_they_store_and_fetch(stack: Served) -> None:
+    """A worker's counts go out with its engine's next step."""
+    figures = {
+        "vllm:ec_store_saves_total": stack.encode,
+        "vllm:ec_store_save_bytes_total": stack.encode,
+        "vllm:ec_store_hits_total": stack.consumers[0],
+        "vllm:ec_store_bytes_total": stack.consumers[0],
+    }
+    before = {name: metric(engine, name) for name, engine in figures.items()}
+    for _ in range(3):
+        ask(stack.client, stack.model, unseen(stack), text("counted?"))
+    after = {name: metric(engine, name) for name, engine in figures.items()}
+
+    assert all(after[name] > before[name] for name in figures), (before, after)

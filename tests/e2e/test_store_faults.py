@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from ec_store import EntryKey, open_store
-from ec_store.fetcher import BREAKER_OPEN_S
+from ec_store.breaker import OPEN_S
 from tests.e2e.conftest import ON_DISK, ON_REDIS, Served, metric, stored
 from tests.e2e.test_answers import ask, picture, unseen
 from tests.requests import Part, text
@@ -176,5 +176,5 @@ def test_redis_is_stopped_while_serving_and_comes_back(stack: Served) -> None:
 
 def check_serving_again(stack: Served) -> None:
     """As `check_serving`, once nobody bypasses the store any more."""
-    time.sleep(BREAKER_OPEN_S + 1)
+    time.sleep(OPEN_S + 1)
     check_serving(stack)

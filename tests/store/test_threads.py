@@ -2,17 +2,21 @@
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from ec_store import Entry, EntryInfo, EntryKey, Store, StoreUnavailable, open_store
-from ec_store.fetcher import BREAKER_FAILURES, BREAKER_OPEN_S, Fetcher, State
+from ec_store.breaker import FAILURES, OPEN_S
+from ec_store.counts import Counts
+from ec_store.fetcher import Fetcher, State
 from ec_store.writer import Writer
 from tests.store.entries import entry
 
 NAMESPACE = "ns"
+SIZE = entry().data.nbytes
 
 
 class Paused:
@@ -21,13 +25,13 @@ class Paused:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.go = threading.Event()
-        self.failing = False
+        self.failing: Exception | None = None
         self.calls = 0
 
     def _wait(self) -> None:
         self.calls += 1
         if self.failing:
-            raise StoreUnavailable("away")
+            raise self.failing
         self.go.wait(10)
 
     def get(self, key: EntryKey) -> Entry | None:
@@ -141,17 +145,17 @@ def test_a_promise_is_waited_for_only_so_long(store: Store) -> None:
 
 
 def test_a_store_that_keeps_failing_is_left_alone_for_a_while(paused: Paused) -> None:
-    paused.failing = True
+    paused.failing = StoreUnavailable("away")
     clock = Clock()
     fetcher = make_fetcher(paused, clock=clock)
-    for number in range(BREAKER_FAILURES):
+    for number in range(FAILURES):
         fetcher.poll(str(number))
         assert settled(fetcher, str(number)) is State.MISSING
     calls = paused.calls
 
     assert fetcher.poll("next") is State.MISSING
     assert paused.calls == calls
-    clock.now += BREAKER_OPEN_S + 1
+    clock.now += OPEN_S + 1
     assert fetcher.poll("next") is State.PENDING
     fetcher.close()
 
@@ -184,10 +188,10 @@ def test_the_writer_writes_what_is_not_there(store: Store) -> None:
         return entry()
 
     key = EntryKey(NAMESPACE, "k")
-    assert writer.submit(key, make)
+    assert writer.submit(key, SIZE, make)
     until(lambda: store.get(key) is not None)
     until(lambda: not writer._waiting)  # noqa: SLF001
-    assert writer.submit(key, make)
+    assert writer.submit(key, SIZE, make)
     writer.close()
 
     assert made == [1]
@@ -195,23 +199,102 @@ def test_the_writer_writes_what_is_not_there(store: Store) -> None:
 
 
 def test_a_full_queue_drops_and_counts_and_holds_nobody_up(paused: Paused) -> None:
-    writer = Writer(paused, length=2)  # type: ignore[arg-type]
-    taken = [writer.submit(EntryKey(NAMESPACE, str(n)), entry) for n in range(6)]
-    drops = writer.counts["drops"]
+    writer = Writer(paused, queue_bytes=2 * SIZE)  # type: ignore[arg-type]
+    taken = [writer.submit(EntryKey(NAMESPACE, str(n)), SIZE, entry) for n in range(6)]
     paused.go.set()
     writer.close()
 
-    assert taken.count(False) == drops >= 3
+    assert taken == [True, True, False, False, False, False]
+    assert (writer.counts["drops"], writer.counts["saves"]) == (4, 2)
 
 
-def test_a_write_that_fails_is_counted_and_the_next_one_is_tried(paused: Paused) -> None:
+def test_an_entry_larger_than_the_queue_may_wait_alone(paused: Paused) -> None:
+    writer = Writer(paused, queue_bytes=1)  # type: ignore[arg-type]
+    taken = [writer.submit(EntryKey(NAMESPACE, str(n)), SIZE, entry) for n in range(2)]
     paused.go.set()
-    paused.failing = True
-    writer = Writer(paused)  # type: ignore[arg-type]
-    writer.submit(EntryKey(NAMESPACE, "a"), entry)
+    writer.close()
+
+    assert taken == [True, False]
+
+
+def test_a_tensor_is_let_go_of_when_it_is_written(store: Store) -> None:
+    writer = Writer(store)
+
+    class Tensor:
+        def __call__(self) -> Entry:
+            return entry()
+
+    tensor = Tensor()
+    gone = weakref.ref(tensor)
+    writer.submit(EntryKey(NAMESPACE, "k"), SIZE, tensor)
+    del tensor
+    until(lambda: gone() is None)
+    writer.close()
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable("away"), RuntimeError("no memory")], ids=str)
+def test_a_write_that_fails_is_counted_and_the_next_one_is_tried(
+    paused: Paused, error: Exception
+) -> None:
+    paused.go.set()
+    paused.failing = error
+    told: list[tuple[str, bool]] = []
+    writer = Writer(paused, done=lambda key, stored: told.append((key.identifier, stored)))  # type: ignore[arg-type]
+    writer.submit(EntryKey(NAMESPACE, "a"), SIZE, entry)
     until(lambda: writer.counts["drops"] == 1)
-    paused.failing = False
-    writer.submit(EntryKey(NAMESPACE, "b"), entry)
+    paused.failing = None
+    writer.submit(EntryKey(NAMESPACE, "b"), SIZE, entry)
     writer.close()
 
     assert paused.store.get(EntryKey(NAMESPACE, "b")) is not None
+    assert told == [("a", False), ("b", True)]
+
+
+def test_a_store_that_cannot_be_written_is_left_alone_for_a_while(paused: Paused) -> None:
+    paused.go.set()
+    paused.failing = StoreUnavailable("full")
+    clock = Clock()
+    writer = Writer(paused, clock=clock)  # type: ignore[arg-type]
+    for number in range(FAILURES):
+        assert writer.submit(EntryKey(NAMESPACE, str(number)), SIZE, entry)
+        until(lambda number=number: writer.counts["drops"] == number + 1)  # type: ignore[misc]
+    calls = paused.calls
+    paused.failing = None
+
+    assert not writer.submit(EntryKey(NAMESPACE, "next"), SIZE, entry)
+    assert paused.calls == calls
+    clock.now += OPEN_S + 1
+    assert writer.submit(EntryKey(NAMESPACE, "next"), SIZE, entry)
+    writer.close()
+    assert writer.counts["saves"] == 1
+
+
+def test_an_entry_too_large_is_dropped_and_others_are_written(tmp_path: Path) -> None:
+    with open_store(f"file://{tmp_path}/small?max_entry_bytes=4096") as small:
+        writer = Writer(small)
+        large = Entry(memoryview(bytes(8192)), "F32", (1, 2048), "image")
+        for number in range(2 * FAILURES):
+            writer.submit(EntryKey(NAMESPACE, str(number)), SIZE, lambda: large)
+        until(lambda: writer.counts["drops"] == 2 * FAILURES)
+        assert writer.submit(EntryKey(NAMESPACE, "k"), SIZE, entry)
+        writer.close()
+
+        assert writer.counts["saves"] == 1
+
+
+def test_counts_of_many_threads_are_not_lost() -> None:
+    counts = Counts()
+    taken: list[float] = []
+
+    def add() -> None:
+        for _ in range(5000):
+            counts.add(hits=1, seconds=0.5)
+
+    threads = [threading.Thread(target=add) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        taken.append(counts.take().get("hits", 0))
+    taken.append(counts.take().get("hits", 0))
+
+    assert sum(taken) == 20000

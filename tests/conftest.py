@@ -1,0 +1,17 @@
+"""What several kinds of tests share."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def models() -> Path:
+    """A directory with the tiny models."""
+    directory = ROOT / ".run" / "models"
+    subprocess.run([sys.executable, ROOT / "scripts" / "tiny_models.py", directory], check=True)
+    return directory

@@ -1,0 +1,41 @@
+"""The connector in this process; what needs whole engines is in `tests/e2e`."""
+
+import importlib
+import warnings
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Connect = Callable[..., Any]
+
+
+@pytest.fixture(scope="session")
+def vllm(models: Path) -> Any:
+    """`Pieces` of vLLM."""
+    if find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed: scripts/test.sh does it")
+    with warnings.catch_warnings(action="ignore"):
+        pieces = importlib.import_module("tests.vllm_connector.pieces")
+        return pieces.Pieces(models / "tiny-qwen2.5-vl")
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/store"
+
+
+@pytest.fixture
+def connect(vllm: Any, url: str) -> Iterator[Connect]:
+    """Makes scheduler-side connectors with these options, and closes them."""
+    opened = []
+
+    def connect(**options: Any) -> Any:
+        opened.append(vllm.connector({"store": url, **options}))
+        return opened[-1]
+
+    yield connect
+    for connector in opened:
+        connector.shutdown()
