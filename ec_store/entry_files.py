@@ -35,12 +35,15 @@ T = TypeVar("T")
 LARGE_BYTES = 2**20
 """From here on hashing in pieces, a second thread, and keeping the memory are worth it."""
 
-KEPT_BYTES = 128 * 2**20
+KEPT_BYTES = 384 * 2**20
+"""Memory in use counts: what the connector holds by default (`keep_bytes`), and half as much again.
+With less than it holds, most entries would be read into new memory."""
+
 _HEAD_BYTES = 4096
 """Most headers are shorter; a longer one is read a second time."""
 
-_PIECE_BYTES = 2**18
-"""Fits into a core's cache beside what it is copied from."""
+_PIECE_BYTES = 2**20
+"""Still in a core's cache when it is hashed, and long enough that two threads seldom meet."""
 
 _HUGE_PAGE = 2 * 2**20
 _NO_CHECKSUM = "0" * 16
@@ -104,28 +107,39 @@ class EntryFiles:
     def _fill(self, payload: memoryview, fd: int, offset: int) -> str:
         """Read a payload, and its checksum.
 
-        Copying out of the kernel is what takes long, so the second half is read by another thread,
-        or by this one where the others are busy.
+        Copying out of the kernel is what takes long, so two threads take piece after piece. A
+        second thread that gets no core holds this one up for a piece at most, not for a half.
         """
-        half = len(payload) // 2 // _PIECE_BYTES * _PIECE_BYTES
-        digest = xxhash.xxh3_64()
-        rest = self._beside(_read, payload[half:], fd, offset + half)
+        starts = iter(range(0, len(payload), _PIECE_BYTES))
+        there: set[int] = set()
+
+        def read_next() -> bool:
+            start = next(starts, None)
+            if start is None:
+                return False
+            _read(payload[start : start + _PIECE_BYTES], fd, offset + start)
+            there.add(start)
+            return True
+
+        def read_rest() -> None:
+            while read_next():
+                pass
+
+        hashed, digest = 0, xxhash.xxh3_64()
+        helper = self._beside(read_rest)
         try:
-            for done in range(0, half, _PIECE_BYTES):
-                piece = payload[done : done + _PIECE_BYTES]
-                _read(piece, fd, offset + done)
-                # Hashed while it is in the core's cache: that costs half of a second pass.
-                digest.update(piece)
+            while read_next():
+                # Hashed while it is in a core's cache: that costs half of a second pass.
+                while hashed in there:
+                    digest.update(payload[hashed : hashed + _PIECE_BYTES])
+                    hashed += _PIECE_BYTES
         finally:
             # Never left to itself: it has the file, and memory that others may be given.
-            alone = rest.cancel()
-            if not alone:
-                rest.exception()
-        if alone:
-            _read(payload[half:], fd, offset + half)
-        else:
-            rest.result()
-        digest.update(payload[half:])
+            if not helper.cancel():
+                helper.exception()
+        if not helper.cancelled():
+            helper.result()
+        digest.update(payload[hashed:])
         return digest.hexdigest()
 
     def store(self, key: EntryKey, entry: Entry, fd: int) -> None:

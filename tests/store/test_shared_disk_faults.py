@@ -6,6 +6,7 @@ import shutil
 import signal
 import stat
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -159,6 +160,66 @@ def test_an_entry_under_the_wrong_name_is_corrupt(root: Path, store: SharedDiskS
     assert store.stats().corrupt == 1
 
 
+@pytest.mark.parametrize("size", [2**20, 3 * 2**20 + 2, 5 * 2**20 - 2])
+def test_every_byte_that_two_threads_read_is_in_its_place_and_checked(
+    root: Path, store: SharedDiskStore, size: int
+) -> None:
+    kept = Entry(memoryview(os.urandom(size)), "BF16", (size // 2,), "image")
+    store.put(key(), kept)
+    for place in range(1, size, 2**19 - 1):
+        assert_same(kept, store.get(key()))
+        with path_of(root, key()).open("r+b") as file:
+            file.seek(-place, os.SEEK_END)
+            [byte] = file.read(1)
+            file.seek(-place, os.SEEK_END)
+            file.write(bytes([byte ^ 1]))
+
+        assert store.get(key()) is None
+        assert store.put(key(), kept) is True
+
+
+@pytest.mark.parametrize("main_waits", [True, False])
+def test_whichever_thread_reads_last_all_is_checked(
+    root: Path, store: SharedDiskStore, monkeypatch: pytest.MonkeyPatch, main_waits: bool
+) -> None:
+    store.put(key(), sized(5 * 2**20, 5))
+    preadv, rest = os.preadv, threading.Event()
+
+    def in_order(fd: int, into: list[memoryview], offset: int) -> int:
+        if (threading.current_thread() is threading.main_thread()) == main_waits:
+            rest.wait(5)
+        count = preadv(fd, into, offset)
+        if offset > 4 * 2**20:
+            rest.set()
+        return count
+
+    monkeypatch.setattr(os, "preadv", in_order)
+
+    assert_same(sized(5 * 2**20, 5), store.get(key()))
+    rest.clear()
+    with path_of(root, key()).open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"x")
+    assert store.get(key()) is None
+
+
+def test_what_is_cut_while_two_threads_read_it_is_a_miss(
+    root: Path, store: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put(key(), sized(8 * 2**20, 5))
+    path, preadv = path_of(root, key()), os.preadv
+
+    def cutting(fd: int, into: list[memoryview], offset: int) -> int:
+        if offset > 2**20:
+            os.truncate(path, offset)
+        return preadv(fd, into, offset)
+
+    monkeypatch.setattr(os, "preadv", cutting)
+
+    assert store.get(key()) is None
+    assert store.stats().corrupt == 1
+
+
 def test_what_was_read_stays_when_its_file_is_cut(root: Path, store: SharedDiskStore) -> None:
     store.put(key(), sized(8 * 2**20, 5))
     found = store.get(key())
@@ -167,15 +228,27 @@ def test_what_was_read_stays_when_its_file_is_cut(root: Path, store: SharedDiskS
     assert_same(sized(8 * 2**20, 5), found)
 
 
-def test_memory_is_used_again_only_when_nothing_refers_to_it(
-    root: Path, store: SharedDiskStore
-) -> None:
+def test_memory_is_used_again_once_nothing_refers_to_it() -> None:
+    buffers = EntryFiles()._buffers  # noqa: SLF001 - what it holds on to is not to be seen outside
+    first = buffers.take(2**21)
+    first[:4] = b"mark"
+    view = first.toreadonly().cast("H")[1:2]
+    del first
+
+    assert bytes(buffers.take(2**21)[:4]) == bytes(4)
+    del view
+    marks = [buffers.take(2**21) for _ in range(2)]
+    assert {bytes(one[:4]) for one in marks} == {b"mark", bytes(4)}
+
+
+def test_memory_is_used_again_only_when_nothing_refers_to_it(store: SharedDiskStore) -> None:
     size = 2**21
     for n in range(4):
         store.put(key(str(n)), sized(size, n))
     first = store.get(key("0"))
     assert first is not None
-    part = first.data[10:20]
+    numpy = pytest.importorskip("numpy")
+    part = numpy.frombuffer(first.data, numpy.uint8)[10:20]
     kept = bytes(part)
     del first
     others = [store.get(key(str(n))) for n in (1, 2, 3)]
@@ -187,7 +260,7 @@ def test_memory_is_used_again_only_when_nothing_refers_to_it(
 
 def test_the_memory_that_is_kept_is_bounded() -> None:
     buffers = EntryFiles()._buffers  # noqa: SLF001 - what it holds on to is not to be seen outside
-    held = [buffers.take(n * 2**20) for n in (60, 40, 30, 100, 200)]
+    held = [buffers.take(n * 2**20) for n in (180, 120, 90, 300, 600)]
     del held
     buffers.take(KEPT_BYTES // 2)
 
