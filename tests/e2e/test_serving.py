@@ -7,7 +7,8 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.conftest import MEDIA, ON_DISK, Served, metric
+from tests.e2e.conftest import MEDIA, Served, metric
+from tests.e2e.stacks import ON_DISK, on
 from tests.e2e.test_answers import on_vision, picture
 from tests.requests import image, text
 
@@ -68,7 +69,7 @@ def test_a_client_that_leaves_stops_the_engine(stack: Served) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("stack", [ON_DISK], indirect=True, ids="-".join)
+@on(ON_DISK)
 def test_a_file_outside_the_folder_is_refused(stack: Served) -> None:
     part = {"type": "image_url", "image_url": {"url": (MEDIA.parent / "x.png").as_uri()}}
     messages: Any = [{"role": "user", "content": [part]}]
