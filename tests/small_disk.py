@@ -29,6 +29,7 @@ class SmallDisk:
 
     def remount(self, how: str) -> None:
         """Make it read-only, `ro`, or writable again, `rw`. Modes alone do not keep root out."""
+        # Of this mount alone: a namespace's owner may not change what a file system was made with.
         command = ["mount", "-o", f"remount,bind,{how}", str(self.mounted)]
         subprocess.run([*self.prefix, *command], check=True)
 
