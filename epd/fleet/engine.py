@@ -66,6 +66,7 @@ class Engine:
         store: URL of the shared encoder cache.
         local_media: folder that file:// media may come from.
         side_channel_port: port of NIXL's handshake, its own in every instance.
+        flags: more of the command line; where a flag is given twice, vLLM takes the last one.
     """
 
     role: Role
@@ -74,6 +75,7 @@ class Engine:
     store: str
     local_media: Path
     side_channel_port: int
+    flags: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -107,6 +109,7 @@ class Engine:
             *(str(word) for flag in flags.items() for word in flag),
             # An encode instance keeps no KV cache worth looking into.
             *(["--no-enable-prefix-caching"] if self.role is Role.ENCODE else []),
+            *self.flags,
         ]
 
     def environment(self) -> dict[str, str]:

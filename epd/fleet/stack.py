@@ -3,10 +3,10 @@
 import random
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Self
 
 from epd.fleet.engine import Engine, Topology
@@ -34,6 +34,7 @@ class Stack:
         *,
         local_media: Path,
         store: str | None = None,
+        flags: Mapping[Role, Sequence[str]] = MappingProxyType({}),
         report: Callable[[str], None] = print,
     ) -> None:
         """Describe it; entering the context starts it.
@@ -44,6 +45,7 @@ class Stack:
             directory: where logs go, and the encoder cache where it has no URL.
             local_media: folder that file:// media may come from.
             store: URL of the encoder cache.
+            flags: more of the command lines of a role's engines.
             report: is told of progress, a line at a time.
         """
         self.store = store or f"file://{directory.resolve()}/ec-store?max_bytes=1GiB"
@@ -54,7 +56,15 @@ class Stack:
         self._local_media = local_media
         self._port = next(ports)
         self.engines = tuple(
-            Engine(role, model, next(ports), self.store, local_media, next(ports))
+            Engine(
+                role,
+                model,
+                next(ports),
+                self.store,
+                local_media,
+                next(ports),
+                tuple(flags.get(role, ())),
+            )
             for role in topology.roles
         )
 

@@ -1,11 +1,10 @@
 """Real vLLM engines on the CPU behind the real proxy; each stack is started once.
 
-Tests that ask for `stack` run on every stack; those that need one of them say which:
-`@pytest.mark.parametrize("stack", [...], indirect=True)`.
+Tests that ask for `stack` run on every stack; those that need one of them say which: `@on(...)`.
 """
 
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,18 +17,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from ec_store import EntryInfo, open_store
 from epd.fleet import Engine, Stack, Topology
 from epd.instances import Role
-from tests.store.redis_server import RedisServer
+from tests.e2e.stacks import AUDIO_STACKS, CLUSTER, REDIS, VISION_STACKS, Spec
+from tests.store.redis_server import RedisServer, cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 MEDIA = ROOT / "examples" / "media"
-
-VISION, AUDIO = "tiny-qwen2.5-vl", "tiny-qwen2-audio"
-E_PD, E_P_D = "1e1pd", "1e1p1d"
-DISK, REDIS = "file", "redis"
-ON_DISK = (VISION, E_PD, DISK)
-ON_REDIS = (VISION, E_PD, REDIS)
-VISION_STACKS = [ON_DISK, (VISION, E_P_D, DISK), ON_REDIS]
-AUDIO_STACKS = [(AUDIO, E_PD, DISK), (AUDIO, E_P_D, DISK)]
 
 
 @dataclass
@@ -37,11 +29,15 @@ class Served:
     """A running stack, with a client of its proxy and one of its decode engine alone."""
 
     stack: Stack
-    redis: RedisServer | None
-    model: str
-    topology: str
+    redis: Sequence[RedisServer]
+    spec: Spec
     client: openai.OpenAI
     baseline: openai.OpenAI
+
+    @property
+    def model(self) -> str:
+        """The model's served name."""
+        return self.spec.model
 
     @property
     def encode(self) -> Engine:
@@ -61,34 +57,47 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip("vLLM is not installed: scripts/test.sh does it"))
 
 
-@pytest.fixture(
-    scope="session",
-    params=VISION_STACKS + AUDIO_STACKS,
-    ids="-".join,
-)
+@contextmanager
+def redis_servers(store: str, folder: Path) -> Iterator[tuple[Sequence[RedisServer], str | None]]:
+    """The servers that a kind of store needs, and its URL where it needs any."""
+    folder.mkdir()
+    with ExitStack() as stack:
+        if store == REDIS:
+            server = stack.enter_context(RedisServer(folder))
+            yield [server], server.url()
+        elif store == CLUSTER:
+            servers = stack.enter_context(cluster(folder))
+            yield servers, f"redis+cluster://127.0.0.1:{servers[0].port}"
+        else:
+            yield [], None
+
+
+@pytest.fixture(scope="session", params=VISION_STACKS + AUDIO_STACKS, ids=str)
 def stack(
     request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    model, topology, store = request.param
-    directory = tmp_path_factory.mktemp(f"{model}-{topology}")
-    redis = RedisServer(directory / "redis") if store == REDIS else None
-    described = Stack(
-        models / model,
-        Topology.parse(topology),
-        directory,
-        local_media=MEDIA,
-        store=redis.url() if redis else None,
-    )
-    decode = next(
-        engine for engine in described.engines if engine.role in {Role.DECODE, Role.PREFILL_DECODE}
-    )
-    with (
-        redis or nullcontext(),
-        described,
-        openai.OpenAI(base_url=f"{described.url}/v1", api_key="k", max_retries=0) as client,
-        openai.OpenAI(base_url=f"{decode.url}/v1", api_key="k", max_retries=0) as baseline,
-    ):
-        yield Served(described, redis, model, topology, client, baseline)
+    spec: Spec = request.param
+    directory = tmp_path_factory.mktemp(str(spec))
+    with ExitStack() as running:
+        redis, url = running.enter_context(redis_servers(spec.store, directory / "redis"))
+        described = Stack(
+            models / spec.model,
+            Topology.parse(spec.topology),
+            directory,
+            local_media=MEDIA,
+            store=url,
+            flags=spec.flags(),
+        )
+        running.enter_context(described)
+        answers = {Role.DECODE, Role.PREFILL_DECODE}
+        decode = next(engine for engine in described.engines if engine.role in answers)
+        client, baseline = (
+            running.enter_context(
+                openai.OpenAI(base_url=f"{server.url}/v1", api_key="k", max_retries=0)
+            )
+            for server in (described, decode)
+        )
+        yield Served(described, redis, spec, client, baseline)
         described.check_alive()
 
 

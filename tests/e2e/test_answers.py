@@ -15,7 +15,8 @@ from PIL import Image
 from epd.chat import mm_items
 from epd.identity import content_key
 from epd.media import Inline, source
-from tests.e2e.conftest import AUDIO_STACKS, MEDIA, VISION_STACKS, Served, metric, stored
+from tests.e2e.conftest import MEDIA, Served, metric, stored
+from tests.e2e.stacks import AUDIO_STACKS, VISION_STACKS, on
 from tests.requests import Part, image, input_audio, text
 
 PREPROCESSED = "vllm:mm_cache_queries_total"
@@ -24,8 +25,8 @@ PREPROCESSED = "vllm:mm_cache_queries_total"
 PICTURES = ("cat.jpg", "coffee.jpg", "astronaut.jpg", "chart.png")
 SOUNDS = ("chirp.wav", "chord.wav", "vowels.wav")
 
-on_vision = pytest.mark.parametrize("stack", VISION_STACKS, indirect=True, ids="-".join)
-on_audio = pytest.mark.parametrize("stack", AUDIO_STACKS, indirect=True, ids="-".join)
+on_vision = on(*VISION_STACKS)
+on_audio = on(*AUDIO_STACKS)
 both_ways = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 
 
@@ -195,7 +196,8 @@ def test_what_the_encoder_made_is_in_the_store_under_its_content_key(stack: Serv
     assert isinstance(media, Inline)
 
     info = stored(stack)[content_key(found.modality, media)]
-    assert (info.modality, info.dtype, info.shape[1]) == (found.modality, "F32", 256)
+    dtype = "BF16" if stack.spec.bf16 else "F32"
+    assert (info.modality, info.dtype, info.shape[1]) == (found.modality, dtype, 256)
     assert info.metadata
 
 

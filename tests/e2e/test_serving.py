@@ -7,7 +7,8 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.conftest import MEDIA, ON_DISK, ON_REDIS, Served, metric
+from tests.e2e.conftest import MEDIA, Served, metric
+from tests.e2e.stacks import ON_DISK, ON_REDIS, on
 from tests.e2e.test_answers import ask, on_vision, picture, unseen
 from tests.requests import image, text
 
@@ -68,7 +69,7 @@ def test_a_client_that_leaves_stops_the_engine(stack: Served) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("stack", [ON_DISK], indirect=True, ids="-".join)
+@on(ON_DISK)
 def test_a_file_outside_the_folder_is_refused(stack: Served) -> None:
     part = {"type": "image_url", "image_url": {"url": (MEDIA.parent / "x.png").as_uri()}}
     messages: Any = [{"role": "user", "content": [part]}]
@@ -76,7 +77,7 @@ def test_a_file_outside_the_folder_is_refused(stack: Served) -> None:
         stack.client.chat.completions.create(model=stack.model, messages=messages)
 
 
-@pytest.mark.parametrize("stack", [ON_DISK, ON_REDIS], indirect=True, ids="-".join)
+@on(ON_DISK, ON_REDIS)
 def test_engines_count_what_they_store_and_fetch(stack: Served) -> None:
     """A worker's counts go out with its engine's next step."""
     figures = {

@@ -1,43 +1,104 @@
 """Whatever happens to the store: requests with media are answered, and no engine ends."""
 
+import secrets
 import shutil
+import threading
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+from uuid import uuid4
 
 import httpx
 import pytest
 
-from ec_store import EntryKey, open_store
+from ec_store import Entry, EntryKey, Store, StoreUnavailable, open_store
 from ec_store.breaker import OPEN_S
-from tests.e2e.conftest import ON_DISK, ON_REDIS, Served, metric, stored
-from tests.e2e.test_answers import ask, picture, unseen
+from ec_store.shared_disk import LOOK_EVERY_S
+from epd.fleet import Engine
+from tests.e2e.conftest import Served, metric, stored
+from tests.e2e.stacks import ON_CLUSTER, ON_DISK, ON_REDIS, on
+from tests.e2e.test_answers import PICTURES, ask, picture, unseen
 from tests.requests import Part, text
+from tests.small_disk import SmallDisk, small_disk
+from tests.store.redis_server import wait_until_whole
 
-on_disk = pytest.mark.parametrize("stack", [ON_DISK], indirect=True, ids="-".join)
-on_redis = pytest.mark.parametrize("stack", [ON_REDIS], indirect=True, ids="-".join)
-on_both = pytest.mark.parametrize("stack", [ON_DISK, ON_REDIS], indirect=True, ids="-".join)
+on_disk = on(ON_DISK)
+on_redis = on(ON_REDIS)
+on_cluster = on(ON_CLUSTER)
+on_both = on(ON_DISK, ON_REDIS)
+on_all = on(ON_DISK, ON_REDIS, ON_CLUSTER)
 
 GRID = {"image_grid_thw": [1, 28, 42]}
+DROPS = "vllm:ec_store_drops_total"
+
+TOKENS = 16
+KEY_COMMANDS = ("get", "getrange", "pexpire", "set")
+"""What looking for an entry and writing it takes in Redis."""
+
+WAIT_S = 30.0
+"""What has not happened by then will not."""
 
 
-def by_key(identifier: str) -> Part:
-    return {"type": "image_embeds", "image_embeds": GRID, "uuid": identifier}
+def by_key(identifier: str, grid: Mapping[str, Any] = GRID) -> Part:
+    return {"type": "image_embeds", "image_embeds": grid, "uuid": identifier}
+
+
+def to_engine(engine: Engine, *parts: Part, tokens: int, **more: Any) -> httpx.Response:
+    """Ask an engine itself."""
+    body: dict[str, Any] = {
+        "model": engine.model.name,
+        "messages": [{"role": "user", "content": list(parts)}],
+        "max_tokens": tokens,
+        "temperature": 0,
+        "cache_salt": secrets.token_hex(8),
+        **more,
+    }
+    return httpx.post(f"{engine.url}/v1/chat/completions", json=body, timeout=60)
 
 
 def to_decode(stack: Served, *parts: Part, promised: str | None = None) -> httpx.Response:
-    """Ask the PD engine itself, as a proxy would."""
-    body: dict[str, Any] = {
-        "model": stack.model,
-        "messages": [{"role": "user", "content": list(parts)}],
-        "max_tokens": 4,
-        "temperature": 0,
-    }
-    if promised is not None:
-        body["ec_transfer_params"] = {promised: {"metadata": GRID}}
-    return httpx.post(f"{stack.consumers[0].url}/v1/chat/completions", json=body, timeout=60)
+    """Ask the engine that fetches, PD or P, as a proxy would."""
+    params = {} if promised is None else {"ec_transfer_params": {promised: {"metadata": GRID}}}
+    return to_engine(stack.consumers[0], *parts, tokens=TOKENS, **params)
+
+
+def encode(stack: Served, item: Part) -> EntryKey:
+    """Have an item encoded; the key under which its entry will be, used by nobody else."""
+    reply = to_engine(stack.encode, {**item, "uuid": uuid4().hex}, tokens=1)
+    assert reply.status_code == 200
+    [(identifier, reported)] = reply.json()["ec_transfer_params"].items()
+    return EntryKey(reported["namespace"], identifier)
+
+
+def encoded(stack: Served, store: Store, item: Part) -> tuple[EntryKey, Entry]:
+    """The same, once the entry is there."""
+    key = encode(stack, item)
+    until(lambda: store.lookup([key])[0] is not None)
+    entry = store.get(key)
+    assert entry is not None
+    return key, entry
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "it has not happened"
+        time.sleep(0.02)
+
+
+def content(reply: httpx.Response) -> str:
+    assert reply.status_code == 200, reply.text
+    words: str = reply.json()["choices"][0]["message"]["content"]
+    return words
+
+
+def raw(*items: Part) -> list[Part]:
+    """Media under keys that nobody has used: they are encoded where they are sent."""
+    return [{**item, "uuid": uuid4().hex} for item in items]
 
 
 def check_serving(stack: Served) -> None:
@@ -151,8 +212,8 @@ def test_two_requests_do_not_wait_for_one_that_waits_for_its_entry(stack: Served
 
 @on_redis
 def test_redis_is_paused_while_serving(stack: Served) -> None:
-    assert stack.redis is not None
-    with stack.redis.paused():
+    [server] = stack.redis
+    with server.paused():
         reply = to_decode(stack, {**unseen(stack), "uuid": "raw-while-paused"}, text())
         assert reply.status_code == 200
         assert to_decode(stack, by_key("gone-while-paused"), text()).status_code == 500
@@ -163,13 +224,13 @@ def test_redis_is_paused_while_serving(stack: Served) -> None:
 
 @on_redis
 def test_redis_is_stopped_while_serving_and_comes_back(stack: Served) -> None:
-    assert stack.redis is not None
-    stack.redis.kill()
+    [server] = stack.redis
+    server.kill()
     reply = to_decode(stack, {**unseen(stack), "uuid": "raw-while-stopped"}, text())
     assert reply.status_code == 200
     assert to_decode(stack, by_key("gone-while-stopped"), text()).status_code == 500
     stack.stack.check_alive()
-    stack.redis.start()
+    server.start()
 
     check_serving_again(stack)
 
@@ -178,3 +239,214 @@ def check_serving_again(stack: Served) -> None:
     """As `check_serving`, once nobody bypasses the store any more."""
     time.sleep(OPEN_S + 1)
     check_serving(stack)
+
+
+@pytest.fixture
+def disk(stack: Served, tmp_path: Path) -> Iterator[SmallDisk]:
+    """The stack's store is on a small disk of its own meanwhile."""
+    path = store_path(stack)
+    with small_disk(tmp_path / "disk", "8m") as disk:
+        (disk.path / "store").mkdir()
+        shutil.rmtree(path, ignore_errors=True)
+        path.symlink_to(disk.path / "store")
+        wait_until_looked()
+        try:
+            yield disk
+        finally:
+            disk.remount("rw")
+            path.unlink()
+    wait_until_looked()
+
+
+def wait_until_looked() -> None:
+    """Until every engine's next use of the store will see that its path leads elsewhere."""
+    time.sleep(LOOK_EVERY_S + 0.1)
+
+
+def check_answered_without_writing(stack: Served, store: Store, spare: Entry) -> None:
+    """While nothing can be written: media are encoded where they are sent, and answered."""
+    drops = metric(stack.encode, DROPS)
+    lost = EntryKey("tests", uuid4().hex)
+    with pytest.raises(StoreUnavailable):
+        store.put(lost, spare)
+    expected = content(to_decode(stack, *raw(picture("cat.jpg")), text()))
+    keys = [encode(stack, picture("cat.jpg")) for _ in range(3)]
+    for key in keys:
+        reply = to_decode(stack, {**picture("cat.jpg"), "uuid": key.identifier}, text())
+        assert content(reply) == expected
+    assert to_decode(stack, by_key(lost.identifier), text()).status_code == 500
+    assert metric(stack.encode, DROPS) > drops
+    stack.stack.check_alive()
+
+
+@on_disk
+def test_the_store_is_made_read_only_while_serving(stack: Served, disk: SmallDisk) -> None:
+    with open_store(stack.stack.store) as store:
+        key, entry = encoded(stack, store, picture("cat.jpg"))
+        expected = content(to_decode(stack, *raw(picture("cat.jpg")), text()))
+        disk.remount("ro")
+        check_answered_without_writing(stack, store, entry)
+        assert content(to_decode(stack, by_key(key.identifier), text())) == expected
+        disk.remount("rw")
+        encoded(stack, store, picture("coffee.jpg"))
+
+    check_serving(stack)
+
+
+@on_disk
+def test_the_store_is_full_while_serving(stack: Served, disk: SmallDisk) -> None:
+    with open_store(stack.stack.store) as store:
+        key, entry = encoded(stack, store, picture("cat.jpg"))
+        # An entry that is there would be evicted for another.
+        assert store.delete([key]) == 1
+        with disk.filled():
+            check_answered_without_writing(stack, store, entry)
+        encoded(stack, store, picture("coffee.jpg"))
+
+    check_serving(stack)
+
+
+@pytest.mark.parametrize("media", [False, True], ids=["by-key", "media"])
+@on_all
+def test_an_entry_is_deleted_while_its_request_waits_for_another(
+    stack: Served, media: bool
+) -> None:
+    """It was fetched before, and is in the engine's memory until the request has been served."""
+    fetched = "vllm:ec_store_hits_total"
+    consumer = stack.consumers[0]
+    items = picture("cat.jpg"), picture("coffee.jpg")
+    expected = content(to_decode(stack, *raw(*items), text()))
+    with open_store(stack.stack.store) as store, ThreadPoolExecutor(1) as pool:
+        first, _ = encoded(stack, store, items[0])
+        second, entry = encoded(stack, store, items[1])
+        assert store.delete([second]) == 1
+        before = metric(consumer, fetched)
+        parts = [by_key(first.identifier), by_key(second.identifier, entry.metadata)]
+        if media:
+            uuids = first.identifier, second.identifier
+            parts = [{**item, "uuid": uuid} for item, uuid in zip(items, uuids, strict=True)]
+        waiting = pool.submit(to_decode, stack, *parts, text(), promised=second.identifier)
+        until(lambda: metric(consumer, fetched) == before + 1)
+        assert store.delete([first]) == 1
+        assert not waiting.done()
+        store.put(second, entry)
+
+        assert content(waiting.result()) == expected
+
+
+@on_all
+def test_media_whose_entry_was_deleted_are_encoded_again(stack: Served) -> None:
+    expected = content(to_decode(stack, *raw(picture("cat.jpg")), text()))
+    with open_store(stack.stack.store) as store:
+        key, _ = encoded(stack, store, picture("cat.jpg"))
+        assert store.delete([key]) == 1
+    part = {**picture("cat.jpg"), "uuid": key.identifier}
+
+    assert content(to_decode(stack, part, text())) == expected
+
+
+@contextmanager
+def coming_and_going(store: Store, keys: Sequence[EntryKey], entry: Entry) -> Iterator[None]:
+    """A thread writes and deletes all of them, as fast as it can."""
+    stop = threading.Event()
+
+    def churn() -> None:
+        while not stop.is_set():
+            for key in keys:
+                store.put(key, entry)
+            store.delete(keys)
+
+    with ThreadPoolExecutor(1) as pool:
+        churning = pool.submit(churn)
+        try:
+            yield
+        finally:
+            stop.set()
+        churning.result()
+
+
+# In bfloat16, requests that are computed together with others get other tokens.
+@on(ON_DISK, ON_CLUSTER)
+def test_entries_come_and_go_while_requests_want_them(stack: Served) -> None:
+    exceptions = "vllm:ec_store_exceptions_total"
+    before = metric(stack.consumers[0], exceptions)
+    item = picture("cat.jpg")
+    expected = content(to_decode(stack, *raw(item), text()))
+    with ExitStack() as open_ones:
+        store = open_ones.enter_context(open_store(stack.stack.store))
+        key, entry = encoded(stack, store, item)
+        keys = [EntryKey(key.namespace, f"{key.identifier}-{n}") for n in range(32)]
+        names = [key.identifier for key in keys]
+        open_ones.enter_context(coming_and_going(store, keys, entry))
+        pool = open_ones.enter_context(ThreadPoolExecutor(8))
+        replies = {
+            name: pool.submit(
+                to_decode,
+                stack,
+                {**item, "uuid": name} if place % 2 else by_key(name),
+                text(),
+                promised=name if place % 4 > 1 else None,
+            )
+            for place, name in enumerate(names)
+        }
+        with_media = [content(replies[name].result()) for name in names[1::2]]
+        without = [replies[name].result() for name in names[::2]]
+
+    assert with_media == [expected] * 16
+    # Promised ones are looked for until they are found: some were.
+    served = [reply for reply in without if reply.status_code != 500]
+    assert {content(reply) for reply in served} == {expected}
+    check_serving(stack)
+    assert metric(stack.consumers[0], exceptions) == before
+
+
+@on_cluster
+def test_a_cluster_is_stopped_while_serving_and_comes_back(stack: Served) -> None:
+    for name in PICTURES:
+        ask(stack.client, stack.model, picture(name), text("keep it"))
+    assert len(stored(stack)) >= len(PICTURES)
+    expected = content(to_decode(stack, *raw(picture("cat.jpg")), text()))
+    for count in (1, len(stack.redis)):
+        for server in stack.redis[:count]:
+            server.kill()
+        key = encode(stack, picture("cat.jpg"))
+        part = {**picture("cat.jpg"), "uuid": key.identifier}
+        assert content(to_decode(stack, part, text())) == expected
+    assert to_decode(stack, by_key("gone-while-stopped"), text()).status_code == 500
+    stack.stack.check_alive()
+    for server in stack.redis:
+        server.start()
+    wait_until_whole(stack.redis)
+
+    check_serving_again(stack)
+    assert stored(stack)
+
+
+@on_cluster
+def test_one_rank_of_the_encode_engine_writes(stack: Served) -> None:
+    """All of it takes as many commands as one who looks for entries and writes them."""
+    assert stack.spec.ranks == 2
+    count = 5
+
+    def commands() -> int:
+        return sum(server.calls(name) for server in stack.redis for name in KEY_COMMANDS)
+
+    def entries() -> int:
+        return sum(server.command("DBSIZE") for server in stack.redis)
+
+    with open_store(stack.stack.store) as store:
+        # What was encoded before is written before this one.
+        encoded(stack, store, unseen(stack))
+        before, held = commands(), entries()
+        keys = [encode(stack, unseen(stack)) for _ in range(count)]
+        until(lambda: entries() >= held + count)
+        taken = commands() - before
+        entry = store.get(keys[0])
+        assert entry is not None
+        before = commands()
+        for key in keys:
+            copy = EntryKey(key.namespace, f"{key.identifier}-copy")
+            assert store.lookup([copy]) == [None]
+            assert store.put(copy, entry)
+
+    assert taken == commands() - before

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from epd.fleet import Engine, Process, ProcessDied, Topology
+from epd.fleet import Engine, Process, ProcessDied, Stack, Topology
 from epd.fleet.process import stop, wait_until_ready
 from epd.fleet.stack import free_ports
 from epd.instances import Role
@@ -132,6 +132,27 @@ def test_each_role_has_its_connectors(
 
     assert (ec.get("ec_role"), kv.get("kv_role")) == (ec_role, kv_role)
     assert ("--no-enable-prefix-caching" in given) == (role is Role.ENCODE)
+
+
+def test_more_flags_are_given_after_all_others(tmp_path: Path) -> None:
+    """So vLLM takes them in place of those that every engine has."""
+    more = ("--dtype", "bfloat16")
+    engine = Engine(Role.ENCODE, tmp_path, 8001, "file:///store", tmp_path, 5600, more)
+
+    assert tuple(engine.command()[-2:]) == more
+
+
+def test_a_stack_gives_flags_to_the_engines_of_a_role(tmp_path: Path) -> None:
+    more = ["--tensor-parallel-size", "2"]
+    stack = Stack(
+        tmp_path,
+        Topology.parse("2e1pd"),
+        tmp_path,
+        local_media=tmp_path,
+        flags={Role.ENCODE: more},
+    )
+
+    assert [engine.flags for engine in stack.engines] == [tuple(more), tuple(more), ()]
 
 
 def test_stopping_twice_at_once_leaves_nothing(tmp_path: Path) -> None:

@@ -208,6 +208,11 @@ def _join(servers: Sequence[RedisServer]) -> None:
         slots = range(first, end)
         server.command("CLUSTER", "ADDSLOTS", *slots)
         server.command("CLUSTER", "MEET", "127.0.0.1", servers[0].port)
+    wait_until_whole(servers)
+
+
+def wait_until_whole(servers: Sequence[RedisServer]) -> None:
+    """Wait until every master of a cluster knows all the others, and serves."""
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         states = [server.command("CLUSTER INFO") for server in servers]

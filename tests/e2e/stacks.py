@@ -1,0 +1,62 @@
+"""The stacks that tests run on.
+
+Not in `conftest.py`: pytest loads that under another name than tests import it by, and a `Spec` of
+the one would be no `Spec` of the other, so that stacks would be started twice.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from epd.instances import Role
+
+VISION, AUDIO = "tiny-qwen2.5-vl", "tiny-qwen2-audio"
+E_PD, E_P_D = "1e1pd", "1e1p1d"
+DISK, REDIS, CLUSTER = "file", "redis", "cluster"
+
+AMX = "amx_tile" in Path("/proc/cpuinfo").read_text()
+"""With it, an engine in bfloat16 whose first prompt is short dies of an illegal instruction
+(docs/decisions/003-cpu-stack.md)."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a stack is made of.
+
+    Attributes:
+        model: its model.
+        topology: its engines.
+        store: where its encoder cache is.
+        bf16: whether engines compute in bfloat16, and in float32 otherwise.
+        ranks: over how many processes the encode engine's tensors are divided.
+    """
+
+    model: str
+    topology: str
+    store: str
+    bf16: bool = False
+    ranks: int = 1
+
+    def __str__(self) -> str:
+        traits = ["bf16"] * self.bf16 + [f"tp{self.ranks}"] * (self.ranks > 1)
+        return "-".join([self.model, self.topology, self.store, *traits])
+
+    def flags(self) -> Mapping[Role, Sequence[str]]:
+        """What the engines' command lines have beside those of every stack."""
+        every = ["--dtype", "bfloat16"] if self.bf16 else []
+        ranks = ["--tensor-parallel-size", str(self.ranks)]
+        return {role: [*every, *(ranks if role is Role.ENCODE else [])] for role in Role}
+
+
+ON_DISK = Spec(VISION, E_PD, DISK)
+ON_REDIS = Spec(VISION, E_PD, REDIS, bf16=not AMX)
+ON_CLUSTER = Spec(VISION, E_P_D, CLUSTER, ranks=2)
+VISION_STACKS = [ON_DISK, ON_CLUSTER, ON_REDIS]
+AUDIO_STACKS = [Spec(AUDIO, E_PD, DISK), Spec(AUDIO, E_P_D, DISK)]
+
+
+def on(*stacks: Spec) -> pytest.MarkDecorator:
+    """Run a test on these stacks alone."""
+    return pytest.mark.parametrize("stack", stacks, indirect=True, ids=str)
