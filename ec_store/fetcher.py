@@ -1,7 +1,6 @@
 """Entries on their way from a store into this process's memory, without anybody waiting."""
 
 import enum
-import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -36,9 +35,19 @@ class _Got(NamedTuple):
 
 @dataclass(slots=True)
 class _Fetch:
-    future: Future[_Got]
+    """One entry on its way.
+
+    Attributes:
+        future: what a thread finds; None between two looks for an entry that was promised.
+        deadline_s: when it counts as missing.
+        looks: how many looks for a promised entry have found nothing; None: one is enough.
+        again_s: when to look again.
+    """
+
+    future: Future[_Got] | None
     deadline_s: float
-    cancelled: threading.Event
+    looks: int | None
+    again_s: float = 0.0
 
 
 class Fetcher:
@@ -98,17 +107,13 @@ class Fetcher:
         fetch = self._fetches.get(identifier)
         if fetch is None:
             return self._start(identifier, promised=promised)
-        if fetch.future.done():
-            del self._fetches[identifier]
-            return self._finish(identifier, fetch.future)
-        if self._clock() < fetch.deadline_s:
-            return State.PENDING
-        del self._fetches[identifier]
-        fetch.cancelled.set()
-        fetch.future.cancel()
-        self.counts.add(timeouts=1)
-        self._breaker.failed("no answer in time")
-        return State.MISSING
+        if fetch.future is not None and fetch.future.done():
+            return self._finish(identifier, fetch, fetch.future)
+        if self._clock() >= fetch.deadline_s:
+            return self._give_up(identifier, fetch)
+        if fetch.future is None and self._clock() >= fetch.again_s:
+            fetch.future = self._pool.submit(self._get, identifier)
+        return State.PENDING
 
     def entry(self, identifier: str) -> Entry | None:
         """An entry that is held."""
@@ -131,8 +136,6 @@ class Fetcher:
 
     def close(self) -> None:
         """Let running fetches end by themselves; no further one is started."""
-        for fetch in self._fetches.values():
-            fetch.cancelled.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _start(self, identifier: str, *, promised: bool) -> State:
@@ -140,31 +143,33 @@ class Fetcher:
             self.counts.add(bypassed=1)
             return State.MISSING
         timeout_s = self._promise_timeout_s if promised else self._timeout_s
-        cancelled = threading.Event()
-        future = self._pool.submit(self._get, identifier, cancelled, promised=promised)
-        self._fetches[identifier] = _Fetch(future, self._clock() + timeout_s, cancelled)
+        future = self._pool.submit(self._get, identifier)
+        looks = 0 if promised else None
+        self._fetches[identifier] = _Fetch(future, self._clock() + timeout_s, looks)
         return State.PENDING
 
-    def _get(self, identifier: str, cancelled: threading.Event, *, promised: bool) -> _Got:
-        key = EntryKey(self._namespace, identifier)
+    def _get(self, identifier: str) -> _Got:
         started = time.perf_counter()
-        entry = self._store.get(key)
-        waits = iter(RETRY_S)
-        wait_s = RETRY_S[-1]
-        while entry is None and promised and not cancelled.wait(next(waits, wait_s)):
-            if self._store.lookup([key])[0] is not None:
-                entry = self._store.get(key)
+        entry = self._store.get(EntryKey(self._namespace, identifier))
         return _Got(entry, time.perf_counter() - started)
 
-    def _finish(self, identifier: str, future: Future[_Got]) -> State:
+    def _finish(self, identifier: str, fetch: _Fetch, future: Future[_Got]) -> State:
         try:
             entry, seconds = future.result()
         except (StoreError, OSError, ValueError) as error:
+            del self._fetches[identifier]
             self.counts.add(errors=1)
             self._breaker.failed(error)
             return State.MISSING
         self._breaker.succeeded()
         self.counts.add(seconds=seconds)
+        if entry is None and fetch.looks is not None and self._clock() < fetch.deadline_s:
+            # No thread waits for what may never come: others are to be fetched meanwhile.
+            fetch.future = None
+            fetch.again_s = self._clock() + RETRY_S[min(fetch.looks, len(RETRY_S) - 1)]
+            fetch.looks += 1
+            return State.PENDING
+        del self._fetches[identifier]
         if entry is None:
             self.counts.add(misses=1)
             return State.MISSING
@@ -174,6 +179,16 @@ class Fetcher:
         # The one just fetched is about to be used: it stays, if need be alone.
         self._trim(keep=identifier)
         return State.READY
+
+    def _give_up(self, identifier: str, fetch: _Fetch) -> State:
+        del self._fetches[identifier]
+        if fetch.future is None:
+            self.counts.add(misses=1)  # the store did answer: it is not there
+        else:
+            fetch.future.cancel()
+            self.counts.add(timeouts=1)
+            self._breaker.failed("no answer in time")
+        return State.MISSING
 
     def _trim(self, keep: str | None = None) -> None:
         for identifier in list(self._held):

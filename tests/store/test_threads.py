@@ -11,7 +11,7 @@ import pytest
 from ec_store import Entry, EntryInfo, EntryKey, Store, StoreUnavailable, open_store
 from ec_store.breaker import FAILURES, OPEN_S
 from ec_store.counts import Counts
-from ec_store.fetcher import Fetcher, State
+from ec_store.fetcher import THREADS, Fetcher, State
 from ec_store.writer import Writer
 from tests.store.entries import entry
 
@@ -76,8 +76,15 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def settled(fetcher: Fetcher, identifier: str) -> State:
-    until(fetcher._fetches[identifier].future.done)  # noqa: SLF001
-    return fetcher.poll(identifier)
+    state = State.PENDING
+
+    def is_settled() -> bool:
+        nonlocal state
+        state = fetcher.poll(identifier)
+        return state is not State.PENDING
+
+    until(is_settled)
+    return state
 
 
 def make_fetcher(store: object, **more: object) -> Fetcher:
@@ -124,11 +131,28 @@ def test_a_paused_store_holds_nobody_up_and_ends_at_the_deadline(paused: Paused)
 def test_a_promised_entry_is_waited_for(store: Store) -> None:
     fetcher = make_fetcher(store)
 
-    assert fetcher.poll("k", promised=True) is State.PENDING
-    time.sleep(0.05)
-    assert fetcher.poll("k", promised=True) is State.PENDING
+    deadline = time.monotonic() + 0.05
+    while time.monotonic() < deadline:
+        assert fetcher.poll("k", promised=True) is State.PENDING
     store.put(EntryKey(NAMESPACE, "k"), entry())
-    assert settled(fetcher, "k") is State.READY
+    until(lambda: fetcher.poll("k", promised=True) is State.READY)
+    assert fetcher.counts["misses"] == 0
+    fetcher.close()
+
+
+def test_promises_that_are_not_kept_hold_no_other_fetch_up(store: Store) -> None:
+    store.put(EntryKey(NAMESPACE, "k"), entry())
+    fetcher = make_fetcher(store)
+    promised = [f"promised-{number}" for number in range(4 * THREADS)]
+    for name in promised:
+        assert fetcher.poll(name, promised=True) is State.PENDING
+
+    def polled() -> bool:
+        for name in promised:
+            assert fetcher.poll(name, promised=True) is State.PENDING
+        return fetcher.poll("k") is State.READY
+
+    until(polled)
     fetcher.close()
 
 
@@ -140,7 +164,8 @@ def test_a_promise_is_waited_for_only_so_long(store: Store) -> None:
     assert fetcher.poll("k", promised=True) is State.PENDING
     clock.now = 5.1
 
-    assert fetcher.poll("k", promised=True) is State.MISSING
+    until(lambda: fetcher.poll("k", promised=True) is State.MISSING)
+    assert fetcher.counts["misses"] + fetcher.counts["timeouts"] == 1
     fetcher.close()
 
 
