@@ -282,6 +282,25 @@ def test_use_refreshes_the_time_to_live_and_a_lease_is_not_cut_short(
     assert all(client.pttl(name) > 29 * 86_400_000 for name in names)
 
 
+def test_a_lease_marks_every_part_as_used_and_a_lookup_of_the_chunks_does_not(
+    store: RedisStore, client: Any
+) -> None:
+    """So that eviction by last use takes it late, the only thing that Redis has for a lease."""
+    store.put(key(), sized(1000))
+    names = [*chunks(client), *manifests(client)]
+
+    def idle() -> list[int]:
+        return [client.object("idletime", name) for name in names]
+
+    while min(idle()) < 2:
+        time.sleep(0.1)
+    store.lookup([key()])
+    assert min(idle()[:-1]) >= 2
+
+    store.lease([key()], 5)
+    assert max(idle()) < 2
+
+
 def test_an_entry_expires(server: RedisServer, client: Any) -> None:
     with RedisStore.from_url(server.url("ttl=50ms")) as store:
         store.put(key(), sized(1000))
