@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from ec_store import StoreUnavailable
+from ec_store.redis_link import Node
 from ec_store.redis_store import RedisStore
+from ec_store.redis_url import redis_options
 from tests.store.contract import assert_same, key, sized
 from tests.store.forwarder import Forwarder
 from tests.store.redis_server import Certificates, RedisServer, cluster, has_tls
@@ -118,6 +120,21 @@ def test_a_demoted_master_is_left_by_the_call_that_finds_out(
         master.command("REPLICAOF", "127.0.0.1", replica.port)
 
         assert store.put(key("after"), sized(LENGTH)) is True
+
+
+def test_a_connection_that_was_in_use_when_its_server_was_left_is_not_used_again(
+    master: RedisServer,
+) -> None:
+    options = redis_options(master.url())
+    node, until_s = Node(options.addresses[0], options), time.monotonic() + 10
+    with node.link(until_s) as kept:
+        pass
+    with node.link(until_s) as link:
+        assert link is kept
+        node.forget()
+    with node.link(until_s) as link:
+        assert link is not kept
+    node.forget()
 
 
 @pytest.mark.parametrize("how", ["asked", "killed"])

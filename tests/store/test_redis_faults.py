@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import redis
+from redis.crc import key_slot
 
-from ec_store import Entry, EntryTooLarge, StoreUnavailable
+from ec_store import Entry, EntryTooLarge, StoreUnavailable, redis_client
 from ec_store.redis_entries import RedisEntries
 from ec_store.redis_store import RedisStore
 from tests.store.contract import assert_same, key, sized
@@ -614,7 +615,9 @@ def test_a_cluster_serves_on_while_slots_move_and_what_it_has_when_a_node_is_gon
             assert time.monotonic() - began < 3
 
 
-def test_a_lookup_in_a_cluster_asks_every_node_once(tmp_path: Path) -> None:
+def test_a_lookup_in_a_cluster_asks_every_node_once_and_none_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys = [key(str(n)) for n in range(64)]
     with ExitStack() as stack:
         servers = stack.enter_context(cluster(tmp_path))
@@ -630,6 +633,22 @@ def test_a_lookup_in_a_cluster_asks_every_node_once(tmp_path: Path) -> None:
         assert all(store.lookup(keys))
         assert sum(commands()) == 64
         assert min(commands()) > 5
+
+        with monkeypatch.context() as patched:
+
+            def renewed_meanwhile(name: bytes) -> int:
+                store._client._renew()  # noqa: SLF001 - as another thread does
+                return key_slot(name)
+
+            patched.setattr(redis_client, "key_slot", renewed_meanwhile)
+            assert all(store.lookup(keys))
+
+        first, hanging = servers[0], servers[2]
+        of_first = next(k for k in keys if key_slot(f"{{{k.digest}}}".encode()) < 5000)
+        nodes = f"127.0.0.1:{hanging.port},127.0.0.1:{first.port}"
+        url = f"redis+cluster://{nodes}?timeout=3s&connect_timeout=300ms"
+        with hanging.paused(), RedisStore.from_url(url) as other:
+            assert other.get(of_first) is not None
 
 
 def test_interrupted_connections_are_not_leaked(server: RedisServer, store: RedisStore) -> None:

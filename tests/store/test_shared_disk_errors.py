@@ -117,6 +117,16 @@ def test_an_entry_whose_handle_is_stale_is_gone_and_not_corrupt(tmp_path: Path) 
         assert store.get(key()) is not None
 
 
+def test_after_a_stale_handle_every_call_begins_with_the_directory_anew(tmp_path: Path) -> None:
+    with opened(tmp_path / "store") as store:
+        for call in (store.stats, lambda: list(store.ls()), store.namespaces, store.evict):
+            before = store._tree()  # noqa: SLF001 - which nothing shows from outside
+            with failing("scandir", 1, 1, errno.ESTALE), pytest.raises(StoreUnavailable):
+                call()
+            assert store._tree() is not before  # noqa: SLF001
+            call()
+
+
 @pytest.fixture
 def failing_disk(tmp_path: Path) -> Iterator[tuple[Path, Callable[[int], None]]]:
     """A disk of 16 MiB and a function that cuts it; what is behind the cut cannot be read."""
