@@ -15,9 +15,9 @@ class StoreStats:
     """Figures of a store; what a backend cannot know cheaply is None.
 
     Attributes:
-        entries: how many there are.
-        bytes: what they take, headers included.
-        max_bytes: the quota.
+        entries: how many there are; None in Redis, which would have to go through its keys.
+        bytes: what they take, headers included; in Redis all that the server uses.
+        max_bytes: the quota; None where Redis has no `maxmemory`.
         hits, misses: of `get` in this process.
         puts: entries written by this process.
         drops: entries this process could not write, because the store was full or away.
@@ -45,7 +45,7 @@ class Listed:
         info: what its header says; None where it is corrupt.
         size_bytes: what it takes.
         used_s: when it was last used, seconds since the epoch by the store's clock; None where the
-            backend does not know.
+            backend does not know, as Redis does not.
         problem: why it is corrupt, or None.
     """
 

@@ -101,16 +101,15 @@ class Folder:
         with self.scan() as listing:
             return [item.name for item in listing]
 
-    def folders(self) -> Iterator["Folder"]:
-        """The folders in this one; what goes meanwhile is left out."""
-        for name in self.names():
-            with suppress(OSError):
-                yield self.folder(name)
-
     def create(self, name: str) -> int:
         """A new file, open for writing."""
         fd = os.open(name, CREATE, self.modes.file, dir_fd=self.fd)
-        os.fchmod(fd, self.modes.file)
+        try:
+            os.fchmod(fd, self.modes.file)
+        except OSError:
+            os.close(fd)
+            self.remove(name)
+            raise
         return fd
 
     def read(self, name: str, size: int) -> bytes:

@@ -125,7 +125,8 @@ class Housekeeping:
         kept: list[Kept] = []
         size, count = 0, 0
         beat = time.monotonic()
-        for found in tree.scan():
+        unread: list[OSError] = []
+        for found in tree.scan(unread):
             if time.monotonic() - beat > 1:
                 beat = time.monotonic()
                 if not self._lock.held(tree.root):
@@ -144,7 +145,8 @@ class Housekeeping:
         missing_count = count - (before.charged - after.released)
         if missing > 0 or missing_count > 0:
             self.ledger.charge(tree.usage, max(0, missing), max(0, missing_count))
-        if missing < 0 or missing_count < 0:
+        # What could not be read is there, and takes room.
+        if not unread and (missing < 0 or missing_count < 0):
             self.ledger.release(tree.usage, max(0, -missing), max(0, -missing_count))
         return kept
 

@@ -1,5 +1,6 @@
 """What is in a shared directory, as `ls`, `verify` and `purge` see it."""
 
+import errno
 import json
 import os
 from collections.abc import Iterator
@@ -15,8 +16,13 @@ from ec_store.tree import Found, Tree
 
 
 def listed(tree: Tree, files: EntryFiles | None = None) -> Iterator[Listed]:
-    """Every entry; read whole where `files` are given to do that with."""
-    for found in tree.scan():
+    """Every entry; read whole where `files` are given to do that with.
+
+    Raises:
+        OSError: after all others, that there were some that could not be read.
+    """
+    unread: list[OSError] = []
+    for found in tree.scan(unread):
         if found.staging:
             continue
         try:
@@ -25,9 +31,15 @@ def listed(tree: Tree, files: EntryFiles | None = None) -> Iterator[Listed]:
             continue  # gone meanwhile
         try:
             row = _listed(found, fd, files)
+        except OSError as error:
+            if error.errno != errno.ESTALE:  # gone meanwhile, on NFS
+                unread.append(error)
+            continue
         finally:
             os.close(fd)
         yield row
+    if unread:
+        raise unread[0]
 
 
 def _listed(found: Found, fd: int, files: EntryFiles | None) -> Listed:
@@ -38,7 +50,7 @@ def _listed(found: Found, fd: int, files: EntryFiles | None) -> Listed:
             problem = "it is another key's entry"
         elif files:
             files.load(info.key, fd, found.size_bytes)
-    except (CorruptEntry, OSError) as error:
+    except CorruptEntry as error:
         problem = str(error)
     return Listed(found.digest, info, found.size_bytes, found.modified_s, problem)
 

@@ -4,9 +4,10 @@ Retry and routing are here, because redis-py's own repeat what has timed out, an
 a narrow ACL user has not.
 """
 
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 import redis
 from redis.crc import key_slot
@@ -33,6 +34,16 @@ class RedisClient:
         self._options = options
         self._nodes = {address: Node(address, options) for address in options.addresses}
         self._slots: Sequence[Node | None] = ()
+        self._bound = _Bound()
+
+    @contextmanager
+    def bounded(self) -> Iterator[None]:
+        """All that this thread runs in it takes no longer than one exchange may."""
+        self._bound.deadline_s = time.monotonic() + self._options.timeout_s
+        try:
+            yield
+        finally:
+            self._bound.deadline_s = None
 
     def run(
         self,
@@ -44,7 +55,8 @@ class RedisClient:
         """The reply to each command, in order.
 
         Where a connection breaks or the server is failing over, what has no reply yet is sent once
-        more over new connections; what has timed out is not. `WRONGTYPE` is read as an empty value.
+        more over new connections; what has timed out is not. All of it, with connecting, takes no
+        longer than `timeout_s`. `WRONGTYPE` is read as an empty value.
 
         Args:
             commands: sent at once to each node, so that this takes one round trip.
@@ -56,12 +68,12 @@ class RedisClient:
             StoreUnavailable: a server could not be reached.
         """
         replies: dict[int, Reply] = {}
-
+        deadline_s = self._deadline_s()
         for attempt in (1, 2):
             todo = {
                 number: command for number, command in enumerate(commands) if number not in replies
             }
-            problem = self._round(todo, replies, window, into)
+            problem = self._round(todo, replies, window, into, deadline_s)
             if problem is None:
                 return [replies[number] for number in range(len(commands))]
             if isinstance(problem, (*_FAILING_OVER, *_AWAY)):
@@ -77,16 +89,17 @@ class RedisClient:
     def each_master(self, command: Command) -> list[tuple[Node, Reply]]:
         """Every master, and its reply to a command without a key."""
         try:
-            nodes = self._masters()
+            nodes = self._masters(self._deadline_s())
         except redis.RedisError as error:
             raise _translated(error) from None
         return [(node, self.ask(node, command)) for node in nodes]
 
     def ask(self, node: Node, command: Command) -> Reply:
         """The reply of one node."""
+        deadline_s = self._deadline_s()
         for attempt in (1, 2):
             try:
-                return _checked(self._exchange(node, [command])[0])
+                return _checked(self._exchange(node, [command], deadline_s)[0])
             except redis.RedisError as error:
                 if attempt == 2 or not _worth_a_retry(error):  # noqa: PLR2004
                     raise _translated(error, node.address) from None
@@ -98,90 +111,100 @@ class RedisClient:
         for node in list(self._nodes.values()):
             node.forget()
 
+    def _deadline_s(self) -> float:
+        bound = self._bound.deadline_s
+        return time.monotonic() + self._options.timeout_s if bound is None else bound
+
     def _round(
         self,
         commands: Mapping[int, Command],
         replies: dict[int, Reply],
         window: int,
         into: Sequence[memoryview] | None,
+        deadline_s: float,
     ) -> redis.RedisError | None:
         """Send commands to all nodes, then read; what went wrong, if anything did."""
         problem: redis.RedisError | None = None
         with ExitStack() as stack:
             sent: list[tuple[Link, list[int]]] = []
             try:
-                for node, numbers in self._routed(commands):
-                    link = stack.enter_context(node.link())
+                for node, numbers in self._routed(commands, deadline_s):
+                    link = stack.enter_context(node.link(deadline_s))
                     link.send([commands[number] for number in numbers[:window]])
                     sent.append((link, numbers))
             except redis.RedisError as error:
                 problem = error
-            deadline = time.monotonic() + self._options.timeout_s
             for link, numbers in sent:
                 try:
                     for place, number in enumerate(numbers):
-                        _check(deadline)
                         reply = link.read_into(into[number]) if into else link.read()
                         if place + window < len(numbers):
                             link.send([commands[numbers[place + window]]])
-                            deadline = time.monotonic() + self._options.timeout_s
                         room = into[number] if into else None
                         try:
-                            replies[number] = self._settled(commands[number], reply, room)
+                            replies[number] = self._settled(
+                                commands[number], reply, room, deadline_s
+                            )
                         except redis.RedisError as error:
                             problem = error
                 except redis.RedisError as error:
                     problem = error
         return problem
 
-    def _settled(self, command: Command, reply: Reply, room: memoryview | None) -> Reply:
+    def _settled(
+        self, command: Command, reply: Reply, room: memoryview | None, deadline_s: float
+    ) -> Reply:
         """A reply that is one, from where the key is now."""
         if not isinstance(reply, redis.exceptions.AskError):
             return _checked(reply)
         # The slot is moving, and this key has moved already.
         node = self._node(Address(reply.host, reply.port))
-        value = _checked(self._exchange(node, [("ASKING",), command])[1])
+        value = _checked(self._exchange(node, [("ASKING",), command], deadline_s)[1])
         if room is None or value is None:
             return value
         room[: len(value)] = value[: len(room)]
         return len(value)
 
-    def _exchange(self, node: Node, commands: Sequence[Command]) -> list[Reply]:
-        with node.link() as link:
+    @staticmethod
+    def _exchange(node: Node, commands: Sequence[Command], deadline_s: float) -> list[Reply]:
+        with node.link(deadline_s) as link:
             link.send(commands)
             return [link.read() for _ in commands]
 
-    def _routed(self, commands: Mapping[int, Command]) -> list[tuple[Node, list[int]]]:
+    def _routed(
+        self, commands: Mapping[int, Command], deadline_s: float
+    ) -> list[tuple[Node, list[int]]]:
         if not self._options.cluster:
-            return [(self._masters()[0], list(commands))]
-        if not self._slots:
-            self._refresh()
+            return [(self._masters(deadline_s)[0], list(commands))]
+        # Held on to: another thread may let go of them meanwhile.
+        slots = self._slots or self._refresh(deadline_s)
         groups: dict[Node, list[int]] = {}
         for number, command in commands.items():
-            node = self._slots[key_slot(_key(command))]
+            node = slots[key_slot(_key(command))]
             if node is None:
                 raise redis.exceptions.ClusterDownError("a slot has no node")
             groups.setdefault(node, []).append(number)
         return list(groups.items())
 
-    def _masters(self) -> list[Node]:
+    def _masters(self, deadline_s: float) -> list[Node]:
         if not self._options.cluster:
             return [self._nodes[self._options.addresses[0]]]
-        if not self._slots:
-            self._refresh()
-        return list(dict.fromkeys(node for node in self._slots if node))
+        slots = self._slots or self._refresh(deadline_s)
+        return list(dict.fromkeys(node for node in slots if node))
 
     def _renew(self) -> None:
         """Let go of what may be out of date: connections, and which node has which slot."""
         self.close()
         self._slots = ()
 
-    def _refresh(self) -> None:
+    def _refresh(self, deadline_s: float) -> Sequence[Node | None]:
         """Ask the nodes, one after the other, which of them has which slots."""
         problem: redis.RedisError = redis.ConnectionError("no node is known")
         for node in sorted(self._nodes.values(), key=lambda node: node.failed_s):
+            # Not all the time there is: where one hangs, the next one knows it too.
+            until_s = min(deadline_s, time.monotonic() + self._options.connect_timeout_s)
             try:
-                ranges = _checked(self._exchange(node, [("CLUSTER", "SLOTS")])[0])
+                ranges = _checked(self._exchange(node, [("CLUSTER", "SLOTS")], until_s)[0])
             except redis.RedisError as error:
                 problem = error
                 continue
@@ -192,11 +215,17 @@ class RedisClient:
                 owner = self._node(Address(host, master[1]))
                 slots[first : last + 1] = [owner] * (last + 1 - first)
             self._slots = slots
-            return
+            return slots
         raise problem
 
     def _node(self, address: Address) -> Node:
         return self._nodes.setdefault(address, Node(address, self._options))
+
+
+class _Bound(threading.local):
+    """When the calls of this thread break off, if that is not for each to say."""
+
+    deadline_s: float | None = None
 
 
 def _key(command: Command) -> bytes:
@@ -204,11 +233,6 @@ def _key(command: Command) -> bytes:
     if not isinstance(key, bytes):
         raise TypeError("a key is bytes")
     return key
-
-
-def _check(deadline: float) -> None:
-    if time.monotonic() > deadline:
-        raise redis.TimeoutError("Timeout reading from socket")
 
 
 def _checked(reply: Reply) -> Reply:

@@ -40,13 +40,53 @@ MAX_IDLE = 16
 """Connections that one server is kept for later."""
 
 
+class _Socket:
+    """A socket whose sending and receiving end at one time, however many calls there are.
+
+    A timeout of its own bounds each call alone: a server that sends a byte now and then would hold
+    its caller for as long as it likes.
+    """
+
+    def __init__(self, sock: Any, deadline_s: float) -> None:
+        self._sock = sock
+        self.deadline_s = deadline_s
+
+    def recv(self, size: int) -> Any:
+        self._limit()
+        return self._sock.recv(size)
+
+    def recv_into(self, room: Any) -> Any:
+        self._limit()
+        return self._sock.recv_into(room)
+
+    def sendall(self, data: Any) -> None:
+        left = memoryview(data).cast("B")
+        while left:
+            self._limit()
+            left = left[self._sock.send(left) :]
+
+    def _limit(self) -> None:
+        left_s = self.deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        self._sock.settimeout(left_s)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sock, name)
+
+
 class Link:
     """One connection. It is as good as new exactly when `owed` is 0."""
 
-    def __init__(self, connection: Any) -> None:
+    def __init__(self, connection: Any, generation: int) -> None:
         self._connection = connection
         self._ahead = bytearray()
         self.owed = 0
+        self.generation = generation
+
+    def until(self, deadline_s: float) -> None:
+        """When what is sent and received from now on ends, by the monotonic clock."""
+        self._connection._sock.deadline_s = deadline_s  # noqa: SLF001 - it has no public name
 
     def send(self, commands: Sequence[Command]) -> None:
         """Send commands in one go."""
@@ -136,15 +176,20 @@ class Node:
         self._options = options
         # A deque needs no lock, which a fork could leave taken.
         self._idle: deque[Link] = deque()
+        self._generation = 0
         self._pid = os.getpid()
         self.failed_s = 0.0
         """When a call last broke off, by the monotonic clock."""
 
     @contextmanager
-    def link(self) -> Iterator[Link]:
-        """A connection nobody else uses. It is kept only when every reply has been read."""
+    def link(self, deadline_s: float) -> Iterator[Link]:
+        """A connection nobody else uses. It is kept only when every reply has been read.
+
+        Args:
+            deadline_s: when a call on it breaks off, by the monotonic clock.
+        """
         try:
-            link = self._take()
+            link = self._take(deadline_s)
         except redis.RedisError:
             self.failed_s = time.monotonic()
             raise
@@ -154,33 +199,37 @@ class Node:
             if link.owed:
                 self.failed_s = time.monotonic()
                 link.close()
-            elif len(self._idle) < MAX_IDLE:
+            elif link.generation == self._generation and len(self._idle) < MAX_IDLE:
                 self._idle.append(link)
             else:
                 link.close()
 
     def forget(self) -> None:
-        """Close the idle connections: they may lead to a server that is no more."""
+        """Close the idle connections, and those in use after it: they may lead to an old server."""
         self._own()
+        self._generation += 1
         while self._idle:
             try:
                 self._idle.pop().close()
             except IndexError:
                 return
 
-    def _take(self) -> Link:
+    def _take(self, deadline_s: float) -> Link:
         self._own()
+        generation = self._generation
         try:
-            return self._idle.pop()
+            link = self._idle.pop()
         except IndexError:
-            return Link(self._connect())
+            return Link(self._connect(deadline_s), generation)
+        link.until(deadline_s)
+        return link
 
     def _own(self) -> None:
         if self._pid != os.getpid():
             self._idle, self._pid = deque(), os.getpid()
 
-    def _connect(self) -> Any:
-        connection = _connection(self.address, self._options)
+    def _connect(self, deadline_s: float) -> Any:
+        connection = _connection(self.address, self._options, deadline_s)
         try:
             connection.connect()
         except BaseException:
@@ -189,16 +238,25 @@ class Node:
         return connection
 
 
-def _connection(address: Address, options: RedisOptions) -> Any:
+def _connection(address: Address, options: RedisOptions, deadline_s: float) -> Any:
     """A connection that is not made yet; its methods have no types in redis-py."""
     plain: Any = Connection
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        raise redis.TimeoutError("Timeout connecting to server")
+
+    def greet(connection: Any) -> None:
+        connection._sock = _Socket(connection._sock, deadline_s)  # noqa: SLF001 - before its first use
+        connection.on_connect()
+
     settings: dict[str, Any] = {
         "host": address.host,
         "port": address.port,
         "db": options.db,
         "protocol": 2,
-        "socket_timeout": options.timeout_s,
-        "socket_connect_timeout": options.connect_timeout_s,
+        "socket_timeout": left_s,
+        "socket_connect_timeout": min(options.connect_timeout_s, left_s),
+        "redis_connect_func": greet,
         "retry": Retry(NoBackoff(), 0),
         # hiredis' packer would copy every value first.
         "command_packer": PythonRespSerializer(SEND_PIECE_BYTES, _encode),

@@ -67,7 +67,8 @@ class RedisStore(Store):
         if size > self._options.max_entry_bytes:
             raise EntryTooLarge(f"{size} bytes; the most is {self._options.max_entry_bytes}")
         try:
-            written = self._put(key, header, entry.data.cast("B"))
+            with self._client.bounded():
+                written = self._put(key, header, entry.data.cast("B"))
         except StoreUnavailable as error:
             if isinstance(error, OutOfMemory):
                 self._writes_off_until = time.monotonic() + WRITES_OFF_S
@@ -79,7 +80,7 @@ class RedisStore(Store):
     def get(self, key: EntryKey) -> Entry | None:
         """The entry (see `Store.get`). A server that is loading or failing over is a miss."""
         entry = None
-        with suppress(Refused):
+        with suppress(Refused), self._client.bounded():
             entry = self._get(key)
         self.counts.add(misses=entry is None, hits=entry is not None)
         return entry
@@ -90,7 +91,8 @@ class RedisStore(Store):
         One round trip, and a second where a header is longer than `HEAD_BYTES`. Chunks are not
         looked at.
         """
-        manifests = self._entries.manifests([key.digest for key in keys])
+        with self._client.bounded():
+            manifests = self._entries.manifests([key.digest for key in keys])
         return [manifest.info if manifest else None for manifest in manifests]
 
     def lease(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
@@ -98,22 +100,25 @@ class RedisStore(Store):
 
         It may be evicted all the same, see the class. Two round trips more than `lookup`.
         """
-        manifests = self._entries.manifests([key.digest for key in keys])
-        left = self._client.run([("PTTL", self._names.manifest(key.digest)) for key in keys])
-        wanted = max(self._ttl_ms, int(seconds * 1000))
-        kept = self._entries.expire(
-            [
-                (manifest, max(wanted, ms))
-                for manifest, ms in zip(manifests, left, strict=True)
-                if manifest
-            ]
-        )
-        return [manifest.info if manifest and next(kept) else None for manifest in manifests]
+        with self._client.bounded():
+            manifests = self._entries.manifests([key.digest for key in keys])
+            left = self._client.run([("PTTL", self._names.manifest(key.digest)) for key in keys])
+            wanted = max(self._ttl_ms, int(seconds * 1000))
+            kept = self._entries.expire(
+                [
+                    (manifest, max(wanted, ms))
+                    for manifest, ms in zip(manifests, left, strict=True)
+                    if manifest
+                ]
+            )
+            return [manifest.info if manifest and next(kept) else None for manifest in manifests]
 
     def delete(self, keys: Sequence[EntryKey]) -> int:
         """Forget entries; how many were there."""
         digests = list(dict.fromkeys(key.digest for key in keys))
-        return self._entries.forget(dict(zip(digests, self._entries.heads(digests), strict=True)))
+        with self._client.bounded():
+            heads = self._entries.heads(digests)
+            return self._entries.forget(dict(zip(digests, heads, strict=True)))
 
     def purge(self, namespace: str) -> int:
         """Forget a namespace and its entries. Reads the headers of all entries of the store."""

@@ -61,7 +61,7 @@ class RedisOptions:
         ttl_s: how long an entry is kept after its last use.
         chunk_bytes: largest value an entry is split into.
         max_entry_bytes: largest entry, header included.
-        timeout_s: longest wait for an answer.
+        timeout_s: longest time of a call, or of each step of one that goes over all entries.
         connect_timeout_s: longest wait for a connection.
     """
 

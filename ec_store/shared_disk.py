@@ -29,6 +29,12 @@ TOUCH_EVERY_S = 5.0
 LOOK_EVERY_S = 1.0
 """How often a store looks whether its path still leads to the directory it has open."""
 
+MODES_S = 0.05
+"""How long another user who has just made a folder may need to give it its permissions, which
+making one does not do where the umask is narrower."""
+
+SHARING = "; users who share a store need its group, and dir_mode=2770 and file_mode=0660 each"
+
 
 class SharedDiskStore(Store):
     """See `Store`. Entries are files, found and renamed by their keys' digests alone."""
@@ -48,11 +54,16 @@ class SharedDiskStore(Store):
         self._opened: Tree | None = None
         self._looked_s = 0.0
         self._closed = False
-        with _unavailable(f"{config.path} cannot be used"):
+        try:
             tree = self._tree(create=True)
             self._probe(tree)
             if not tree.usage.names():
                 self._keeper.evict(tree)
+        except OSError as error:
+            message = f"{config.path} cannot be used: {error.strerror or error}"
+            if isinstance(error, PermissionError):
+                message += SHARING
+            raise StoreUnavailable(message) from error
 
     @classmethod
     def from_url(cls, url: str) -> Self:
@@ -71,7 +82,7 @@ class SharedDiskStore(Store):
         if size > limit:
             raise EntryTooLarge(f"{size} bytes, and the store takes {limit}")
         try:
-            with _unavailable("the entry could not be written"):
+            with self._unavailable("the entry could not be written"):
                 written = self._put(key, entry, size)
         except StoreUnavailable:
             self.counts.add(drops=1)
@@ -115,14 +126,14 @@ class SharedDiskStore(Store):
 
     def delete(self, keys: Sequence[EntryKey]) -> int:
         """See `Store`."""
-        with _unavailable("entries could not be deleted"):
+        with self._unavailable("entries could not be deleted"):
             tree = self._tree()
             return sum(self._delete(tree, key.digest) for key in keys)
 
     def purge(self, namespace: str) -> int:
         """See `Store`."""
         purged = 0
-        with _unavailable("the namespace could not be purged"):
+        with self._unavailable("the namespace could not be purged"):
             tree = self._tree()
             for row in listed(tree):
                 if row.info and row.info.key.namespace == namespace:
@@ -134,12 +145,12 @@ class SharedDiskStore(Store):
 
     def ls(self) -> Iterator[Listed]:
         """See `Store`."""
-        with _unavailable("the store cannot be listed"):
+        with self._unavailable("the store cannot be listed"):
             yield from listed(self._tree())
 
     def verify(self, *, fix: bool = False) -> Iterator[Listed]:
         """See `Store`."""
-        with _unavailable("the store cannot be verified"):
+        with self._unavailable("the store cannot be verified"):
             for row in listed(self._tree(), self._files):
                 if row.problem and fix:
                     self._delete(self._tree(), row.digest)
@@ -147,12 +158,12 @@ class SharedDiskStore(Store):
 
     def evict(self) -> int:
         """See `Store`. Where another process is at it, it is left to that."""
-        with _unavailable("the store cannot be evicted from"):
+        with self._unavailable("the store cannot be evicted from"):
             return self._keeper.evict(self._tree()) or 0
 
     def stats(self) -> StoreStats:
         """See `Store`."""
-        with _unavailable("the store cannot be read"):
+        with self._unavailable("the store cannot be read"):
             tree = self._tree()
             usage = self._keeper.ledger.total(tree.usage)
         return StoreStats(
@@ -172,12 +183,12 @@ class SharedDiskStore(Store):
         name = hashlib.sha256(model.encode("utf-8", "surrogatepass")).hexdigest() + ".json"
         # Not orjson: it refuses the lone surrogates that a name may have.
         content = json.dumps({"model": model, "namespace": namespace}).encode()
-        with _unavailable("the namespace could not be registered"):
+        with self._unavailable("the namespace could not be registered"):
             self._tree(create=True).namespaces.replace(name, content)
 
     def namespaces(self) -> Mapping[str, str]:
         """See `Store`."""
-        with _unavailable("the namespaces cannot be read"):
+        with self._unavailable("the namespaces cannot be read"):
             return {model: name for _, model, name in registered(self._tree().namespaces)}
 
     def close(self) -> None:
@@ -196,6 +207,14 @@ class SharedDiskStore(Store):
         if now - self._looked_s > LOOK_EVERY_S:
             self._looked_s = now
         return tree
+
+    @contextmanager
+    def _unavailable(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._lost(error)
+            raise StoreUnavailable(f"{what}: {error.strerror or error}") from error
 
     def _lost(self, error: OSError) -> None:
         """After an error that says more than that an entry is missing, begin with a new tree."""
@@ -227,6 +246,8 @@ class SharedDiskStore(Store):
                 self._keeper.evict(self._tree(), free_bytes=size + self._config.max_bytes // 16)
             elif error.errno in {errno.ENOENT, errno.ESTALE}:
                 self._opened = None  # the directory was removed under this store
+            elif error.errno == errno.EACCES:
+                time.sleep(MODES_S)
             else:
                 raise
         return self._write(self._tree(create=True), key, entry, size)
@@ -325,11 +346,3 @@ class SharedDiskStore(Store):
             return False
         self._keeper.ledger.release(tree.usage, size)
         return True
-
-
-@contextmanager
-def _unavailable(what: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StoreUnavailable(f"{what}: {error.strerror or error}") from error

@@ -9,11 +9,12 @@ usage/<random>                              what one process wrote and removed
 evicting, swept                             the evictor's lock; when the last one was done
 """
 
+import errno
 import os
 import re
 import secrets
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ec_store.files import DIGEST, FOLDER, READ, Folder, Modes, regular
@@ -107,11 +108,15 @@ class Tree:
             return False
         return True
 
-    def scan(self) -> Iterator[Found]:
-        """All files below `entries`, in no order; what goes meanwhile is left out."""
-        for first in self.entries.folders():
-            for second in first.folders():
-                yield from _scan(second)
+    def scan(self, unread: list[OSError]) -> Iterator[Found]:
+        """All files below `entries`, in no order; what goes meanwhile is left out.
+
+        Args:
+            unread: where it is said what could not be read; the rest is found all the same.
+        """
+        for first in _folders(self.entries, unread):
+            for second in _folders(first, unread):
+                yield from _scan(second, unread)
 
 
 def staging_name(digest: str, size_bytes: int) -> str:
@@ -119,14 +124,21 @@ def staging_name(digest: str, size_bytes: int) -> str:
     return f".{digest}.{size_bytes:x}.{secrets.token_hex(8)}.tmp"
 
 
-def _scan(folder: Folder) -> list[Found]:
+def _folders(folder: Folder, unread: list[OSError]) -> Iterator[Folder]:
+    with _noted(unread):
+        for name in folder.names():
+            with _noted(unread):
+                yield folder.folder(name)
+
+
+def _scan(folder: Folder, unread: list[OSError]) -> list[Found]:
     found = []
-    with suppress(OSError), folder.scan() as listing:
+    with _noted(unread), folder.scan() as listing:
         for item in listing:
             staging = _STAGING.fullmatch(item.name)
             if not staging and not DIGEST.fullmatch(item.name):
                 continue
-            with suppress(OSError):
+            with _noted(unread):
                 status = item.stat(follow_symlinks=False)
                 if regular(status):
                     digest = staging[1] if staging else item.name
@@ -135,3 +147,13 @@ def _scan(folder: Folder) -> list[Found]:
                         Found(folder, item.name, digest, size, status.st_mtime, staging is not None)
                     )
     return found
+
+
+@contextmanager
+def _noted(unread: list[OSError]) -> Iterator[None]:
+    """Go on after an error, and say so, unless what it is about is gone or never was a folder."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}:
+            unread.append(error)

@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,6 +123,7 @@ class RedisServer:
             "dir": self.folder,
             "save": '""',
             "appendonly": "no",
+            "repl-diskless-sync-delay": 0,
         }
         if self.tls:
             settings |= {
@@ -188,38 +189,63 @@ class RedisServer:
 
 
 @contextmanager
-def cluster(folder: Path, masters: int = 3) -> Iterator[Sequence[RedisServer]]:
-    """A cluster of masters without replicas; every slot has an owner when it is given out."""
-    config = {"cluster-enabled": "yes", "cluster-node-timeout": "15000"}
-    servers = [RedisServer(folder / str(number), config) for number in range(masters)]
+def cluster(
+    folder: Path,
+    *,
+    tls: Certificates | None = None,
+    replica: bool = False,
+    node_timeout_ms: int = 15_000,
+) -> Iterator[Sequence[RedisServer]]:
+    """A cluster of three masters; every slot has an owner when it is given out.
+
+    Args:
+        folder: where the servers' logs are.
+        tls: certificates to serve TLS with, and nothing else.
+        replica: whether a fourth server is a replica of the first.
+        node_timeout_ms: after which a node that does not answer counts as failed.
+    """
+    config = {"cluster-enabled": "yes", "cluster-node-timeout": node_timeout_ms}
+    config |= {"tls-cluster": "yes", "tls-replication": "yes"} if tls else {}
+    servers = [RedisServer(folder / str(number), config, tls) for number in range(3 + replica)]
     try:
         for server in servers:
             server.start()
-        _join(servers)
+        _join(servers[:3], servers[3:])
         yield servers
     finally:
         for server in servers:
             server.kill()
 
 
-def _join(servers: Sequence[RedisServer]) -> None:
-    bounds = [16384 * number // len(servers) for number in range(len(servers) + 1)]
-    for server, first, end in zip(servers, bounds, bounds[1:], strict=False):
-        slots = range(first, end)
-        server.command("CLUSTER", "ADDSLOTS", *slots)
-        server.command("CLUSTER", "MEET", "127.0.0.1", servers[0].port)
+def _join(masters: Sequence[RedisServer], replicas: Sequence[RedisServer]) -> None:
+    bounds = [16384 * number // len(masters) for number in range(len(masters) + 1)]
+    for server, first, end in zip(masters, bounds, bounds[1:], strict=False):
+        server.command("CLUSTER", "ADDSLOTS", *range(first, end))
+    servers = [*masters, *replicas]
+    for server in servers[1:]:
+        server.command("CLUSTER", "MEET", "127.0.0.1", masters[0].port)
+    _wait(lambda: all(len(known) == len(masters) for known in _slots(servers)))
+    master_id = masters[0].command("CLUSTER", "MYID").decode()
+    for replica in replicas:
+        replica.command("CLUSTER", "REPLICATE", master_id)
+    most = 3 + len(replicas)
+    _wait(lambda: all(max(map(len, known)) == most for known in _slots(servers)))
     wait_until_whole(servers)
 
 
 def wait_until_whole(servers: Sequence[RedisServer]) -> None:
-    """Wait until every master of a cluster knows all the others, and serves."""
+    """Wait until a cluster serves, as each of its servers sees it."""
+    _wait(lambda: all(s.command("CLUSTER INFO")["cluster_state"] == "ok" for s in servers))
+
+
+def _slots(servers: Sequence[RedisServer]) -> list[list[list[Any]]]:
+    """For each server the ranges it knows: first, last, master, replicas."""
+    return [server.command("CLUSTER SLOTS") for server in servers]
+
+
+def _wait(true: Callable[[], bool]) -> None:
     deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
-        states = [server.command("CLUSTER INFO") for server in servers]
-        known = [server.command("CLUSTER SLOTS") for server in servers]
-        if all(state["cluster_state"] == "ok" for state in states) and all(
-            len(ranges) == len(servers) for ranges in known
-        ):
-            return
+    while not true():
+        if time.monotonic() > deadline:
+            raise TimeoutError("the cluster does not come up")
         time.sleep(0.05)
-    raise TimeoutError("the cluster does not come up")

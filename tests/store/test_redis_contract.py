@@ -57,7 +57,9 @@ def tls_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sequence[RedisServer]]:
-    with cluster(tmp_path_factory.mktemp("cluster")) as servers:
+    """With TLS where there is any; test_redis_faults uses one without."""
+    folder = tmp_path_factory.mktemp("cluster")
+    with cluster(folder, tls=Certificates.make(folder) if has_tls() else None) as servers:
         for server in servers:
             server.command("ACL", "SETUSER", *CLUSTER_ACL.split())
         yield servers
@@ -91,10 +93,16 @@ class TestRedisWithTlsAndAcl(StoreContract):
         return spoiler(lambda _: tls_server.client)
 
 
-class TestRedisCluster(StoreContract):
+class TestRedisClusterWithTlsAndAcl(StoreContract):
     @pytest.fixture
     def opened(self, servers: Sequence[RedisServer]) -> Iterator[Opened]:
-        url = f"redis+cluster://epd:s3cret@127.0.0.1:{servers[1].port}?chunk_bytes=1KiB"
+        server = servers[1]
+        address = f"epd:s3cret@127.0.0.1:{server.port}?chunk_bytes=1KiB"
+        url = (
+            f"rediss+cluster://{address}&ssl_ca_certs={server.tls.ca}"
+            if server.tls
+            else f"redis+cluster://{address}"
+        )
         yield from opener(url, [server.client for server in servers])
 
     @pytest.fixture

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import redis
+from redis.crc import key_slot
 
-from ec_store import Entry, EntryTooLarge, StoreUnavailable
+from ec_store import Entry, EntryTooLarge, StoreUnavailable, redis_client
 from ec_store.redis_entries import RedisEntries
 from ec_store.redis_store import RedisStore
 from tests.store.contract import assert_same, key, sized
@@ -280,6 +281,25 @@ def test_use_refreshes_the_time_to_live_and_a_lease_is_not_cut_short(
     store.put(key(), sized(1000))
     store.lease([key()], 5)
     assert all(client.pttl(name) > 29 * 86_400_000 for name in names)
+
+
+def test_a_lease_marks_every_part_as_used_and_a_lookup_of_the_chunks_does_not(
+    store: RedisStore, client: Any
+) -> None:
+    """So that eviction by last use takes it late, the only thing that Redis has for a lease."""
+    store.put(key(), sized(1000))
+    names = [*chunks(client), *manifests(client)]
+
+    def idle() -> list[int]:
+        return [client.object("idletime", name) for name in names]
+
+    while min(idle()) < 2:
+        time.sleep(0.1)
+    store.lookup([key()])
+    assert min(idle()[:-1]) >= 2
+
+    store.lease([key()], 5)
+    assert max(idle()) < 2
 
 
 def test_an_entry_expires(server: RedisServer, client: Any) -> None:
@@ -595,7 +615,9 @@ def test_a_cluster_serves_on_while_slots_move_and_what_it_has_when_a_node_is_gon
             assert time.monotonic() - began < 3
 
 
-def test_a_lookup_in_a_cluster_asks_every_node_once(tmp_path: Path) -> None:
+def test_a_lookup_in_a_cluster_asks_every_node_once_and_none_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys = [key(str(n)) for n in range(64)]
     with ExitStack() as stack:
         servers = stack.enter_context(cluster(tmp_path))
@@ -611,6 +633,22 @@ def test_a_lookup_in_a_cluster_asks_every_node_once(tmp_path: Path) -> None:
         assert all(store.lookup(keys))
         assert sum(commands()) == 64
         assert min(commands()) > 5
+
+        with monkeypatch.context() as patched:
+
+            def renewed_meanwhile(name: bytes) -> int:
+                store._client._renew()  # noqa: SLF001 - as another thread does
+                return key_slot(name)
+
+            patched.setattr(redis_client, "key_slot", renewed_meanwhile)
+            assert all(store.lookup(keys))
+
+        first, hanging = servers[0], servers[2]
+        of_first = next(k for k in keys if key_slot(f"{{{k.digest}}}".encode()) < 5000)
+        nodes = f"127.0.0.1:{hanging.port},127.0.0.1:{first.port}"
+        url = f"redis+cluster://{nodes}?timeout=3s&connect_timeout=300ms"
+        with hanging.paused(), RedisStore.from_url(url) as other:
+            assert other.get(of_first) is not None
 
 
 def test_interrupted_connections_are_not_leaked(server: RedisServer, store: RedisStore) -> None:

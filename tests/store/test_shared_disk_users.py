@@ -1,0 +1,188 @@
+"""Two users of a group on one shared directory, and what one gets of another's private one."""
+
+import multiprocessing
+import os
+import shutil
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from ec_store import StoreUnavailable
+from ec_store.shared_disk import SharedDiskStore
+from tests.store.contract import assert_same, key, sized
+
+GROUP = 54320
+USERS = (54321, 54322)
+SHARED = "dir_mode=2770&file_mode=0660"
+SHARED_DIRECTORY = 0o2770
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    if os.geteuid():
+        pytest.skip("only root may become two users")
+    parent = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    parent.chmod(0o755)
+    root = parent / "store"
+    root.mkdir()
+    os.chown(root, USERS[0], GROUP)
+    root.chmod(SHARED_DIRECTORY)  # as docs/configuration.md has it made
+    # A Python that is root's alone imports nothing more once its process is another user's.
+    with opened(parent / "warm") as store:
+        store.put(key(), sized(2**20 + 2))
+        store.get(key())
+        store.evict()
+    yield root
+    shutil.rmtree(parent)
+
+
+def opened(root: Path, query: str = SHARED) -> SharedDiskStore:
+    return SharedDiskStore.from_url(f"{root.as_uri()}?{query}")
+
+
+def start(user: int, call: Callable[[], object], groups: tuple[int, ...] = (GROUP,)) -> int:
+    """Do something as a user, in a process of its own, whose files nobody else may use by umask."""
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        os.setgroups(groups)
+        os.setgid(user)
+        os.setuid(user)
+        os.umask(0o077)
+        call()
+        status = 0
+    except BaseException:  # noqa: BLE001 - the parent sees the status, whoever runs it the reason
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def ended(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def by(user: int, call: Callable[[], object], groups: tuple[int, ...] = (GROUP,)) -> None:
+    assert ended(start(user, call, groups)) == 0
+
+
+def test_users_of_a_group_use_each_others_entries(root: Path) -> None:
+    def put() -> None:
+        with opened(root) as store:
+            for name in "abcd":
+                assert store.put(key(name), sized(2**20 + 2, ord(name)))
+            store.register_namespace("m", "first")
+            store.lease([key("a")], 600)
+
+    def use() -> None:
+        with opened(root) as store:
+            for name in "abcd":
+                assert_same(sized(2**20 + 2, ord(name)), store.get(key(name)))
+                assert store.put(key(name), sized(10)) is False
+            assert all(store.lease([key("a"), key("b")], 600))
+            assert store.delete([key("c")]) == 1
+            store.register_namespace("m", "second")
+            assert store.namespaces() == {"m": "second"}
+            old = root / "entries" / key("d").digest[:2] / key("d").digest[2:4] / key("d").digest
+            assert old.stat().st_uid == USERS[0]
+
+    def evict() -> None:
+        with opened(root, f"{SHARED}&max_bytes=1MiB") as store:
+            assert store.evict() == 1
+            assert [bool(info) for info in store.lookup([key(n) for n in "abcd"])] == [
+                True,
+                True,
+                False,
+                False,
+            ]
+            assert [row.problem for row in store.verify()] == [None, None]
+
+    by(USERS[0], put)
+    by(USERS[1], use)
+    by(USERS[1], evict)
+
+
+def test_what_one_user_spoils_the_other_puts_aside(root: Path) -> None:
+    def spoil() -> None:
+        path = root / "entries" / key().digest[:2] / key().digest[2:4] / key().digest
+        raw = bytearray(path.read_bytes())
+        raw[-1] ^= 1
+        path.write_bytes(raw)
+
+    def find() -> None:
+        with opened(root) as store:
+            assert store.get(key()) is None
+            assert store.stats().corrupt == 1
+            assert store.put(key(), sized(100, 2)) is True
+
+    by(USERS[0], lambda: opened(root).put(key(), sized(100, 1)))
+    by(USERS[1], spoil)
+    by(USERS[1], find)
+    by(USERS[0], lambda: assert_same(sized(100, 2), opened(root).get(key())))
+
+
+def test_users_at_once_fill_and_evict_one_store(root: Path) -> None:
+    """Folders, leases and lines of the ledger are made by either while the other needs them."""
+
+    def work(seed: int) -> None:
+        with opened(root, f"{SHARED}&max_bytes=512KiB") as store:
+            started.wait()
+            for n in range(400):
+                store.put(key(str(n)), sized(4000, n))
+                found = store.get(key(str(n - seed)))
+                assert found is None or found.data == sized(4000, n - seed).data
+                if n % 20 == seed:
+                    store.lease([key(str(n - 3))], 0.05)
+                if n % 5 == seed:
+                    store.delete([key(str(n - 2))])
+            assert store.stats().drops == 0
+            assert store.stats().corrupt == 0
+
+    started = multiprocessing.get_context("fork").Barrier(4)
+    children = [start(USERS[n % 2], partial(work, n)) for n in range(4)]
+
+    assert [ended(child) for child in children] == [0] * 4
+
+
+def test_another_users_private_store_is_unavailable_when_it_is_opened(root: Path) -> None:
+    private = root.parent / "private"
+
+    def refused() -> None:
+        with pytest.raises(StoreUnavailable, match=r"Permission denied.*dir_mode=2770"):
+            opened(private, "")
+
+    private.mkdir()
+    os.chown(private, USERS[0], GROUP)
+    private.chmod(0o750)
+    by(USERS[0], lambda: opened(private, "").put(key(), sized(10)))
+    by(USERS[1], refused)
+    by(USERS[1], refused, ())
+
+
+def test_what_becomes_private_later_is_a_miss(root: Path) -> None:
+    """A user whose modes are the default ones writes into a store that is shared."""
+
+    def put_private() -> None:
+        with opened(root, "file_mode=0600&dir_mode=0700") as store:
+            store.put(key("theirs"), sized(100))
+
+    def use() -> None:
+        with opened(root) as store:
+            assert store.get(key("theirs")) is None
+            assert store.lookup([key("theirs")]) == [None]
+            assert store.lease([key("theirs")], 5) == [None]
+            with pytest.raises(StoreUnavailable, match="Permission denied"):
+                store.put(key("theirs"), sized(100))
+            with pytest.raises(StoreUnavailable, match="Permission denied"):
+                store.delete([key("theirs")])
+            assert store.put(key("ours"), sized(100)) is True
+            assert store.get(key("ours")) is not None
+
+    by(USERS[0], lambda: opened(root).close())
+    by(USERS[0], put_private)
+    by(USERS[1], use)
