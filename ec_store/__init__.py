@@ -4,7 +4,7 @@ from ec_store.base import Listed, Store, StoreStats
 from ec_store.entry import Entry, EntryInfo
 from ec_store.errors import CorruptEntry, EntryTooLarge, StoreError, StoreUnavailable
 from ec_store.keys import EntryKey
-from ec_store.opening import open_store
+from ec_store.opening import check_url, open_store
 
 __all__ = [
     "CorruptEntry",
@@ -17,5 +17,6 @@ __all__ = [
     "StoreError",
     "StoreStats",
     "StoreUnavailable",
+    "check_url",
     "open_store",
 ]

@@ -176,6 +176,17 @@ def _flat(value: Any) -> Any:
     return value
 
 
+def names_entries(body: Body) -> bool:
+    """Whether a body for prefill and decode has items without their media."""
+    contents = (message.get("content") for message in body["messages"])
+    return any(
+        isinstance(part, dict) and part["type"] in EMBEDS
+        for content in contents
+        if isinstance(content, list)
+        for part in content
+    )
+
+
 def encode_body(body: Body, item: MMItem, uuid: str | None) -> Body:
     """The encode request of one item: the item alone, no text."""
     return {

@@ -15,7 +15,9 @@ from pydantic import (
 )
 from pydantic_settings import NoDecode
 
+from ec_store import check_url
 from epd.instances import Instance, Role
+from epd.policies import PolicyName
 
 NO_INSTANCES = frozenset({"", "disable", "none"})
 """Spellings of an empty URL list, as in vLLM's `disagg_epd_proxy.py`."""
@@ -52,6 +54,11 @@ def _check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
 Urls = Annotated[
     tuple[str, ...], NoDecode, BeforeValidator(_split_urls), AfterValidator(_check_urls)
 ]
+StoreUrl = Annotated[
+    str | None,
+    BeforeValidator(lambda url: None if url in NO_INSTANCES else url),
+    AfterValidator(lambda url: None if url is None else check_url(url)),
+]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -77,6 +84,27 @@ class ProxyConfig(BaseModel):
     host: str = Field(default="0.0.0.0", description="address to listen on")  # noqa: S104
     port: int = Field(default=8000, ge=0, le=65535, description="port to listen on")
 
+    ec_store: StoreUrl = Field(
+        default=None,
+        description="the encode instances' encoder-cache store, such as file:///dev/shm/ec or "
+        "redis://host: what it has is not encoded again; 'none': it is not asked",
+    )
+    ec_store_budget_s: Seconds = Field(
+        default=0.02, description="a look-up in the store; after it everything is encoded"
+    )
+    ec_store_lease_s: Seconds = Field(
+        default=60.0, description="how long what was looked up is safe from eviction"
+    )
+    encode_policy: PolicyName = Field(
+        default="affinity",
+        description="which encode instance an item goes to: always the same one within a bounded "
+        "load, each in turn, or the one with the least to do",
+    )
+    on_encode_failure: Literal["local", "fail"] = Field(
+        default="local",
+        description="what becomes of an item that no encode instance could encode: prefill or "
+        "decode get the media and encode them, or the request fails",
+    )
     decode_media: Literal["metadata", "raw"] = Field(
         default="metadata",
         description="what prefill and decode get of a media item: placeholder metadata alone, "

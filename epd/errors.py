@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 import orjson
 
-Stage = Literal["proxy", "encode", "prefill", "decode"]
+Stage = Literal["proxy", "store", "encode", "prefill", "decode"]
 
 TYPES = {404: "NotFoundError", 408: "RequestTimeoutError", 503: "ServiceUnavailableError"}
 
@@ -27,6 +27,7 @@ class ProxyError(Exception):
         slug: machine-readable cause, sent as `x-epd-error`.
         stage: who failed, sent as `x-epd-stage`.
         param: the part of the request that is at fault, such as `messages[0].content[2]`.
+        answered: the status that an instance answered, where one did.
     """
 
     status: int = 500
@@ -40,12 +41,14 @@ class ProxyError(Exception):
         slug: str | None = None,
         stage: Stage = "proxy",
         param: str | None = None,
+        answered: int | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.slug = slug or self.default_slug
         self.stage = stage
         self.param = param
+        self.answered = answered
 
     @property
     def detail(self) -> dict[str, Any]:
@@ -113,7 +116,9 @@ class UpstreamRejected(ProxyError):
         self._said = {"type": "UpstreamError", "param": None, "code": status} | (
             said or {"message": _plain_message(status, reply)}
         )
-        super().__init__(self._said["message"], slug=f"{stage}_rejected", stage=stage)
+        super().__init__(
+            self._said["message"], slug=f"{stage}_rejected", stage=stage, answered=status
+        )
         self.status = status
         self._reply = reply if said else None
         self._passed_headers = {

@@ -1,10 +1,14 @@
 """What happened, as values. The core emits them; observers log, count or trace them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from epd.errors import Stage
+
+ItemResult = Literal["hit", "encoded", "local"]
+"""Where an item's encoder output comes from: it was there or on its way, an encode instance made it
+for this request, or prefill or decode make it themselves because no encode instance could."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,8 +16,8 @@ class StageDone:
     """One request to an instance has been answered, or has failed.
 
     Attributes:
-        stage: encode, prefill or decode.
-        instance: base URL of the instance.
+        stage: store, encode, prefill or decode.
+        instance: base URL of the instance; of the store, what kind it is.
         started_s: when it was sent, on the event loop's clock.
         seconds: until its answer was read; for decode until the answer's head came.
         error: slug of the error, `cancelled`, or None.
@@ -39,6 +43,8 @@ class RequestDone:
         error: slug of the error, or None. A stream may break after a status of 200.
         reason: what lies behind the error; for the log, not for the client.
         stages: what was asked of the instances.
+        items: how many media items came from where.
+        retries: how often the request was begun anew, unseen by the client.
     """
 
     request_id: str
@@ -49,6 +55,8 @@ class RequestDone:
     error: str | None
     reason: str | None
     stages: tuple[StageDone, ...]
+    items: Mapping[ItemResult, int]
+    retries: int
 
 
 class Observer(Protocol):

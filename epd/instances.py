@@ -1,7 +1,9 @@
 """The vLLM servers behind the proxy, and whose turn it is."""
 
 import enum
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -28,7 +30,7 @@ class Instance:
 
 
 class InstanceTable:
-    """The instances by role, each role with a round-robin cursor.
+    """The instances by role, each role with a round-robin cursor, and what each has to do.
 
     A cursor goes on from request to request: one that started over with each request would send
     every request's first item to the same instance. Not thread-safe: it belongs to one event loop.
@@ -39,21 +41,19 @@ class InstanceTable:
         for instance in instances:
             self._by_role[instance.role].append(instance)
         self._cursors = dict.fromkeys(Role, 0)
+        self._load: Counter[Instance] = Counter()
+
+    @property
+    def load(self) -> Mapping[Instance, int]:
+        """Requests under way, by instance; those that have none may be missing."""
+        return self._load
 
     def of(self, *roles: Role) -> tuple[Instance, ...]:
         """All instances of these roles."""
         return tuple(instance for role in roles for instance in self._by_role[role])
 
     def pick(self, role: Role) -> Instance:
-        """The next instance of this role.
-
-        Raises:
-            LookupError: there is none.
-        """
-        return self.pick_many(role, 1)[0]
-
-    def pick_many(self, role: Role, count: int) -> tuple[Instance, ...]:
-        """The next `count` instances of this role, in turn.
+        """The next instance of this role, in turn.
 
         Raises:
             LookupError: there is none.
@@ -61,6 +61,15 @@ class InstanceTable:
         candidates = self._by_role[role]
         if not candidates:
             raise LookupError(f"no {role} instance")
-        start = self._cursors[role]
-        self._cursors[role] = (start + count) % len(candidates)
-        return tuple(candidates[(start + turn) % len(candidates)] for turn in range(count))
+        turn = self._cursors[role]
+        self._cursors[role] = (turn + 1) % len(candidates)
+        return candidates[turn]
+
+    @contextmanager
+    def using(self, instance: Instance) -> Iterator[None]:
+        """Count a request of this instance as under way until the context is left."""
+        self._load[instance] += 1
+        try:
+            yield
+        finally:
+            self._load[instance] -= 1

@@ -58,6 +58,10 @@ class LogObserver:
             f"{stage}_s": round(seconds, 4)
             for stage, seconds in stage_seconds(event.stages).items()
         }
+        if event.items:
+            fields["items"] = ",".join(f"{name}={count}" for name, count in event.items.items())
+        if event.retries:
+            fields["retries"] = event.retries
         if event.error is not None:
             level = "warning"
             fields |= {"error": event.error, "reason": event.reason}

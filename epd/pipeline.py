@@ -1,13 +1,16 @@
 """One request: its route, then encode, prefill where there is one, decode."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 
-from epd.chat import Body, MMItem, mm_items
+from epd.cache import EncoderCache
+from epd.chat import Body, MMItem, mm_items, names_entries
 from epd.config import ProxyConfig
-from epd.errors import BadRequest
+from epd.encoding import Encoder
+from epd.errors import BadRequest, ProxyError
 from epd.identity import content_key
 from epd.instances import Instance, InstanceTable, Role
 from epd.media import Inline, source
@@ -21,25 +24,30 @@ HASH_IN_THREAD_BYTES = 1024**2
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The instances of one attempt.
+    """The instances that answer one attempt.
 
     Attributes:
-        encode: one per item.
         prefill: None in E+PD.
         decode: the one that answers.
     """
 
-    encode: tuple[Instance, ...]
     prefill: Instance | None
     decode: Instance
 
 
 class Pipeline:
-    """Carries requests through the stages. Holds no state of its own but whose turn it is."""
+    """Carries requests through the stages."""
 
-    def __init__(self, table: InstanceTable, upstream: Upstream, config: ProxyConfig) -> None:
+    def __init__(
+        self,
+        table: InstanceTable,
+        upstream: Upstream,
+        cache: EncoderCache | None,
+        config: ProxyConfig,
+    ) -> None:
         self._table = table
         self._stages = Stages(upstream, config)
+        self._encoder = Encoder(self._stages, table, cache, config)
         self._config = config
 
     @asynccontextmanager
@@ -60,9 +68,35 @@ class Pipeline:
                 param="messages",
             )
         uuids = await self._uuids(items)
-        route = self._route(len(items))
-        encoded = await self._stages.encode(route.encode, body, uuids, context)
-        body = consumer_body(body, encoded, raw=self._config.decode_media == "raw")
+        async with AsyncExitStack() as stack:
+            yield await self._opened(stack, body, uuids, context)
+
+    async def _opened(
+        self,
+        stack: AsyncExitStack,
+        body: Body,
+        uuids: Mapping[MMItem, str | None],
+        context: RequestContext,
+    ) -> Reply:
+        """The answer; where an entry may have been lost on the way, that of a second attempt."""
+        raw = self._config.decode_media == "raw"
+        encoded = await self._encoder.encode(body, uuids, context)
+        sent = consumer_body(body, encoded, raw=raw)
+        try:
+            return await stack.enter_async_context(self._answered(sent, context))
+        except ProxyError as error:
+            # An engine that cannot load what it was named fails the request and says no more than
+            # that. What is lost is encoded again, and the media go along: nothing can be missing.
+            if error.answered != HTTPStatus.INTERNAL_SERVER_ERROR or not names_entries(sent):
+                raise
+        context.retries += 1
+        encoded = await self._encoder.encode(body, uuids, context)
+        sent = consumer_body(body, encoded, raw=True)
+        return await stack.enter_async_context(self._answered(sent, context))
+
+    @asynccontextmanager
+    async def _answered(self, body: Body, context: RequestContext) -> AsyncIterator[Reply]:
+        route = self._route()
         if route.prefill is not None:
             params = await self._stages.prefill(route.prefill, body, context)
             body = {**body, "kv_transfer_params": params}
@@ -77,10 +111,9 @@ class Pipeline:
             for item, media in sources.items()
         }
 
-    def _route(self, items: int) -> Route:
+    def _route(self) -> Route:
         prefill = self._table.of(Role.PREFILL)
         return Route(
-            encode=self._table.pick_many(Role.ENCODE, items) if items else (),
             prefill=self._table.pick(Role.PREFILL) if prefill else None,
             decode=self._table.pick(Role.DECODE if prefill else Role.PREFILL_DECODE),
         )

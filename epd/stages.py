@@ -1,7 +1,9 @@
 """Encode, prefill and decode: one stage each, as requests to instances."""
 
 import asyncio
+import itertools
 import secrets
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -12,9 +14,9 @@ import orjson
 from epd.chat import Body, MMItem, encode_body, prefill_body
 from epd.config import ProxyConfig
 from epd.errors import ProxyError, Stage, UpstreamFailed, UpstreamRejected
-from epd.events import Observer, StageDone
+from epd.events import ItemResult, Observer, StageDone
 from epd.instances import Instance
-from epd.transfer import NIXL_PREFILL, Encoded, EncodedItem, Params, read_encoded, read_prefilled
+from epd.transfer import NIXL_PREFILL, Encoded, Params, read_encoded, read_prefilled
 from epd.upstream import Answer, Reply, Upstream
 
 CHAT_COMPLETIONS = "/v1/chat/completions"
@@ -30,19 +32,28 @@ class RequestContext:
         headers: headers its instances are sent, but for the request id.
         observers: who is told what happens.
         stages: what has happened so far; each stage adds to it.
+        items: how many items came from where.
+        retries: how often the request was begun anew.
     """
 
     request_id: str
     headers: Mapping[str, str]
     observers: Sequence[Observer] = ()
     stages: list[StageDone] = field(default_factory=list)
+    items: Counter[ItemResult] = field(default_factory=Counter)
+    retries: int = 0
+    _children: Iterator[int] = field(default_factory=itertools.count)
 
     def headers_for(self, request_id: str) -> dict[str, str]:
         """Headers of one request to an instance."""
         return {**self.headers, "Content-Type": "application/json", "X-Request-Id": request_id}
 
+    def child_id(self) -> str:
+        """An id for a request that is made on behalf of this one."""
+        return f"{self.request_id}:{next(self._children)}:{secrets.token_hex(3)}"
+
     @contextmanager
-    def timed(self, stage: Stage, instance: Instance) -> Iterator[None]:
+    def timed(self, stage: Stage, where: str) -> Iterator[None]:
         """Emit a `StageDone` when the context is left, however it is left."""
         clock = asyncio.get_running_loop().time
         started = clock()
@@ -54,7 +65,7 @@ class RequestContext:
             error = failure.slug
             raise
         finally:
-            event = StageDone(stage, instance.url, started, clock() - started, error)
+            event = StageDone(stage, where, started, clock() - started, error)
             self.stages.append(event)
             for observer in self.observers:
                 observer.stage_done(event)
@@ -69,50 +80,24 @@ class Stages:
 
     async def encode(
         self,
-        instances: Sequence[Instance],
+        instance: Instance,
         body: Body,
-        uuids: Mapping[MMItem, str | None],
+        item: MMItem,
+        uuid: str | None,
         context: RequestContext,
-    ) -> list[EncodedItem]:
-        """Encode all items at once, one request each, one instance per item.
+    ) -> Encoded:
+        """Encode one item.
 
         Raises:
-            ProxyError: the first item that failed; the others are cancelled.
+            ProxyError: the instance failed, or refused it.
         """
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(
-                        self._encode_one(
-                            instance,
-                            encode_body(body, item, uuid),
-                            item,
-                            f"{context.request_id}:{index}:{secrets.token_hex(3)}",
-                            context,
-                        )
-                    )
-                    for index, (instance, (item, uuid)) in enumerate(
-                        zip(instances, uuids.items(), strict=True)
-                    )
-                ]
-        except ExceptionGroup as failures:
-            first = failures.exceptions[0]
-            raise first from first.__cause__
-        return [
-            EncodedItem(item, uuid, task.result())
-            for (item, uuid), task in zip(uuids.items(), tasks, strict=True)
-        ]
-
-    async def _encode_one(
-        self, instance: Instance, body: Body, item: MMItem, child_id: str, context: RequestContext
-    ) -> Encoded:
-        with context.timed("encode", instance):
+        with context.timed("encode", instance.url):
             try:
                 answer = await self._upstream.fetch(
                     instance.url + CHAT_COMPLETIONS,
                     stage="encode",
-                    headers=context.headers_for(child_id),
-                    body=orjson.dumps(body),
+                    headers=context.headers_for(context.child_id()),
+                    body=orjson.dumps(encode_body(body, item, uuid)),
                     timeout_s=self._config.encode_timeout_s,
                 )
                 return read_encoded(_accepted(answer, "encode"), item.modality)
@@ -126,7 +111,7 @@ class Stages:
         Raises:
             ProxyError: the instance failed, or returned none.
         """
-        with context.timed("prefill", instance):
+        with context.timed("prefill", instance.url):
             answer = await self._upstream.fetch(
                 instance.url + CHAT_COMPLETIONS,
                 stage="prefill",
@@ -147,7 +132,7 @@ class Stages:
             ProxyError: the instance failed.
         """
         async with AsyncExitStack() as stack:
-            with context.timed("decode", instance):
+            with context.timed("decode", instance.url):
                 reply = await stack.enter_async_context(
                     self._upstream.open(
                         instance.url + CHAT_COMPLETIONS,
@@ -179,5 +164,8 @@ def _accepted(answer: Answer, stage: Stage) -> bytes:
     if answer.status // 100 == 4 or answer.status == HTTPStatus.SERVICE_UNAVAILABLE:  # noqa: PLR2004
         raise UpstreamRejected(answer.status, answer.body, stage=stage, headers=answer.headers)
     raise UpstreamFailed(
-        f"the {stage} instance answered {answer.status}", slug=f"{stage}_failed", stage=stage
+        f"the {stage} instance answered {answer.status}",
+        slug=f"{stage}_failed",
+        stage=stage,
+        answered=answer.status,
     )

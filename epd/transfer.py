@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 
+from ec_store import EntryInfo
 from epd.chat import MM_KWARGS, Body, MMItem, metadata_part, raw_part, with_parts
 from epd.errors import Stage, UpstreamFailed
 
@@ -39,11 +40,21 @@ class Encoded:
         params: its `ec_transfer_params`, empty where it reported none (vLLM before 0.32).
         identifier: vLLM's key of the encoder output, where one was reported.
         metadata: placeholder fields such as `image_grid_thw`; empty: the media must go on raw.
+        namespace: where its connector keeps the model's entries, if it is one that says so.
     """
 
     params: Params = field(default_factory=dict)
     identifier: str | None = None
     metadata: Params = field(default_factory=dict)
+    namespace: str | None = None
+
+
+def from_entry(info: EntryInfo) -> Encoded:
+    """What the store's entry of an item says of it.
+
+    There are no `ec_transfer_params`: they would promise a consumer an entry that may still come.
+    """
+    return Encoded(identifier=info.key.identifier, metadata=info.metadata)
 
 
 def read_encoded(reply: bytes, modality: str) -> Encoded:
@@ -74,7 +85,8 @@ def read_encoded(reply: bytes, modality: str) -> Encoded:
     metadata = entry.get("metadata") or {}
     if not isinstance(metadata, dict) or not all(map(_is_numbers, metadata.values())):
         raise _ambiguous("its metadata are not lists of numbers")
-    return Encoded(params, identifier, metadata)
+    namespace = entry.get("namespace")
+    return Encoded(params, identifier, metadata, namespace if isinstance(namespace, str) else None)
 
 
 def _is_numbers(value: Any) -> bool:

@@ -4,7 +4,9 @@ import asyncio
 import re
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
+from typing import get_args
 
 import orjson
 import structlog
@@ -15,6 +17,7 @@ from pydantic import SecretStr
 
 from epd import chat
 from epd.admin import Admin
+from epd.cache import EncoderCache
 from epd.config import ProxyConfig
 from epd.errors import (
     BadRequest,
@@ -23,9 +26,10 @@ from epd.errors import (
     UpstreamFailed,
     UpstreamRejected,
 )
-from epd.events import Observer, RequestDone, stage_seconds
+from epd.events import ItemResult, Observer, RequestDone, stage_seconds
 from epd.instances import InstanceTable
 from epd.logs import LogObserver
+from epd.metrics import CONTENT_TYPE, MetricsObserver
 from epd.pipeline import Pipeline
 from epd.sse import EventAligner
 from epd.stages import RequestContext
@@ -35,6 +39,7 @@ CONFIG = web.AppKey("config", ProxyConfig)
 OBSERVERS = web.AppKey("observers", Sequence[Observer])
 PIPELINE = web.AppKey("pipeline", Pipeline)
 ADMIN = web.AppKey("admin", Admin)
+METRICS = web.AppKey("metrics", MetricsObserver)
 CONTEXT = web.RequestKey("context", RequestContext)
 OUTCOME = web.RequestKey("outcome", ProxyError)
 """Set where a stream broke after its status had gone out."""
@@ -57,19 +62,25 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
 
     Args:
         config: what `epd serve` makes of its flags.
-        observers: told of every event; by default they are logged.
+        observers: told of every event, beside what counts them for `/metrics`; by default they
+            are logged.
     """
     app = web.Application(
         client_max_size=config.max_body_bytes, middlewares=[observe, render_errors]
     )
     app[CONFIG] = config
-    app[OBSERVERS] = (LogObserver(),) if observers is None else tuple(observers)
+    app[METRICS] = MetricsObserver()
+    app[OBSERVERS] = (
+        app[METRICS],
+        *((LogObserver(),) if observers is None else observers),
+    )
     app.cleanup_ctx.append(_connections)
     app.add_routes(
         [
             web.post("/v1/chat/completions", chat_completions),
             web.get("/v1/models", models),
             web.get("/health", health),
+            web.get("/metrics", metrics),
             web.post("/start_profile", partial(profile, "start")),
             web.post("/stop_profile", partial(profile, "stop")),
         ]
@@ -80,10 +91,21 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
 async def _connections(app: web.Application) -> AsyncIterator[None]:
     config = app[CONFIG]
     table = InstanceTable(config.instances)
-    async with Upstream.connect(config.connect_timeout_s) as upstream:
-        app[PIPELINE] = Pipeline(table, upstream, config)
+    async with (
+        Upstream.connect(config.connect_timeout_s) as upstream,
+        _cache(config) as cache,
+    ):
+        app[PIPELINE] = Pipeline(table, upstream, cache, config)
         app[ADMIN] = Admin(table, upstream, config)
         yield
+
+
+def _cache(config: ProxyConfig) -> AbstractAsyncContextManager[EncoderCache | None]:
+    if config.ec_store is None:
+        return nullcontext()
+    return EncoderCache.connect(
+        config.ec_store, budget_s=config.ec_store_budget_s, lease_s=config.ec_store_lease_s
+    )
 
 
 # Middlewares: observe is the outer one.
@@ -116,6 +138,8 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
             error="client_closed" if status == CLIENT_CLOSED else error and error.slug,
             reason=_reason(error),
             stages=tuple(context.stages),
+            items=dict(context.items),
+            retries=context.retries,
         )
         for observer in observers:
             observer.request_done(event)
@@ -234,6 +258,11 @@ async def health(request: web.Request) -> web.Response:
     return _json(body, request[CONTEXT], status)
 
 
+async def metrics(request: web.Request) -> web.Response:
+    """`GET /metrics`, for Prometheus."""
+    return web.Response(body=request.app[METRICS].page(), headers={"Content-Type": CONTENT_TYPE})
+
+
 async def profile(command: str, request: web.Request) -> web.Response:
     """`POST /start_profile` and `/stop_profile`: tells every instance."""
     body = await _read(request)
@@ -269,7 +298,12 @@ def _own_headers(context: RequestContext) -> dict[str, str]:
         f"{stage};dur={seconds * 1000:.1f}"
         for stage, seconds in stage_seconds(context.stages).items()
     )
-    return own | {"Server-Timing": timing} if timing else own
+    items = ",".join(f"{result}={context.items[result]}" for result in get_args(ItemResult))
+    return (
+        own
+        | ({"Server-Timing": timing} if timing else {})
+        | ({"x-epd-items": items} if context.items else {})
+    )
 
 
 def _json(body: object, context: RequestContext, status: int = 200) -> web.Response:

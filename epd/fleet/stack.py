@@ -35,6 +35,7 @@ class Stack:
         local_media: Path,
         store: str | None = None,
         flags: Mapping[Role, Sequence[str]] = MappingProxyType({}),
+        proxy_flags: Sequence[str] = (),
         report: Callable[[str], None] = print,
     ) -> None:
         """Describe it; entering the context starts it.
@@ -46,9 +47,11 @@ class Stack:
             local_media: folder that file:// media may come from.
             store: URL of the encoder cache.
             flags: more of the command lines of a role's engines.
+            proxy_flags: more of the proxy's command line.
             report: is told of progress, a line at a time.
         """
         self.store = store or f"file://{directory.resolve()}/ec-store?max_bytes=1GiB"
+        self._proxy_flags = proxy_flags
         self._logs = directory / "logs"
         self._report = report
         self._processes: list[Process] = []
@@ -130,11 +133,13 @@ class Stack:
         return [
             *(sys.executable, "-m", "epd", "serve", "--host", "127.0.0.1"),
             *("--port", str(self._port)),
+            *("--ec-store", self.store),
             *("--allowed-local-media-path", str(self._local_media)),
             *(
                 f"{flag}={','.join(engine.url for engine in engines)}"
                 for flag, engines in urls.items()
             ),
+            *self._proxy_flags,
         ]
 
 

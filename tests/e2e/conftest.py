@@ -87,6 +87,8 @@ def stack(
             local_media=MEDIA,
             store=url,
             flags=spec.flags(),
+            # What is found does not depend on how busy the machine is.
+            proxy_flags=["--ec-store-budget-s", "2"],
         )
         running.enter_context(described)
         answers = {Role.DECODE, Role.PREFILL_DECODE}

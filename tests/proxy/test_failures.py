@@ -79,7 +79,7 @@ def check_error(
 async def test_a_failing_encoder_ends_in_one_clear_error(
     launch: Launch, fault: Handler, status: int, slug: str, stream: bool
 ) -> None:
-    async with launch(encode_timeout_s=0.2) as fleet:
+    async with launch(encode_timeout_s=0.2, on_encode_failure="fail") as fleet:
         fleet.e.chat = fault
         body = request(text(), image(), stream=stream)
         async with fleet.post(body) as reply:
@@ -92,7 +92,8 @@ async def test_a_failing_encoder_ends_in_one_clear_error(
 
 
 async def test_no_encoder_there(launch: Launch) -> None:
-    async with launch(encode_servers_urls=("http://127.0.0.1:9",)) as fleet:
+    nobody = ("http://127.0.0.1:9",)
+    async with launch(encode_servers_urls=nobody, on_encode_failure="fail") as fleet:
         status, reply = await fleet.chat(request(image()))
 
         assert status == 502
@@ -103,7 +104,7 @@ async def test_no_encoder_there(launch: Launch) -> None:
 
 
 async def test_first_failed_encode_cancels_the_others(launch: Launch) -> None:
-    async with launch(encode=3) as fleet:
+    async with launch(encode=3, encode_policy="round_robin") as fleet:
         fleet.encode[0].chat = hangs
         fleet.encode[1].chat = refuses(400, "second")
         fleet.encode[2].chat = hangs
@@ -189,7 +190,7 @@ async def test_retry_after_reaches_the_client(launch: Launch) -> None:
     async def overloaded(_: web.Request, __: dict[str, Any]) -> web.Response:
         return web.json_response({"error": {}}, status=503, headers={"Retry-After": "7"})
 
-    async with launch() as fleet:
+    async with launch(on_encode_failure="fail") as fleet:
         fleet.e.chat = overloaded
         async with fleet.post(request(image())) as reply:
             assert reply.headers["Retry-After"] == "7"
@@ -256,7 +257,7 @@ async def test_an_encode_answer_is_read_up_to_a_limit(launch: Launch) -> None:
         while True:
             await response.write(b" " * 2**20)
 
-    async with launch() as fleet:
+    async with launch(on_encode_failure="fail") as fleet:
         fleet.e.chat = endless
         async with fleet.post(request(image())) as reply:
             assert reply.status == 502
@@ -277,7 +278,7 @@ async def test_a_large_answer_of_decode_arrives(launch: Launch) -> None:
 
 @pytest.mark.parametrize("role", ["encode", "prefill", "decode"])
 async def test_redirects_are_not_followed(launch: Launch, role: str) -> None:
-    async with launch(prefill=1) as fleet:
+    async with launch(prefill=1, on_encode_failure="fail") as fleet:
 
         async def elsewhere(_: web.Request, __: dict[str, Any]) -> web.Response:
             return web.Response(status=307, headers={"Location": fleet.d.url + "/health"})

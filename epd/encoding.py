@@ -1,0 +1,210 @@
+"""Where the encoder outputs of a request's items come from: the store, or an encode instance."""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from typing import NamedTuple
+
+import orjson
+
+from ec_store import EntryInfo
+from epd.cache import EncoderCache
+from epd.chat import MM_KWARGS, Body, MMItem
+from epd.config import ProxyConfig
+from epd.errors import ProxyError, UpstreamFailed, UpstreamRejected, UpstreamTimeout
+from epd.flights import SingleFlight
+from epd.instances import InstanceTable, Role
+from epd.policies import POLICIES
+from epd.stages import RequestContext, Stages
+from epd.transfer import Encoded, EncodedItem, from_entry
+
+TRIES = 3
+"""How many encode instances an item is sent to at most."""
+
+MAX_LEARNED = 65536
+"""How many identifiers are remembered that an engine made of a uuid and something else."""
+
+OVERLOADED = {HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE}
+
+
+class Wanted(NamedTuple):
+    """An encoder output, as far as it is known before an engine has made it.
+
+    Attributes:
+        model: the model's served name.
+        uuid: the item's.
+        kwargs: what else its content depends on.
+    """
+
+    model: str | None
+    uuid: str
+    kwargs: bytes
+
+
+class Encoder:
+    """Gets each encoder output once, however many items, requests and proxies want it."""
+
+    def __init__(
+        self,
+        stages: Stages,
+        table: InstanceTable,
+        cache: EncoderCache | None,
+        config: ProxyConfig,
+    ) -> None:
+        self._stages = stages
+        self._table = table
+        self._cache = cache
+        self._config = config
+        self._policy = POLICIES[config.encode_policy]()
+        self._flights: SingleFlight[tuple[Encoded, bool]] = SingleFlight()
+        self._learned: OrderedDict[Wanted, str] = OrderedDict()
+
+    async def encode(
+        self, body: Body, uuids: Mapping[MMItem, str | None], context: RequestContext
+    ) -> list[EncodedItem]:
+        """The encoder outputs of all items; those that are missing are encoded, all at once.
+
+        Raises:
+            ProxyError: the first item that failed; the others are cancelled.
+        """
+        context.items.clear()
+        found = await self._find(body, uuids, context)
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._one(body, item, uuid, found.get(item), context))
+                    for item, uuid in uuids.items()
+                ]
+        except ExceptionGroup as failures:
+            first = failures.exceptions[0]
+            raise first from first.__cause__
+        return [task.result() for task in tasks]
+
+    async def _find(
+        self, body: Body, uuids: Mapping[MMItem, str | None], context: RequestContext
+    ) -> dict[MMItem, Encoded]:
+        """The items that the store has."""
+        identifiers = {
+            item: identifier
+            for item, uuid in uuids.items()
+            if uuid is not None and (identifier := self._identifier(_wanted(body, uuid)))
+        }
+        if self._cache is None or not identifiers:
+            return {}
+        with context.timed("store", "lookup"):
+            infos = await self._cache.find(body.get("model"), list({*identifiers.values()}))
+        return {
+            item: from_entry(infos[identifier])
+            for item, identifier in identifiers.items()
+            if identifier in infos and infos[identifier].modality == item.modality
+        }
+
+    async def _one(
+        self,
+        body: Body,
+        item: MMItem,
+        uuid: str | None,
+        found: Encoded | None,
+        context: RequestContext,
+    ) -> EncodedItem:
+        if found is not None:
+            context.items["hit"] += 1
+            return EncodedItem(item, uuid, found)
+        try:
+            if uuid is None:
+                encoded, mine = await self._somewhere(body, item, uuid, context), True
+            else:
+                encoded, mine = await self._once(body, item, uuid, context)
+        except ProxyError as error:
+            if self._config.on_encode_failure == "fail" or not is_instances_fault(error):
+                raise
+            context.items["local"] += 1
+            return EncodedItem(item, uuid, Encoded())
+        context.items["encoded" if mine else "hit"] += 1
+        return EncodedItem(item, uuid, encoded)
+
+    async def _once(
+        self, body: Body, item: MMItem, uuid: str, context: RequestContext
+    ) -> tuple[Encoded, bool]:
+        """The output, and whether it was encoded for this item."""
+        wanted = _wanted(body, uuid)
+        begun_here = False
+
+        async def work() -> tuple[Encoded, bool]:
+            nonlocal begun_here
+            begun_here = True
+            async with self._turn(wanted) as info:
+                if info is not None and info.modality == item.modality:
+                    return from_entry(info), False
+                encoded = await self._somewhere(body, item, uuid, context)
+                self._learn(wanted, encoded)
+                return encoded, True
+
+        encoded, made = await self._flights.run(wanted, work)
+        return encoded, made and begun_here
+
+    @asynccontextmanager
+    async def _turn(self, wanted: Wanted) -> AsyncIterator[EntryInfo | None]:
+        identifier = self._identifier(wanted)
+        if self._cache is None or identifier is None:
+            yield None
+            return
+        async with self._cache.turn(
+            wanted.model, identifier, self._config.encode_timeout_s
+        ) as info:
+            yield info
+
+    async def _somewhere(
+        self, body: Body, item: MMItem, uuid: str | None, context: RequestContext
+    ) -> Encoded:
+        """Encode an item on one instance, or on the next where that fails.
+
+        Raises:
+            ProxyError: none could, or one says that the item is at fault.
+        """
+        candidates = self._table.of(Role.ENCODE)
+        key = uuid or str(item.part.get(item.kind))
+        failure: ProxyError | None = None
+        for instance in self._policy.order(candidates, key, self._table.load)[:TRIES]:
+            try:
+                with self._table.using(instance):
+                    return await self._stages.encode(instance, body, item, uuid, context)
+            except ProxyError as error:
+                if not is_instances_fault(error):
+                    raise
+                failure = error
+        raise failure or UpstreamFailed(
+            "there is no encode instance", slug="no_encoder", stage="encode"
+        )
+
+    def _identifier(self, wanted: Wanted) -> str | None:
+        """The key of an output in the store; None where only an engine can tell it."""
+        known = self._learned.get(wanted)
+        if known is not None:
+            self._learned.move_to_end(wanted)
+            return known
+        return None if wanted.kwargs else wanted.uuid
+
+    def _learn(self, wanted: Wanted, encoded: Encoded) -> None:
+        if self._cache is not None and encoded.namespace is not None:
+            self._cache.learn(wanted.model, encoded.namespace)
+        if encoded.identifier not in {None, wanted.uuid}:
+            self._learned[wanted] = str(encoded.identifier)
+            while len(self._learned) > MAX_LEARNED:
+                self._learned.popitem(last=False)
+
+
+def is_instances_fault(error: ProxyError) -> bool:
+    """Whether another instance may do better: not where this one refused the item itself."""
+    if isinstance(error, UpstreamRejected):
+        return error.status in OVERLOADED
+    return isinstance(error, UpstreamFailed | UpstreamTimeout) and error.slug != "encode_metadata"
+
+
+def _wanted(body: Body, uuid: str) -> Wanted:
+    kwargs = {name: body[name] for name in MM_KWARGS if body.get(name)}
+    encoded = orjson.dumps(kwargs, option=orjson.OPT_SORT_KEYS) if kwargs else b""
+    model = body.get("model")
+    return Wanted(model if isinstance(model, str) else None, uuid, encoded)

@@ -1,0 +1,508 @@
+"""The proxy with a store: encode instances write to it, decode instances read from it."""
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from ec_store import Entry, EntryKey, Store, open_store
+from tests.proxy.conftest import Fleet, Launch, until
+from tests.proxy.fake_instance import (
+    REPLY,
+    FakeInstance,
+    Handler,
+    decodes,
+    encodes,
+    hangs,
+    refuses,
+)
+from tests.requests import Part, image, input_audio, request, text, video
+
+NAMESPACE = "m@main:0123"
+BUDGET_S = 5.0
+"""What is found does not depend on how fast a busy machine looks."""
+
+
+class Backed:
+    """Fake instances that do what the connector does, on a real store."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.encode_s = 0.0
+        self.write_s = 0.0
+        self.writes: list[asyncio.Task[None]] = []
+
+    async def encodes(self, request: web.Request, body: dict[str, Any]) -> web.Response:
+        """Answer, and write a little later."""
+        await asyncio.sleep(self.encode_s)
+        reply = await encodes(request, body)
+        said = json.loads(reply.text or "")
+        for identifier, item in said["ec_transfer_params"].items():
+            item["namespace"] = NAMESPACE
+            modality = next(iter(item["metadata"])).partition("_")[0]
+            write = self._write(identifier, modality, item["metadata"])
+            self.writes.append(asyncio.create_task(write))
+        return web.json_response(said)
+
+    async def _write(self, identifier: str, modality: str, metadata: dict[str, Any]) -> None:
+        await asyncio.sleep(self.write_s)
+        entry = Entry(memoryview(bytes(16)), "F32", (1, 4), modality, metadata)
+        await asyncio.to_thread(self.store.put, EntryKey(NAMESPACE, identifier), entry)
+
+    async def decodes(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        """Answer; fail as vLLM does where an item without media is not in the store."""
+        promised = body.get("ec_transfer_params") or {}
+        for part in parts_of(body):
+            if part["type"].endswith("_embeds"):
+                uuid = part["uuid"]
+                if not await self._has(uuid, waits=100 if uuid in promised else 1):
+                    return await refuses(500, "Internal server error")(request, body)
+        return await decodes(request, body)
+
+    async def _has(self, identifier: str, waits: int) -> bool:
+        for _ in range(waits):
+            if await asyncio.to_thread(self.store.get, EntryKey(NAMESPACE, identifier)):
+                return True
+            await asyncio.sleep(0.02)
+        return False
+
+    async def forget(self) -> None:
+        """Delete every entry."""
+        await asyncio.gather(*self.writes)
+        keys = [row.info.key for row in self.store.ls() if row.info is not None]
+        await asyncio.to_thread(self.store.delete, keys)
+
+
+def parts_of(body: dict[str, Any]) -> list[Part]:
+    contents = [message["content"] for message in body["messages"]]
+    return [part for content in contents if isinstance(content, list) for part in content]
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/store"
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[Store]:
+    with open_store(url) as opened:
+        opened.register_namespace("m", NAMESPACE)
+        yield opened
+
+
+@pytest.fixture
+def backed(store: Store) -> Backed:
+    return Backed(store)
+
+
+@asynccontextmanager
+async def caching(launch: Launch, backed: Backed, url: str, **config: Any) -> AsyncIterator[Fleet]:
+    """A fleet whose instances use the store, and whose proxy asks it."""
+    defaults: dict[str, Any] = {"ec_store": url, "ec_store_budget_s": BUDGET_S}
+    async with launch(**defaults | config) as fleet:
+        for instance in fleet.encode:
+            instance.chat = backed.encodes
+        for instance in (*fleet.prefill, *fleet.decode):
+            if instance in fleet.decode:
+                instance.chat = backed.decodes
+        yield fleet
+        await asyncio.gather(*backed.writes)
+
+
+async def items_of(fleet: Fleet, body: dict[str, Any]) -> dict[str, int]:
+    """What `x-epd-items` says of an answered request."""
+    async with fleet.post(body) as reply:
+        assert reply.status == 200, await reply.text()
+        assert await reply.json() == REPLY
+        pairs = (pair.split("=") for pair in reply.headers["x-epd-items"].split(","))
+        return {name: int(count) for name, count in pairs if count != "0"}
+
+
+def encoded(fleet: Fleet) -> int:
+    return sum(len(instance.calls) for instance in fleet.encode)
+
+
+def media_types(instance: FakeInstance) -> list[list[str]]:
+    return [[part["type"] for part in call.parts] for call in instance.calls]
+
+
+async def test_a_picture_seen_before_costs_no_encode_and_no_upload(
+    launch: Launch, backed: Backed, url: str
+) -> None:
+    async with caching(launch, backed, url, prefill=1) as fleet:
+        body = request(text(), image(b"x" * 100_000))
+        first = await items_of(fleet, body)
+        await asyncio.gather(*backed.writes)
+        second = await items_of(fleet, body)
+
+        assert (first, second) == ({"encoded": 1}, {"hit": 1})
+        assert encoded(fleet) == 1
+        for instance in (fleet.p, fleet.d):
+            assert media_types(instance) == [["text", "image_embeds"]] * 2
+            assert len(json.dumps(instance.calls[1].body)) < 2000
+        assert "ec_transfer_params" not in fleet.d.calls[1].body
+        first_part, second_part = (call.parts[1] for call in fleet.d.calls)
+        assert first_part == second_part
+
+
+async def test_another_picture_is_another_encode(launch: Launch, backed: Backed, url: str) -> None:
+    async with caching(launch, backed, url) as fleet:
+        for content in (b"1", b"2", b"1", b"2"):
+            await items_of(fleet, request(image(content)))
+            await asyncio.gather(*backed.writes)
+
+        assert encoded(fleet) == 2
+        uuids = [call.parts[0]["uuid"] for call in fleet.d.calls]
+        assert uuids[:2] == uuids[2:]
+        assert uuids[0] != uuids[1]
+
+
+async def test_a_conversation_of_ten_turns_encodes_each_picture_once(
+    launch: Launch, backed: Backed, url: str
+) -> None:
+    pictures = [image(b"1"), image(b"2"), image(b"3")]
+    async with caching(launch, backed, url) as fleet:
+        messages: list[dict[str, Any]] = []
+        for turn in range(10):
+            new = [pictures[turn // 4]] if turn % 4 == 0 else []
+            messages.append({"role": "user", "content": [text(f"turn {turn}"), *new]})
+            status, _ = await fleet.chat({"model": "m", "messages": messages})
+            assert status == 200
+            messages.append({"role": "assistant", "content": "yes"})
+
+        assert encoded(fleet) == 3
+        assert not any("image_url" in types for types in media_types(fleet.d))
+
+
+async def test_what_one_proxy_encoded_another_finds(
+    launch: Launch, backed: Backed, url: str
+) -> None:
+    async with caching(launch, backed, url) as one, caching(launch, backed, url) as other:
+        await items_of(one, request(image()))
+        await asyncio.gather(*backed.writes)
+
+        assert await items_of(other, request(image())) == {"hit": 1}
+        assert encoded(other) == 0
+
+
+async def test_a_picture_twice_in_a_request_is_one_encode(
+    launch: Launch, backed: Backed, url: str
+) -> None:
+    async with caching(launch, backed, url) as fleet:
+        assert await items_of(fleet, request(image(), image())) == {"encoded": 1, "hit": 1}
+        assert encoded(fleet) == 1
+
+
+@pytest.mark.parametrize("with_store", [True, False])
+async def test_requests_at_once_for_a_new_picture_are_one_encode(
+    launch: Launch, backed: Backed, url: str, with_store: bool
+) -> None:
+    backed.encode_s = 0.3
+    async with caching(launch, backed, url if with_store else "none") as fleet:
+        done = await asyncio.gather(*(items_of(fleet, request(image())) for _ in range(16)))
+
+        assert encoded(fleet) == 1
+        assert sorted(map(str, done)) == sorted(["{'encoded': 1}", *["{'hit': 1}"] * 15])
+
+
+async def test_proxies_on_one_store_encode_a_new_picture_once(
+    launch: Launch, backed: Backed, url: str
+) -> None:
+    backed.encode_s, backed.write_s = 0.3, 0.2
+    async with caching(launch, backed, url) as one, caching(launch, backed, url) as other:
+        fleets = [one, other] * 8
+        await asyncio.gather(*(items_of(fleet, request(image())) for fleet in fleets))
+
+        assert encoded(one) + encoded(other) == 1
+
+
+async def test_a_claim_whose_holder_died_is_waited_for_only_so_long(
+    launch: Launch, backed: Backed, url: str
+) -> None:
+    async with caching(launch, backed, url) as fleet:
+        await items_of(fleet, request(image()))
+        await backed.forget()
+        key = EntryKey(NAMESPACE, fleet.d.calls[0].parts[0]["uuid"])
+        await until(lambda: backed.store.claim([key], "dead", 0.5) == [True])
+
+        assert await items_of(fleet, request(image())) == {"encoded": 1}
+        assert backed.store.claim([key], "dead", 0.1) in ([True], [False])
+
+
+@pytest.mark.parametrize("prefill", [0, 1])
+async def test_an_entry_lost_between_look_up_and_load_is_invisible_to_the_client(
+    launch: Launch, backed: Backed, url: str, prefill: int
+) -> None:
+    """Row 21."""
+    async with caching(launch, backed, url, prefill=prefill) as fleet:
+        await items_of(fleet, request(image(), text()))
+        loader = fleet.p if prefill else fleet.d
+        answers = loader.chat
+
+        async def loses(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            loader.chat = answers
+            await backed.forget()
+            return await refuses(500, "Internal server error")(request, body)
+
+        loader.chat = loses
+        assert await items_of(fleet, request(image(), text())) == {"encoded": 1}
+        assert encoded(fleet) == 2
+        assert media_types(loader)[1:] == [["image_embeds", "text"], ["image_url", "text"]]
+        assert loader.calls[1].parts[0]["uuid"] == loader.calls[2].parts[0]["uuid"]
+        assert [done.retries for done in fleet.events.requests] == [0, 1]
+
+
+async def test_an_engine_that_fails_anyway_is_asked_twice_and_no_more(
+    launch: Launch, backed: Backed, url: str
+) -> None:
+    async with caching(launch, backed, url) as fleet:
+        fleet.d.chat = refuses(500, "Internal server error")
+        status, reply = await fleet.chat(request(image()))
+
+        assert (status, reply["error"]["message"]) == (500, "Internal server error")
+        assert len(fleet.d.calls) == 2
+
+
+async def test_an_error_that_is_no_lost_entry_is_not_tried_again(
+    launch: Launch, backed: Backed, url: str
+) -> None:
+    async with caching(launch, backed, url) as fleet:
+        fleet.d.chat = refuses(400, "too long")
+        status, _ = await fleet.chat(request(image()))
+        fleet.d.chat = refuses(500, "no")
+        also, _ = await fleet.chat(request(text()))
+
+        assert (status, also) == (400, 500)
+        assert len(fleet.d.calls) == 2
+
+
+@pytest.mark.parametrize("away", ["redis://127.0.0.1:9", "file:///proc/nowhere/store"])
+async def test_without_the_store_requests_are_served(
+    launch: Launch, backed: Backed, away: str
+) -> None:
+    """Row 16."""
+    async with caching(launch, backed, away) as fleet:
+        for _ in range(2):
+            assert await items_of(fleet, request(image())) == {"encoded": 1}
+
+
+async def test_a_store_that_hangs_costs_its_budget_and_then_nothing(
+    launch: Launch, backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row 16."""
+    go = threading.Event()
+    asked: list[int] = []
+
+    def lease(_: object, keys: list[EntryKey], __: float) -> list[None]:
+        asked.append(len(keys))
+        go.wait(60)
+        return [None for _ in keys]
+
+    async with caching(launch, backed, url, ec_store_budget_s=0.02) as fleet:
+        await items_of(fleet, request(image()))
+        await asyncio.gather(*backed.writes)
+        monkeypatch.setattr("ec_store.shared_disk.SharedDiskStore.lease", lease)
+        try:
+            done = [await items_of(fleet, request(image())) for _ in range(8)]
+        finally:
+            go.set()
+
+        assert done == [{"encoded": 1}] * 8
+        assert 1 <= len(asked) <= 4
+
+
+async def test_the_namespace_is_followed_when_it_changes(
+    launch: Launch, backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("epd.cache.REFRESH_S", 0.05)
+    async with caching(launch, backed, url) as fleet:
+        await items_of(fleet, request(image()))
+        await asyncio.gather(*backed.writes)
+        assert await items_of(fleet, request(image())) == {"hit": 1}
+        backed.store.register_namespace("m", "m@other:4567")
+        await asyncio.sleep(0.3)
+
+        assert await items_of(fleet, request(image())) == {"encoded": 1}
+
+
+async def test_a_model_that_the_store_does_not_name_is_learnt_from_its_encoder(
+    launch: Launch, backed: Backed, url: str
+) -> None:
+    async with caching(launch, backed, url) as fleet:
+        body = request(image(), model="alias")
+        assert await items_of(fleet, body) == {"encoded": 1}
+        await asyncio.gather(*backed.writes)
+
+        assert await items_of(fleet, body) == {"hit": 1}
+
+
+async def test_processor_kwargs_make_another_entry_which_is_found_again(
+    launch: Launch, backed: Backed, url: str
+) -> None:
+    async with caching(launch, backed, url) as fleet:
+        plain = request(image())
+        kwargs = request(image(), mm_processor_kwargs={"max_pixels": 100})
+        for body in (plain, kwargs):
+            assert await items_of(fleet, body) == {"encoded": 1}
+            await asyncio.gather(*backed.writes)
+        for body in (plain, kwargs):
+            assert await items_of(fleet, body) == {"hit": 1}
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"),
+    [(input_audio(), "audio_embeds"), (video(), "video_url"), (image(), "image_embeds")],
+    ids=["audio", "video", "image"],
+)
+async def test_a_hit_goes_on_as_its_modality_can(
+    launch: Launch, backed: Backed, url: str, part: Part, kind: str
+) -> None:
+    async with caching(launch, backed, url) as fleet:
+        for _ in range(2):
+            await items_of(fleet, request(part))
+            await asyncio.gather(*backed.writes)
+
+        assert encoded(fleet) == 1
+        assert media_types(fleet.d) == [[kind], [kind]]
+
+
+# Single flight.
+
+
+async def test_the_first_client_may_leave_and_the_others_are_served(
+    launch: Launch, backed: Backed, url: str
+) -> None:
+    backed.encode_s = 0.5
+    async with caching(launch, backed, url) as fleet:
+        first = asyncio.create_task(items_of(fleet, request(image())))
+        await until(lambda: encoded(fleet) == 1)
+        second = asyncio.create_task(items_of(fleet, request(image())))
+        await asyncio.sleep(0.1)
+        first.cancel()
+
+        assert await second == {"hit": 1}
+        assert encoded(fleet) == 1
+        assert fleet.e.aborted == 0
+
+
+async def test_an_encode_that_nobody_waits_for_any_more_is_cancelled(
+    launch: Launch, backed: Backed, url: str
+) -> None:
+    async with caching(launch, backed, url) as fleet:
+        fleet.e.chat = hangs
+        clients = [asyncio.create_task(items_of(fleet, request(image()))) for _ in range(2)]
+        await until(lambda: encoded(fleet) == 1)
+        await asyncio.sleep(0.1)
+        clients[0].cancel()
+        await asyncio.sleep(0.1)
+        assert fleet.e.aborted == 0
+        clients[1].cancel()
+
+        await until(lambda: fleet.e.aborted == 1)
+        fleet.e.chat = backed.encodes
+        assert await items_of(fleet, request(image())) == {"encoded": 1}
+
+
+async def test_who_waited_for_an_encode_that_failed_tries_itself(
+    launch: Launch, backed: Backed, url: str
+) -> None:
+    async with caching(launch, backed, url, on_encode_failure="fail") as fleet:
+
+        async def fails_once(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            fleet.e.chat = backed.encodes
+            await asyncio.sleep(0.3)
+            return await refuses(503, "busy")(request, body)
+
+        fleet.e.chat = fails_once
+        first = asyncio.create_task(fleet.chat(request(image())))
+        await until(lambda: encoded(fleet) == 1)
+        others = [asyncio.create_task(fleet.chat(request(image()))) for _ in range(4)]
+
+        assert (await first)[0] == 503
+        assert {status for status, _ in await asyncio.gather(*others)} == {200}
+        assert encoded(fleet) == 2
+
+
+# Where the encode goes, and what happens where it fails.
+
+
+async def test_a_picture_goes_to_the_same_instance_again(launch: Launch) -> None:
+    async with launch(encode=3) as fleet:
+        for _ in range(3):
+            for content in (b"1", b"2", b"3", b"4", b"5", b"6"):
+                await fleet.chat(request(image(content)))
+        uuids = [{call.parts[0]["uuid"] for call in one.calls} for one in fleet.encode]
+
+        assert sum(len(one.calls) for one in fleet.encode) == 18
+        assert all(not a & b for a, b in pairwise([*uuids, uuids[0]]))
+        assert sum(map(bool, uuids)) > 1
+
+
+async def test_one_picture_does_not_overload_its_instance(launch: Launch) -> None:
+    """The same picture under other processor options is another output, but of the same key."""
+    async with launch(encode=2) as fleet:
+        for instance in fleet.encode:
+            instance.chat = hangs
+        clients = [
+            asyncio.create_task(
+                fleet.chat(request(image(), mm_processor_kwargs={"max_pixels": number}))
+            )
+            for number in range(16)
+        ]
+        await until(lambda: encoded(fleet) == 16)
+        calls = [len(one.calls) for one in fleet.encode]
+        for client in clients:
+            client.cancel()
+
+        assert max(calls) <= 11
+
+
+@pytest.mark.parametrize("fault", [refuses(500), refuses(503), refuses(429), hangs])
+async def test_an_item_is_encoded_by_another_instance(launch: Launch, fault: Handler) -> None:
+    """Rows 1 to 7."""
+    async with launch(encode=2, encode_timeout_s=0.3, encode_policy="round_robin") as fleet:
+        fleet.encode[0].chat = fault
+        assert await items_of(fleet, request(image())) == {"encoded": 1}
+        assert [len(one.calls) for one in fleet.encode] == [1, 1]
+        assert media_types(fleet.d) == [["image_embeds"]]
+
+
+async def test_an_item_is_sent_to_three_instances_at_most(launch: Launch) -> None:
+    async with launch(encode=5, on_encode_failure="fail") as fleet:
+        for instance in fleet.encode:
+            instance.chat = refuses(500)
+        status, _ = await fleet.chat(request(image()))
+
+        assert status == 502
+        assert encoded(fleet) == 3
+
+
+async def test_an_item_at_fault_is_sent_to_no_other_instance(launch: Launch) -> None:
+    async with launch(encode=3) as fleet:
+        for instance in fleet.encode:
+            instance.chat = refuses(400, "no picture")
+        status, reply = await fleet.chat(request(image()))
+
+        assert (status, reply["error"]["message"]) == (400, "no picture")
+        assert encoded(fleet) == 1
+
+
+async def test_what_nobody_can_encode_goes_on_raw(launch: Launch, backed: Backed, url: str) -> None:
+    """Row 11: decode encodes it; the others it finds by their keys."""
+    async with caching(launch, backed, url) as fleet:
+        good, bad = image(b"good"), image(b"bad")
+        await items_of(fleet, request(good))
+        await asyncio.gather(*backed.writes)
+        fleet.e.chat = refuses(500)
+
+        assert await items_of(fleet, request(good, bad)) == {"hit": 1, "local": 1}
+        assert media_types(fleet.d)[1] == ["image_url", "image_url"]
+        assert fleet.d.calls[1].parts[0]["uuid"] == fleet.d.calls[0].parts[0]["uuid"]
+        assert fleet.events.requests[-1].items == {"hit": 1, "local": 1}
