@@ -56,6 +56,14 @@ class AsyncStore:
         """As `Store.lease`."""
         return await self._call(self._store.lease, keys, seconds)
 
+    async def claim(self, keys: Sequence[EntryKey], owner: str, seconds: float) -> list[bool]:
+        """As `Store.claim`."""
+        return await self._call(self._store.claim, keys, owner, seconds)
+
+    async def release(self, keys: Sequence[EntryKey], owner: str) -> None:
+        """As `Store.release`."""
+        await self._call(self._store.release, keys, owner)
+
     async def delete(self, keys: Sequence[EntryKey]) -> int:
         """As `Store.delete`."""
         return await self._call(self._store.delete, keys)

@@ -9,6 +9,9 @@ from ec_store.counts import Counts
 from ec_store.entry import Entry, EntryInfo
 from ec_store.keys import EntryKey
 
+LONGEST_CLAIM_S = 3600.0
+"""No claim lives longer without being renewed, whatever is asked for or found."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
@@ -94,6 +97,35 @@ class Store(Protocol):
 
     def lease(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
         """As `lookup`, and what is there is not evicted for `seconds` from now. Counts as use."""
+
+    def claim(self, keys: Sequence[EntryKey], owner: str, seconds: float) -> list[bool]:
+        """Say that `owner` makes these entries, so that others may wait instead of making them too.
+
+        A claim is taken where nobody holds it, and renewed where this owner does. It ends `seconds`
+        later by the store's clock, after an hour at most: it dies with its holder. It says nothing
+        of the entry, which may be there or not, and keeps nobody from putting it. In rare races
+        two owners hold one claim for a time: it saves work, and nothing may depend on it.
+
+        Args:
+            keys: the entries.
+            owner: the same for those who make an entry once between them, and nobody else's.
+            seconds: how long from now, unless it is renewed.
+
+        Returns:
+            For each key whether the owner holds its claim now; False where another does.
+
+        Raises:
+            StoreUnavailable: claims cannot be written. Go on without: what was taken before ends.
+            ValueError: the owner is empty, or longer than `MAX_OWNER_BYTES` bytes.
+        """
+
+    def release(self, keys: Sequence[EntryKey], owner: str) -> None:
+        """Give back claims before they end. What another holds is left alone.
+
+        Raises:
+            StoreUnavailable: claims cannot be written. They end all the same.
+            ValueError: as `claim`.
+        """
 
     def delete(self, keys: Sequence[EntryKey]) -> int:
         """Forget entries, leased or not; how many were there."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from ec_store.claims import Claims
 from ec_store.errors import StoreUnavailable
 from ec_store.eviction import HIGH_WATER, Kept, excess_bytes, victims
 from ec_store.files import Folder, StoreClock, regular
@@ -38,6 +39,7 @@ class Housekeeping:
         self.clock = StoreClock()
         self.ledger = Ledger()
         self.leases = Leases()
+        self.claims = Claims()
         self.evictions = 0
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
@@ -180,6 +182,7 @@ class Housekeeping:
     def _sweep(self, tree: Tree, now: float) -> None:
         """Remove what is neither entry nor needed."""
         self.leases.sweep(tree.leases, now)
+        self.claims.sweep(tree.claims, lambda: self.clock.now(tree.root))
         self.ledger.merge(tree.usage, now)
         for folder, age_s in (
             (tree.root, STAGING_S),

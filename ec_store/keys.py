@@ -1,9 +1,10 @@
-"""The key of an entry."""
+"""The key of an entry, and the owner of a claim."""
 
 import hashlib
 from dataclasses import dataclass
 
 MAX_PART_BYTES = 64 * 1024
+MAX_OWNER_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -39,3 +40,15 @@ class EntryKey:
             encoded = part.encode("utf-8", "surrogatepass")
             digest.update(len(encoded).to_bytes(4, "big") + encoded)
         return digest.hexdigest()
+
+
+def owner_bytes(owner: str) -> bytes:
+    """An owner as stores keep it.
+
+    Raises:
+        ValueError: it is empty, or longer than `MAX_OWNER_BYTES` bytes.
+    """
+    encoded = owner.encode("utf-8", "surrogatepass")
+    if not 0 < len(encoded) <= MAX_OWNER_BYTES:
+        raise ValueError(f"an owner has 1 to {MAX_OWNER_BYTES} bytes")
+    return encoded

@@ -2,6 +2,7 @@
 
     {prefix}:{<digest>}:m                manifest: a frame, the entry's header, a small payload
     {prefix}:{<digest>}:<write id>:<n>   chunk n of a larger payload
+    {prefix}:{<digest>}:c                who makes the entry
     {prefix}:namespaces                  hash, served model to namespace
 
 The digest in braces is the hash tag: all parts of an entry are in one cluster slot. Every write has
@@ -60,6 +61,10 @@ class Names:
     def manifest(self, digest: str) -> bytes:
         """The manifest of an entry."""
         return f"{self.prefix}:{{{digest}}}:m".encode()
+
+    def claim(self, digest: str) -> bytes:
+        """Who makes an entry."""
+        return f"{self.prefix}:{{{digest}}}:c".encode()
 
     def chunks(self, digest: str, frame: "Frame", payload_bytes: int) -> list[bytes]:
         """The chunks of a payload, in order; none where it is in the manifest."""

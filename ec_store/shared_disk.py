@@ -17,7 +17,7 @@ from ec_store.entry_files import EntryFiles, blob_bytes, load_header
 from ec_store.errors import CorruptEntry, EntryTooLarge, StoreUnavailable
 from ec_store.files import NO_ROOM, Modes, regular
 from ec_store.housekeeping import Housekeeping
-from ec_store.keys import EntryKey
+from ec_store.keys import EntryKey, owner_bytes
 from ec_store.listing import listed, registered
 from ec_store.tree import Tree, staging_name
 
@@ -113,8 +113,7 @@ class SharedDiskStore(Store):
             return found
         try:
             tree = self._tree()
-            now = self._keeper.clock.now(tree.root)
-            self._keeper.leases.add(tree.leases, there, seconds, now)
+            self._keeper.leases.add(tree.leases, there, seconds, self._now(tree))
         except OSError as error:
             self._lost(error)
             return [None] * len(keys)
@@ -123,6 +122,28 @@ class SharedDiskStore(Store):
             info if info and tree.there(digest) else None
             for digest, info in zip(digests, found, strict=True)
         ]
+
+    def claim(self, keys: Sequence[EntryKey], owner: str, seconds: float) -> list[bool]:
+        """See `Store`. Exactly one of several owners gets a claim, on NFS too."""
+        name = owner_bytes(owner)
+        with self._unavailable("claims could not be written"):
+            tree = self._tree(create=True)
+            return [
+                self._keeper.claims.take(
+                    tree.claims, key.digest, name, seconds, lambda: self._now(tree)
+                )
+                for key in keys
+            ]
+
+    def release(self, keys: Sequence[EntryKey], owner: str) -> None:
+        """See `Store`."""
+        name = owner_bytes(owner)
+        with self._unavailable("claims could not be given back"):
+            tree = self._tree()
+            for key in keys:
+                self._keeper.claims.give_back(
+                    tree.claims, key.digest, name, lambda: self._now(tree)
+                )
 
     def delete(self, keys: Sequence[EntryKey]) -> int:
         """See `Store`."""
@@ -215,6 +236,9 @@ class SharedDiskStore(Store):
         except OSError as error:
             self._lost(error)
             raise StoreUnavailable(f"{what}: {error.strerror or error}") from error
+
+    def _now(self, tree: Tree) -> float:
+        return self._keeper.clock.now(tree.root)
 
     def _lost(self, error: OSError) -> None:
         """After an error that says more than that an entry is missing, begin with a new tree."""
@@ -319,14 +343,14 @@ class SharedDiskStore(Store):
         return loaded
 
     def _live(self, tree: Tree, status: os.stat_result) -> bool:
-        age_s = self._keeper.clock.now(tree.root) - status.st_mtime
+        age_s = self._now(tree) - status.st_mtime
         # Larger than what is read here: somebody else's limit is another. It would fill the memory.
         limit = self._config.max_entry_bytes + MAX_HEADER_BYTES
         return age_s <= self._config.ttl and status.st_size <= limit
 
     def _touch(self, tree: Tree, fd: int, status: os.stat_result) -> None:
         """Mark an entry as used now, by the store's clock."""
-        if self._keeper.clock.now(tree.root) - status.st_mtime > self._touch_s:
+        if self._now(tree) - status.st_mtime > self._touch_s:
             with suppress(OSError):  # a reader that may not write
                 os.utime(fd)
 

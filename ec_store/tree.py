@@ -3,6 +3,8 @@
 entries/ab/cd/<digest>                      an entry
 entries/ab/cd/.<digest>.<size>.<random>.tmp one that is written or removed at the moment
 leases/<when it ends>/<digest>              a lease
+claims/<digest>                             who makes an entry
+claims/<digest>.next                        a claim that is changed at the moment
 namespaces/<digest of the model>.json       a model's namespace
 quarantine/<digest>.<random>                what was found corrupt
 usage/<random>                              what one process wrote and removed
@@ -60,6 +62,7 @@ class Tree:
         opened = self.root.ensured if create else self.root.folder
         self.entries = opened("entries")
         self.leases = opened("leases")
+        self.claims = opened("claims")
         self.namespaces = opened("namespaces")
         self.quarantine = opened("quarantine")
         self.usage = opened("usage")

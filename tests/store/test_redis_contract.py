@@ -9,6 +9,7 @@ import redis
 from redis.crc import key_slot
 
 from ec_store import EntryKey, open_store
+from tests.store.claims_contract import ClaimsContract
 from tests.store.contract import Opened, Spoil, StoreContract
 from tests.store.redis_server import Certificates, RedisServer, cluster, has_tls
 
@@ -65,7 +66,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sequence[Redis
         yield servers
 
 
-class TestRedis(StoreContract):
+class TestRedis(StoreContract, ClaimsContract):
     query = ""
 
     @pytest.fixture
@@ -81,7 +82,7 @@ class TestRedisInChunks(TestRedis):
     query = "chunk_bytes=1KiB"
 
 
-class TestRedisWithTlsAndAcl(StoreContract):
+class TestRedisWithTlsAndAcl(StoreContract, ClaimsContract):
     @pytest.fixture
     def opened(self, tls_server: RedisServer) -> Iterator[Opened]:
         assert tls_server.tls is not None
@@ -93,7 +94,7 @@ class TestRedisWithTlsAndAcl(StoreContract):
         return spoiler(lambda _: tls_server.client)
 
 
-class TestRedisClusterWithTlsAndAcl(StoreContract):
+class TestRedisClusterWithTlsAndAcl(StoreContract, ClaimsContract):
     @pytest.fixture
     def opened(self, servers: Sequence[RedisServer]) -> Iterator[Opened]:
         server = servers[1]

@@ -32,6 +32,10 @@ async def test_the_same_calls_awaited(url: str) -> None:
         assert info == leased
         assert info is not None
         assert info.shape == (3, 4)
+        assert await store.claim([KEY], "a", 10) == [True]
+        assert await store.claim([KEY], "b", 10) == [False]
+        await store.release([KEY], "a")
+        assert await store.claim([KEY], "b", 10) == [True]
         assert [row.info async for row in store.ls()] == [info]
         assert [row.problem async for row in store.verify()] == [None]
         await store.register_namespace("m", "ns")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ec_store import EntryKey, open_store
+from tests.store.claims_contract import ClaimsContract
 from tests.store.contract import Opened, Spoil, StoreContract
 
 
@@ -43,5 +44,5 @@ def spoil(root: Path) -> Spoil:
     return flip
 
 
-class TestSharedDisk(StoreContract):
+class TestSharedDisk(StoreContract, ClaimsContract):
     pass

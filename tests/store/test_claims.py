@@ -1,0 +1,346 @@
+"""Claims where something goes wrong: on disk, then in Redis."""
+
+import multiprocessing
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ec_store import EntryKey, StoreUnavailable
+from ec_store import claims as disk_claims
+from ec_store.base import LONGEST_CLAIM_S
+from ec_store.files import write
+from ec_store.redis_client import RedisClient
+from ec_store.redis_link import Command, Reply
+from ec_store.redis_store import RedisStore
+from ec_store.shared_disk import SharedDiskStore
+from tests.store.claims_contract import running
+from tests.store.contract import key
+from tests.store.redis_server import RedisServer
+
+FORK = multiprocessing.get_context("fork")
+KILLS = 40
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def disk(root: Path) -> Iterator[SharedDiskStore]:
+    with opened(root) as store:
+        yield store
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: RedisServer) -> Any:
+    client: Any = server.client
+    client.flushall()
+    return client
+
+
+@pytest.fixture
+def in_redis(server: RedisServer, client: Any) -> Iterator[RedisStore]:
+    with RedisStore.from_url(server.url()) as store:
+        yield store
+
+
+def opened(root: Path) -> SharedDiskStore:
+    return SharedDiskStore.from_url(root.as_uri())
+
+
+def file_of(root: Path, claimed: EntryKey) -> Path:
+    return root / "claims" / claimed.digest
+
+
+def change_of(root: Path, claimed: EntryKey) -> Path:
+    return root / "claims" / f"{claimed.digest}.next"
+
+
+def age(path: Path, seconds: float) -> None:
+    then = path.stat().st_mtime - seconds
+    os.utime(path, (then, then))
+
+
+def names(root: Path) -> set[str]:
+    return {path.name for path in (root / "claims").iterdir()}
+
+
+# On disk
+
+
+@pytest.mark.parametrize("content", [b"", b"30", b"x owner", b"nan owner", b"\xff\xff \xff"])
+def test_a_file_that_is_no_claim_is_nobodys(
+    root: Path, disk: SharedDiskStore, content: bytes
+) -> None:
+    file_of(root, key()).write_bytes(content)
+
+    assert disk.claim([key()], "a", 30) == [True]
+    assert disk.claim([key()], "b", 30) == [False]
+
+
+@pytest.mark.parametrize("seconds", [b"inf", b"1e300"])
+def test_no_claim_is_found_to_live_for_ever(
+    root: Path, disk: SharedDiskStore, seconds: bytes
+) -> None:
+    path = file_of(root, key())
+    path.write_bytes(seconds + b" other")
+    assert disk.claim([key()], "a", 30) == [False]
+    age(path, LONGEST_CLAIM_S + 1)
+
+    assert disk.claim([key()], "a", 30) == [True]
+
+
+def test_a_claim_from_the_future_is_nobodys(root: Path, disk: SharedDiskStore) -> None:
+    disk.claim([key()], "other", 30)
+    age(file_of(root, key()), -3600)
+
+    assert disk.claim([key()], "a", 30) == [True]
+
+
+def test_claims_end_by_the_stores_clock(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for skew in (-7200, 7200):
+        with monkeypatch.context() as patch:
+            ours = time.time() + skew
+            patch.setattr(time, "time", lambda ours=ours: ours)
+            with opened(root) as ahead:
+                assert ahead.claim([key(str(skew))], "a", 60) == [True]
+        with opened(root) as store:
+            assert store.claim([key(str(skew))], "b", 60) == [False]
+            age(file_of(root, key(str(skew))), 61)
+            assert store.claim([key(str(skew))], "b", 60) == [True]
+
+
+def test_a_change_that_a_crash_left_holds_nobody_up_for_long(
+    root: Path, disk: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_claims, "WAIT_S", 0.01)
+    disk.claim([key("held")], "a", 30)
+    for name in ("held", "free"):
+        change_of(root, key(name)).write_bytes(b"30")
+
+    assert disk.claim([key("held"), key("free")], "b", 30) == [False, False]
+    assert disk.claim([key("held"), key("free")], "a", 30) == [True, False]
+    disk.release([key("held")], "a")
+    for name in ("held", "free"):
+        age(change_of(root, key(name)), disk_claims.STALE_S + 1)
+    disk.release([key("held")], "a")
+    assert disk.claim([key("held"), key("free")], "b", 30) == [True, True]
+    assert names(root) == {key("held").digest, key("free").digest}
+
+
+def test_who_was_stopped_within_a_change_does_not_make_it_later(
+    root: Path, disk: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped_meanwhile(fd: int, parts: Sequence[memoryview]) -> None:
+        monkeypatch.undo()
+        write(fd, parts)
+        age(change_of(root, key()), disk_claims.STALE_S + 1)
+        assert other.claim([key()], "other", 30) == [True]
+
+    with opened(root) as other:
+        monkeypatch.setattr(disk_claims, "write", stopped_meanwhile)
+
+        assert disk.claim([key()], "a", 30) == [False]
+        assert disk.claim([key()], "other", 30) == [True]
+
+
+def test_a_claim_that_was_renewed_meanwhile_is_not_taken_over(
+    root: Path, disk: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = disk_claims._begun  # noqa: SLF001
+
+    def renewed_before(*args: Any) -> int | None:
+        monkeypatch.undo()
+        assert other.claim([key()], "holder", 30) == [True]
+        return begun(*args)
+
+    with opened(root) as other:
+        other.claim([key()], "holder", 30)
+        age(file_of(root, key()), 31)
+        monkeypatch.setattr(disk_claims, "_begun", renewed_before)
+
+        assert disk.claim([key()], "a", 30) == [False]
+        assert names(root) == {key().digest}
+
+
+def test_claims_that_ended_are_swept_and_others_are_not(root: Path, disk: SharedDiskStore) -> None:
+    disk.claim([key(name) for name in ("ended", "live")], "a", 30)
+    age(file_of(root, key("ended")), 31)
+    change_of(root, key("crashed")).write_bytes(b"")
+    age(change_of(root, key("crashed")), disk_claims.STALE_S + 1)
+    (root / "claims" / "README").write_text("not a claim")
+    disk.evict()
+
+    assert names(root) == {key("live").digest, "README"}
+
+
+def test_claimers_killed_at_any_instruction_keep_nobody_out(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_claims, "STALE_S", 0.1)
+    chance = random.Random(1)  # noqa: S311
+
+    def claim_again_and_again() -> None:
+        with opened(root) as store:
+            while True:
+                if all(store.claim([key()], "dead", 0.01)):
+                    store.release([key()], "dead")
+
+    with opened(root) as store:
+        for _ in range(KILLS):
+            with running([FORK.Process(target=claim_again_and_again)]):
+                time.sleep(0.01 + chance.random() / 100)
+            deadline = time.monotonic() + 10
+            while store.claim([key()], "b", 30) != [True]:
+                assert time.monotonic() < deadline
+            store.release([key()], "b")
+        store.evict()
+
+    assert names(root) == set()
+
+
+def test_claims_that_cannot_be_written_are_unavailable(
+    root: Path, disk: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk.claim([key("held")], "a", 30)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(disk_claims, "write", full)
+    with pytest.raises(StoreUnavailable, match="No space"):
+        disk.claim([key()], "a", 30)
+    with pytest.raises(StoreUnavailable, match="No space"):
+        disk.release([key("held")], "a")
+    assert names(root) == {key("held").digest}
+    disk.close()
+    with pytest.raises(StoreUnavailable):
+        disk.claim([key()], "a", 30)
+
+
+# In Redis
+
+
+def name_of(claimed: EntryKey) -> str:
+    return f"epd:ec:{{{claimed.digest}}}:c"
+
+
+def reads(client: Any) -> int:
+    return int(client.info("stats")["total_reads_processed"])
+
+
+def round_trips(client: Any, call: Callable[[], object]) -> int:
+    """What the server read for a call; the first INFO is no part of it."""
+    between = -reads(client) + reads(client)
+    before = reads(client)
+    call()
+    return reads(client) - before - between
+
+
+def test_claims_are_taken_in_one_round_trip_and_renewed_in_two(
+    in_redis: RedisStore, client: Any
+) -> None:
+    keys = [key(str(n)) for n in range(64)]
+    in_redis.claim([key("first")], "a", 30)
+
+    assert round_trips(client, lambda: in_redis.claim(keys, "a", 30)) == 1
+    assert round_trips(client, lambda: in_redis.claim(keys, "b", 30)) == 1
+    assert round_trips(client, lambda: in_redis.claim(keys, "a", 30)) == 2
+    assert round_trips(client, lambda: in_redis.release(keys, "a")) == 2
+    assert list(client.scan_iter()) == [name_of(key("first")).encode()]
+
+
+@pytest.mark.parametrize("seconds", [0, -1, 0.0001, 30, 1e9, float("inf")])
+def test_every_claim_in_redis_ends(in_redis: RedisStore, client: Any, seconds: float) -> None:
+    for _ in range(2):
+        assert in_redis.claim([key()], "a", seconds) == [True]
+        left = client.pttl(name_of(key()))
+        assert left <= min(max(1, seconds * 1000), LONGEST_CLAIM_S * 1000)
+        assert left != -1
+        time.sleep(0.01 if seconds < 1 else 0)
+
+
+def between(
+    monkeypatch: pytest.MonkeyPatch, first: str, happens: Callable[[], object]
+) -> list[str]:
+    """Let something happen just before the commands that begin with `first` are sent."""
+    run = RedisClient.run
+    done: list[str] = []
+
+    def watched(self: RedisClient, commands: Sequence[Command], **more: Any) -> list[Reply]:
+        if commands and commands[0][0] == first and not done:
+            done.append(first)
+            happens()
+        return run(self, commands, **more)
+
+    monkeypatch.setattr(RedisClient, "run", watched)
+    return done
+
+
+def test_who_renews_a_claim_that_another_took_in_that_moment_does_not_hold_it(
+    in_redis: RedisStore, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_redis.claim([key()], "a", 30)
+    done = between(monkeypatch, "PEXPIRE", lambda: client.set(name_of(key()), "other", px=10_000))
+
+    assert in_redis.claim([key()], "a", 20) == [False]
+    assert done
+    assert client.get(name_of(key())) == b"other"
+
+
+def test_who_renews_a_claim_that_ended_in_that_moment_is_told_so(
+    in_redis: RedisStore, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_redis.claim([key()], "a", 30)
+    done = between(monkeypatch, "PEXPIRE", lambda: client.delete(name_of(key())))
+
+    assert in_redis.claim([key()], "a", 20) == [False]
+    assert done
+    assert in_redis.claim([key()], "a", 20) == [True]
+
+
+def test_a_foreign_value_under_a_claims_name_is_somebody_elses(
+    in_redis: RedisStore, client: Any
+) -> None:
+    client.hset(name_of(key()), "a", "b")
+
+    assert in_redis.claim([key()], "a", 30) == [False]
+    in_redis.release([key()], "a")
+    assert client.hgetall(name_of(key())) == {b"a": b"b"}
+
+
+def test_a_claim_whose_reply_was_lost_is_held(in_redis: RedisStore, client: Any) -> None:
+    client.set(name_of(key()), "a", px=30_000)
+
+    assert in_redis.claim([key()], "a", 30) == [True]
+
+
+def test_a_server_that_cannot_take_claims_is_unavailable(tmp_path: Path) -> None:
+    with RedisServer(tmp_path) as server, RedisStore.from_url(server.url()) as store:
+        store.claim([key("held")], "a", 30)
+        server.command("CONFIG", "SET", "maxmemory", "1")
+        with pytest.raises(StoreUnavailable, match="full"):
+            store.claim([key()], "a", 30)
+        store.release([key("held")], "a")
+        server.command("CONFIG", "SET", "maxmemory", "0")
+        assert store.claim([key("held")], "b", 30) == [True]
+        server.command("REPLICAOF", "127.0.0.1", "1")
+        with pytest.raises(StoreUnavailable):
+            store.claim([key()], "a", 30)
+        server.kill()
+        with pytest.raises(StoreUnavailable):
+            store.claim([key()], "a", 30)
+        with pytest.raises(StoreUnavailable):
+            store.release([key()], "a")
