@@ -82,14 +82,22 @@ class EncoderCache:
             if cache._store is not None:
                 await cache._store.close()
 
-    async def find(self, model: str | None, identifiers: Sequence[str]) -> Mapping[str, EntryInfo]:
-        """What the store has of these, by identifier, leased; in one round trip."""
+    async def find(
+        self, model: str | None, identifiers: Sequence[str]
+    ) -> Mapping[str, EntryInfo] | None:
+        """What the store has of these, by identifier, leased; in one round trip.
+
+        Returns:
+            None where it has no answer: it is better not asked anything else for this request.
+        """
         namespace = self._namespace(model)
         if namespace is None or not identifiers:
             return {}
         keys = [EntryKey(namespace, identifier) for identifier in identifiers]
         infos = await self._ask(lambda store: store.lease(keys, self._lease_s), self._budget_s)
-        return {info.key.identifier: info for info in infos or () if info is not None}
+        if infos is None:
+            return None
+        return {info.key.identifier: info for info in infos if info is not None}
 
     def learn(self, model: str | None, namespace: str) -> None:
         """Take an encode instance's word for the namespace of a model.

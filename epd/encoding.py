@@ -3,7 +3,7 @@
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from http import HTTPStatus
 from typing import NamedTuple
 
@@ -43,6 +43,18 @@ class Wanted(NamedTuple):
     kwargs: bytes
 
 
+class LookUp(NamedTuple):
+    """What the store said of a request's items.
+
+    Attributes:
+        found: the items that it has.
+        answered: whether it said anything.
+    """
+
+    found: Mapping[MMItem, Encoded]
+    answered: bool
+
+
 class Encoder:
     """Gets each encoder output once, however many items, requests and proxies want it."""
 
@@ -70,11 +82,11 @@ class Encoder:
             ProxyError: the first item that failed; the others are cancelled.
         """
         context.items.clear()
-        found = await self._find(body, uuids, context)
+        looked = await self._look_up(body, uuids, context)
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(self._one(body, item, uuid, found.get(item), context))
+                    group.create_task(self._one(body, item, uuid, looked, context))
                     for item, uuid in uuids.items()
                 ]
         except ExceptionGroup as failures:
@@ -82,41 +94,45 @@ class Encoder:
             raise first from first.__cause__
         return [task.result() for task in tasks]
 
-    async def _find(
+    async def _look_up(
         self, body: Body, uuids: Mapping[MMItem, str | None], context: RequestContext
-    ) -> dict[MMItem, Encoded]:
-        """The items that the store has."""
+    ) -> LookUp:
         identifiers = {
             item: identifier
             for item, uuid in uuids.items()
             if uuid is not None and (identifier := self._identifier(_wanted(body, uuid)))
         }
         if self._cache is None or not identifiers:
-            return {}
+            return LookUp({}, answered=self._cache is not None)
         with context.timed("store", "lookup"):
             infos = await self._cache.find(body.get("model"), list({*identifiers.values()}))
-        return {
+        if infos is None:
+            return LookUp({}, answered=False)
+        found = {
             item: from_entry(infos[identifier])
             for item, identifier in identifiers.items()
             if identifier in infos and infos[identifier].modality == item.modality
         }
+        return LookUp(found, answered=True)
 
     async def _one(
         self,
         body: Body,
         item: MMItem,
         uuid: str | None,
-        found: Encoded | None,
+        looked: LookUp,
         context: RequestContext,
     ) -> EncodedItem:
-        if found is not None:
+        if item in looked.found:
             context.items["hit"] += 1
-            return EncodedItem(item, uuid, found)
+            return EncodedItem(item, uuid, looked.found[item])
         try:
             if uuid is None:
                 encoded, mine = await self._somewhere(body, item, uuid, context), True
             else:
-                encoded, mine = await self._once(body, item, uuid, context)
+                encoded, mine = await self._once(
+                    body, item, uuid, context, alone=not looked.answered
+                )
         except ProxyError as error:
             if self._config.on_encode_failure == "fail" or not is_instances_fault(error):
                 raise
@@ -126,16 +142,24 @@ class Encoder:
         return EncodedItem(item, uuid, encoded)
 
     async def _once(
-        self, body: Body, item: MMItem, uuid: str, context: RequestContext
+        self, body: Body, item: MMItem, uuid: str, context: RequestContext, *, alone: bool
     ) -> tuple[Encoded, bool]:
-        """The output, and whether it was encoded for this item."""
+        """The output, and whether it was encoded for this item.
+
+        Args:
+            body: the request.
+            item: the item.
+            uuid: its key.
+            context: the request's.
+            alone: whether other proxies are not asked.
+        """
         wanted = _wanted(body, uuid)
         begun_here = False
 
         async def work() -> tuple[Encoded, bool]:
             nonlocal begun_here
             begun_here = True
-            async with self._turn(wanted) as info:
+            async with nullcontext() if alone else self._turn(wanted) as info:
                 if info is not None and info.modality == item.modality:
                     return from_entry(info), False
                 encoded = await self._somewhere(body, item, uuid, context)
