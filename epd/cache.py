@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 
 import structlog
 
-from ec_store import EntryInfo, EntryKey, StoreUnavailable
+from ec_store import Entry, EntryInfo, EntryKey, StoreUnavailable
 from ec_store.aio import AsyncStore
 from ec_store.breaker import Breaker
 
@@ -33,6 +33,9 @@ CLAIM_TIMEOUT_S = 1.0
 
 WRITTEN_WITHIN_S = 5.0
 """How long a claim is kept for an encode instance that has answered and still writes."""
+
+NOTHING = memoryview(b"")
+"""The tensor of an alias, which is an entry that has only metadata."""
 
 POLL_S = (0.005, 0.01, 0.02, 0.05)
 """Waits between two looks for an entry that somebody makes; the last one goes on."""
@@ -98,6 +101,50 @@ class EncoderCache:
         if infos is None:
             return None
         return {info.key.identifier: info for info in infos if info is not None}
+
+    async def remember(self, model: str | None, alias: str, modality: str, uuid: str) -> None:
+        """Keep for which item an alias stands, for as long as the store keeps what is used."""
+        key = self._alias(model, alias)
+        if key is None:
+            return
+        entry = Entry(NOTHING, "F32", (0,), modality, {"uuid": uuid})
+        known = await self._ask(lambda store: store.lookup([key]), CLAIM_TIMEOUT_S)
+        if known and known[0] is not None:
+            if known[0].metadata.get("uuid") == uuid:
+                return
+            await self._ask(lambda store: store.delete([key]), CLAIM_TIMEOUT_S)
+        await self._ask(lambda store: store.put(key, entry), CLAIM_TIMEOUT_S)
+
+    async def recall(self, model: str | None, aliases: Sequence[str]) -> Mapping[str, str]:
+        """The uuids of items, by alias; those that are not known are missing."""
+        keys = [key for alias in aliases if (key := self._alias(model, alias)) is not None]
+        infos = await self._ask(lambda store: store.lease(keys, self._lease_s), CLAIM_TIMEOUT_S)
+        return {
+            info.key.identifier: str(info.metadata.get("uuid"))
+            for info in infos or ()
+            if info is not None
+        }
+
+    async def forget(
+        self, model: str | None, aliases: Sequence[str], identifiers: Sequence[str]
+    ) -> int:
+        """Delete aliases and entries; how many there were of both.
+
+        Raises:
+            StoreUnavailable: the store cannot be asked to.
+        """
+        keys = [key for alias in aliases if (key := self._alias(model, alias)) is not None]
+        namespace = self._namespace(model)
+        if namespace is not None:
+            keys += [EntryKey(namespace, identifier) for identifier in identifiers]
+        deleted = await self._ask(lambda store: store.delete(keys), CLAIM_TIMEOUT_S)
+        if deleted is None:
+            raise StoreUnavailable("the store gives no answer")
+        return deleted
+
+    def _alias(self, model: str | None, alias: str) -> EntryKey | None:
+        namespace = self._namespace(model)
+        return None if namespace is None else EntryKey(f"{namespace}#aliases", alias)
 
     def learn(self, model: str | None, namespace: str) -> None:
         """Take an encode instance's word for the namespace of a model.

@@ -45,7 +45,7 @@ class Spec:
 
     def flags(self) -> Mapping[Role, Sequence[str]]:
         """What the engines' command lines have beside those of every stack."""
-        every = ["--dtype", "bfloat16"] if self.bf16 else []
+        every = ["--trust-request-mm-kwargs", *(["--dtype", "bfloat16"] if self.bf16 else [])]
         ranks = ["--tensor-parallel-size", str(self.ranks)]
         return {role: [*every, *(ranks if role is Role.ENCODE else [])] for role in Role}
 

@@ -57,10 +57,12 @@ def unseen(stack: Served) -> Part:
     return input_audio(buffer.getvalue())
 
 
-def ask(client: openai.OpenAI, model: str, *parts: Part, stream: bool = False) -> list[str]:
+def ask(
+    client: openai.OpenAI, model: str, *parts: Part, stream: bool = False, **more: Any
+) -> list[str]:
     """The tokens of an answer at temperature 0."""
     # Under a salt of its own, no request finds another's prompt in a prefix cache.
-    salt = {"cache_salt": secrets.token_hex(8)}
+    salt = {"cache_salt": secrets.token_hex(8), **more}
     fixed: dict[str, Any] = {
         "max_tokens": 16,
         "temperature": 0,
@@ -79,14 +81,14 @@ def ask(client: openai.OpenAI, model: str, *parts: Part, stream: bool = False) -
     return [token.token for entry in logprobs if entry for token in entry.content or []]
 
 
-def check_equal(stack: Served, *parts: Part, stream: bool) -> list[str]:
+def check_equal(stack: Served, *parts: Part, stream: bool, **more: Any) -> list[str]:
     """The answer through the proxy, once it has been found equal to the engine's alone.
 
     The engine alone gets the media under keys that nobody has used: it encodes them itself.
     """
     alone = [part if part["type"] == "text" else {**part, "uuid": uuid4().hex} for part in parts]
-    expected = ask(stack.baseline, stack.model, *alone, stream=stream)
-    answer = ask(stack.client, stack.model, *parts, stream=stream)
+    expected = ask(stack.baseline, stack.model, *alone, stream=stream, **more)
+    answer = ask(stack.client, stack.model, *parts, stream=stream, **more)
 
     assert len(expected) == 16
     assert expected == answer
