@@ -2,16 +2,17 @@
 
 import asyncio
 import re
+import stat
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 import orjson
 import structlog
 from aiohttp import web
 from aiohttp.typedefs import Handler
 from multidict import CIMultiDictProxy
-from pydantic import SecretStr
 
 from epd import chat
 from epd.admin import Admin
@@ -20,18 +21,23 @@ from epd.errors import (
     BadRequest,
     ProxyError,
     RequestRefused,
+    Unauthorized,
     UpstreamFailed,
     UpstreamRejected,
 )
 from epd.events import Observer, RequestDone, stage_seconds
+from epd.identity import salted
 from epd.instances import InstanceTable
 from epd.logs import LogObserver
 from epd.pipeline import Pipeline
 from epd.sse import EventAligner
 from epd.stages import RequestContext
+from epd.tenants import ApiKeys, KeysInvalid, parse_keys
 from epd.upstream import Reply, Upstream
 
 CONFIG = web.AppKey("config", ProxyConfig)
+KEYS = web.AppKey("keys", ApiKeys)
+"""There only where keys are configured."""
 OBSERVERS = web.AppKey("observers", Sequence[Observer])
 PIPELINE = web.AppKey("pipeline", Pipeline)
 ADMIN = web.AppKey("admin", Admin)
@@ -39,7 +45,7 @@ CONTEXT = web.RequestKey("context", RequestContext)
 OUTCOME = web.RequestKey("outcome", ProxyError)
 """Set where a stream broke after its status had gone out."""
 
-FORWARDED_HEADERS = ("Authorization", "traceparent", "tracestate")
+FORWARDED_HEADERS = ("traceparent", "tracestate")
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 MAX_DECODE_BYTES = 256 * 1024**2
 """Largest answer of decode that is no stream: it is whole before the first byte goes out, so that
@@ -58,11 +64,16 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
     Args:
         config: what `epd serve` makes of its flags.
         observers: told of every event; by default they are logged.
+
+    Raises:
+        KeysInvalid: the keys file cannot be used.
     """
     app = web.Application(
-        client_max_size=config.max_body_bytes, middlewares=[observe, render_errors]
+        client_max_size=config.max_body_bytes, middlewares=[observe, render_errors, authenticate]
     )
     app[CONFIG] = config
+    if config.api_keys_file is not None:
+        app[KEYS] = _read_keys(config.api_keys_file)
     app[OBSERVERS] = (LogObserver(),) if observers is None else tuple(observers)
     app.cleanup_ctx.append(_connections)
     app.add_routes(
@@ -77,6 +88,20 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
     return app
 
 
+def _read_keys(path: Path) -> ApiKeys:
+    try:
+        keys, mode = parse_keys(path.read_bytes()), path.stat().st_mode
+    except OSError as error:
+        raise KeysInvalid(f"{path}: {error.strerror}") from None
+    except KeysInvalid as error:
+        raise KeysInvalid(f"{path}: {error}") from None
+    if mode & (stat.S_IROTH | stat.S_IWOTH):
+        structlog.get_logger("epd").warning(
+            "others may read or write the keys file", path=str(path), mode=f"{mode & 0o777:o}"
+        )
+    return keys
+
+
 async def _connections(app: web.Application) -> AsyncIterator[None]:
     config = app[CONFIG]
     table = InstanceTable(config.instances)
@@ -86,7 +111,7 @@ async def _connections(app: web.Application) -> AsyncIterator[None]:
         yield
 
 
-# Middlewares: observe is the outer one.
+# Middlewares: observe is the outer one, authenticate the inner one.
 
 
 @web.middleware
@@ -97,7 +122,7 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     config, observers = request.app[CONFIG], request.app[OBSERVERS]
     context = RequestContext(
         request_id=_request_id(request.headers),
-        headers=_forwarded(request.headers, config.openai_api_key),
+        headers=_forwarded(request.headers, config, own_keys=KEYS in request.app),
         observers=observers,
     )
     request[CONTEXT] = context
@@ -149,15 +174,39 @@ async def render_errors(request: web.Request, handler: Handler) -> web.StreamRes
     )
 
 
+@web.middleware
+async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Let nobody without a key further than `/health`, where keys are configured."""
+    keys = request.app.get(KEYS)
+    if keys is not None and request.match_info.handler not in OPEN:
+        tenant = keys.tenant_of(_bearer(request.headers))
+        if tenant is None:
+            raise Unauthorized("a valid API key is needed: Authorization: Bearer <key>")
+        request[CONTEXT].tenant = tenant
+    return await handler(request)
+
+
+def _bearer(headers: CIMultiDictProxy[str]) -> str:
+    """The key of a request; an empty string, which is no key, where it has none or several."""
+    match headers.getall("Authorization", ()):
+        case [one]:
+            scheme, _, key = one.partition(" ")
+            return key.strip() if scheme.lower() == "bearer" else ""
+        case _:
+            return ""
+
+
 # Routes.
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """`POST /v1/chat/completions`, streaming and not."""
-    body = chat.parse(await _read(request))
-    async with request.app[PIPELINE].run(body, request[CONTEXT]) as reply:
+    context = request[CONTEXT]
+    scope = request.app[CONFIG].scope_of(context.tenant)
+    body = salted(chat.parse(await _read(request)), scope)
+    async with request.app[PIPELINE].run(body, context) as reply:
         content_type = reply.headers.get("Content-Type", "")
-        headers = _own_headers(request[CONTEXT])
+        headers = _own_headers(context)
         headers["Content-Type"] = content_type if content_type.isprintable() else ""
         if content_type.startswith("text/event-stream"):
             return await _stream(request, reply, headers)
@@ -234,6 +283,10 @@ async def health(request: web.Request) -> web.Response:
     return _json(body, request[CONTEXT], status)
 
 
+OPEN = frozenset({health})
+"""Handlers that want no key: a load balancer has none."""
+
+
 async def profile(command: str, request: web.Request) -> web.Response:
     """`POST /start_profile` and `/stop_profile`: tells every instance."""
     body = await _read(request)
@@ -255,11 +308,15 @@ def _request_id(headers: Mapping[str, str]) -> str:
     return given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
 
-def _forwarded(headers: CIMultiDictProxy[str], api_key: SecretStr | None) -> dict[str, str]:
+def _forwarded(
+    headers: CIMultiDictProxy[str], config: ProxyConfig, *, own_keys: bool
+) -> dict[str, str]:
+    # A key that opens this proxy is none of the instances' business.
+    names = FORWARDED_HEADERS if own_keys else ("Authorization", *FORWARDED_HEADERS)
     # W3C trace context allows several tracestate headers, which are one list.
-    kept = {name: ",".join(headers.getall(name)) for name in FORWARDED_HEADERS if name in headers}
-    if api_key is not None:
-        kept.setdefault("Authorization", f"Bearer {api_key.get_secret_value()}")
+    kept = {name: ",".join(headers.getall(name)) for name in names if name in headers}
+    if config.openai_api_key is not None:
+        kept.setdefault("Authorization", f"Bearer {config.openai_api_key.get_secret_value()}")
     return kept
 
 
