@@ -10,7 +10,7 @@ from pathlib import Path
 
 import orjson
 import structlog
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler
 from multidict import CIMultiDictProxy
 
@@ -78,11 +78,11 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
     app.cleanup_ctx.append(_connections)
     app.add_routes(
         [
-            web.post("/v1/chat/completions", chat_completions),
+            web.post("/v1/chat/completions", chat_completions, expect_handler=_not_yet),
             web.get("/v1/models", models),
             web.get("/health", health),
-            web.post("/start_profile", partial(profile, "start")),
-            web.post("/stop_profile", partial(profile, "stop")),
+            web.post("/start_profile", partial(profile, "start"), expect_handler=_not_yet),
+            web.post("/stop_profile", partial(profile, "stop"), expect_handler=_not_yet),
         ]
     )
     return app
@@ -215,8 +215,16 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         return web.Response(status=reply.status, body=whole, headers=headers)
 
 
+async def _not_yet(_: web.Request) -> None:
+    """Leave a client that waits for `100 Continue` waiting: `_read` says it, past the checks."""
+
+
 async def _read(request: web.Request) -> bytes:
     """The body, within its deadline."""
+    expected = request.headers.get("Expect", "").lower()
+    if expected == "100-continue" and request.version >= HttpVersion11:
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # it is no part of the answer
     try:
         async with asyncio.timeout(request.app[CONFIG].body_timeout_s):
             return await request.read()

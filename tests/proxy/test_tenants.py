@@ -193,18 +193,35 @@ async def test_a_proxy_that_is_mounted_asks_for_keys_too(launch: Launch, keys: P
                 assert reply.status == 200
 
 
-async def test_without_a_key_the_body_is_not_read(launch: Launch, keys: Path) -> None:
-    """Of the body not one byte is sent: what answers has not waited for it."""
+@pytest.mark.parametrize(
+    ("key", "first"),
+    [("wrong", b"HTTP/1.1 401 Unauthorized"), (ALICE, b"HTTP/1.1 100 Continue")],
+)
+async def test_the_body_is_read_of_those_alone_who_have_a_key(
+    launch: Launch, keys: Path, key: str, first: bytes
+) -> None:
+    """Of the body not one byte is sent: what answers first has not waited for it."""
     async with launch(api_keys_file=keys) as fleet:
         host, port = fleet.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         with closing(writer):
             writer.write(
-                b"POST /v1/chat/completions HTTP/1.1\r\nHost: epd\r\nContent-Length: 99999\r\n\r\n"
+                b"POST /v1/chat/completions HTTP/1.1\r\nHost: epd\r\nContent-Length: 99999\r\n"
+                b"Expect: 100-continue\r\nAuthorization: Bearer " + key.encode() + b"\r\n\r\n"
             )
             line = await asyncio.wait_for(reader.readline(), 5)
 
-        assert line == b"HTTP/1.1 401 Unauthorized\r\n"
+        assert line.strip() == first
+
+
+async def test_a_client_that_waits_for_continue_is_served(launch: Launch, keys: Path) -> None:
+    async with launch(api_keys_file=keys) as fleet:
+        url = f"{fleet.url}/v1/chat/completions"
+        async with fleet.http.post(
+            url, json=request(image()), headers=bearer(ALICE), expect100=True
+        ) as reply:
+            assert reply.status == 200
+            assert (await reply.json())["choices"]
 
 
 @pytest.mark.parametrize("own", [None, "own-key"])
