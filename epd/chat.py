@@ -4,6 +4,7 @@ Bodies are read-only; every function returns a new one that shares what it did n
 wire is vLLM's chat completion API (`vllm/entrypoints/openai/chat_completion/protocol.py`).
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,9 @@ FOR_ENCODE = ("model", "priority", *MM_KWARGS)
 NOT_FOR_PREFILL = ("stream_options", "min_tokens")
 """Fields that contradict a prefill request's `stream: false` and `max_tokens: 1`."""
 
+UUID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+"""What a client may call its media: bounded, and nothing that anyone would have to escape."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MMItem:
@@ -62,6 +66,11 @@ class MMItem:
     def modality(self) -> str:
         """`image`, `audio` or `video`."""
         return MODALITY[self.kind]
+
+    @property
+    def uuid(self) -> str | None:
+        """The client's own name for it; never to be sent to an instance."""
+        return self.part.get("uuid")
 
     @property
     def param(self) -> str:
@@ -130,11 +139,19 @@ def _check_part(part: Any, *, param: str) -> None:
             )
     if "uuid" in part and part["type"] not in MODALITY:
         raise BadRequest("uuid belongs on media parts only", slug="reserved_field", param=param)
+    _check_uuid(part.get("uuid"), param=f"{param}.uuid")
     # vLLM goes by the keys of a part that has a uuid and by its type otherwise: a part where
     # they disagree would be one thing here and another there.
     for key in MODALITY:
         if key in part and part["type"] != key:
             raise BadRequest(f"a part with {key} must have the type {key}", param=param)
+
+
+def _check_uuid(uuid: Any, *, param: str) -> None:
+    if uuid is None:
+        return
+    if not isinstance(uuid, str) or UUID.fullmatch(uuid) is None:
+        raise BadRequest("a uuid has 1 to 128 of A-Z a-z 0-9 . _ : -", param=param)
 
 
 def with_parts(body: Body, parts: Mapping[MMItem, Mapping[str, Any]]) -> Body:

@@ -14,6 +14,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from epd import logs
 from epd.config import ProxyConfig
 from epd.server import serve
+from epd.tenants import KeysInvalid, key_line, new_key
 from epd.version import __version__
 
 USAGE_ERROR = 2
@@ -24,6 +25,8 @@ GROUPS = {
     "*_s": "deadlines",
     "max_*": "limits",
     "*media*": "media",
+    "api_keys_file": "tenants",
+    "isolation": "tenants",
     "*": "server",
 }
 """Where a field's flag stands in the help: under the first pattern that fits."""
@@ -64,9 +67,32 @@ def main(argv: Sequence[str] | None = None) -> None:
         allow_abbrev=False,
     )
     _add_flags(serve_parser)
+    key_parser = commands.add_parser(
+        "hash-key",
+        help="make an API key, or hash one",
+        description="Print a line for --api-keys-file. The file holds hashes alone: a new key is "
+        "shown on stderr, this once.",
+        epilog="example: epd hash-key alice >> keys",
+        allow_abbrev=False,
+    )
+    key_parser.add_argument("tenant", metavar="TENANT", help="whose key it is")
+    key_parser.add_argument("--stdin", action="store_true", help="hash the key in stdin's line")
     flags = vars(parser.parse_args(argv))
-    flags.pop("command")
-    _serve(_settings(serve_parser, flags))
+    if flags.pop("command") == "hash-key":
+        _hash_key(key_parser, **flags)
+    else:
+        _serve(serve_parser, _settings(serve_parser, flags))
+
+
+def _hash_key(parser: Parser, tenant: str, *, stdin: bool) -> None:
+    try:
+        key = sys.stdin.readline().strip() if stdin else new_key()
+        line = key_line(tenant, key)
+    except ValueError as error:
+        parser.error(str(error))
+    if not stdin:
+        print(key, file=sys.stderr)
+    print(line)
 
 
 def _settings(parser: Parser, flags: dict[str, Any]) -> ProxyConfig:
@@ -78,13 +104,15 @@ def _settings(parser: Parser, flags: dict[str, Any]) -> ProxyConfig:
         message = first["msg"].removeprefix("Value error, ")
         if first["type"] == "missing":
             message = "is required"
-        return parser.error(f"{_flag(field)} {message}" if field else message)
+        return parser.error(f"{_setting(field)} {message}" if field else message)
 
 
-def _serve(config: ProxyConfig) -> None:
+def _serve(parser: Parser, config: ProxyConfig) -> None:
     logs.configure(config.log_format, config.log_level)
     try:
         uvloop.run(serve(config))
+    except KeysInvalid as error:
+        parser.error(f"--api-keys-file {error}")
     except OSError as error:
         sys.exit(f"epd serve: cannot listen on {config.host}:{config.port}: {error.strerror}")
 
@@ -93,7 +121,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     """One flag per field of `ProxyConfig`, but for secrets, which come by environment only."""
     groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(GROUPS.values())}
     for name, field in ProxyConfig.model_fields.items():
-        if SecretStr in get_args(field.annotation):
+        if _is_secret(field):
             continue
         choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else None
         groups[_group(name)].add_argument(
@@ -109,12 +137,27 @@ def _group(field: str) -> str:
     return next(title for pattern, title in GROUPS.items() if fnmatch(field, pattern))
 
 
+def _is_secret(field: FieldInfo) -> bool:
+    return SecretStr in get_args(field.annotation)
+
+
+def _setting(name: str) -> str:
+    """What the operator set: the flag, or the variable of what has none."""
+    field = ProxyConfig.model_fields.get(name)
+    return f"EPD_{name.upper()}" if field is not None and _is_secret(field) else _flag(name)
+
+
 def _flag(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
 def _metavar(name: str, field: FieldInfo) -> str:
-    for suffix, metavar in (("_urls", "URLS"), ("_s", "SECONDS"), ("_bytes", "BYTES")):
+    for suffix, metavar in (
+        ("_urls", "URLS"),
+        ("_s", "SECONDS"),
+        ("_bytes", "BYTES"),
+        ("_file", "FILE"),
+    ):
         if name.endswith(suffix):
             return metavar
     return {int: "N", str: "ADDRESS"}.get(field.annotation, "FOLDER")  # type: ignore[arg-type]

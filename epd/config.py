@@ -18,9 +18,13 @@ from pydantic_settings import NoDecode
 from ec_store import check_url
 from epd.instances import Instance, Role
 from epd.policies import PolicyName
+from epd.tenants import ANONYMOUS, Scope, Tenant
 
 NO_INSTANCES = frozenset({"", "disable", "none"})
 """Spellings of an empty URL list, as in vLLM's `disagg_epd_proxy.py`."""
+
+MIN_SECRET = 16
+"""Characters of a secret: who can list the store could try all the shorter ones."""
 
 
 def _split_urls(value: Any) -> Any:
@@ -51,6 +55,12 @@ def _check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
     return checked
 
 
+def _check_secret(secret: SecretStr | None) -> SecretStr | None:
+    if secret is not None and len(secret) < MIN_SECRET:
+        raise ValueError(f"must have at least {MIN_SECRET} characters")
+    return secret
+
+
 Urls = Annotated[
     tuple[str, ...], NoDecode, BeforeValidator(_split_urls), AfterValidator(_check_urls)
 ]
@@ -58,6 +68,9 @@ StoreUrl = Annotated[
     str | None,
     BeforeValidator(lambda url: None if url in NO_INSTANCES else url),
     AfterValidator(lambda url: None if url is None else check_url(url)),
+]
+KeySecret = Annotated[
+    SecretStr | None, BeforeValidator(lambda secret: secret or None), AfterValidator(_check_secret)
 ]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -105,6 +118,21 @@ class ProxyConfig(BaseModel):
         description="what becomes of an item that no encode instance could encode: prefill or "
         "decode get the media and encode them, or the request fails",
     )
+    api_keys_file: Path | None = Field(
+        default=None,
+        description="file of lines tenant:sha256, as `epd hash-key` prints them; with it, every "
+        "route but /health wants a key, and clients' keys do not go on to the instances",
+    )
+    isolation: Literal["tenant", "shared"] = Field(
+        default="tenant",
+        description="whether each tenant has cache entries of its own or all share theirs; "
+        "it matters with --api-keys-file alone",
+    )
+    key_secret: KeySecret = Field(
+        default=None,
+        description="what keys and salts are derived with, beside the tenant's name",
+    )
+
     decode_media: Literal["metadata", "raw"] = Field(
         default="metadata",
         description="what prefill and decode get of a media item: placeholder metadata alone, "
@@ -171,6 +199,12 @@ class ProxyConfig(BaseModel):
             *(Instance(Role.PREFILL, url) for url in self.prefill_servers_urls),
             *(Instance(decode, url) for url in self.decode_servers_urls),
         )
+
+    def scope_of(self, tenant: Tenant) -> Scope:
+        """What a tenant's keys and salts are derived under."""
+        alone = self.isolation == "tenant" and tenant != ANONYMOUS
+        secret = "" if self.key_secret is None else self.key_secret.get_secret_value()
+        return Scope(tenant if alone else None, secret.encode("utf-8", "surrogateescape"))
 
 
 def _flag(field: str) -> str:

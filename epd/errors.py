@@ -89,6 +89,19 @@ class RequestRefused(ProxyError):
         self.type = TYPES.get(status, "BadRequestError")
 
 
+class Unauthorized(ProxyError):
+    """The request has no API key, or one that is none."""
+
+    status = 401
+    type = "AuthenticationError"
+    default_slug = "invalid_api_key"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """As for every error, and the scheme that is wanted, as RFC 6750 asks."""
+        return {**super().headers, "WWW-Authenticate": "Bearer"}
+
+
 class UpstreamFailed(ProxyError):
     """An instance could not be reached, broke off, or answered what it must not."""
 

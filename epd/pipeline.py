@@ -15,6 +15,7 @@ from epd.identity import content_key
 from epd.instances import Instance, InstanceTable, Role
 from epd.media import Inline, source
 from epd.stages import RequestContext, Stages
+from epd.tenants import Scope
 from epd.transfer import consumer_body
 from epd.upstream import Reply, Upstream
 
@@ -67,7 +68,7 @@ class Pipeline:
                 slug="too_many_items",
                 param="messages",
             )
-        uuids = await self._uuids(items)
+        uuids = await self._uuids(items, self._config.scope_of(context.tenant))
         async with AsyncExitStack() as stack:
             yield await self._opened(stack, body, uuids, context)
 
@@ -103,11 +104,11 @@ class Pipeline:
         async with self._stages.decode(route.decode, body, context) as reply:
             yield reply
 
-    async def _uuids(self, items: Sequence[MMItem]) -> dict[MMItem, str | None]:
+    async def _uuids(self, items: Sequence[MMItem], scope: Scope) -> dict[MMItem, str | None]:
         """A content key for each item whose content is in the request, None for the others."""
         sources = {item: source(item, self._config.allowed_local_media_path) for item in items}
         return {
-            item: await _key(item, media) if isinstance(media, Inline) else None
+            item: await _key(scope, item, media) if isinstance(media, Inline) else None
             for item, media in sources.items()
         }
 
@@ -119,7 +120,7 @@ class Pipeline:
         )
 
 
-async def _key(item: MMItem, media: Inline) -> str:
+async def _key(scope: Scope, item: MMItem, media: Inline) -> str:
     if len(media.base64) <= HASH_IN_THREAD_BYTES:
-        return content_key(item.modality, media)
-    return await asyncio.to_thread(content_key, item.modality, media)
+        return content_key(scope, item.modality, media)
+    return await asyncio.to_thread(content_key, scope, item.modality, media)

@@ -16,6 +16,7 @@ from epd.config import ProxyConfig
 from epd.errors import ProxyError, Stage, UpstreamFailed, UpstreamRejected
 from epd.events import ItemResult, Observer, StageDone
 from epd.instances import Instance
+from epd.tenants import ANONYMOUS, Tenant
 from epd.transfer import NIXL_PREFILL, Encoded, Params, read_encoded, read_prefilled
 from epd.upstream import Answer, Reply, Upstream
 
@@ -30,6 +31,7 @@ class RequestContext:
     Attributes:
         request_id: the id its instances see.
         headers: headers its instances are sent, but for the request id.
+        tenant: whose request it is.
         observers: who is told what happens.
         stages: what has happened so far; each stage adds to it.
         items: how many items came from where.
@@ -38,6 +40,7 @@ class RequestContext:
 
     request_id: str
     headers: Mapping[str, str]
+    tenant: Tenant = ANONYMOUS
     observers: Sequence[Observer] = ()
     stages: list[StageDone] = field(default_factory=list)
     items: Counter[ItemResult] = field(default_factory=Counter)

@@ -2,18 +2,19 @@
 
 import asyncio
 import re
+import stat
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import get_args
 
 import orjson
 import structlog
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler
 from multidict import CIMultiDictProxy
-from pydantic import SecretStr
 
 from epd import chat
 from epd.admin import Admin
@@ -23,19 +24,24 @@ from epd.errors import (
     BadRequest,
     ProxyError,
     RequestRefused,
+    Unauthorized,
     UpstreamFailed,
     UpstreamRejected,
 )
 from epd.events import ItemResult, Observer, RequestDone, stage_seconds
+from epd.identity import salted
 from epd.instances import InstanceTable
 from epd.logs import LogObserver
 from epd.metrics import CONTENT_TYPE, MetricsObserver
 from epd.pipeline import Pipeline
 from epd.sse import EventAligner
 from epd.stages import RequestContext
+from epd.tenants import ApiKeys, KeysInvalid, parse_keys
 from epd.upstream import Reply, Upstream
 
 CONFIG = web.AppKey("config", ProxyConfig)
+KEYS = web.AppKey("keys", ApiKeys)
+"""There only where keys are configured."""
 OBSERVERS = web.AppKey("observers", Sequence[Observer])
 PIPELINE = web.AppKey("pipeline", Pipeline)
 ADMIN = web.AppKey("admin", Admin)
@@ -44,7 +50,7 @@ CONTEXT = web.RequestKey("context", RequestContext)
 OUTCOME = web.RequestKey("outcome", ProxyError)
 """Set where a stream broke after its status had gone out."""
 
-FORWARDED_HEADERS = ("Authorization", "traceparent", "tracestate")
+FORWARDED_HEADERS = ("traceparent", "tracestate")
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 MAX_DECODE_BYTES = 256 * 1024**2
 """Largest answer of decode that is no stream: it is whole before the first byte goes out, so that
@@ -64,11 +70,16 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
         config: what `epd serve` makes of its flags.
         observers: told of every event, beside what counts them for `/metrics`; by default they
             are logged.
+
+    Raises:
+        KeysInvalid: the keys file cannot be used.
     """
     app = web.Application(
-        client_max_size=config.max_body_bytes, middlewares=[observe, render_errors]
+        client_max_size=config.max_body_bytes, middlewares=[observe, render_errors, authenticate]
     )
     app[CONFIG] = config
+    if config.api_keys_file is not None:
+        app[KEYS] = _read_keys(config.api_keys_file)
     app[METRICS] = MetricsObserver()
     app[OBSERVERS] = (
         app[METRICS],
@@ -77,15 +88,29 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
     app.cleanup_ctx.append(_connections)
     app.add_routes(
         [
-            web.post("/v1/chat/completions", chat_completions),
+            web.post("/v1/chat/completions", chat_completions, expect_handler=_not_yet),
             web.get("/v1/models", models),
             web.get("/health", health),
             web.get("/metrics", metrics),
-            web.post("/start_profile", partial(profile, "start")),
-            web.post("/stop_profile", partial(profile, "stop")),
+            web.post("/start_profile", partial(profile, "start"), expect_handler=_not_yet),
+            web.post("/stop_profile", partial(profile, "stop"), expect_handler=_not_yet),
         ]
     )
     return app
+
+
+def _read_keys(path: Path) -> ApiKeys:
+    try:
+        keys, mode = parse_keys(path.read_bytes()), path.stat().st_mode
+    except OSError as error:
+        raise KeysInvalid(f"{path}: {error.strerror}") from None
+    except KeysInvalid as error:
+        raise KeysInvalid(f"{path}: {error}") from None
+    if mode & (stat.S_IROTH | stat.S_IWOTH):
+        structlog.get_logger("epd").warning(
+            "others may read or write the keys file", path=str(path), mode=f"{mode & 0o777:o}"
+        )
+    return keys
 
 
 async def _connections(app: web.Application) -> AsyncIterator[None]:
@@ -108,7 +133,7 @@ def _cache(config: ProxyConfig) -> AbstractAsyncContextManager[EncoderCache | No
     )
 
 
-# Middlewares: observe is the outer one.
+# Middlewares: observe is the outer one, authenticate the inner one.
 
 
 @web.middleware
@@ -119,7 +144,7 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     config, observers = request.app[CONFIG], request.app[OBSERVERS]
     context = RequestContext(
         request_id=_request_id(request.headers),
-        headers=_forwarded(request.headers, config.openai_api_key),
+        headers=_forwarded(request.headers, config, own_keys=KEYS in request.app),
         observers=observers,
     )
     request[CONTEXT] = context
@@ -173,15 +198,39 @@ async def render_errors(request: web.Request, handler: Handler) -> web.StreamRes
     )
 
 
+@web.middleware
+async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Let nobody without a key further than `/health`, where keys are configured."""
+    keys = request.app.get(KEYS)
+    if keys is not None and request.match_info.handler not in OPEN:
+        tenant = keys.tenant_of(_bearer(request.headers))
+        if tenant is None:
+            raise Unauthorized("a valid API key is needed: Authorization: Bearer <key>")
+        request[CONTEXT].tenant = tenant
+    return await handler(request)
+
+
+def _bearer(headers: CIMultiDictProxy[str]) -> str:
+    """The key of a request; an empty string, which is no key, where it has none or several."""
+    match headers.getall("Authorization", ()):
+        case [one]:
+            scheme, _, key = one.partition(" ")
+            return key.strip() if scheme.lower() == "bearer" else ""
+        case _:
+            return ""
+
+
 # Routes.
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """`POST /v1/chat/completions`, streaming and not."""
-    body = chat.parse(await _read(request))
-    async with request.app[PIPELINE].run(body, request[CONTEXT]) as reply:
+    context = request[CONTEXT]
+    scope = request.app[CONFIG].scope_of(context.tenant)
+    body = salted(chat.parse(await _read(request)), scope)
+    async with request.app[PIPELINE].run(body, context) as reply:
         content_type = reply.headers.get("Content-Type", "")
-        headers = _own_headers(request[CONTEXT])
+        headers = _own_headers(context)
         headers["Content-Type"] = content_type if content_type.isprintable() else ""
         if content_type.startswith("text/event-stream"):
             return await _stream(request, reply, headers)
@@ -190,8 +239,16 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         return web.Response(status=reply.status, body=whole, headers=headers)
 
 
+async def _not_yet(_: web.Request) -> None:
+    """Leave a client that waits for `100 Continue` waiting: `_read` says it, past the checks."""
+
+
 async def _read(request: web.Request) -> bytes:
     """The body, within its deadline."""
+    expected = request.headers.get("Expect", "").lower()
+    if expected == "100-continue" and request.version >= HttpVersion11:
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # it is no part of the answer
     try:
         async with asyncio.timeout(request.app[CONFIG].body_timeout_s):
             return await request.read()
@@ -258,6 +315,10 @@ async def health(request: web.Request) -> web.Response:
     return _json(body, request[CONTEXT], status)
 
 
+OPEN = frozenset({health})
+"""Handlers that want no key: a load balancer has none."""
+
+
 async def metrics(request: web.Request) -> web.Response:
     """`GET /metrics`, for Prometheus."""
     return web.Response(body=request.app[METRICS].page(), headers={"Content-Type": CONTENT_TYPE})
@@ -284,11 +345,15 @@ def _request_id(headers: Mapping[str, str]) -> str:
     return given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
 
-def _forwarded(headers: CIMultiDictProxy[str], api_key: SecretStr | None) -> dict[str, str]:
+def _forwarded(
+    headers: CIMultiDictProxy[str], config: ProxyConfig, *, own_keys: bool
+) -> dict[str, str]:
+    # A key that opens this proxy is none of the instances' business.
+    names = FORWARDED_HEADERS if own_keys else ("Authorization", *FORWARDED_HEADERS)
     # W3C trace context allows several tracestate headers, which are one list.
-    kept = {name: ",".join(headers.getall(name)) for name in FORWARDED_HEADERS if name in headers}
-    if api_key is not None:
-        kept.setdefault("Authorization", f"Bearer {api_key.get_secret_value()}")
+    kept = {name: ",".join(headers.getall(name)) for name in names if name in headers}
+    if config.openai_api_key is not None:
+        kept.setdefault("Authorization", f"Bearer {config.openai_api_key.get_secret_value()}")
     return kept
 
 

@@ -15,6 +15,7 @@ from PIL import Image
 from epd.chat import mm_items
 from epd.identity import content_key
 from epd.media import Inline, source
+from epd.tenants import Scope
 from tests.e2e.conftest import MEDIA, Served, metric, stored
 from tests.e2e.stacks import AUDIO_STACKS, VISION_STACKS, on
 from tests.requests import Part, image, input_audio, text
@@ -197,7 +198,7 @@ def test_what_the_encoder_made_is_in_the_store_under_its_content_key(stack: Serv
     media = source(found)
     assert isinstance(media, Inline)
 
-    info = stored(stack)[content_key(found.modality, media)]
+    info = stored(stack)[content_key(Scope(), found.modality, media)]
     dtype = "BF16" if stack.spec.bf16 else "F32"
     assert (info.modality, info.dtype, info.shape[1]) == (found.modality, dtype, 256)
     assert info.metadata

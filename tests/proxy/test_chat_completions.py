@@ -152,6 +152,28 @@ async def test_remote_media_are_keyed_by_what_the_encoder_reports(launch: Launch
         assert fleet.d.calls[0].parts[0]["uuid"] == key
 
 
+@pytest.mark.parametrize("given", ["a" * 128, "A.b_c:d-9", None])
+async def test_a_clients_uuid_beside_media_changes_nothing(
+    launch: Launch, given: str | None
+) -> None:
+    async with launch() as fleet:
+        await fleet.chat(request(image(b"cat")))
+        status, _ = await fleet.chat(request(image(b"cat", uuid=given)))
+
+        plain, named = (call.parts[0]["uuid"] for call in fleet.e.calls)
+        assert status == 200
+        assert plain == named
+
+
+@pytest.mark.parametrize("given", ["", "a" * 129, "a b", "a/b", "é", "a\n", 7, ["a"], False])
+async def test_a_uuid_that_is_none_is_refused(launch: Launch, given: object) -> None:
+    async with launch() as fleet:
+        status, reply = await fleet.chat(request(text(), image(b"cat", uuid=given)))
+
+        assert (status, reply["error"]["param"]) == (400, "messages[0].content[1].uuid")
+        assert fleet.e.calls == []
+
+
 async def test_prefill_then_decode_with_its_kv_transfer_params(launch: Launch) -> None:
     async with launch(prefill=1) as fleet:
         body = request(

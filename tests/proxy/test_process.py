@@ -71,7 +71,8 @@ def test_help_names_every_flag() -> None:
     assert ended.returncode == 0
     for flag in ("--encode-servers-urls", "--prefill-servers-urls", "--decode-servers-urls"):
         assert flag in ended.stdout
-    assert "api-key" not in ended.stdout
+    for secret in ("openai-api-key", "key-secret"):
+        assert secret not in ended.stdout
 
 
 def test_a_taken_port_ends_in_one_line() -> None:

@@ -50,6 +50,12 @@ def test_items_say_where_they_stand() -> None:
     ]
 
 
+def test_an_item_knows_what_its_client_calls_it() -> None:
+    items = chat.mm_items(request(image(uuid="cat:1"), image(uuid=None), image()))
+
+    assert [item.uuid for item in items] == ["cat:1", None, None]
+
+
 def test_with_parts_replaces_those_parts_and_shares_the_rest() -> None:
     body = request(text(), image(b"1"), image(b"2"), seed=1)
     before = request(text(), image(b"1"), image(b"2"), seed=1)

@@ -1,28 +1,119 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.identity import content_key
+from epd.errors import BadRequest
+from epd.identity import alias_key, content_key, salted
 from epd.media import Inline
+from epd.tenants import Scope, Tenant
 
-media = st.builds(Inline, st.text(), st.text(alphabet=st.characters(codec="utf-8")))
+ALICE, BOB = Scope(Tenant("alice")), Scope(Tenant("bob"))
+CAT = Inline("image/png", "YWJj")
+
+words = st.text(max_size=20)
+media = st.builds(Inline, words, words)
+scopes = st.builds(
+    Scope, st.none() | st.builds(Tenant, words), st.sampled_from([b"", b"s1", b"s2"])
+)
+contents = st.tuples(scopes, words, media)
+aliases = st.tuples(scopes, words, words)
 
 
-@given(st.tuples(st.text(), media), st.tuples(st.text(), media))
-def test_keys_are_equal_exactly_where_modality_type_and_content_are(
-    one: tuple[str, Inline], other: tuple[str, Inline]
+@given(contents, contents)
+def test_content_keys_are_equal_exactly_where_all_they_cover_is(
+    one: tuple[Scope, str, Inline], other: tuple[Scope, str, Inline]
 ) -> None:
     assert (one == other) == (content_key(*one) == content_key(*other))
 
 
-def test_a_key_is_what_vllm_and_any_store_accept() -> None:
-    key = content_key("image", Inline("image/png", "YWJj"))
+@given(aliases, aliases)
+def test_alias_keys_are_equal_exactly_where_all_they_cover_is(
+    one: tuple[Scope, str, str], other: tuple[Scope, str, str]
+) -> None:
+    assert (one == other) == (alias_key(*one) == alias_key(*other))
 
-    assert len(key) == 64
-    assert set(key) <= set("0123456789abcdef")
+
+@given(scopes, words)
+def test_text_that_moves_between_parts_changes_the_key(scope: Scope, joined: str) -> None:
+    """Pairs drawn apart seldom differ in where a part ends alone; these do."""
+    cuts = [(a, b) for b in range(len(joined) + 1) for a in range(b + 1)]
+    keys = {content_key(scope, joined[:a], Inline(joined[a:b], joined[b:])) for a, b in cuts}
+
+    assert len(keys) == len(cuts)
+
+
+@given(scopes.filter(lambda scope: scope.tenant), words, words, words)
+def test_no_alias_is_the_key_of_content_or_a_salt(
+    scope: Scope, modality: str, media_type: str, name: str
+) -> None:
+    names = {
+        alias_key(scope, modality, name),
+        content_key(scope, modality, Inline(media_type, name)),
+        salted({"cache_salt": name or None}, scope)["cache_salt"],
+    }
+
+    assert len(names) == 3
+
+
+def test_tenants_have_keys_of_their_own_and_share_where_they_shall() -> None:
+    assert content_key(ALICE, "image", CAT) != content_key(BOB, "image", CAT)
+    assert alias_key(ALICE, "image", "cat") != alias_key(BOB, "image", "cat")
+    assert content_key(Scope(), "image", CAT) == content_key(Scope(None), "image", CAT)
+    assert content_key(Scope(), "image", CAT) != content_key(Scope(Tenant("")), "image", CAT)
+
+
+def test_without_the_secret_a_tenants_key_cannot_be_computed() -> None:
+    known = Scope(Tenant("alice"), b"secret")
+
+    assert content_key(known, "image", CAT) != content_key(ALICE, "image", CAT)
+    assert salted({}, known) != salted({}, ALICE)
+
+
+def test_names_are_what_vllm_and_any_store_accept() -> None:
+    salt = salted({"cache_salt": "@/\\\0"}, ALICE)["cache_salt"]
+    for name in (content_key(ALICE, "image", CAT), alias_key(ALICE, "image", "cat"), salt):
+        assert len(name) == 64
+        assert set(name) <= set("0123456789abcdef")
 
 
 def test_keys_stay_what_they_were() -> None:
     """A key that changes makes every stored entry a miss: raise `VERSION` if it must."""
-    key = content_key("image", Inline("image/png", "YWJj"))
+    key = content_key(Scope(), "image", CAT)
 
-    assert key == "57626d96a121a0e0a1f5e5328ed83e7dc6f1d251da7313611fc8f0736ca56f3d"
+    assert key == "39bb6f0f27632e0b14c202827ae87e65d0b96a462f226299c7d5cea128361f3d"
+
+
+def test_a_tenants_salt_is_its_own_and_steady() -> None:
+    body = {"messages": [], "seed": 1}
+
+    assert salted(body, ALICE) == salted(body, ALICE)
+    assert salted(body, ALICE)["cache_salt"] != salted(body, BOB)["cache_salt"]
+    assert salted(body, ALICE) == {**body, "cache_salt": salted(body, ALICE)["cache_salt"]}
+
+
+@given(words.filter(bool), words.filter(bool))
+def test_a_clients_salt_is_mixed_in_and_never_sent(one: str, other: str) -> None:
+    mixed = salted({"cache_salt": one}, ALICE)["cache_salt"]
+
+    assert mixed not in {one, salted({}, ALICE)["cache_salt"]}
+    assert mixed != salted({"cache_salt": one}, BOB)["cache_salt"]
+    assert (mixed == salted({"cache_salt": other}, ALICE)["cache_salt"]) == (one == other)
+
+
+def test_a_client_cannot_take_anothers_salt() -> None:
+    theirs = salted({}, BOB)["cache_salt"]
+
+    assert salted({"cache_salt": theirs}, ALICE)["cache_salt"] != theirs
+
+
+@pytest.mark.parametrize("wrong", ["", 1, ["a"], {}, False])
+def test_a_salt_that_vllm_would_not_take_is_refused(wrong: object) -> None:
+    with pytest.raises(BadRequest) as refused:
+        salted({"cache_salt": wrong}, ALICE)
+
+    assert refused.value.param == "cache_salt"
+
+
+@pytest.mark.parametrize("body", [{}, {"cache_salt": "mine"}, {"cache_salt": 1}])
+def test_where_tenants_share_the_body_is_left_alone(body: dict[str, object]) -> None:
+    assert salted(body, Scope(None, b"secret")) == body

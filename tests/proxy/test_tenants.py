@@ -1,0 +1,365 @@
+"""API keys, and what tenants see of each other."""
+
+import asyncio
+import os
+import socket
+import subprocess
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+
+import epd
+from epd.tenants import key_line
+from tests.proxy.conftest import Fleet, Launch
+from tests.proxy.fake_instance import FakeInstance, decodes, encodes
+from tests.proxy.test_process import EPD, INSTANCES, run, serving
+from tests.requests import image, request, text
+
+ALICE, ALICE_2, BOB = "alice-key-0123456789", "alice-key-9876543210", "bob-key-0123456789"
+SECRET = "a secret of the proxies"
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    pairs = [("alice", ALICE), ("bob", BOB), ("alice", ALICE_2)]
+    path = tmp_path / "keys"
+    path.write_text("# ours\n" + "\n".join(key_line(*pair) for pair in pairs) + "\n")
+    path.chmod(0o600)
+    return path
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+async def names(fleet: Fleet, key: str, **more: Any) -> tuple[str, str | None]:
+    """The key of one and the same picture at the encode instance, and decode's salt."""
+    status, _ = await fleet.chat(request(image(b"cat"), **more), bearer(key))
+    assert status == 200
+    return fleet.e.calls[-1].parts[0]["uuid"], fleet.d.calls[-1].body.get("cache_salt")
+
+
+async def test_tenants_have_keys_and_salts_of_their_own(launch: Launch, keys: Path) -> None:
+    async with launch(prefill=1, api_keys_file=keys) as fleet:
+        alice, again, second, bob = [
+            await names(fleet, key) for key in (ALICE, ALICE, ALICE_2, BOB)
+        ]
+
+        assert alice == again == second
+        assert alice[0] != bob[0]
+        assert alice[1] != bob[1]
+        assert None not in {alice[1], bob[1]}
+        for prefill, decode in zip(fleet.p.calls, fleet.d.calls, strict=True):
+            assert prefill.body["cache_salt"] == decode.body["cache_salt"]
+            assert prefill.parts == decode.parts
+
+
+async def test_text_is_salted_too(launch: Launch, keys: Path) -> None:
+    async with launch(api_keys_file=keys) as fleet:
+        for key in (ALICE, BOB):
+            await fleet.chat(request(text()), bearer(key))
+
+        salts = [call.body["cache_salt"] for call in fleet.d.calls]
+        assert len(set(salts)) == 2
+
+
+async def test_a_clients_salt_is_mixed_in_and_never_sent(launch: Launch, keys: Path) -> None:
+    async with launch(api_keys_file=keys) as fleet:
+        _, plain = await names(fleet, ALICE)
+        salts = [
+            (await names(fleet, key, cache_salt=salt))[1]
+            for key, salt in ((ALICE, "mine"), (ALICE, "other"), (BOB, "mine"), (BOB, plain))
+        ]
+
+        assert len({plain, "mine", "other", *salts}) == 7
+        status, reply = await fleet.chat(request(text(), cache_salt=7), bearer(ALICE))
+        assert (status, reply["error"]["param"]) == (400, "cache_salt")
+
+
+async def test_tenants_that_share_have_the_same_keys_and_no_salt(
+    launch: Launch, keys: Path
+) -> None:
+    async with launch(api_keys_file=keys, isolation="shared") as fleet:
+        alice, bob = await names(fleet, ALICE), await names(fleet, BOB)
+        _, given = await names(fleet, ALICE, cache_salt="mine")
+
+        assert alice == bob
+        assert alice[1] is None
+        assert given == "mine"
+
+
+async def test_without_keys_all_is_as_with_shared_ones(launch: Launch, keys: Path) -> None:
+    async with launch(api_keys_file=keys, isolation="shared") as fleet:
+        shared = await names(fleet, ALICE)
+    async with launch() as fleet:
+        open_to_all = await names(fleet, "anything")
+
+    assert shared == open_to_all
+
+
+async def test_the_secret_changes_what_a_name_alone_would_give(launch: Launch, keys: Path) -> None:
+    async with launch(api_keys_file=keys) as fleet:
+        without = await names(fleet, ALICE)
+    async with launch(api_keys_file=keys, key_secret=SECRET) as fleet:
+        having = await names(fleet, ALICE)
+    async with launch(api_keys_file=keys, key_secret=SECRET) as replica:
+        same = await names(replica, ALICE)
+
+    assert having == same
+    assert not set(having) & set(without)
+
+
+WRONG = [
+    {},
+    bearer("wrong"),
+    bearer(""),
+    {"Authorization": ALICE},
+    {"Authorization": f"Basic {ALICE}"},
+    bearer(f"{ALICE} {BOB}"),
+    bearer("sk-\u00fc"),
+    {"Authorization": "Bearer"},
+    {"x-api-key": ALICE},
+]
+
+
+@pytest.mark.parametrize("headers", WRONG)
+async def test_without_a_key_nothing_is_asked_of_an_instance(
+    launch: Launch, keys: Path, headers: dict[str, str]
+) -> None:
+    async with launch(api_keys_file=keys) as fleet:
+        async with fleet.post(request(image()), headers) as reply:
+            error = (await reply.json())["error"]
+
+        assert (reply.status, error["code"]) == (401, 401)
+        assert set(error) == {"message", "type", "param", "code"}
+        assert reply.headers["x-epd-error"] == "invalid_api_key"
+        assert reply.headers["WWW-Authenticate"] == "Bearer"
+        assert fleet.e.calls == fleet.d.calls == []
+        assert [event.error for event in fleet.events.requests] == ["invalid_api_key"]
+
+
+async def test_two_keys_are_none(launch: Launch, keys: Path) -> None:
+    async with launch(api_keys_file=keys) as fleet:
+        two = [("Authorization", f"Bearer {key}") for key in (ALICE, BOB)]
+        url = f"{fleet.url}/v1/chat/completions"
+        async with fleet.http.post(url, headers=two, json=request(text())) as reply:
+            assert reply.status == 401
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/health", 200),
+        ("GET", "/v1/models", 401),
+        ("GET", "/v1/chat/completions", 401),
+        ("GET", "/v1/nothing", 401),
+        ("GET", "//v1/models", 401),
+        ("GET", "/%76%31/models", 401),
+        ("GET", "/nothing", 401),
+        ("POST", "/start_profile", 401),
+    ],
+)
+async def test_only_health_is_open(
+    launch: Launch, keys: Path, method: str, path: str, status: int
+) -> None:
+    async with launch(api_keys_file=keys) as fleet:
+        async with fleet.http.request(method, fleet.url + path) as reply:
+            assert reply.status == status
+        if status == 401:
+            assert fleet.d.other_calls == []
+            async with fleet.http.request(method, fleet.url + path, headers=bearer(ALICE)) as reply:
+                assert reply.status in {200, 404, 405}
+
+
+async def test_a_proxy_that_is_mounted_asks_for_keys_too(launch: Launch, keys: Path) -> None:
+    async with launch() as fleet:
+        config = epd.ProxyConfig(
+            encode_servers_urls=(fleet.e.url,),
+            decode_servers_urls=(fleet.d.url,),
+            api_keys_file=keys,
+        )
+        outer = web.Application()
+        outer.add_subapp("/epd", epd.create_app(config, observers=[]))
+        async with TestClient(TestServer(outer)) as client:
+            for headers, status in (({}, 401), (bearer(ALICE), 200)):
+                async with client.get("/epd/v1/models", headers=headers) as reply:
+                    assert reply.status == status
+            async with client.get("/epd/health") as reply:
+                assert reply.status == 200
+
+
+@pytest.mark.parametrize(
+    ("key", "first"),
+    [("wrong", b"HTTP/1.1 401 Unauthorized"), (ALICE, b"HTTP/1.1 100 Continue")],
+)
+async def test_the_body_is_read_of_those_alone_who_have_a_key(
+    launch: Launch, keys: Path, key: str, first: bytes
+) -> None:
+    """Of the body not one byte is sent: what answers first has not waited for it."""
+    async with launch(api_keys_file=keys) as fleet:
+        host, port = fleet.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        with closing(writer):
+            writer.write(
+                b"POST /v1/chat/completions HTTP/1.1\r\nHost: epd\r\nContent-Length: 99999\r\n"
+                b"Expect: 100-continue\r\nAuthorization: Bearer " + key.encode() + b"\r\n\r\n"
+            )
+            line = await asyncio.wait_for(reader.readline(), 5)
+
+        assert line.strip() == first
+
+
+async def test_a_client_that_waits_for_continue_is_served(launch: Launch, keys: Path) -> None:
+    async with launch(api_keys_file=keys) as fleet:
+        url = f"{fleet.url}/v1/chat/completions"
+        async with fleet.http.post(
+            url, json=request(image()), headers=bearer(ALICE), expect100=True
+        ) as reply:
+            assert reply.status == 200
+            assert (await reply.json())["choices"]
+
+
+@pytest.mark.parametrize("own", [None, "own-key"])
+async def test_a_clients_key_reaches_no_instance(
+    launch: Launch, keys: Path, own: str | None
+) -> None:
+    async with launch(prefill=1, api_keys_file=keys, openai_api_key=own) as fleet:
+        await fleet.chat(request(image()), bearer(ALICE))
+
+        for instance in (fleet.e, fleet.p, fleet.d):
+            [call] = instance.calls
+            assert call.headers.get("Authorization") == (own and f"Bearer {own}")
+            assert ALICE not in f"{call}"
+
+
+async def test_the_official_client_is_served(launch: Launch, keys: Path) -> None:
+    async with launch(api_keys_file=keys) as fleet:
+        messages: Any = request(text(), image())["messages"]
+        base_url = f"{fleet.url}/v1"
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=ALICE, max_retries=0) as client:
+            whole = await client.chat.completions.create(model="m", messages=messages)
+            assert whole.choices[0].message.content == "aé"
+            assert [model.id async for model in client.models.list()] == ["m"]
+        async with openai.AsyncOpenAI(base_url=base_url, api_key="wrong", max_retries=0) as client:
+            with pytest.raises(openai.AuthenticationError):
+                await client.chat.completions.create(model="m", messages=messages)
+
+
+async def test_no_key_is_logged(keys: Path) -> None:
+    encode, decode = FakeInstance(encodes), FakeInstance(decodes)
+    async with encode.running(), decode.running():
+        flags = ["--encode-servers-urls", encode.url, "--decode-servers-urls", decode.url]
+        flags += ["--api-keys-file", str(keys), "--log-level", "debug"]
+        env = {"EPD_KEY_SECRET": SECRET}
+        with serving(*flags, env=env) as (url, process):
+            async with openai.AsyncOpenAI(
+                base_url=f"{url}/v1", api_key=ALICE, max_retries=0
+            ) as client:
+                messages: Any = request(image())["messages"]
+                await client.chat.completions.create(model="m", messages=messages)
+                with pytest.raises(openai.AuthenticationError):
+                    await client.with_options(api_key="sk-wrong").models.list()
+            process.terminate()
+            assert process.stderr is not None
+            logged = process.stderr.read()
+
+    assert '"invalid_api_key"' in logged
+    for secret in (ALICE, "sk-wrong", SECRET, encode.calls[0].parts[0]["uuid"]):
+        assert secret not in logged
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("# ours\n\nalice:sk-key-itself\n", "line 3 is not tenant:sha256"),
+        ("", "there is no key in it"),
+        (None, "No such file"),
+    ],
+)
+def test_a_keys_file_that_cannot_be_used_ends_the_start_in_one_line(
+    tmp_path: Path, content: str | None, message: str
+) -> None:
+    path = tmp_path / "keys"
+    if content is not None:
+        path.write_text(content)
+    ended = run("serve", *INSTANCES, "--api-keys-file", str(path))
+
+    assert ended.returncode == 2
+    assert f"--api-keys-file {path}: {message}" in ended.stderr.splitlines()[-1]
+    assert "sk-key" not in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_short_secret_ends_the_start_in_one_line() -> None:
+    ended = subprocess.run(
+        [*EPD, "serve", *INSTANCES],
+        env=os.environ | {"EPD_KEY_SECRET": "sh0rt"},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+    assert ended.returncode == 2
+    assert "EPD_KEY_SECRET must have at least 16 characters" in ended.stderr
+    assert "sh0rt" not in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("mode", "warns"), [(0o600, False), (0o640, False), (0o644, True)])
+def test_a_keys_file_that_others_may_read_is_warned_of(keys: Path, mode: int, warns: bool) -> None:
+    keys.chmod(mode)
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # so that it ends by itself
+        port = str(taken.getsockname()[1])
+        ended = run(
+            "serve", *INSTANCES, "--host", "127.0.0.1", "--port", port, "--api-keys-file", str(keys)
+        )
+
+    assert ("others may read" in ended.stderr) == warns
+
+
+def hash_key(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*EPD, "hash-key", *args],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+async def test_a_new_key_opens_the_proxy_that_has_its_line(launch: Launch, tmp_path: Path) -> None:
+    made = await asyncio.to_thread(hash_key, "carol")
+    key = made.stderr.strip()
+    path = tmp_path / "keys"
+    path.write_text(made.stdout)
+    path.chmod(0o600)
+
+    assert made.returncode == 0
+    assert key not in made.stdout
+    async with launch(api_keys_file=path) as fleet:
+        status, _ = await fleet.chat(request(text()), bearer(key))
+        assert status == 200
+
+
+def test_a_key_from_stdin_is_hashed_and_not_shown() -> None:
+    made = hash_key("alice", "--stdin", stdin=ALICE + "\n")
+
+    assert made.stdout == key_line("alice", ALICE) + "\n"
+    assert made.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("args", "stdin"), [(["al:ice"], ""), (["alice", "--stdin"], "short\n"), ([], "")]
+)
+def test_a_line_that_cannot_be_made_ends_in_one_line(args: list[str], stdin: str) -> None:
+    ended = hash_key(*args, stdin=stdin)
+
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.count("\n") == 1
