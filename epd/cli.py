@@ -1,6 +1,7 @@
 """The `epd` command."""
 
 import argparse
+import asyncio
 import sys
 from collections.abc import Sequence
 from fnmatch import fnmatch
@@ -15,6 +16,7 @@ from epd import logs
 from epd.config import ProxyConfig
 from epd.server import serve
 from epd.version import __version__
+from epd.workers import WorkersFailed, supervise
 
 USAGE_ERROR = 2
 
@@ -84,7 +86,12 @@ def _settings(parser: Parser, flags: dict[str, Any]) -> ProxyConfig:
 def _serve(config: ProxyConfig) -> None:
     logs.configure(config.log_format, config.log_level)
     try:
-        uvloop.run(serve(config))
+        if config.workers == 1:
+            uvloop.run(serve(config))
+        else:
+            asyncio.run(supervise(config))  # uvloop's processes have no process_group
+    except WorkersFailed as failure:
+        sys.exit(f"epd serve: {failure}")
     except OSError as error:
         sys.exit(f"epd serve: cannot listen on {config.host}:{config.port}: {error.strerror}")
 

@@ -76,6 +76,9 @@ class ProxyConfig(BaseModel):
     )
     host: str = Field(default="0.0.0.0", description="address to listen on")  # noqa: S104
     port: int = Field(default=8000, ge=0, le=65535, description="port to listen on")
+    workers: int = Field(
+        default=1, ge=1, description="processes that serve it; one uses one core at most"
+    )
 
     decode_media: Literal["metadata", "raw"] = Field(
         default="metadata",
