@@ -1,6 +1,7 @@
 """The `epd` command."""
 
 import argparse
+import asyncio
 import sys
 from collections.abc import Sequence
 from fnmatch import fnmatch
@@ -16,6 +17,8 @@ from epd.config import ProxyConfig
 from epd.server import serve
 from epd.tenants import KeysInvalid, key_line, new_key
 from epd.version import __version__
+from epd.web import create_app
+from epd.workers import WorkersFailed, supervise
 
 USAGE_ERROR = 2
 
@@ -110,9 +113,15 @@ def _settings(parser: Parser, flags: dict[str, Any]) -> ProxyConfig:
 def _serve(parser: Parser, config: ProxyConfig) -> None:
     logs.configure(config.log_format, config.log_level)
     try:
-        uvloop.run(serve(config))
+        if config.workers == 1:
+            uvloop.run(serve(config))
+        else:
+            create_app(config)  # what a worker would die of is said here
+            asyncio.run(supervise(config))  # uvloop's processes have no process_group
     except KeysInvalid as error:
         parser.error(f"--api-keys-file {error}")
+    except WorkersFailed as failure:
+        sys.exit(f"epd serve: {failure}")
     except OSError as error:
         sys.exit(f"epd serve: cannot listen on {config.host}:{config.port}: {error.strerror}")
 

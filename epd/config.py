@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
+import orjson
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -96,6 +97,9 @@ class ProxyConfig(BaseModel):
     )
     host: str = Field(default="0.0.0.0", description="address to listen on")  # noqa: S104
     port: int = Field(default=8000, ge=0, le=65535, description="port to listen on")
+    workers: int = Field(
+        default=1, ge=1, description="processes that serve it; one uses one core at most"
+    )
 
     ec_store: StoreUrl = Field(
         default=None,
@@ -189,6 +193,14 @@ class ProxyConfig(BaseModel):
                 "both belongs in --decode-servers-urls alone"
             )
         return self
+
+    def to_json(self) -> bytes:
+        """All of it, secrets in plain text: for another process of the same proxy alone."""
+        values = {
+            name: value.get_secret_value() if isinstance(value, SecretStr) else value
+            for name, value in self
+        }
+        return orjson.dumps(values, default=str)
 
     @property
     def instances(self) -> tuple[Instance, ...]:

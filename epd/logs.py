@@ -11,27 +11,32 @@ import structlog
 from epd.events import RequestDone, StageDone, stage_seconds
 
 
-def configure(log_format: str, level: str) -> None:
+def configure(log_format: str, level: str, *, worker: int | None = None) -> None:
     """Set structlog up for this process.
 
     Args:
         log_format: `console` or `json`.
         level: least level that is logged, such as `info`.
+        worker: what each line names as its worker, where there are several.
     """
     renderer: structlog.typing.Processor = (
         structlog.processors.JSONRenderer()
         if log_format == "json"
         else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
     )
+    if worker is not None:
+        structlog.contextvars.bind_contextvars(worker=worker)
     structlog.configure(
         processors=[
+            structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        # A line is one write: several workers share stderr, and print writes the line's end apart.
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
     )
 
 

@@ -50,6 +50,8 @@ def serving(
         (["serve", *INSTANCES, "--bogus"], "unrecognized arguments: --bogus"),
         (["serve"], "--encode-servers-urls is required"),
         (["serve", *INSTANCES, "--port", "x"], "--port"),
+        (["serve", *INSTANCES, "--workers", "0"], "--workers"),
+        (["serve", *INSTANCES, "--workers", "many"], "--workers"),
         (["serve", *INSTANCES, "--prefill-servers-urls", "http://d:1"], "named as prefill and"),
         (["serve", *INSTANCES, "--decode-media", "both"], "--decode-media"),
         (["nothing"], "nothing"),
@@ -75,14 +77,16 @@ def test_help_names_every_flag() -> None:
         assert secret not in ended.stdout
 
 
-def test_a_taken_port_ends_in_one_line() -> None:
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_taken_port_ends_in_one_line(workers: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        ended = run("serve", *INSTANCES, "--host", "127.0.0.1", "--port", str(port))
+        address = ["--host", "127.0.0.1", "--port", str(port)]
+        ended = run("serve", *INSTANCES, *address, "--workers", workers)
 
     assert ended.returncode == 1
     assert f"cannot listen on 127.0.0.1:{port}" in ended.stderr
-    assert "Traceback" not in ended.stderr
+    assert ended.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -150,6 +154,8 @@ async def test_a_second_signal_ends_it_at_once() -> None:
                 assert await asyncio.to_thread(process.wait, 5) == 0
                 with pytest.raises(aiohttp.ClientError):
                     await task
+                assert process.stderr is not None
+                assert "Traceback" not in process.stderr.read()
 
 
 def test_what_cannot_be_parsed_is_not_logged() -> None:

@@ -1,0 +1,227 @@
+"""Several processes that serve one address, and the one that starts them.
+
+The first process listens and serves nothing. Each worker has a listening socket of its own on the
+same port (`SO_REUSEPORT`): on one that all share, the first to wake takes every connection that
+waits, and keeps it. The first process holds all of them too, so that connections that wait at a
+worker that dies are served by the next one.
+
+A worker's standard input is a pipe from the first process: the configuration comes by it, and its
+end, however the first process ended, tells the worker to stop.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import chain
+from typing import Any, cast
+
+import orjson
+import structlog
+import uvloop
+from aiohttp import web
+
+from epd import logs
+from epd.config import ProxyConfig
+from epd.server import SHUTDOWN_TIMEOUT_S, first_of, running, stop_signals, topology
+
+BACKLOG = 128
+STEADY_S = 30.0
+"""A worker that lived so long, its start included, was not born broken."""
+MAX_DEATHS = 5
+"""So many early deaths in a row end everything."""
+RESTART_S = 0.25
+"""Before a worker is replaced; doubled with each further early death."""
+GRACE_S = 2.0
+"""For a worker that was told to end by now."""
+
+Sockets = tuple[socket.socket, ...]
+Address = tuple[Any, ...]
+"""As the socket functions take it: host, port, and for IPv6 flow and scope."""
+
+
+class WorkersFailed(Exception):
+    """A worker died again and again, as soon as it was started."""
+
+
+async def supervise(config: ProxyConfig) -> None:
+    """Keep the workers running until SIGINT or SIGTERM, as `server.serve` does for one process.
+
+    Raises:
+        OSError: the address cannot be listened on.
+        WorkersFailed: they do not stay alive.
+    """
+    log = structlog.get_logger("epd")
+    stop, stop_now = stop_signals()
+    with _listening(config) as groups:
+        for listener in groups[0]:
+            log.info(
+                "listening", url=_url(listener), topology=topology(config), workers=config.workers
+            )
+        keepers = [
+            asyncio.create_task(_keep(number, config, sockets, stop, stop_now))
+            for number, sockets in enumerate(groups, start=1)
+        ]
+        await stop.wait()
+        log.info("stopping")
+    # Closed here too, the port takes no connection that no worker would serve.
+    ends = await asyncio.gather(*keepers, return_exceptions=True)
+    for failure in filter(None, ends):
+        raise failure
+
+
+async def _keep(
+    number: int, config: ProxyConfig, sockets: Sockets, stop: asyncio.Event, stop_now: asyncio.Event
+) -> None:
+    """Run a worker, and another whenever it dies, until all are to stop."""
+    clock = asyncio.get_running_loop().time
+    deaths = 0
+    try:
+        while not stop.is_set():
+            started = clock()
+            end = await _run(number, config, sockets, stop, stop_now)
+            if stop.is_set():
+                return
+            deaths = deaths + 1 if clock() - started < STEADY_S else 1
+            if deaths == MAX_DEATHS:
+                raise WorkersFailed(f"worker {number} died {deaths} times in a row, last of {end}")
+            delay_s = RESTART_S * 2 ** (deaths - 1)
+            structlog.get_logger("epd").error(
+                "worker died", worker=number, of=end, restart_in_s=delay_s
+            )
+            await first_of(stop.wait(), asyncio.sleep(delay_s))
+    finally:
+        stop.set()
+
+
+async def _run(
+    number: int, config: ProxyConfig, sockets: Sockets, stop: asyncio.Event, stop_now: asyncio.Event
+) -> str:
+    """Run one worker to its end, and say what it died of."""
+    try:
+        process, pipe = await _start(number, config, sockets)
+    except OSError as error:  # no process or no memory to be had at the moment
+        return str(error)
+    await first_of(process.wait(), stop.wait())
+    pipe.close()
+    limit_s = SHUTDOWN_TIMEOUT_S + GRACE_S
+    await first_of(process.wait(), stop_now.wait(), asyncio.sleep(limit_s))
+    with suppress(ProcessLookupError):
+        process.send_signal(signal.SIGUSR1)
+    await first_of(process.wait(), asyncio.sleep(GRACE_S))
+    with suppress(ProcessLookupError):
+        process.kill()
+    code = await process.wait()
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+async def _start(
+    number: int, config: ProxyConfig, sockets: Sockets
+) -> tuple[asyncio.subprocess.Process, asyncio.StreamWriter]:
+    descriptors = tuple(listener.fileno() for listener in sockets)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", "epd.workers"),
+        stdin=asyncio.subprocess.PIPE,
+        pass_fds=descriptors,
+        # The modules of this process, wherever it was started.
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        # A terminal sends SIGINT to a whole group; here only the first process acts on it.
+        process_group=0,
+    )
+    pipe = cast("asyncio.StreamWriter", process.stdin)
+    described = {
+        "worker": number,
+        "sockets": descriptors,
+        "config": orjson.Fragment(config.to_json()),
+    }
+    pipe.write(orjson.dumps(described) + b"\n")
+    return process, pipe
+
+
+@contextmanager
+def _listening(config: ProxyConfig) -> Iterator[list[Sockets]]:
+    """Sockets on one port: for each worker, one for each address of the host.
+
+    Raises:
+        OSError: the address cannot be listened on.
+    """
+    with ExitStack() as stack:
+        port, by_address = config.port, list[Sockets]()
+        for family, (host, _, *scope) in _addresses(config.host):
+            # Bound without SO_REUSEPORT, the first one is refused where anyone listens already.
+            first = stack.enter_context(_bound(family, (host, port, *scope)))
+            first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            bound = first.getsockname()
+            port = bound[1]
+            others = [
+                stack.enter_context(_bound(family, bound, shared=True))
+                for _ in range(config.workers - 1)
+            ]
+            by_address.append((first, *others))
+        for listener in chain(*by_address):
+            listener.listen(BACKLOG)
+        yield list(zip(*by_address, strict=True))
+
+
+def _addresses(host: str) -> list[tuple[int, Address]]:
+    found = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return list(dict.fromkeys((family, address) for family, *_, address in found))
+
+
+def _bound(family: int, address: Address, *, shared: bool = False) -> socket.socket:
+    opened = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shared)
+        if family == socket.AF_INET6:  # 0.0.0.0 has a socket of its own
+            opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        opened.bind(address)
+    except BaseException:
+        opened.close()
+        raise
+    return opened
+
+
+def _url(listener: socket.socket) -> str:
+    host, port, *_ = listener.getsockname()
+    return f"http://{host}:{port}"
+
+
+async def work(config: ProxyConfig, descriptors: Sequence[int]) -> None:
+    """Serve on sockets that are open already, until standard input ends.
+
+    Signals to stop are for the first process, which tells the workers: a service manager may send
+    one to every process, and a worker that stopped alone would leave its connections waiting.
+    SIGUSR1 ends it at once.
+    """
+    stop, stop_now = asyncio.Event(), asyncio.Event()
+    loop, pipe = asyncio.get_running_loop(), sys.stdin.fileno()
+
+    def at_end_of_pipe() -> None:
+        loop.remove_reader(pipe)
+        stop.set()
+
+    for ignored in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ignored, signal.SIG_IGN)
+    loop.add_signal_handler(signal.SIGUSR1, stop_now.set)
+    loop.add_reader(pipe, at_end_of_pipe)
+    async with running(config, stop_now) as runner:
+        for descriptor in descriptors:
+            await web.SockSite(runner, socket.socket(fileno=descriptor)).start()
+        structlog.get_logger("epd").info("serving", pid=os.getpid())
+        await first_of(stop.wait(), stop_now.wait())
+
+
+def main() -> None:
+    """Run the worker that standard input describes."""
+    described = orjson.loads(sys.stdin.buffer.readline())
+    config = ProxyConfig.model_validate(described["config"])
+    logs.configure(config.log_format, config.log_level, worker=described["worker"])
+    uvloop.run(work(config, described["sockets"]))
+
+
+if __name__ == "__main__":
+    main()

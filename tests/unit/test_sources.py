@@ -1,0 +1,21 @@
+"""What the source of both packages must not have."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted(path for package in ("epd", "ec_store") for path in (ROOT / package).rglob("*.py"))
+UNSAFE = re.compile(r"\b(pickle|cPickle|cloudpickle|dill|shelve|marshal|torch\.load|yaml\.load)\b")
+
+
+def test_there_are_sources() -> None:
+    assert len(SOURCES) > 50
+    assert UNSAFE.search("import pickle")
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_is_unpickled(path: Path) -> None:
+    """S15."""
+    assert UNSAFE.search(path.read_text()) is None
