@@ -146,6 +146,7 @@ async def test_a_second_signal_ends_all_at_once() -> None:
 
             assert await workers.ended() == 0
             await until(lambda: decode.aborted)
+            await until(lambda: workers.logged("request", status=499))
             await workers.gone()
             with pytest.raises(aiohttp.ClientError):
                 await task
