@@ -95,6 +95,14 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     for name, field in ProxyConfig.model_fields.items():
         if SecretStr in get_args(field.annotation):
             continue
+        if field.annotation is bool:
+            groups[_group(name)].add_argument(
+                _flag(name),
+                default=argparse.SUPPRESS,
+                action=argparse.BooleanOptionalAction,
+                help=field.description,
+            )
+            continue
         choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else None
         groups[_group(name)].add_argument(
             _flag(name),
@@ -114,7 +122,12 @@ def _flag(field: str) -> str:
 
 
 def _metavar(name: str, field: FieldInfo) -> str:
-    for suffix, metavar in (("_urls", "URLS"), ("_s", "SECONDS"), ("_bytes", "BYTES")):
+    for suffix, metavar in (
+        ("_urls", "URLS"),
+        ("_s", "SECONDS"),
+        ("_bytes", "BYTES"),
+        ("_domains", "HOSTS"),
+    ):
         if name.endswith(suffix):
             return metavar
     return {int: "N", str: "ADDRESS"}.get(field.annotation, "FOLDER")  # type: ignore[arg-type]

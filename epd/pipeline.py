@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from epd.chat import Body, MMItem, mm_items
 from epd.config import ProxyConfig
 from epd.errors import BadRequest
+from epd.fetch import RemoteMedia
 from epd.identity import content_key
 from epd.instances import Instance, InstanceTable, Role
 from epd.media import Inline, source
@@ -37,8 +38,11 @@ class Route:
 class Pipeline:
     """Carries requests through the stages. Holds no state of its own but whose turn it is."""
 
-    def __init__(self, table: InstanceTable, upstream: Upstream, config: ProxyConfig) -> None:
+    def __init__(
+        self, table: InstanceTable, upstream: Upstream, media: RemoteMedia, config: ProxyConfig
+    ) -> None:
         self._table = table
+        self._media = media
         self._stages = Stages(upstream, config)
         self._config = config
 
@@ -59,6 +63,8 @@ class Pipeline:
                 slug="too_many_items",
                 param="messages",
             )
+        body = await self._media.inlined(body, items)
+        items = mm_items(body)
         uuids = await self._uuids(items)
         route = self._route(len(items))
         encoded = await self._stages.encode(route.encode, body, uuids, context)

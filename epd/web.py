@@ -24,6 +24,7 @@ from epd.errors import (
     UpstreamRejected,
 )
 from epd.events import Observer, RequestDone, stage_seconds
+from epd.fetch import remote_media
 from epd.instances import InstanceTable
 from epd.logs import LogObserver
 from epd.pipeline import Pipeline
@@ -80,8 +81,11 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
 async def _connections(app: web.Application) -> AsyncIterator[None]:
     config = app[CONFIG]
     table = InstanceTable(config.instances)
-    async with Upstream.connect(config.connect_timeout_s) as upstream:
-        app[PIPELINE] = Pipeline(table, upstream, config)
+    async with (
+        Upstream.connect(config.connect_timeout_s) as upstream,
+        remote_media(config) as media,
+    ):
+        app[PIPELINE] = Pipeline(table, upstream, media, config)
         app[ADMIN] = Admin(table, upstream, config)
         yield
 
