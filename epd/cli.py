@@ -132,6 +132,14 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     for name, field in ProxyConfig.model_fields.items():
         if _is_secret(field):
             continue
+        if field.annotation is bool:
+            groups[_group(name)].add_argument(
+                _flag(name),
+                default=argparse.SUPPRESS,
+                action=argparse.BooleanOptionalAction,
+                help=field.description,
+            )
+            continue
         choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else None
         groups[_group(name)].add_argument(
             _flag(name),
@@ -166,6 +174,7 @@ def _metavar(name: str, field: FieldInfo) -> str:
         ("_s", "SECONDS"),
         ("_bytes", "BYTES"),
         ("_file", "FILE"),
+        ("_domains", "HOSTS"),
     ):
         if name.endswith(suffix):
             return metavar

@@ -15,6 +15,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic_settings import NoDecode
+from yarl import URL
 
 from ec_store import check_url
 from epd.instances import Instance, Role
@@ -72,6 +73,29 @@ StoreUrl = Annotated[
 ]
 KeySecret = Annotated[
     SecretStr | None, BeforeValidator(lambda secret: secret or None), AfterValidator(_check_secret)
+]
+
+
+def _split_domains(value: Any) -> Any:
+    return value.split(",") if isinstance(value, str) else value
+
+
+def _check_domain(domain: str) -> str:
+    """The host as `yarl.URL.raw_host` spells it."""
+    name = domain.strip()
+    try:
+        host = URL.build(scheme="https", host=name.strip("[]")).raw_host
+    except ValueError:
+        host = None
+    if not host or set(name) & set("*/@% "):
+        raise ValueError(f"{domain!r} is not a host name such as media.example.com")
+    return host.rstrip(".")
+
+
+Domains = Annotated[
+    tuple[Annotated[str, AfterValidator(_check_domain)], ...],
+    NoDecode,
+    BeforeValidator(lambda value: _split_domains(value) if value else ()),
 ]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -147,13 +171,37 @@ class ProxyConfig(BaseModel):
         description="folder that file:// media may come from, the same as the encode instances'; "
         "without it they are refused",
     )
+    media_fetch: Literal["engine", "proxy"] = Field(
+        default="engine",
+        description="who fetches http(s) media: each engine, or the proxy, once and keyed by "
+        "content",
+    )
+    allowed_media_domains: Domains = Field(
+        default=(),
+        description="hosts that the proxy fetches media from, comma-separated; without it any "
+        "with a public address",
+    )
+    allow_http_media: bool = Field(
+        default=False, description="let the proxy fetch over http too, not https alone"
+    )
+    allow_private_media: bool = Field(
+        default=False,
+        description="let the hosts of --allowed-media-domains have private addresses",
+    )
+    media_cache_bytes: int = Field(
+        default=256 * 1024**2, ge=0, description="memory for media that the proxy has fetched"
+    )
     max_items: int = Field(default=64, ge=1, description="media items in one request")
     max_body_bytes: int = Field(
         default=128 * 1024**2, ge=1024, description="size of a request body"
     )
+    max_media_bytes: int = Field(
+        default=64 * 1024**2, ge=1, description="size of one item that the proxy fetches"
+    )
 
     body_timeout_s: Seconds = Field(default=60.0, description="a request body's arrival")
     connect_timeout_s: Seconds = Field(default=2.0, description="connecting to an instance")
+    media_timeout_s: Seconds = Field(default=30.0, description="fetching one item")
     encode_timeout_s: Seconds = Field(default=30.0, description="encoding one item")
     prefill_timeout_s: Seconds = Field(default=120.0, description="the prefill stage")
     first_byte_timeout_s: Seconds = Field(
@@ -201,6 +249,21 @@ class ProxyConfig(BaseModel):
             for name, value in self
         }
         return orjson.dumps(values, default=str)
+
+    @model_validator(mode="after")
+    def _check_media(self) -> Self:
+        # A policy that is set and does nothing would be taken for one that protects.
+        for flag in ("allowed_media_domains", "allow_http_media", "allow_private_media"):
+            if getattr(self, flag) and self.media_fetch == "engine":
+                raise ValueError(
+                    f"{_flag(flag)} needs --media-fetch proxy; engines have flags of their own"
+                )
+        if self.allow_private_media and not self.allowed_media_domains:
+            raise ValueError(
+                "--allow-private-media needs --allowed-media-domains: without it a request could "
+                "reach every host inside"
+            )
+        return self
 
     @property
     def instances(self) -> tuple[Instance, ...]:

@@ -14,7 +14,7 @@ from epd.cache import EncoderCache
 from epd.chat import MM_KWARGS, Body, MMItem
 from epd.config import ProxyConfig
 from epd.errors import ProxyError, UpstreamFailed, UpstreamRejected, UpstreamTimeout
-from epd.flights import SingleFlight
+from epd.flights import Flights
 from epd.instances import InstanceTable, Role
 from epd.policies import POLICIES
 from epd.stages import RequestContext, Stages
@@ -70,7 +70,7 @@ class Encoder:
         self._cache = cache
         self._config = config
         self._policy = POLICIES[config.encode_policy]()
-        self._flights: SingleFlight[tuple[Encoded, bool]] = SingleFlight()
+        self._flights: Flights[Wanted, tuple[Encoded, bool]] = Flights()
         self._learned: OrderedDict[Wanted, str] = OrderedDict()
 
     async def encode(
@@ -166,7 +166,7 @@ class Encoder:
                 self._learn(wanted, encoded)
                 return encoded, True
 
-        encoded, made = await self._flights.run(wanted, work)
+        encoded, made = await self._flights.try_join(wanted, work)
         return encoded, made and begun_here
 
     @asynccontextmanager

@@ -1,66 +1,81 @@
-"""Single flight: what several want at once is done once."""
+"""One run for all who want the same thing at the same moment."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Callable, Coroutine, Hashable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from epd.errors import ProxyError
 
-T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+Start = Callable[[], Coroutine[Any, Any, V]]
 
 
 @dataclass(slots=True)
-class _Flight(Generic[T]):
-    task: asyncio.Task[T]
-    waiting: int = 0
+class _Flight(Generic[V]):
+    task: asyncio.Task[V]
+    waiters: int = 0
 
 
-class SingleFlight(Generic[T]):
-    """Work by key, at most one of a key at a time. Belongs to one event loop.
+class Flights(Generic[K, V]):
+    """Runs by key, one of a key at a time. One that nobody waits for any more is cancelled.
 
-    Work goes on for as long as anybody waits for it: one of them may leave. Whoever joined work
-    that another had begun does not share its failure; its own try comes first.
+    Belongs to one event loop.
     """
 
     def __init__(self) -> None:
-        self._flights: dict[Hashable, _Flight[T]] = {}
+        self._flights: dict[K, _Flight[V]] = {}
+        self._tasks: set[asyncio.Task[V]] = set()
 
-    async def run(self, key: Hashable, work: Callable[[], Awaitable[T]]) -> T:
-        """The result of the work of this key, begun here or by somebody else.
+    async def join(self, key: K, start: Start[V]) -> V:
+        """The result of the run of this key; `start` is called where there is none.
+
+        An error is every waiter's; a waiter that is cancelled leaves the run to the others.
+        """
+        return await self._wait(key, self._flights.get(key) or self._begin(key, start))
+
+    async def try_join(self, key: K, start: Start[V]) -> V:
+        """As `join`, but a run that had begun before this call shares its success alone.
 
         Raises:
-            ProxyError: it failed, and had been begun after this call.
+            ProxyError: a run failed that was begun after this call.
         """
         begun = self._flights.get(key)
         if begun is not None:
             try:
-                return await self._join(key, begun)
+                return await self._wait(key, begun)
             except ProxyError:
-                begun = self._flights.get(key)
-        return await self._join(key, begun or self._begin(key, work))
+                pass
+        return await self.join(key, start)
 
-    def _begin(self, key: Hashable, work: Callable[[], Awaitable[T]]) -> _Flight[T]:
-        flight = self._flights[key] = _Flight(asyncio.ensure_future(_awaited(work)))
-        flight.task.add_done_callback(lambda _: self._end(key, flight))
+    async def close(self) -> None:
+        """Cancel what still runs, and wait until it is gone."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _begin(self, key: K, start: Start[V]) -> _Flight[V]:
+        flight = self._flights[key] = _Flight(asyncio.create_task(start()))
+        self._tasks.add(flight.task)
+        flight.task.add_done_callback(self._tasks.discard)
+        flight.task.add_done_callback(lambda _: self._land(key, flight))
         return flight
 
-    async def _join(self, key: Hashable, flight: _Flight[T]) -> T:
-        flight.waiting += 1
+    async def _wait(self, key: K, flight: _Flight[V]) -> V:
+        flight.waiters += 1
         try:
             return await asyncio.shield(flight.task)
         finally:
-            flight.waiting -= 1
-            if not flight.waiting and not flight.task.done():
-                self._end(key, flight)
+            flight.waiters -= 1
+            if not flight.waiters and not flight.task.done():
+                self._land(key, flight)
                 flight.task.cancel()
 
-    def _end(self, key: Hashable, flight: _Flight[T]) -> None:
+    def _land(self, key: K, flight: _Flight[V]) -> None:
+        """Let nobody join it any more."""
         if self._flights.get(key) is flight:
             del self._flights[key]
         if flight.task.done() and not flight.task.cancelled():
             flight.task.exception()  # nobody may be left to see it
-
-
-async def _awaited(work: Callable[[], Awaitable[T]]) -> T:
-    return await work()

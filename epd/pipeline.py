@@ -11,6 +11,7 @@ from epd.chat import Body, MMItem, mm_items, names_entries
 from epd.config import ProxyConfig
 from epd.encoding import Encoder
 from epd.errors import BadRequest, ProxyError
+from epd.fetch import RemoteMedia
 from epd.identity import content_key
 from epd.instances import Instance, InstanceTable, Role
 from epd.media import Inline, source
@@ -43,10 +44,12 @@ class Pipeline:
         self,
         table: InstanceTable,
         upstream: Upstream,
+        media: RemoteMedia,
         cache: EncoderCache | None,
         config: ProxyConfig,
     ) -> None:
         self._table = table
+        self._media = media
         self._stages = Stages(upstream, config)
         self._encoder = Encoder(self._stages, table, cache, config)
         self._config = config
@@ -68,6 +71,8 @@ class Pipeline:
                 slug="too_many_items",
                 param="messages",
             )
+        body = await self._media.inlined(body, items, context.tenant.name)
+        items = mm_items(body)
         uuids = await self._uuids(items, self._config.scope_of(context.tenant))
         async with AsyncExitStack() as stack:
             yield await self._opened(stack, body, uuids, context)

@@ -1,4 +1,4 @@
-"""The one module that sends HTTP."""
+"""The one module that sends HTTP to instances."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping

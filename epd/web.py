@@ -29,6 +29,7 @@ from epd.errors import (
     UpstreamRejected,
 )
 from epd.events import ItemResult, Observer, RequestDone, stage_seconds
+from epd.fetch import remote_media
 from epd.identity import salted
 from epd.instances import InstanceTable
 from epd.logs import LogObserver
@@ -118,9 +119,10 @@ async def _connections(app: web.Application) -> AsyncIterator[None]:
     table = InstanceTable(config.instances)
     async with (
         Upstream.connect(config.connect_timeout_s) as upstream,
+        remote_media(config) as media,
         _cache(config) as cache,
     ):
-        app[PIPELINE] = Pipeline(table, upstream, cache, config)
+        app[PIPELINE] = Pipeline(table, upstream, media, cache, config)
         app[ADMIN] = Admin(table, upstream, config)
         yield
 

@@ -3,19 +3,23 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import aiohttp
 import pytest
 
 from tests.proxy.conftest import until
 from tests.proxy.fake_instance import FakeInstance, decodes, encodes, hangs
-from tests.requests import image, request, text
+from tests.proxy.fake_origin import FakeOrigin
+from tests.requests import data_url, image, request, text
 
 EPD = [sys.executable, "-m", "epd"]
 INSTANCES = ["--encode-servers-urls", "http://e:1", "--decode-servers-urls", "http://d:1"]
@@ -54,6 +58,7 @@ def serving(
         (["serve", *INSTANCES, "--workers", "many"], "--workers"),
         (["serve", *INSTANCES, "--prefill-servers-urls", "http://d:1"], "named as prefill and"),
         (["serve", *INSTANCES, "--decode-media", "both"], "--decode-media"),
+        (["serve", *INSTANCES, "--allow-http-media"], "--allow-http-media needs --media-fetch"),
         (["nothing"], "nothing"),
         ([], "COMMAND"),
     ],
@@ -120,6 +125,51 @@ async def test_it_serves_and_logs_one_line_a_request_without_secrets() -> None:
     assert (refused["status"], refused["error"]) == (400, "too_many_items")
     assert "secret" not in "".join(lines)
     assert "bWVkaWE" not in "".join(lines)
+
+
+def certificate(folder: Path) -> Path:
+    """A key and a certificate for `localhost` that it signs itself, in one file."""
+    path = folder / "localhost.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
+            *("-nodes", "-days", "2", "-subj", "/CN=localhost"),
+            *("-addext", "subjectAltName=DNS:localhost", "-keyout", path, "-out", path),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    return path
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+@pytest.mark.parametrize("trusted", [True, False])
+async def test_it_fetches_over_https_by_name_from_whom_it_trusts(
+    tmp_path: Path, trusted: bool
+) -> None:
+    pem = await asyncio.to_thread(certificate, tmp_path)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(pem)
+    encode, decode, origin = FakeInstance(encodes), FakeInstance(decodes), FakeOrigin()
+    async with encode.running(), decode.running(), origin.running(context):
+        flags = ["--encode-servers-urls", encode.url, "--decode-servers-urls", decode.url]
+        flags += ["--media-fetch", "proxy", "--allowed-media-domains", "localhost"]
+        env = {"EPD_ALLOW_PRIVATE_MEDIA": "true"} | ({"SSL_CERT_FILE": str(pem)} if trusted else {})
+        with serving(*flags, env=env) as (url, process):
+            body = request(image(f"https://localhost:{origin.port}/?secret"))
+            async with (
+                aiohttp.ClientSession() as http,
+                http.post(f"{url}/v1/chat/completions", json=body) as reply,
+            ):
+                said = reply.status, reply.headers.get("x-epd-error")
+            process.terminate()
+            assert process.stderr is not None
+            logged = process.stderr.read()
+
+    assert said == ((200, None) if trusted else (502, "media_origin_failed"))
+    sent = [call.parts[0]["image_url"]["url"] for call in encode.calls]
+    assert sent == ([data_url(b"picture")] if trusted else [])
+    assert "secret" not in logged
 
 
 async def test_a_client_that_leaves_it_cancels_what_runs_upstream() -> None:

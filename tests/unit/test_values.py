@@ -9,6 +9,8 @@ from epd.errors import BadRequest, UpstreamRejected
 from epd.events import StageDone, stage_seconds
 from epd.instances import Instance, InstanceTable, Role
 
+PROXY_FETCH = {"media_fetch": "proxy"}
+WRONG_DOMAINS = ["https://a.test", "a.test/x", "a.test:443", "*.a.test", "u@a.test", "a.test,", "["]
 E, D = "http://e:1", "http://d:1"
 
 
@@ -66,12 +68,27 @@ def test_url_lists() -> None:
         {"encode_timeout_s": 0},
         {"encode_timeout_s": float("inf")},
         {"decode_media": "both"},
+        {"media_fetch": "both"},
+        *(PROXY_FETCH | {"allowed_media_domains": wrong} for wrong in WRONG_DOMAINS),
+        {"allowed_media_domains": "a.test"},
+        {"allow_http_media": True},
+        PROXY_FETCH | {"allow_private_media": True},
         {"unknown": 1},
     ],
 )
 def test_a_wrong_configuration_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         config(**wrong)
+
+
+def test_media_domains_are_spelled_as_urls_are_read() -> None:
+    domains = "Media.Test., bücher.test,10.0.0.1,[::1],::2"
+    made = config(**PROXY_FETCH, allowed_media_domains=domains, allow_private_media=True)
+
+    assert made.allowed_media_domains == (
+        *("media.test", "xn--bcher-kva.test", "10.0.0.1", "::1", "::2"),
+    )
+    assert config(allowed_media_domains="").allowed_media_domains == ()
 
 
 def test_an_error_has_openais_shape() -> None:

@@ -1,0 +1,121 @@
+"""Which remote media the proxy may fetch: URLs, hosts and addresses.
+
+One parser: what is checked here is a `yarl.URL`, and that object is what aiohttp requests. A
+second parser between check and use is how such a policy is got around (CVE-2026-24779).
+"""
+
+import re
+from dataclasses import dataclass
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
+
+from yarl import URL
+
+from epd.errors import BadRequest
+
+MAX_URL = 8190
+"""Characters of a URL; what servers commonly take as a request line."""
+
+NO_ADDRESS = "the host has no address that media may come from"
+
+NUMBER = re.compile(r"(0x[0-9a-f]*|[0-9]+)\.?", re.IGNORECASE)
+"""A last label like this makes a name an IPv4 address for a resolver (`127.1`, `0x7f.1`)."""
+
+
+def _networks(*texts: str) -> tuple[IPv4Network | IPv6Network, ...]:
+    return tuple(map(ip_network, texts))
+
+
+GLOBAL_UNICAST = ip_network("2000::/3")
+"""All that IANA gives out in IPv6. IPv4-mapped (`::ffff:0:0/96`) and NAT64 (`64:ff9b::/96`,
+`64:ff9b:1::/48`) addresses, which stand for an IPv4 address, are outside."""
+
+NOT_PUBLIC = _networks(
+    # IANA's special-purpose registries, written out: `ipaddress.is_global` differs from one
+    # patch release of Python to the next.
+    *("0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16"),
+    *("172.16.0.0/12", "192.0.0.0/24", "192.0.2.0/24", "192.88.99.0/24", "192.168.0.0/16"),
+    *("198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/4", "240.0.0.0/4"),
+    # Protocol assignments with Teredo, documentation, 6to4.
+    *("2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20"),
+    # Azure's platform channel has a public address.
+    "168.63.129.16/32",
+)
+
+INSIDE = _networks(
+    *("10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16"),
+    *("::1/128", "fc00::/7"),
+)
+"""What `--allow-private-media` adds. Link-local, where clouds serve credentials, is not in it."""
+
+CLOUD_METADATA = _networks("100.100.100.200/32", "fd00:ec2::/32")
+"""Credentials again: Alibaba's and AWS' addresses lie in ranges that are otherwise private."""
+
+
+@dataclass(frozen=True, slots=True)
+class MediaPolicy:
+    """What may be fetched.
+
+    Attributes:
+        allowed_domains: host names, lower case; empty: any.
+        allow_http: whether the scheme may be http.
+        allow_private: whether hosts may have private addresses.
+    """
+
+    allowed_domains: frozenset[str] = frozenset()
+    allow_http: bool = False
+    allow_private: bool = False
+
+    def check(self, text: str, base: URL | None = None) -> URL:
+        """The URL to request for `text`, which a redirect may give relative to `base`.
+
+        Raises:
+            BadRequest: it must not be fetched.
+        """
+        url = _parsed(text, base)
+        if url.scheme != "https" and not (self.allow_http and url.scheme == "http"):
+            raise refused("the URL must start with https://")
+        if url.raw_user is not None or url.raw_password is not None:
+            raise refused("the URL must not name a user")
+        host = url.raw_host
+        if not host or "%" in host:
+            raise refused("the URL must name a host")
+        if self.allowed_domains and host.rstrip(".") not in self.allowed_domains:
+            raise refused("the host is not one that media may come from")
+        if _is_number(host) and not self.allows_address(host):
+            raise refused(NO_ADDRESS)
+        return url
+
+    def allows_address(self, text: str) -> bool:
+        """Whether a connection to this IP address is allowed."""
+        try:
+            address = ip_address(text)
+        except ValueError:  # with a zone, or no address at all
+            return False
+        if any(address in network for network in CLOUD_METADATA):
+            return False
+        if self.allow_private and any(address in network for network in INSIDE):
+            return True
+        if address.version == GLOBAL_UNICAST.version and address not in GLOBAL_UNICAST:
+            return False
+        return not any(address in network for network in NOT_PUBLIC)
+
+
+def refused(message: str) -> BadRequest:
+    """The error for media that must not be fetched."""
+    return BadRequest(message, slug="media_not_allowed")
+
+
+def _parsed(text: str, base: URL | None) -> URL:
+    if len(text) > MAX_URL:
+        raise refused(f"the URL is longer than {MAX_URL} characters")
+    if "\\" in text or any(character <= " " or character == "\x7f" for character in text):
+        raise refused("the URL has a character that must be percent-encoded")
+    try:
+        url = URL(text)
+        return (url if base is None else base.join(url)).with_fragment(None)
+    except ValueError:
+        raise refused("not a valid URL") from None
+
+
+def _is_number(host: str) -> bool:
+    return ":" in host or NUMBER.fullmatch(host.rstrip(".").rpartition(".")[2]) is not None

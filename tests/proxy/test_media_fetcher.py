@@ -1,0 +1,507 @@
+"""Fetching remote media from real servers."""
+
+import asyncio
+import gzip
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+
+import pytest
+from aiohttp import web
+
+from epd.config import ProxyConfig
+from epd.errors import ProxyError
+from epd.fetch import MediaFetcher
+from tests.proxy.conftest import until
+from tests.proxy.fake_origin import ALLOWED, FakeNames, FakeOrigin
+from tests.requests import data_url
+
+PICTURE = data_url(b"picture")
+
+
+@pytest.fixture
+async def origin() -> AsyncIterator[FakeOrigin]:
+    async with FakeOrigin().running() as origin:
+        yield origin
+
+
+def fetching(
+    names: FakeNames | None = None, **more: object
+) -> AbstractAsyncContextManager[MediaFetcher]:
+    config = {"encode_servers_urls": "http://e", "decode_servers_urls": "http://d"}
+    return MediaFetcher.open(ProxyConfig.model_validate(config | ALLOWED | more), names)
+
+
+async def failure(fetched: Awaitable[str]) -> ProxyError:
+    with pytest.raises(ProxyError) as error:
+        await fetched
+    return error.value
+
+
+def redirects(*targets: str) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """Redirect by the number the path ends with, which counts up."""
+
+    async def answer(request: web.Request) -> web.Response:
+        step = int(request.path.strip("/") or 0)
+        if step < len(targets):
+            return web.Response(status=302, headers={"Location": targets[step]})
+        return web.Response(body=b"picture", content_type="image/png")
+
+    return answer
+
+
+# What is sent and what comes of it.
+
+
+async def test_media_become_a_data_url_and_nothing_of_a_client_goes_out(
+    origin: FakeOrigin,
+) -> None:
+    origin.headers["Set-Cookie"] = "a=b"
+    async with fetching() as fetcher:
+        assert await fetcher.fetch(f"{origin.url}/cat.png?sig=%2B#x", "image") == PICTURE
+        await fetcher.fetch(f"{origin.url}/cat.png", "image")
+
+    paths = [path for path, _ in origin.requests]
+    assert paths == ["/cat.png?sig=%2B", "/cat.png"]
+    for _, headers in origin.requests:
+        assert set(headers) == {"Host", "Accept", "Accept-Encoding", "User-Agent"}
+        assert headers["Accept"] == "image/*"
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 65535, 300001])
+async def test_any_length_is_the_same_bytes(origin: FakeOrigin, size: int) -> None:
+    origin.content = (bytes(range(256)) * 1200)[:size]
+    async with fetching() as fetcher:
+        assert await fetcher.fetch(origin.url, "image") == data_url(origin.content)
+
+
+@pytest.mark.parametrize(
+    ("said", "taken"),
+    [
+        ("Image/PNG; charset=x", "image/png"),
+        ("video/mp4", "application/octet-stream"),
+        ("text/html", "application/octet-stream"),
+        ('image/x;base64,AAAA"', "image/x"),
+        ("image/a,b", "application/octet-stream"),
+        ("image/" + "x" * 200, "application/octet-stream"),
+    ],
+)
+async def test_a_media_type_is_taken_only_where_it_is_one(
+    origin: FakeOrigin, said: str, taken: str
+) -> None:
+    origin.headers["Content-Type"] = said
+    async with fetching() as fetcher:
+        assert await fetcher.fetch(origin.url, "image") == data_url(b"picture", taken)
+
+
+# Where it goes.
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "http://127.0.0.2/",
+        "http://169.254.169.254/latest/meta-data",
+        "http://[::1]/",
+        "http://evil.test/",
+        "file:///etc/passwd",
+        "http://user@127.0.0.1/",
+        "//evil.test\\@127.0.0.1/",
+    ],
+)
+async def test_redirects_are_checked_like_first_urls(origin: FakeOrigin, target: str) -> None:
+    origin.answer = redirects(target)
+    async with fetching() as fetcher:
+        error = await failure(fetcher.fetch(f"{origin.url}/0", "image"))
+
+    assert (error.status, error.slug) == (400, "media_not_allowed")
+    assert len(origin.requests) == 1
+
+
+async def test_three_redirects_are_followed_and_not_four(origin: FakeOrigin) -> None:
+    origin.answer = redirects("1", f"{origin.url}/2", "/3", "/4")
+    async with fetching() as fetcher:
+        assert await fetcher.fetch(f"{origin.url}/1", "image") == PICTURE
+        error = await failure(fetcher.fetch(f"{origin.url}/0", "image"))
+
+    assert (error.status, error.slug) == (400, "media_fetch_failed")
+    assert [path for path, _ in origin.requests][-4:] == ["/0", "/1", "/2", "/3"]
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1", "169.254.169.254", "::ffff:127.0.0.1", "::1"])
+async def test_a_name_of_a_private_address_is_refused_as_one_that_does_not_exist(
+    address: str,
+) -> None:
+    asked = []
+    for answer in (address, socket.gaierror(socket.EAI_NONAME, "no such name")):
+        names = FakeNames(answer)
+        async with fetching(
+            names, allow_private_media=False, allowed_media_domains="", allow_http_media=False
+        ) as fetcher:
+            error = await failure(fetcher.fetch("https://inside.test/secret", "image"))
+        assert names.asked == ["inside.test"]
+        asked.append((error.slug, error.body(), repr(error.__cause__)))
+
+    assert asked[0] == asked[1]
+    assert asked[0][0] == "media_not_allowed"
+    assert address not in str(asked[0])
+
+
+async def test_of_several_addresses_only_allowed_ones_are_connected_to(
+    origin: FakeOrigin,
+) -> None:
+    names = FakeNames("169.254.169.254,127.0.0.1")
+    async with fetching(names) as fetcher:
+        found = await fetcher.fetch(f"http://media.test:{origin.port}/", "image")
+
+    assert found == PICTURE
+
+
+async def test_a_name_is_resolved_once_for_check_and_connection(origin: FakeOrigin) -> None:
+    """A second answer could be another one: DNS rebinding."""
+    names = FakeNames("127.0.0.1", "169.254.169.254")
+    origin.headers["Connection"] = "close"
+    async with fetching(names) as fetcher:
+        url = f"http://media.test:{origin.port}/"
+        assert await fetcher.fetch(url, "image") == PICTURE
+        assert names.asked == ["media.test"]
+
+        error = await failure(fetcher.fetch(url, "image"))
+        assert error.slug == "media_not_allowed"
+        assert names.asked == ["media.test", "media.test"]
+
+
+async def test_a_name_server_that_does_not_answer_is_no_refusal() -> None:
+    async with fetching(FakeNames(socket.gaierror(socket.EAI_AGAIN, "later"))) as fetcher:
+        error = await failure(fetcher.fetch("http://media.test/", "image"))
+
+    assert (error.status, error.slug) == (502, "media_origin_failed")
+
+
+# Limits.
+
+
+async def hangs(_: web.Request) -> web.Response:
+    await asyncio.sleep(60)
+    raise AssertionError("nobody cancelled this")
+
+
+async def endless(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse()
+    await response.prepare(request)
+    while True:
+        await response.write(b"x" * 4096)
+
+
+async def says_large(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Length": "4097"})
+    await response.prepare(request)
+    return await hangs(request)
+
+
+@pytest.mark.parametrize("answer", [endless, says_large])
+async def test_what_is_too_large_is_not_read_on(
+    origin: FakeOrigin, answer: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> None:
+    origin.answer = answer
+    async with fetching(max_media_bytes=4096) as fetcher:
+        error = await failure(fetcher.fetch(origin.url, "image"))
+        origin.answer, origin.content = None, b"x" * 4096
+        await fetcher.fetch(origin.url, "image")
+
+    assert (error.status, error.slug) == (400, "media_too_large")
+
+
+async def test_an_encoded_answer_is_refused_before_it_is_decoded(origin: FakeOrigin) -> None:
+    origin.content = gzip.compress(bytes(10**7))
+    origin.headers["Content-Encoding"] = "gzip"
+    async with fetching(max_media_bytes=10**6) as fetcher:
+        error = await failure(fetcher.fetch(origin.url, "image"))
+
+    assert (error.status, error.slug) == (502, "media_origin_failed")
+
+
+async def drips(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse()
+    await response.prepare(request)
+    while True:
+        await response.write(b"x")
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("answer", [hangs, drips])
+async def test_the_time_limit_is_for_the_whole(
+    origin: FakeOrigin, answer: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> None:
+    origin.answer = answer
+    async with fetching(media_timeout_s=0.3) as fetcher:
+        error = await failure(fetcher.fetch(origin.url, "image"))
+
+    assert (error.status, error.slug) == (504, "media_timeout")
+    await until(lambda: origin.aborted == 1)
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        (404, (400, "media_fetch_failed")),
+        (401, (400, "media_fetch_failed")),
+        (429, (502, "media_origin_failed")),
+        (500, (502, "media_origin_failed")),
+        (206, (502, "media_origin_failed")),
+        (302, (502, "media_origin_failed")),
+        (304, (502, "media_origin_failed")),
+    ],
+)
+async def test_an_origins_errors(
+    origin: FakeOrigin, status: int, expected: tuple[int, str]
+) -> None:
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(status=status)
+
+    origin.answer = answer
+    async with fetching() as fetcher:
+        error = await failure(fetcher.fetch(f"{origin.url}/?secret", "image"))
+
+    assert expected == (error.status, error.slug)
+
+
+async def breaks_off(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Length": "100"})
+    await response.prepare(request)
+    await response.write(b"x")
+    assert request.transport is not None
+    request.transport.abort()
+    return response
+
+
+async def no_http(request: web.Request) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.write(b"hello\r\n\r\n")
+    await asyncio.sleep(0.05)
+    request.transport.abort()
+    return web.Response()
+
+
+@pytest.mark.parametrize("answer", [breaks_off, no_http])
+async def test_a_broken_origin_is_a_502_and_its_url_is_not_told(
+    origin: FakeOrigin, answer: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> None:
+    origin.answer = answer
+    async with fetching() as fetcher:
+        error = await failure(fetcher.fetch(f"{origin.url}/?secret", "image"))
+
+    assert (error.status, error.slug) == (502, "media_origin_failed")
+    assert "secret" not in f"{error!r} {error.__cause__!r}"
+
+
+async def test_an_origin_that_is_not_there_is_a_502() -> None:
+    async with fetching() as fetcher:
+        error = await failure(fetcher.fetch("http://127.0.0.1:1/?secret", "image"))
+
+    assert (error.status, error.slug) == (502, "media_origin_failed")
+    assert "127.0.0.1" not in f"{error!r} {error.__cause__!r}"
+
+
+# What is remembered.
+
+
+async def test_an_unchanged_picture_is_asked_about_and_not_sent_again(
+    origin: FakeOrigin,
+) -> None:
+    origin.headers["ETag"] = '"1"'
+    async with fetching() as fetcher:
+        found = [await fetcher.fetch(origin.url, "image") for _ in range(3)]
+
+    assert found == [PICTURE] * 3
+    assert len(origin.requests) == 3
+    assert origin.sent == 1
+
+
+async def test_a_date_tells_versions_apart_once_its_second_is_over(origin: FakeOrigin) -> None:
+    old = datetime.now(UTC) - timedelta(hours=1)
+    origin.headers["Last-Modified"] = format_datetime(old, usegmt=True)
+    async with fetching() as fetcher:
+        await fetcher.fetch(origin.url, "image")
+        await fetcher.fetch(origin.url, "image")
+        assert origin.sent == 1
+
+        origin.headers["Last-Modified"] = format_datetime(datetime.now(UTC), usegmt=True)
+        await fetcher.fetch(origin.url, "image")
+        origin.content = b"another"
+        assert await fetcher.fetch(origin.url, "image") == data_url(b"another")
+
+
+@pytest.mark.parametrize("etag", [True, False])
+async def test_a_changed_picture_is_seen_at_once(origin: FakeOrigin, etag: bool) -> None:
+    async with fetching() as fetcher:
+        for content in (b"one", b"two", b"one"):
+            origin.content = content
+            if etag:
+                origin.headers["ETag"] = f'"{content.decode()}"'
+            assert await fetcher.fetch(origin.url, "image") == data_url(content)
+
+    assert origin.sent == 3
+
+
+async def test_max_age_saves_the_question_until_it_is_over(origin: FakeOrigin) -> None:
+    origin.headers |= {"Cache-Control": "max-age=1", "ETag": '"1"'}
+    async with fetching() as fetcher:
+        started = asyncio.get_running_loop().time()
+        await fetcher.fetch(origin.url, "image")
+        origin.content = b"another"
+        origin.headers["ETag"] = '"2"'
+        while (found := await fetcher.fetch(origin.url, "image")) == PICTURE:
+            assert len(origin.requests) == 1
+            await asyncio.sleep(0.05)
+
+        assert asyncio.get_running_loop().time() - started >= 1
+        assert found == data_url(b"another")
+
+
+async def test_a_304_can_make_it_fresh_again(origin: FakeOrigin) -> None:
+    origin.headers["ETag"] = '"1"'
+    async with fetching() as fetcher:
+        await fetcher.fetch(origin.url, "image")
+        origin.headers["Cache-Control"] = "max-age=1000"
+        for _ in range(3):
+            await fetcher.fetch(origin.url, "image")
+
+    assert len(origin.requests) == 2
+    assert origin.sent == 1
+
+
+@pytest.mark.parametrize("said", ["no-store", "private, max-age=1000"])
+async def test_what_may_not_be_kept_is_not(origin: FakeOrigin, said: str) -> None:
+    origin.headers |= {"Cache-Control": said, "ETag": '"1"'}
+    async with fetching() as fetcher:
+        await fetcher.fetch(origin.url, "image")
+        await fetcher.fetch(origin.url, "image")
+
+    assert origin.sent == 2
+    assert "If-None-Match" not in origin.requests[1][1]
+
+
+async def test_tenants_share_nothing(origin: FakeOrigin) -> None:
+    origin.headers["Cache-Control"] = "private, max-age=1000"
+    async with fetching() as fetcher:
+        for scope in ("a", "b", "a", "b"):
+            await fetcher.fetch(origin.url, "image", scope)
+
+    assert origin.sent == 2
+
+
+async def test_what_is_behind_a_redirect_is_validated_where_it_is(origin: FakeOrigin) -> None:
+    targets = ["/1"]
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.path == "/0":
+            return web.Response(status=302, headers={"Location": targets[-1]})
+        headers = {"Content-Type": "image/png", "ETag": '"1"', "Cache-Control": "max-age=1000"}
+        if request.headers.get("If-None-Match") == '"1"':
+            return web.Response(status=304, headers=headers)
+        return web.Response(body=request.path.encode(), headers=headers)
+
+    origin.answer = answer
+    async with fetching() as fetcher:
+        found = [await fetcher.fetch(f"{origin.url}/0", "image") for _ in range(2)]
+        targets.append("/2")
+        found.append(await fetcher.fetch(f"{origin.url}/0", "image"))
+
+    assert found == [data_url(b"/1"), data_url(b"/1"), data_url(b"/2")]
+    asked = [(path, headers.get("If-None-Match")) for path, headers in origin.requests]
+    assert asked == [
+        *(("/0", None), ("/1", None)),
+        *(("/0", None), ("/1", '"1"')),
+        *(("/0", None), ("/2", None)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("said", "asked"),
+    [("max-age=1000", 1), ("", 2), ("no-store, max-age=1000", 2), ("private, max-age=1000", 2)],
+)
+async def test_what_is_behind_a_redirect_is_no_fresher_than_the_redirect(
+    origin: FakeOrigin, said: str, asked: int
+) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        if request.path == "/0":
+            return web.Response(status=302, headers={"Location": "/1", "Cache-Control": said})
+        return web.Response(body=b"picture", headers={"Cache-Control": "max-age=1000"})
+
+    origin.answer = answer
+    async with fetching() as fetcher:
+        for _ in range(2):
+            await fetcher.fetch(f"{origin.url}/0", "image")
+
+    assert asked == [path for path, _ in origin.requests].count("/0")
+
+
+async def test_a_picture_that_is_gone_is_forgotten_and_a_broken_origin_is_no_excuse(
+    origin: FakeOrigin,
+) -> None:
+    def answers(status: int) -> Callable[[web.Request], Awaitable[web.Response]]:
+        async def answer(_: web.Request) -> web.Response:
+            return web.Response(status=status)
+
+        return answer
+
+    origin.headers["ETag"] = '"1"'
+    async with fetching() as fetcher:
+        await fetcher.fetch(origin.url, "image")
+        origin.answer = answers(503)
+        assert (await failure(fetcher.fetch(origin.url, "image"))).status == 502
+        origin.answer = None
+        await fetcher.fetch(origin.url, "image")
+        assert origin.sent == 1
+        origin.answer = answers(410)
+        assert (await failure(fetcher.fetch(origin.url, "image"))).status == 400
+        origin.answer = None
+        await fetcher.fetch(origin.url, "image")
+
+    assert origin.sent == 2
+
+
+async def test_what_does_not_fit_is_fetched_again(origin: FakeOrigin) -> None:
+    origin.headers["Cache-Control"] = "max-age=1000"
+    async with fetching(media_cache_bytes=0) as fetcher:
+        await fetcher.fetch(origin.url, "image")
+        await fetcher.fetch(origin.url, "image")
+
+    assert origin.sent == 2
+
+
+# Many at once.
+
+
+async def test_concurrent_requests_are_one_download(origin: FakeOrigin) -> None:
+    go = asyncio.Event()
+
+    async def answer(_: web.Request) -> web.Response:
+        await go.wait()
+        return web.Response(body=b"picture", content_type="image/png")
+
+    origin.answer = answer
+    async with fetching() as fetcher:
+        tasks = [asyncio.create_task(fetcher.fetch(origin.url, "image")) for _ in range(20)]
+        await until(lambda: origin.requests)
+        for task in tasks[:5]:
+            task.cancel()
+        await asyncio.wait(tasks[:5])
+        go.set()
+
+        assert await asyncio.gather(*tasks[5:]) == [PICTURE] * 15
+    assert len(origin.requests) == 1
+
+
+async def test_a_download_that_nobody_waits_for_ends(origin: FakeOrigin) -> None:
+    origin.answer = hangs
+    async with fetching() as fetcher:
+        tasks = [asyncio.create_task(fetcher.fetch(origin.url, "image")) for _ in range(2)]
+        await until(lambda: origin.requests)
+        for task in tasks:
+            task.cancel()
+
+        await until(lambda: origin.aborted == 1)

@@ -1,0 +1,173 @@
+"""Remote media through the proxy: what instances are sent instead of a URL."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from tests.proxy.conftest import Launch, until
+from tests.proxy.fake_instance import encodes_without_params
+from tests.proxy.fake_origin import ALLOWED, FakeOrigin
+from tests.requests import data_url, image, request, text
+
+PARAM = "messages[0].content[1].image_url.url"
+
+
+@pytest.fixture
+async def origin() -> AsyncIterator[FakeOrigin]:
+    async with FakeOrigin().running() as origin:
+        yield origin
+
+
+async def test_engines_fetch_by_default(launch: Launch, origin: FakeOrigin) -> None:
+    async with launch() as fleet:
+        fleet.e.chat = encodes_without_params
+        await fleet.chat(request(image(origin.url)))
+
+        assert fleet.e.calls[0].parts == [image(origin.url)]
+        assert fleet.d.calls[0].parts == [image(origin.url)]
+    assert origin.requests == []
+
+
+@pytest.mark.parametrize("decode_media", ["metadata", "raw"])
+async def test_instances_get_the_content_under_our_uuid(
+    launch: Launch, origin: FakeOrigin, decode_media: str
+) -> None:
+    async with launch(**ALLOWED, decode_media=decode_media) as fleet:
+        remote = image(f"{origin.url}/a.png", uuid="mine")
+        remote["image_url"]["detail"] = "low"
+        await fleet.chat(request(text(), remote, image(b"picture")))
+
+        sent = sorted((call.parts[0] for call in fleet.e.calls), key=str)
+        assert [part["image_url"]["url"] for part in sent] == [data_url(b"picture")] * 2
+        assert {part["image_url"].get("detail") for part in sent} == {"low", None}
+        assert len({part["uuid"] for part in sent}) == 1
+        assert sent[0]["uuid"] != "mine"
+        kind = "image_embeds" if decode_media == "metadata" else "image_url"
+        assert [part["type"] for part in fleet.d.calls[0].parts] == ["text", kind, kind]
+        assert origin.url not in str(fleet.d.calls[0].body)
+
+
+async def test_a_picture_that_changed_behind_its_url_has_another_uuid(
+    launch: Launch, origin: FakeOrigin
+) -> None:
+    async with launch(**ALLOWED) as fleet:
+        for content in (b"one", b"one", b"two"):
+            origin.content = content
+            origin.headers["ETag"] = f'"{content.decode()}"'
+            await fleet.chat(request(image(origin.url)))
+
+        one, same, two = (call.parts[0]["uuid"] for call in fleet.e.calls)
+        assert one == same != two
+    assert origin.sent == 2
+
+
+async def test_a_request_with_one_url_many_times_is_one_download(
+    launch: Launch, origin: FakeOrigin
+) -> None:
+    async with launch(**ALLOWED) as fleet:
+        status, _ = await fleet.chat(request(*[image(origin.url)] * 5))
+
+        assert status == 200
+    assert origin.sent == 1
+
+
+async def test_files_stay_the_engines(
+    launch: Launch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("media")
+    (folder / "a.png").write_bytes(b"picture")
+    url = (folder / "a.png").as_uri()
+    async with launch(**ALLOWED, allowed_local_media_path=folder) as fleet:
+        await fleet.chat(request(image(url)))
+
+        assert fleet.e.calls[0].parts == [image(url)]
+
+
+@pytest.mark.parametrize(
+    ("path", "limits", "expected"),
+    [
+        ("http://169.254.169.254/latest/", {}, (400, "media_not_allowed")),
+        ("/404", {}, (400, "media_fetch_failed")),
+        ("/large", {"max_media_bytes": 9}, (400, "media_too_large")),
+        ("/500", {}, (502, "media_origin_failed")),
+        ("/slow", {"media_timeout_s": 0.2}, (504, "media_timeout")),
+    ],
+)
+async def test_errors_name_the_item_and_reach_no_instance(
+    launch: Launch,
+    origin: FakeOrigin,
+    path: str,
+    limits: dict[str, Any],
+    expected: tuple[int, str],
+) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        if request.path == "/slow":
+            await asyncio.sleep(60)
+        if request.path == "/large":
+            return web.Response(body=b"0123456789")
+        return web.Response(status=int(request.path[1:]))
+
+    origin.answer = answer
+    url = (path if path.startswith("http") else origin.url + path) + "?token=secret"
+    async with launch(**ALLOWED, **limits) as fleet:
+        async with fleet.post(request(text(), image(url))) as reply:
+            error = (await reply.json())["error"]
+
+            assert expected == (reply.status, reply.headers["x-epd-error"])
+            assert (expected[0], PARAM) == (error["code"], error["param"])
+        assert fleet.e.calls == fleet.d.calls == []
+        [event] = fleet.events.requests
+        assert expected[1] == event.error
+        assert "secret" not in f"{event}{error}"
+
+
+async def test_waiters_for_one_download_each_get_their_own_param(
+    launch: Launch, origin: FakeOrigin
+) -> None:
+    go = asyncio.Event()
+
+    async def answer(_: web.Request) -> web.Response:
+        await go.wait()
+        return web.Response(status=404)
+
+    origin.answer = answer
+    async with launch(**ALLOWED) as fleet:
+        bodies = (request(*[text()] * n, image(origin.url)) for n in range(4))
+        tasks = [asyncio.create_task(fleet.chat(body)) for body in bodies]
+        await until(lambda: origin.requests)
+        await asyncio.sleep(0.1)
+        go.set()
+        replies = await asyncio.gather(*tasks)
+
+    assert [reply["error"]["param"] for _, reply in replies] == [
+        f"messages[0].content[{n}].image_url.url" for n in range(4)
+    ]
+    assert len(origin.requests) == 1
+
+
+async def test_all_media_of_a_request_are_no_larger_than_a_body_may_be(
+    launch: Launch, origin: FakeOrigin
+) -> None:
+    origin.content = b"x" * 900
+    async with launch(**ALLOWED, max_body_bytes=4096) as fleet:
+        assert (await fleet.chat(request(*[image(origin.url)] * 3)))[0] == 200
+        async with fleet.post(request(*[image(origin.url)] * 4)) as reply:
+            assert (reply.status, reply.headers["x-epd-error"]) == (400, "media_too_large")
+
+
+async def test_a_client_that_leaves_ends_the_download(launch: Launch, origin: FakeOrigin) -> None:
+    async def answer(_: web.Request) -> web.Response:
+        await asyncio.sleep(60)
+        raise AssertionError("nobody cancelled this")
+
+    origin.answer = answer
+    async with launch(**ALLOWED) as fleet:
+        task = asyncio.create_task(fleet.chat(request(image(origin.url))))
+        await until(lambda: origin.requests)
+        task.cancel()
+
+        await until(lambda: origin.aborted == 1)
+        assert fleet.e.calls == []

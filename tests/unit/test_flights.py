@@ -1,0 +1,96 @@
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from epd.flights import Flights
+
+
+class Work:
+    """Runs that end when told to."""
+
+    def __init__(self) -> None:
+        self.started = 0
+        self.cancelled = 0
+        self.go = asyncio.Event()
+
+    def start(self, error: Exception | None = None) -> Callable[[], Coroutine[Any, Any, int]]:
+        async def run() -> int:
+            self.started += 1
+            number = self.started
+            try:
+                await self.go.wait()
+            except asyncio.CancelledError:
+                self.cancelled += 1
+                raise
+            if error:
+                raise error
+            return number
+
+        return run
+
+
+async def joined(flights: Flights[str, int], work: Work, waiters: int) -> list[asyncio.Task[int]]:
+    tasks = [asyncio.create_task(flights.join("k", work.start())) for _ in range(waiters)]
+    await asyncio.sleep(0.01)
+    return tasks
+
+
+async def test_waiters_share_one_run_and_the_next_gets_a_new_one() -> None:
+    flights, work = Flights[str, int](), Work()
+    tasks = await joined(flights, work, 3)
+    other = asyncio.create_task(flights.join("other", work.start()))
+    await asyncio.sleep(0.01)
+    work.go.set()
+
+    assert await asyncio.gather(*tasks) == [1, 1, 1]
+    assert await other == 2
+    assert await flights.join("k", work.start()) == 3
+
+
+async def test_a_waiter_that_leaves_leaves_the_run_to_the_others() -> None:
+    flights, work = Flights[str, int](), Work()
+    first, second = await joined(flights, work, 2)
+    first.cancel()
+    await asyncio.wait([first])
+    work.go.set()
+
+    assert await second == 1
+    assert first.cancelled()
+    assert work.cancelled == 0
+
+
+async def test_a_run_that_nobody_waits_for_is_cancelled_and_not_joined() -> None:
+    flights, work = Flights[str, int](), Work()
+    tasks = await joined(flights, work, 2)
+    for task in tasks:
+        task.cancel()
+    late = asyncio.create_task(flights.join("k", work.start()))
+    await asyncio.wait(tasks)
+    await asyncio.sleep(0.01)
+    work.go.set()
+
+    assert await late in (1, 2)
+    assert work.cancelled == work.started - 1
+
+
+async def test_an_error_is_every_waiters() -> None:
+    flights, work = Flights[str, int](), Work()
+    tasks = [asyncio.create_task(flights.join("k", work.start(ValueError("no")))) for _ in range(2)]
+    await asyncio.sleep(0.01)
+    work.go.set()
+
+    for task in tasks:
+        with pytest.raises(ValueError, match="no"):
+            await task
+
+
+async def test_closing_ends_what_runs() -> None:
+    flights, work = Flights[str, int](), Work()
+    tasks = await joined(flights, work, 2)
+    await flights.close()
+
+    assert work.cancelled == 1
+    await asyncio.wait(tasks)
+    assert all(task.cancelled() for task in tasks)

@@ -1,0 +1,154 @@
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epd.media_cache import (
+    ENTRY_OVERHEAD_BYTES,
+    HEADERS,
+    MAX_SECONDS,
+    CacheKey,
+    Entry,
+    MediaCache,
+    conditional,
+    fresh_s,
+    may_keep,
+    revalidated,
+)
+
+NOON = datetime(2026, 1, 2, 12, tzinfo=UTC)
+
+
+def at(seconds: int) -> str:
+    return format_datetime(NOON + timedelta(seconds=seconds), usegmt=True)
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({}, 0),
+        ({"Cache-Control": "max-age=60"}, 60),
+        ({"Cache-Control": 'public, MAX-AGE = "60"'}, 60),
+        ({"Cache-Control": "max-age=60", "Age": "45"}, 15),
+        ({"Cache-Control": "max-age=60", "Age": "90"}, 0),
+        ({"Cache-Control": "max-age=60, s-maxage=5"}, 5),
+        ({"Cache-Control": "max-age=60,max-age=7"}, 7),
+        ({"Cache-Control": "max-age=60, no-cache"}, 0),
+        ({"Cache-Control": "max-age=60, no-store"}, 0),
+        ({"Cache-Control": 'max-age=60, no-cache="Set-Cookie, X"'}, 0),
+        ({"Cache-Control": 'private="a, max-age=60", max-age=3'}, 3),
+        ({"Cache-Control": "max-age=-1"}, 0),
+        ({"Cache-Control": "max-age=1.5"}, 0),
+        ({"Cache-Control": "max-age"}, 0),
+        ({"Cache-Control": "max-age=" + "0" * 5000}, 0),
+        ({"Cache-Control": "max-age=" + "9" * 5000}, MAX_SECONDS),
+        ({"Expires": at(30), "Date": at(0)}, 30),
+        ({"Expires": at(30)}, 0),
+        ({"Expires": "0", "Date": at(0)}, 0),
+        ({"Expires": at(30), "Date": at(0), "Cache-Control": "max-age=2"}, 2),
+        ({"Last-Modified": at(-(10**6)), "Date": at(0)}, 0),
+    ],
+)
+def test_how_long_an_answer_is_fresh(headers: dict[str, str], seconds: int) -> None:
+    assert seconds == fresh_s(headers)
+
+
+@pytest.mark.parametrize(
+    ("headers", "alone", "shared"),
+    [
+        ({}, True, True),
+        ({"Cache-Control": "no-cache"}, True, True),
+        ({"Cache-Control": "private, max-age=9"}, True, False),
+        ({"Cache-Control": "max-age=9, No-Store"}, False, False),
+        ({"Vary": "*"}, False, False),
+        ({"Vary": "Accept"}, True, True),
+    ],
+)
+def test_what_may_be_kept_for_one_tenant_and_for_all(
+    headers: dict[str, str], alone: bool, shared: bool
+) -> None:
+    assert alone == may_keep(headers, scope="tenant")
+    assert shared == may_keep(headers, scope="")
+
+
+@pytest.mark.parametrize(
+    ("headers", "asked"),
+    [
+        ({}, {}),
+        ({"ETag": '"1"'}, {"If-None-Match": '"1"'}),
+        ({"ETag": 'W/"1"', "Last-Modified": at(-9), "Date": at(0)}, {"If-None-Match": 'W/"1"'}),
+        ({"ETag": "1"}, {}),
+        ({"ETag": '"\udc80"'}, {}),
+        ({"Last-Modified": at(-1), "Date": at(0)}, {"If-Modified-Since": at(-1)}),
+        ({"Last-Modified": at(0), "Date": at(0)}, {}),
+        ({"Last-Modified": at(-9)}, {}),
+        ({"Last-Modified": "yesterday", "Date": at(0)}, {}),
+    ],
+)
+def test_what_a_version_is_told_by(headers: dict[str, str], asked: dict[str, str]) -> None:
+    assert asked == conditional(headers)
+
+
+def test_a_304_renews_what_it_names() -> None:
+    old = {"ETag": '"1"', "Cache-Control": "max-age=60", "Age": "50", "Date": at(0)}
+
+    assert revalidated(old, {"Date": at(70)}) == {
+        "ETag": '"1"',
+        "Cache-Control": "max-age=60",
+        "Date": at(70),
+    }
+    assert fresh_s(revalidated(old, {"Cache-Control": "no-cache"})) == 0
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(HEADERS),
+        st.text() | st.from_regex(r"(max-age|s-maxage|no-cache|private)=\"?[0-9]*\"?,?.*"),
+    )
+)
+def test_any_headers_are_read(headers: dict[str, str]) -> None:
+    assert 0 <= fresh_s(headers) < float("inf")
+    assert may_keep(headers, "tenant") or not may_keep(headers, "")
+    for value in conditional(headers).values():
+        assert value in headers.values()
+        assert value.isprintable()
+
+
+def entry(size: int) -> Entry:
+    return Entry("x" * size, "https://a.test/", {}, 0.0)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5000) | st.none())),
+    st.integers(0, 12000),
+)
+def test_the_cache_stays_within_its_bytes_and_knows_them(
+    steps: list[tuple[int, int | None]], budget: int
+) -> None:
+    cache = MediaCache(budget)
+    last: dict[CacheKey, Entry] = {}
+    for name, size in steps:
+        key = CacheKey("", "image", str(name))
+        if size is None:
+            cache.drop(key)
+            last.pop(key, None)
+        else:
+            last[key] = entry(size)
+            cache.put(key, last[key])
+
+        kept = [cache.get(key) for key in last]
+        assert all(found in (None, last[key]) for key, found in zip(last, kept, strict=True))
+        assert cache.size_bytes == sum(found.cost_bytes for found in kept if found) <= budget
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    cache = MediaCache(2 * (ENTRY_OVERHEAD_BYTES + 1))
+    a, b, c = (CacheKey("", "image", name) for name in "abc")
+    cache.put(a, entry(1))
+    cache.put(b, entry(1))
+    cache.get(a)
+    cache.put(c, entry(1))
+
+    assert [cache.get(key) is not None for key in (a, b, c)] == [True, False, True]
