@@ -73,7 +73,7 @@ class EncoderCache:
         """A cache that is open, or opens as soon as its store can be, until the context is left."""
         cache = cls(url, budget_s=budget_s, lease_s=lease_s)
         ready = asyncio.Event()
-        cache._later(cache._keep_fresh(ready))
+        cache.later(cache._keep_fresh(ready))
         with suppress(TimeoutError):
             await asyncio.wait_for(ready.wait(), OPEN_WITHIN_S)
         try:
@@ -190,7 +190,7 @@ class EncoderCache:
             made = found is None
         finally:
             renewing.cancel()
-            self._later(self._release(key, written_within_s=WRITTEN_WITHIN_S if made else 0))
+            self.later(self._release(key, written_within_s=WRITTEN_WITHIN_S if made else 0))
 
     async def _wait_for_turn(self, key: EntryKey, wait_s: float) -> tuple[bool, EntryInfo | None]:
         """Whether the key is claimed, and its entry."""
@@ -265,7 +265,8 @@ class EncoderCache:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._refresh_now.wait(), REFRESH_S)
 
-    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+    def later(self, work: Coroutine[Any, Any, None]) -> None:
+        """Have something done while nobody waits for it."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -73,6 +73,11 @@ class MMItem:
         return self.part.get("uuid")
 
     @property
+    def has_media(self) -> bool:
+        """Whether it brings its media, and not the client's name for them alone."""
+        return self.part.get(self.kind) is not None or self.uuid is None
+
+    @property
     def param(self) -> str:
         """Where it stands, as errors name it."""
         return f"messages[{self.message}].content[{self.position}]"
@@ -84,17 +89,26 @@ def parse(raw: bytes) -> Body:
     Raises:
         BadRequest: not JSON, or not an object with a list of messages.
     """
-    try:
-        body = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise BadRequest(
-            f"the body is not valid JSON: {error.msg} at byte {error.pos}", slug="invalid_json"
-        ) from None
+    body = parse_json(raw)
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
     if not isinstance(body.get("messages"), list):
         raise BadRequest("messages must be a list", param="messages")
     return {key: value for key, value in body.items() if key not in RESERVED}
+
+
+def parse_json(raw: bytes) -> Any:
+    """The value in a body.
+
+    Raises:
+        BadRequest: not JSON.
+    """
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise BadRequest(
+            f"the body is not valid JSON: {error.msg} at byte {error.pos}", slug="invalid_json"
+        ) from None
 
 
 def mm_items(body: Body) -> tuple[MMItem, ...]:

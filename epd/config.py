@@ -134,7 +134,7 @@ class ProxyConfig(BaseModel):
         default=0.02, description="a look-up in the store; after it everything is encoded"
     )
     ec_store_lease_s: Seconds = Field(
-        default=60.0, description="how long what was looked up is safe from eviction"
+        default=30.0, description="how long what was looked up is safe from eviction"
     )
     encode_policy: PolicyName = Field(
         default="affinity",

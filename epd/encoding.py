@@ -1,7 +1,7 @@
 """Where the encoder outputs of a request's items come from: the store, or an encode instance."""
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from http import HTTPStatus
@@ -13,7 +13,7 @@ from ec_store import EntryInfo
 from epd.cache import EncoderCache
 from epd.chat import MM_KWARGS, Body, MMItem
 from epd.config import ProxyConfig
-from epd.errors import ProxyError, UpstreamFailed, UpstreamRejected, UpstreamTimeout
+from epd.errors import ProxyError, UnknownMedia, UpstreamFailed, UpstreamRejected, UpstreamTimeout
 from epd.flights import Flights
 from epd.instances import InstanceTable, Role
 from epd.policies import POLICIES
@@ -81,7 +81,6 @@ class Encoder:
         Raises:
             ProxyError: the first item that failed; the others are cancelled.
         """
-        context.items.clear()
         looked = await self._look_up(body, uuids, context)
         try:
             async with asyncio.TaskGroup() as group:
@@ -92,7 +91,9 @@ class Encoder:
         except ExceptionGroup as failures:
             first = failures.exceptions[0]
             raise first from first.__cause__
-        return [task.result() for task in tasks]
+        encoded = [task.result() for task in tasks]
+        context.items = Counter(one.result for one in encoded)
+        return encoded
 
     async def _look_up(
         self, body: Body, uuids: Mapping[MMItem, str | None], context: RequestContext
@@ -124,8 +125,11 @@ class Encoder:
         context: RequestContext,
     ) -> EncodedItem:
         if item in looked.found:
-            context.items["hit"] += 1
-            return EncodedItem(item, uuid, looked.found[item])
+            return EncodedItem(item, uuid, looked.found[item], "hit")
+        if not item.has_media:
+            raise UnknownMedia(
+                "no media are known under this uuid: send them once more", param=item.param
+            )
         try:
             if uuid is None:
                 encoded, mine = await self._somewhere(body, item, uuid, context), True
@@ -136,10 +140,8 @@ class Encoder:
         except ProxyError as error:
             if self._config.on_encode_failure == "fail" or not is_instances_fault(error):
                 raise
-            context.items["local"] += 1
-            return EncodedItem(item, uuid, Encoded())
-        context.items["encoded" if mine else "hit"] += 1
-        return EncodedItem(item, uuid, encoded)
+            return EncodedItem(item, uuid, Encoded(), "local")
+        return EncodedItem(item, uuid, encoded, "encoded" if mine else "hit")
 
     async def _once(
         self, body: Body, item: MMItem, uuid: str, context: RequestContext, *, alone: bool

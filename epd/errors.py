@@ -102,6 +102,14 @@ class Unauthorized(ProxyError):
         return {**super().headers, "WWW-Authenticate": "Bearer"}
 
 
+class UnknownMedia(ProxyError):
+    """The client names media that it has not sent, or that the store has let go of."""
+
+    status = 404
+    type = "NotFoundError"
+    default_slug = "unknown_media"
+
+
 class UpstreamFailed(ProxyError):
     """An instance could not be reached, broke off, or answered what it must not."""
 

@@ -29,12 +29,25 @@ class Remote:
     url: str
 
 
-def source(item: MMItem, allowed_local_media_path: Path | None = None) -> Inline | Remote:
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Media that the client has sent before.
+
+    Attributes:
+        uuid: what it calls them.
+    """
+
+    uuid: str
+
+
+def source(item: MMItem, allowed_local_media_path: Path | None = None) -> Inline | Remote | Known:
     """Where the item's media are.
 
     Raises:
         BadRequest: the part has no media, or they are somewhere a request may not name.
     """
+    if not item.has_media and item.uuid is not None:
+        return Known(item.uuid)
     value = item.part.get(item.kind)
     if item.kind == "input_audio":
         return _input_audio(value, item.param)

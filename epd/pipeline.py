@@ -1,6 +1,5 @@
 """One request: its route, then encode, prefill where there is one, decode."""
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -12,16 +11,11 @@ from epd.config import ProxyConfig
 from epd.encoding import Encoder
 from epd.errors import BadRequest, ProxyError
 from epd.fetch import RemoteMedia
-from epd.identity import content_key
 from epd.instances import Instance, InstanceTable, Role
-from epd.media import Inline, source
+from epd.keys import Keys
 from epd.stages import RequestContext, Stages
-from epd.tenants import Scope
-from epd.transfer import consumer_body
+from epd.transfer import EncodedItem, consumer_body
 from epd.upstream import Reply, Upstream
-
-HASH_IN_THREAD_BYTES = 1024**2
-"""Media above this size are hashed off the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +46,8 @@ class Pipeline:
         self._media = media
         self._stages = Stages(upstream, config)
         self._encoder = Encoder(self._stages, table, cache, config)
+        self._cache = cache
+        self._keys = Keys(cache, config)
         self._config = config
 
     @asynccontextmanager
@@ -64,6 +60,26 @@ class Pipeline:
             BadRequest: the request cannot be served as it is.
             ProxyError: a stage failed.
         """
+        body, uuids = await self._keyed(body, context)
+        async with AsyncExitStack() as stack:
+            yield await self._opened(stack, body, uuids, context)
+
+    async def encode(self, body: Body, context: RequestContext) -> list[EncodedItem]:
+        """Have the items of a request encoded that asks for nothing else, and remember them.
+
+        Raises:
+            BadRequest: an item cannot be encoded as it is.
+            ProxyError: the first item that failed.
+        """
+        body, uuids = await self._keyed(body, context)
+        encoded = await self._encoder.encode(body, uuids, context)
+        await self._keys.remember(body, encoded, self._config.scope_of(context.tenant))
+        return encoded
+
+    async def _keyed(
+        self, body: Body, context: RequestContext
+    ) -> tuple[Body, Mapping[MMItem, str | None]]:
+        """The request, with media in it that the proxy fetches, and the keys of its items."""
         items = mm_items(body)
         if len(items) > self._config.max_items:
             raise BadRequest(
@@ -72,10 +88,8 @@ class Pipeline:
                 param="messages",
             )
         body = await self._media.inlined(body, items, context.tenant.name)
-        items = mm_items(body)
-        uuids = await self._uuids(items, self._config.scope_of(context.tenant))
-        async with AsyncExitStack() as stack:
-            yield await self._opened(stack, body, uuids, context)
+        scope = self._config.scope_of(context.tenant)
+        return body, await self._keys.of(body, mm_items(body), scope)
 
     async def _opened(
         self,
@@ -85,9 +99,9 @@ class Pipeline:
         context: RequestContext,
     ) -> Reply:
         """The answer; where an entry may have been lost on the way, that of a second attempt."""
-        raw = self._config.decode_media == "raw"
         encoded = await self._encoder.encode(body, uuids, context)
-        sent = consumer_body(body, encoded, raw=raw)
+        self._remember_named(body, encoded, context)
+        sent = consumer_body(body, encoded, raw=self._config.decode_media == "raw")
         try:
             return await stack.enter_async_context(self._answered(sent, context))
         except ProxyError as error:
@@ -100,6 +114,14 @@ class Pipeline:
         sent = consumer_body(body, encoded, raw=True)
         return await stack.enter_async_context(self._answered(sent, context))
 
+    def _remember_named(
+        self, body: Body, encoded: Sequence[EncodedItem], context: RequestContext
+    ) -> None:
+        named = [one for one in encoded if one.item.uuid is not None and one.item.has_media]
+        if named and self._cache is not None:
+            scope = self._config.scope_of(context.tenant)
+            self._cache.later(self._keys.remember(body, named, scope))
+
     @asynccontextmanager
     async def _answered(self, body: Body, context: RequestContext) -> AsyncIterator[Reply]:
         route = self._route()
@@ -109,23 +131,9 @@ class Pipeline:
         async with self._stages.decode(route.decode, body, context) as reply:
             yield reply
 
-    async def _uuids(self, items: Sequence[MMItem], scope: Scope) -> dict[MMItem, str | None]:
-        """A content key for each item whose content is in the request, None for the others."""
-        sources = {item: source(item, self._config.allowed_local_media_path) for item in items}
-        return {
-            item: await _key(scope, item, media) if isinstance(media, Inline) else None
-            for item, media in sources.items()
-        }
-
     def _route(self) -> Route:
         prefill = self._table.of(Role.PREFILL)
         return Route(
             prefill=self._table.pick(Role.PREFILL) if prefill else None,
             decode=self._table.pick(Role.DECODE if prefill else Role.PREFILL_DECODE),
         )
-
-
-async def _key(scope: Scope, item: MMItem, media: Inline) -> str:
-    if len(media.base64) <= HASH_IN_THREAD_BYTES:
-        return content_key(scope, item.modality, media)
-    return await asyncio.to_thread(content_key, scope, item.modality, media)

@@ -9,7 +9,8 @@ import orjson
 
 from ec_store import EntryInfo
 from epd.chat import MM_KWARGS, Body, MMItem, metadata_part, raw_part, with_parts
-from epd.errors import Stage, UpstreamFailed
+from epd.errors import Stage, UnknownMedia, UpstreamFailed
+from epd.events import ItemResult
 
 Params = Mapping[str, Any]
 
@@ -105,11 +106,24 @@ def _ambiguous(reason: str) -> UpstreamFailed:
 
 @dataclass(frozen=True, slots=True)
 class EncodedItem:
-    """An item, the `uuid` it was sent under (None: the engine hashed it), and the reply to it."""
+    """An item whose encoder output was asked for.
+
+    Attributes:
+        item: the item.
+        uuid: what it was sent under; None: the engine hashed it.
+        encoded: what is known of the output.
+        result: where it comes from.
+    """
 
     item: MMItem
     uuid: str | None
     encoded: Encoded
+    result: ItemResult
+
+    @property
+    def key(self) -> str | None:
+        """What a consumer finds the output by, where that is known."""
+        return self.uuid or self.encoded.identifier
 
 
 def consumer_body(body: Body, items: Sequence[EncodedItem], *, raw: bool) -> Body:
@@ -121,11 +135,21 @@ def consumer_body(body: Body, items: Sequence[EncodedItem], *, raw: bool) -> Bod
     Args:
         body: the request as the client sent it.
         items: all its items.
-        raw: send all media raw.
+        raw: send all media raw, where all items have theirs.
+
+    Raises:
+        UnknownMedia: an item without media must go on with them.
     """
     if not items:
         return body
+    raw = raw and all(one.item.has_media for one in items)
     uuids = {} if raw else _metadata_uuids(items, body)
+    for one in items:
+        if one.item not in uuids and not one.item.has_media:
+            raise UnknownMedia(
+                "this request needs the media themselves: a uuid is not enough",
+                param=one.item.param,
+            )
     parts = {
         one.item: metadata_part(one.item, one.encoded.metadata, uuids[one.item])
         if one.item in uuids

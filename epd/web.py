@@ -39,6 +39,7 @@ from epd.sse import EventAligner
 from epd.stages import RequestContext
 from epd.tenants import ApiKeys, KeysInvalid, parse_keys
 from epd.upstream import Reply, Upstream
+from epd.warmup import Warmup
 
 CONFIG = web.AppKey("config", ProxyConfig)
 KEYS = web.AppKey("keys", ApiKeys)
@@ -46,6 +47,7 @@ KEYS = web.AppKey("keys", ApiKeys)
 OBSERVERS = web.AppKey("observers", Sequence[Observer])
 PIPELINE = web.AppKey("pipeline", Pipeline)
 ADMIN = web.AppKey("admin", Admin)
+WARMUP = web.AppKey("warmup", Warmup)
 METRICS = web.AppKey("metrics", MetricsObserver)
 CONTEXT = web.RequestKey("context", RequestContext)
 OUTCOME = web.RequestKey("outcome", ProxyError)
@@ -90,6 +92,8 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
     app.add_routes(
         [
             web.post("/v1/chat/completions", chat_completions, expect_handler=_not_yet),
+            web.post("/v1/media", push_media, expect_handler=_not_yet),
+            web.delete("/v1/media/{uuid}", forget_media),
             web.get("/v1/models", models),
             web.get("/health", health),
             web.get("/metrics", metrics),
@@ -123,6 +127,7 @@ async def _connections(app: web.Application) -> AsyncIterator[None]:
         _cache(config) as cache,
     ):
         app[PIPELINE] = Pipeline(table, upstream, media, cache, config)
+        app[WARMUP] = Warmup(app[PIPELINE], cache, config)
         app[ADMIN] = Admin(table, upstream, config)
         yield
 
@@ -300,6 +305,21 @@ async def _whole_events(reply: Reply, idle_s: float) -> AsyncIterator[bytes]:
             slug="decode_truncated",
             stage="decode",
         )
+
+
+async def push_media(request: web.Request) -> web.Response:
+    """`POST /v1/media`: has media encoded ahead of the request that asks about them."""
+    asked = chat.parse_json(await _read(request))
+    context = request[CONTEXT]
+    answer = await request.app[WARMUP].push(asked, context)
+    return _json(answer, context)
+
+
+async def forget_media(request: web.Request) -> web.Response:
+    """`DELETE /v1/media/{uuid}?model=…`: forgets what the client calls so."""
+    context = request[CONTEXT]
+    uuid, model = request.match_info["uuid"], request.query.get("model")
+    return _json(await request.app[WARMUP].forget(uuid, model, context), context)
 
 
 async def models(request: web.Request) -> web.Response:

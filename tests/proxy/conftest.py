@@ -1,110 +1,43 @@
-"""The proxy on a real socket, in front of fake instances."""
+"""Fixtures of the proxy's tests."""
 
-import asyncio
-import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
-from io import BytesIO
-from itertools import chain
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
 
-import aiohttp
 import pytest
-from aiohttp import web
 
-import epd
-from epd.events import RequestDone, StageDone
-from tests.proxy.fake_instance import FakeInstance, decodes, encodes, prefills
-
-
-@dataclass
-class Recorder:
-    """An observer that remembers."""
-
-    stages: list[StageDone] = field(default_factory=list)
-    requests: list[RequestDone] = field(default_factory=list)
-
-    def stage_done(self, event: StageDone) -> None:
-        self.stages.append(event)
-
-    def request_done(self, event: RequestDone) -> None:
-        self.requests.append(event)
-
-
-@dataclass
-class Fleet:
-    """A running proxy and what is behind it."""
-
-    url: str
-    http: aiohttp.ClientSession
-    events: Recorder
-    encode: list[FakeInstance]
-    prefill: list[FakeInstance]
-    decode: list[FakeInstance]
-
-    @property
-    def e(self) -> FakeInstance:
-        return self.encode[0]
-
-    @property
-    def p(self) -> FakeInstance:
-        return self.prefill[0]
-
-    @property
-    def d(self) -> FakeInstance:
-        return self.decode[0]
-
-    async def chat(
-        self, body: dict[str, Any] | bytes, headers: dict[str, str] | None = None
-    ) -> tuple[int, dict[str, Any]]:
-        async with self.post(body, headers) as reply:
-            return reply.status, await reply.json(content_type="application/json")
-
-    def post(
-        self, body: dict[str, Any] | bytes, headers: dict[str, str] | None = None
-    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        data = BytesIO(body if isinstance(body, bytes) else json.dumps(body).encode())
-        return self.http.post(f"{self.url}/v1/chat/completions", headers=headers, data=data)
-
-
-class Launch:
-    """Starts fleets: `async with launch(encode=2, prefill=1) as fleet`."""
-
-    @asynccontextmanager
-    async def __call__(
-        self, encode: int = 1, prefill: int = 0, decode: int = 1, **config: Any
-    ) -> AsyncIterator[Fleet]:
-        groups = {
-            "encode": [FakeInstance(encodes) for _ in range(encode)],
-            "prefill": [FakeInstance(prefills) for _ in range(prefill)],
-            "decode": [FakeInstance(decodes) for _ in range(decode)],
-        }
-        async with AsyncExitStack() as stack:
-            for instance in chain.from_iterable(groups.values()):
-                await stack.enter_async_context(instance.running())
-            urls = {
-                f"{role}_servers_urls": tuple(instance.url for instance in instances)
-                for role, instances in groups.items()
-            }
-            events = Recorder()
-            app = epd.create_app(epd.ProxyConfig(**urls | config), observers=[events])
-            runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
-            await runner.setup()
-            stack.push_async_callback(runner.cleanup)
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            http = await stack.enter_async_context(aiohttp.ClientSession())
-            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-            yield Fleet(url, http, events, **groups)
-
-
-async def until(condition: Callable[[], object], timeout_s: float = 5) -> None:
-    """Wait for something that happens in another server."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 - nobody there would set an event for us
-            await asyncio.sleep(0.01)
+from ec_store import Store, open_store
+from epd.tenants import key_line
+from tests.proxy.backed import NAMESPACE, Backed
+from tests.proxy.clients import ALICE, ALICE_2, BOB
+from tests.proxy.fleet import Launch
 
 
 @pytest.fixture
 def launch() -> Launch:
     return Launch()
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/store"
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[Store]:
+    with open_store(url) as opened:
+        opened.register_namespace("m", NAMESPACE)
+        yield opened
+
+
+@pytest.fixture
+def backed(store: Store) -> Backed:
+    return Backed(store)
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    pairs = [("alice", ALICE), ("bob", BOB), ("alice", ALICE_2)]
+    path = tmp_path / "keys"
+    path.write_text("# ours\n" + "\n".join(key_line(*pair) for pair in pairs) + "\n")
+    path.chmod(0o600)
+    return path

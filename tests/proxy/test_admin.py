@@ -6,7 +6,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 import epd
-from tests.proxy.conftest import Launch
+from tests.proxy.fleet import Launch
 from tests.requests import request, text
 
 

@@ -9,7 +9,6 @@ import openai
 import pytest
 from aiohttp import web
 
-from tests.proxy.conftest import Launch
 from tests.proxy.fake_instance import (
     KV_PARAMS,
     REPLY,
@@ -17,6 +16,7 @@ from tests.proxy.fake_instance import (
     chunk,
     encodes_without_params,
 )
+from tests.proxy.fleet import Launch
 from tests.requests import audio_url, image, input_audio, request, text, video
 
 

@@ -7,7 +7,6 @@ import openai
 import pytest
 from aiohttp import ClientTimeout, web
 
-from tests.proxy.conftest import Fleet, Launch, until
 from tests.proxy.fake_instance import (
     FakeInstance,
     Handler,
@@ -16,6 +15,7 @@ from tests.proxy.fake_instance import (
     hangs,
     refuses,
 )
+from tests.proxy.fleet import Fleet, Launch, until
 from tests.requests import image, request, text
 
 
@@ -415,7 +415,6 @@ async def test_a_malformed_body_is_a_400(launch: Launch, body: bytes, param: str
     [
         ({"type": "image_url"}, ".image_url"),
         ({"type": "image_url", "image_url": "http://a/b.png"}, ".image_url"),
-        ({"type": "image_url", "image_url": None, "uuid": "u"}, ".image_url"),
         ({"type": "image_url", "image_url": {"url": 1}}, ".image_url"),
         ({"type": "image_url", "image_url": {"url": ""}}, ".image_url"),
         ({"type": "video_url", "video_url": {}}, ".video_url"),

@@ -14,8 +14,8 @@ from aiohttp import web
 from epd.config import ProxyConfig
 from epd.errors import ProxyError
 from epd.fetch import MediaFetcher
-from tests.proxy.conftest import until
 from tests.proxy.fake_origin import ALLOWED, FakeNames, FakeOrigin
+from tests.proxy.fleet import until
 from tests.requests import data_url
 
 PICTURE = data_url(b"picture")

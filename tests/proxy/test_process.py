@@ -16,9 +16,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from tests.proxy.conftest import until
 from tests.proxy.fake_instance import FakeInstance, decodes, encodes, hangs
 from tests.proxy.fake_origin import FakeOrigin
+from tests.proxy.fleet import until
 from tests.requests import data_url, image, request, text
 
 EPD = [sys.executable, "-m", "epd"]

@@ -15,26 +15,13 @@ from aiohttp.test_utils import TestClient, TestServer
 
 import epd
 from epd.tenants import key_line
-from tests.proxy.conftest import Fleet, Launch
+from tests.proxy.clients import ALICE, ALICE_2, BOB, bearer
 from tests.proxy.fake_instance import FakeInstance, decodes, encodes
+from tests.proxy.fleet import Fleet, Launch
 from tests.proxy.test_process import EPD, INSTANCES, run, serving
 from tests.requests import image, request, text
 
-ALICE, ALICE_2, BOB = "alice-key-0123456789", "alice-key-9876543210", "bob-key-0123456789"
 SECRET = "a secret of the proxies"
-
-
-@pytest.fixture
-def keys(tmp_path: Path) -> Path:
-    pairs = [("alice", ALICE), ("bob", BOB), ("alice", ALICE_2)]
-    path = tmp_path / "keys"
-    path.write_text("# ours\n" + "\n".join(key_line(*pair) for pair in pairs) + "\n")
-    path.chmod(0o600)
-    return path
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"}
 
 
 async def names(fleet: Fleet, key: str, **more: Any) -> tuple[str, str | None]:

@@ -6,8 +6,9 @@ import os
 import signal
 import socket
 import subprocess
+from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from tests.proxy.conftest import until
+from tests.proxy.backed import Backed
 from tests.proxy.fake_instance import FakeInstance, decodes, encodes, hangs
+from tests.proxy.fleet import until
 from tests.proxy.test_process import INSTANCES, run, serving
-from tests.requests import request, text
+from tests.requests import image, request, text
 
 START_S = 40
 """Starting Python may take its time where tests run side by side."""
@@ -207,3 +209,40 @@ async def test_each_address_of_a_host_is_served() -> None:
         port = url.rpartition(":")[2]
 
         assert await status(f"http://localhost:{port}") == 404
+
+
+async def test_two_proxies_of_two_workers_encode_a_new_picture_once(
+    backed: Backed, url: str
+) -> None:
+    backed.encode_s, backed.write_s = 0.5, 0.2
+    encode, decode = FakeInstance(backed.encodes), FakeInstance(backed.decodes)
+    flags = ["--ec-store", url, "--ec-store-budget-s", "5"]
+    async with AsyncExitStack() as stack:
+        for instance in (encode, decode):
+            await stack.enter_async_context(instance.running())
+        flags += ["--encode-servers-urls", encode.url, "--decode-servers-urls", decode.url]
+        proxies = [await stack.enter_async_context(two_workers(*flags)) for _ in range(2)]
+        replies = await asyncio.gather(*(ask(proxy.url) for proxy in proxies for _ in range(32)))
+        for proxy in proxies:
+            await until(lambda proxy=proxy: len(proxy.logged("request")) == 32)  # type: ignore[misc]
+        served = {
+            (number, line["worker"])
+            for number, proxy in enumerate(proxies)
+            for line in proxy.logged("request")
+        }
+        await asyncio.gather(*backed.writes)
+
+    assert [status for status, _ in replies] == [200] * 64
+    assert len(served) == 4
+    assert len(encode.calls) == 1
+    items = Counter(items for _, items in replies)
+    assert items == {"hit=0,encoded=1,local=0": 1, "hit=1,encoded=0,local=0": 63}
+
+
+async def ask(url: str) -> tuple[int, str]:
+    """Ask about a picture, on a connection of its own: the status, and where the picture was."""
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(f"{url}/v1/chat/completions", json=request(image(), text())) as reply,
+    ):
+        return reply.status, reply.headers["x-epd-items"]

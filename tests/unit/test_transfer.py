@@ -86,7 +86,7 @@ def test_any_reply_is_read_or_refused(reply: bytes) -> None:
 
 def consumed(body: Body, *replies: tuple[str | None, Encoded], raw: bool = False) -> Body:
     items = [
-        EncodedItem(item, uuid, reply)
+        EncodedItem(item, uuid, reply, "encoded")
         for item, (uuid, reply) in zip(mm_items(body), replies, strict=True)
     ]
     return consumer_body(body, items, raw=raw)

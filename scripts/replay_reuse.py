@@ -1,0 +1,175 @@
+"""How many encodes a replay of reused pictures costs, against an ideal cache of the same size.
+
+    .venv/bin/python scripts/replay_reuse.py
+    .venv/bin/python scripts/replay_reuse.py redis://127.0.0.1:6379
+
+Starts the real proxy in front of small servers that do what encode and decode instances with the
+connector do, on a real store. Two replays: a pool of 200 pictures at 80% reuse, and a sliding
+window in which 4 of 5 pictures repeat. The ideal cache evicts the least recently used picture.
+"""
+
+import argparse
+import asyncio
+import random
+import tempfile
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import aiohttp
+import numpy as np
+import orjson
+from aiohttp import web
+
+import epd
+from ec_store import Entry, EntryKey
+from ec_store.aio import AsyncStore
+
+NAMESPACE = "replay@main:0"
+ENTRY_BYTES = 256 * 1024
+GRID = {"image_grid_thw": [1, 36, 54]}
+
+
+class Instances:
+    """One server for both roles: what is encoded is written, what is decoded must be there."""
+
+    def __init__(self, store: AsyncStore) -> None:
+        """Serve nothing yet."""
+        self._store = store
+        self.encodes = 0
+        self.lost = 0
+
+    async def encode(self, request: web.Request) -> web.Response:
+        """Write an entry and say so."""
+        self.encodes += 1
+        body = orjson.loads(await request.read())
+        uuid = body["messages"][0]["content"][0]["uuid"]
+        data = memoryview(np.random.default_rng().bytes(ENTRY_BYTES))
+        entry = Entry(data, "BF16", (64, ENTRY_BYTES // 128), "image", GRID)
+        await self._store.put(EntryKey(NAMESPACE, uuid), entry)
+        said = {uuid: {"item_indices": [0], "metadata": GRID, "namespace": NAMESPACE}}
+        return web.json_response({"choices": [], "ec_transfer_params": said})
+
+    async def decode(self, request: web.Request) -> web.Response:
+        """Load every item that comes without its media, or fail as vLLM does."""
+        body = orjson.loads(await request.read())
+        for part in body["messages"][0]["content"]:
+            key = EntryKey(NAMESPACE, part["uuid"])
+            if part["type"] == "image_embeds" and await self._store.get(key) is None:
+                self.lost += 1
+                return web.json_response({"error": {"message": "gone"}}, status=500)
+        return web.json_response({"choices": []})
+
+
+def pool(rng: random.Random, requests: int) -> Iterator[str]:
+    """A pool of 200 pictures at 80% reuse: 1 in 5 requests brings one that nobody has sent."""
+    for number in range(requests):
+        yield f"pool-{rng.randrange(200)}" if rng.random() < 0.8 else f"new-{number}"  # noqa: PLR2004
+
+
+def window(rng: random.Random, requests: int) -> Iterator[str]:
+    """A sliding window: 4 of 5 pictures were among the last 50."""
+    recent: list[str] = []
+    for number in range(requests):
+        seen = recent and number % 5
+        name = rng.choice(recent[-50:]) if seen else f"window-{number}"
+        recent.append(name)
+        yield name
+
+
+def ideal_encodes(names: list[str], entries: int) -> int:
+    """How many misses an LRU cache of so many entries has."""
+    held: OrderedDict[str, None] = OrderedDict()
+    misses = 0
+    for name in names:
+        misses += name not in held
+        held[name] = None
+        held.move_to_end(name)
+        while len(held) > entries:
+            held.popitem(last=False)
+    return misses
+
+
+@asynccontextmanager
+async def served(app: web.Application) -> AsyncIterator[str]:
+    """A server on a free port, by its URL."""
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def replay(url: str, names: list[str], clients: int) -> Instances:
+    """Ask about one picture after the other, several clients at once."""
+    async with AsyncExitStack() as stack:
+        store = await stack.enter_async_context(await AsyncStore.open(url))
+        await store.register_namespace("m", NAMESPACE)
+        await store.purge(NAMESPACE)
+        await store.register_namespace("m", NAMESPACE)
+        instances = Instances(store)
+        urls = []
+        for handler in (instances.encode, instances.decode):
+            app = web.Application(client_max_size=2**28)
+            app.router.add_post("/v1/chat/completions", handler)
+            urls.append(await stack.enter_async_context(served(app)))
+        config = epd.ProxyConfig(
+            encode_servers_urls=(urls[0],),
+            decode_servers_urls=(urls[1],),
+            ec_store=url,
+            ec_store_budget_s=1.0,
+            # Hundreds of requests a second: what the last second used would fill a small store.
+            ec_store_lease_s=0.02,
+        )
+        proxy = await stack.enter_async_context(served(epd.create_app(config, observers=())))
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        waiting = iter(names)
+
+        async def client() -> None:
+            for name in waiting:
+                async with http.post(f"{proxy}/v1/chat/completions", json=body_of(name)) as reply:
+                    reply.raise_for_status()
+
+        await asyncio.gather(*(client() for _ in range(clients)))
+        return instances
+
+
+def body_of(name: str) -> dict[str, Any]:
+    """A request about a picture; its bytes are the name."""
+    part = {
+        "type": "image_url",
+        "image_url": {"url": f"data:image/png;base64,{name.encode().hex()}"},
+    }
+    return {"model": "m", "messages": [{"role": "user", "content": [part]}]}
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("url", nargs="?", help="a store, which is emptied; else a directory")
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--clients", type=int, default=8)
+    args = parser.parse_args()
+    print("| replay | store | requests | pictures | encodes | ideal | hit rate / ideal | lost |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for trace in (pool, window):
+        names = list(trace(random.Random(1), args.requests))  # noqa: S311 - a trace, no secret
+        for entries in (10**6, 150):
+            with tempfile.TemporaryDirectory() as folder:
+                size = entries * (ENTRY_BYTES + 512)
+                url = args.url or f"file://{folder}?max_bytes={size}"
+                done = asyncio.run(replay(url, names, args.clients))
+            ideal = ideal_encodes(names, entries)
+            ratio = (len(names) - done.encodes) / (len(names) - ideal)
+            held = "all" if entries == 10**6 else f"{entries} entries"
+            cells = (len(names), len(set(names)), done.encodes, ideal, f"{ratio:.4f}", done.lost)
+            print(f"| {trace.__name__} | {held} | {' | '.join(map(str, cells))} |", flush=True)
+            if args.url:
+                break
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Fake instances that do what the connector does, on a real store, behind a proxy that asks it."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+from ec_store import Entry, EntryKey, Store
+from tests.proxy.fake_instance import REPLY, FakeInstance, decodes, encodes, refuses
+from tests.proxy.fleet import Fleet, Launch
+from tests.requests import Part
+
+NAMESPACE = "m@main:0123"
+BUDGET_S = 5.0
+"""What is found does not depend on how fast a busy machine looks."""
+
+
+class Backed:
+    """Fake instances that do what the connector does, on a real store."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.encode_s = 0.0
+        self.write_s = 0.0
+        self.writes: list[asyncio.Task[None]] = []
+
+    async def encodes(self, request: web.Request, body: dict[str, Any]) -> web.Response:
+        """Answer, and write a little later."""
+        await asyncio.sleep(self.encode_s)
+        reply = await encodes(request, body)
+        said = json.loads(reply.text or "")
+        for identifier, item in said["ec_transfer_params"].items():
+            item["namespace"] = NAMESPACE
+            modality = next(iter(item["metadata"])).partition("_")[0]
+            write = self._write(identifier, modality, item["metadata"])
+            self.writes.append(asyncio.create_task(write))
+        return web.json_response(said)
+
+    async def _write(self, identifier: str, modality: str, metadata: dict[str, Any]) -> None:
+        await asyncio.sleep(self.write_s)
+        entry = Entry(memoryview(bytes(16)), "F32", (1, 4), modality, metadata)
+        await asyncio.to_thread(self.store.put, EntryKey(NAMESPACE, identifier), entry)
+
+    async def decodes(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        """Answer; fail as vLLM does where an item without media is not in the store."""
+        promised = body.get("ec_transfer_params") or {}
+        for part in parts_of(body):
+            if part["type"].endswith("_embeds"):
+                uuid = part["uuid"]
+                if not await self._has(uuid, waits=100 if uuid in promised else 1):
+                    return await refuses(500, "Internal server error")(request, body)
+        return await decodes(request, body)
+
+    async def _has(self, identifier: str, waits: int) -> bool:
+        for _ in range(waits):
+            if await asyncio.to_thread(self.store.get, EntryKey(NAMESPACE, identifier)):
+                return True
+            await asyncio.sleep(0.02)
+        return False
+
+    async def forget(self) -> None:
+        """Delete every entry."""
+        await asyncio.gather(*self.writes)
+        keys = [row.info.key for row in self.store.ls() if row.info is not None]
+        await asyncio.to_thread(self.store.delete, keys)
+
+
+def parts_of(body: dict[str, Any]) -> list[Part]:
+    contents = [message["content"] for message in body["messages"]]
+    return [part for content in contents if isinstance(content, list) for part in content]
+
+
+@asynccontextmanager
+async def caching(launch: Launch, backed: Backed, url: str, **config: Any) -> AsyncIterator[Fleet]:
+    """A fleet whose instances use the store, and whose proxy asks it."""
+    defaults: dict[str, Any] = {"ec_store": url, "ec_store_budget_s": BUDGET_S}
+    async with launch(**defaults | config) as fleet:
+        for instance in fleet.encode:
+            instance.chat = backed.encodes
+        for instance in (*fleet.prefill, *fleet.decode):
+            if instance in fleet.decode:
+                instance.chat = backed.decodes
+        yield fleet
+        await asyncio.gather(*backed.writes)
+
+
+async def items_of(fleet: Fleet, body: dict[str, Any]) -> dict[str, int]:
+    """What `x-epd-items` says of an answered request."""
+    async with fleet.post(body) as reply:
+        assert reply.status == 200, await reply.text()
+        assert await reply.json() == REPLY
+        pairs = (pair.split("=") for pair in reply.headers["x-epd-items"].split(","))
+        return {name: int(count) for name, count in pairs if count != "0"}
+
+
+def encoded(fleet: Fleet) -> int:
+    return sum(len(instance.calls) for instance in fleet.encode)
+
+
+def media_types(instance: FakeInstance) -> list[list[str]]:
+    return [[part["type"] for part in call.parts] for call in instance.calls]

@@ -1,0 +1,265 @@
+"""Media that a client names: sent ahead, used by name alone, forgotten; each tenant its own."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.proxy.backed import (
+    Backed,
+    caching,
+    encoded,
+    items_of,
+    media_types,
+)
+from tests.proxy.clients import ALICE, ALICE_2, BOB, bearer
+from tests.proxy.fake_instance import refuses
+from tests.proxy.fleet import Fleet, Launch
+from tests.requests import Part, image, input_audio, request, text, video
+
+
+def named(uuid: str, kind: str = "image_url") -> Part:
+    """An item without its media."""
+    return {"type": kind, kind: None, "uuid": uuid}
+
+
+async def push(
+    fleet: Fleet, *parts: Part | str, key: str | None = None, **more: Any
+) -> tuple[int, dict[str, Any]]:
+    asked = {"model": "m", "content": list(parts), **more}
+    headers = bearer(key) if key else None
+    async with fleet.http.post(f"{fleet.url}/v1/media", json=asked, headers=headers) as reply:
+        return reply.status, await reply.json()
+
+
+async def forget(
+    fleet: Fleet, uuid: str, key: str | None = None, model: str = "m"
+) -> tuple[int, dict[str, Any]]:
+    headers = bearer(key) if key else None
+    target = f"{fleet.url}/v1/media/{uuid}"
+    async with fleet.http.delete(target, params={"model": model}, headers=headers) as reply:
+        return reply.status, await reply.json()
+
+
+async def settled(backed: Backed) -> None:
+    """Until entries and names are written."""
+    await asyncio.gather(*backed.writes)
+    await asyncio.sleep(0.2)
+
+
+async def test_media_may_be_sent_ahead_and_then_by_name_alone(
+    launch: Launch, backed: Backed, url: str
+) -> None:
+    async with caching(launch, backed, url) as fleet:
+        status, answer = await push(fleet, image(b"cat", uuid="cat"), input_audio(b"purr"))
+        assert status == 200
+        cat, purr = answer["data"]
+        assert (cat["uuid"], cat["modality"], cat["result"]) == ("cat", "image", "encoded")
+        assert (purr["uuid"], purr["modality"]) == (purr["key"], "audio")
+        assert cat["tokens"] == 1
+        assert cat["bytes"] > 16
+
+        body = request(named("cat"), text(), named(purr["uuid"], "input_audio"))
+        assert await items_of(fleet, body) == {"hit": 2}
+        assert encoded(fleet) == 2
+        assert media_types(fleet.d) == [["image_embeds", "text", "audio_embeds"]]
+        assert fleet.d.calls[0].parts[0]["uuid"] == cat["key"] != "cat"
+        assert (await push(fleet, image(b"cat", uuid="cat")))[1]["data"][0]["result"] == "hit"
+
+
+async def test_a_name_given_in_a_conversation_is_known_from_then_on(
+    launch: Launch, backed: Backed, url: str
+) -> None:
+    async with caching(launch, backed, url) as one, caching(launch, backed, url) as other:
+        await items_of(one, request(image(b"cat", uuid="cat")))
+        await settled(backed)
+
+        for fleet in (one, other):
+            assert await items_of(fleet, request(named("cat"))) == {"hit": 1}
+
+
+async def test_a_name_stands_for_what_was_sent_last(
+    launch: Launch, backed: Backed, url: str
+) -> None:
+    async with caching(launch, backed, url) as fleet:
+        for content in (b"1", b"2"):
+            await items_of(fleet, request(image(content, uuid="cat")))
+            await settled(backed)
+        await items_of(fleet, request(named("cat")))
+
+        first, second, by_name = (call.parts[0]["uuid"] for call in fleet.d.calls)
+        assert first != second == by_name
+
+
+@pytest.mark.parametrize("part", [named("never"), {"type": "image_url", "uuid": "never"}])
+async def test_a_name_that_is_not_known_is_a_404(
+    launch: Launch, backed: Backed, url: str, part: Part
+) -> None:
+    async with caching(launch, backed, url) as fleet:
+        status, reply = await fleet.chat(request(text(), part))
+
+        assert status == 404
+        assert reply["error"]["type"] == "NotFoundError"
+        assert reply["error"]["param"] == "messages[0].content[1]"
+        assert fleet.d.calls == []
+
+
+async def test_without_a_store_names_are_not_known(launch: Launch) -> None:
+    async with launch() as fleet:
+        await fleet.chat(request(image(b"cat", uuid="cat")))
+        assert (await fleet.chat(request(named("cat"))))[0] == 404
+        assert (await push(fleet, image(b"cat")))[0] == 503
+        assert (await forget(fleet, "cat"))[0] == 503
+
+
+async def test_a_name_whose_entry_is_gone_is_a_404(
+    launch: Launch, backed: Backed, url: str
+) -> None:
+    async with caching(launch, backed, url) as fleet:
+        await push(fleet, image(b"cat", uuid="cat"))
+        await backed.forget()
+
+        assert (await fleet.chat(request(named("cat"))))[0] == 404
+        assert fleet.d.calls == []
+
+
+async def test_a_lost_entry_of_a_name_is_a_404_and_not_a_500(
+    launch: Launch, backed: Backed, url: str
+) -> None:
+    async with caching(launch, backed, url) as fleet:
+        await push(fleet, image(b"cat", uuid="cat"))
+
+        async def loses(request: Any, body: dict[str, Any]) -> Any:
+            await backed.forget()
+            return await refuses(500, "Internal server error")(request, body)
+
+        fleet.d.chat = loses
+        assert (await fleet.chat(request(named("cat"))))[0] == 404
+
+
+async def test_raw_and_named_items_of_a_request(launch: Launch, backed: Backed, url: str) -> None:
+    """VLLM takes no mixture: where one is named, all of its modality go on by name."""
+    async with caching(launch, backed, url, decode_media="raw") as fleet:
+        await push(fleet, image(b"cat", uuid="cat"))
+        await items_of(fleet, request(named("cat"), image(b"dog")))
+
+        assert media_types(fleet.d) == [["image_embeds", "image_embeds"]]
+
+
+async def test_a_video_by_name_is_a_404(launch: Launch, backed: Backed, url: str) -> None:
+    """Its metadata do not say all that a consumer needs."""
+    async with caching(launch, backed, url) as fleet:
+        await push(fleet, {**video(), "uuid": "film"})
+        status, reply = await fleet.chat(request(named("film", "video_url")))
+
+        assert (status, reply["error"]["param"]) == (404, "messages[0].content[0]")
+
+
+async def test_forgotten_media_are_not_known_any_more(
+    launch: Launch, backed: Backed, url: str
+) -> None:
+    async with caching(launch, backed, url) as fleet:
+        await push(fleet, image(b"cat", uuid="cat"))
+        assert await forget(fleet, "cat") == (
+            200,
+            {"id": "cat", "object": "media.deleted", "deleted": True},
+        )
+
+        assert (await forget(fleet, "cat"))[0] == 404
+        assert (await fleet.chat(request(named("cat"))))[0] == 404
+        assert await items_of(fleet, request(image(b"cat"))) == {"encoded": 1}
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ([], None),
+        ({"model": "m"}, "content"),
+        ({"content": []}, "content"),
+        ({"content": ["cat"]}, "content[0]"),
+        ({"content": [text()]}, "content[0]"),
+        ({"content": [image(b"1"), named("never")]}, "content[1]"),
+        ({"content": [{"type": "image_url"}]}, "content[0].image_url"),
+        ({"content": [image(b"1")], "max_tokens": 3}, "max_tokens"),
+    ],
+)
+async def test_what_is_wrong_is_a_4xx_that_names_it(
+    launch: Launch, backed: Backed, url: str, asked: Any, param: str | None
+) -> None:
+    async with (
+        caching(launch, backed, url) as fleet,
+        fleet.http.post(f"{fleet.url}/v1/media", json=asked) as reply,
+    ):
+        assert reply.status in {400, 404}
+        assert (await reply.json())["error"]["param"] == param
+
+
+async def test_an_item_that_cannot_be_encoded_is_the_engines_error(
+    launch: Launch, backed: Backed, url: str
+) -> None:
+    async with caching(launch, backed, url) as fleet:
+        fleet.e.chat = refuses(400, "no picture")
+        status, reply = await push(fleet, image(b"cat"))
+
+        assert (status, reply["error"]["message"]) == (400, "no picture")
+        assert reply["error"]["param"] == "content[0]"
+
+
+async def test_an_output_that_is_not_stored_is_a_503(
+    launch: Launch, backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("epd.warmup.STORED_WITHIN_S", 0.1)
+    backed.write_s = 1.0
+    async with caching(launch, backed, url) as fleet:
+        assert (await push(fleet, image(b"cat")))[0] == 503
+
+
+# Tenants.
+
+
+async def test_a_tenants_name_is_nobody_elses(
+    launch: Launch, backed: Backed, url: str, keys: Path
+) -> None:
+    async with caching(launch, backed, url, api_keys_file=keys) as fleet:
+        await push(fleet, image(b"cat", uuid="cat"), key=ALICE)
+
+        assert (await fleet.chat(request(named("cat")), bearer(ALICE_2)))[0] == 200
+        status, reply = await fleet.chat(request(named("cat")), bearer(BOB))
+        never, other = await fleet.chat(request(named("never")), bearer(BOB))
+        assert (status, reply) == (never, other)
+        assert (status, (await forget(fleet, "cat", BOB))[0]) == (404, 404)
+        assert (await fleet.chat(request(named("cat")), bearer(ALICE)))[0] == 200
+
+
+async def test_tenants_do_not_share_a_picture(
+    launch: Launch, backed: Backed, url: str, keys: Path
+) -> None:
+    async with caching(launch, backed, url, api_keys_file=keys) as fleet:
+        body = request(image(b"cat", uuid="cat"))
+        said = []
+        for key in (ALICE, BOB, ALICE, BOB):
+            async with fleet.post(body, bearer(key)) as reply:
+                assert reply.status == 200
+                stages = reply.headers["Server-Timing"].replace(";", " ").replace(",", " ").split()
+                timed = [word for word in stages if "=" not in word]
+                said.append((reply.headers["x-epd-items"], timed))
+            await settled(backed)
+
+        assert encoded(fleet) == 2
+        assert said[0] == said[1]
+        assert said[2] == said[3]
+        assert said[0] != said[2]
+
+
+async def test_sharing_tenants_share_pictures_and_forget_names_alone(
+    launch: Launch, backed: Backed, url: str, keys: Path
+) -> None:
+    async with caching(launch, backed, url, api_keys_file=keys, isolation="shared") as fleet:
+        for key in (ALICE, BOB):
+            status, _ = await push(fleet, image(b"cat", uuid="cat"), key=key)
+            assert status == 200
+        assert encoded(fleet) == 1
+
+        assert (await forget(fleet, "cat", ALICE))[0] == 200
+        assert (await push(fleet, image(b"cat"), key=BOB))[1]["data"][0]["result"] == "hit"
