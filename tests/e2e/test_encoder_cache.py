@@ -1,14 +1,24 @@
 """A picture seen before costs neither an encode nor its upload, and the answer stays the same."""
 
+import hashlib
+import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
+import httpx
+import openai
 import pytest
 
 from ec_store import open_store
-from tests.e2e.conftest import Served, metric, stored
+from epd.instances import Role
+from epd.tenants import key_line
+from tests.e2e.conftest import MEDIA, Served, metric, stored
 from tests.e2e.stacks import ON_CLUSTER, ON_DISK, ON_REDIS, on
 from tests.e2e.test_answers import (
     PREPROCESSED,
@@ -18,7 +28,7 @@ from tests.e2e.test_answers import (
     picture,
     unseen,
 )
-from tests.requests import Part, text
+from tests.requests import Part, image, text
 
 on_stores = on(ON_DISK, ON_REDIS, ON_CLUSTER)
 
@@ -125,3 +135,147 @@ def test_entries_that_go_between_look_up_and_load_are_not_missed(stack: Served) 
 
     assert answers == [expected] * 20
     stack.stack.check_alive()
+
+
+@on(ON_REDIS)
+def test_the_store_stops_while_requests_run(stack: Served) -> None:
+    item, words = unseen(stack), text("and now?")
+    expected = check_equal(stack, item, words, stream=False)
+    [server] = stack.redis
+    asked = threading.Event()
+
+    def stop() -> None:
+        asked.wait(30)
+        server.kill()
+
+    stopping = threading.Thread(target=stop)
+    stopping.start()
+    try:
+        answers = []
+        for _ in range(20):
+            answers.append(ask(stack.client, stack.model, item, words))
+            asked.set()
+    finally:
+        stopping.join()
+        server.start()
+
+    assert answers == [expected] * 20
+
+
+@contextmanager
+def another_proxy(stack: Served, *flags: str) -> Iterator[str]:
+    """A second proxy in front of the same engines and store: its URL."""
+    urls = {
+        role: ",".join(engine.url for engine in stack.stack.of(role))
+        for role in (Role.ENCODE, Role.PREFILL_DECODE)
+    }
+    command = [
+        *(sys.executable, "-m", "epd", "serve", "--host", "127.0.0.1", "--port", "0"),
+        *("--encode-servers-urls", urls[Role.ENCODE]),
+        *("--decode-servers-urls", urls[Role.PREFILL_DECODE]),
+        *("--ec-store", stack.stack.store, "--ec-store-budget-s", "2", "--log-format", "json"),
+        *flags,
+    ]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            yield json.loads(process.stderr.readline())["url"]
+        finally:
+            process.terminate()
+            process.stderr.read()
+
+
+@pytest.fixture
+def origin() -> Iterator[ThreadingHTTPServer]:
+    """A web server whose `content` is the picture, with its digest for an ETag."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            content = self.server.content  # type: ignore[attr-defined]
+            etag = f'"{hashlib.sha256(content).hexdigest()}"'
+            fresh = self.headers.get("If-None-Match") == etag
+            self.send_response(304 if fresh else 200)
+            self.send_header("ETag", etag)
+            self.send_header("Content-Type", "image/jpeg")
+            self.send_header("Content-Length", "0" if fresh else str(len(content)))
+            self.end_headers()
+            if not fresh:
+                self.server.sent += 1  # type: ignore[attr-defined]
+                self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.content, server.sent = b"", 0  # type: ignore[attr-defined]
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        yield server
+        server.shutdown()
+        serving.join()
+
+
+PROXY_FETCHES = (
+    *("--media-fetch", "proxy", "--allow-http-media", "--allow-private-media"),
+    *("--allowed-media-domains", "127.0.0.1"),
+)
+
+
+@pytest.mark.parametrize("flags", [(), PROXY_FETCHES], ids=["engine", "proxy"])
+@on(ON_DISK)
+def test_a_picture_behind_a_url_that_changes_is_never_stale(
+    stack: Served, origin: Any, flags: tuple[str, ...]
+) -> None:
+    remote = image(f"http://127.0.0.1:{origin.server_address[1]}/picture.jpg")
+    with (
+        another_proxy(stack, *flags) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client,
+    ):
+        for name in ("cat.jpg", "coffee.jpg", "cat.jpg"):
+            origin.content = (MEDIA / name).read_bytes()
+            alone = {**picture(name), "uuid": f"{name}-{flags}"}
+            expected = ask(stack.baseline, stack.model, alone, text())
+            sent = origin.sent
+            for _ in range(2):
+                assert ask(client, stack.model, remote, text()) == expected
+            if flags:
+                assert origin.sent == sent + 1  # an unchanged one is not downloaded twice
+
+
+@on(ON_DISK)
+def test_tenants_share_no_entry_and_no_name(stack: Served, tmp_path: Path) -> None:
+    pairs = {"alice": "alice-key-0123456789", "bob": "bob-key-0123456789"}
+    keys = tmp_path / "keys"
+    keys.write_text("".join(f"{key_line(*pair)}\n" for pair in pairs.items()))
+    keys.chmod(0o600)
+    cat = picture("cat.jpg")
+    with another_proxy(stack, "--api-keys-file", str(keys)) as url:
+
+        def pushed(tenant: str) -> dict[str, Any]:
+            reply = httpx.post(
+                f"{url}/v1/media",
+                json={"model": stack.model, "content": [{**cat, "uuid": "cat"}]},
+                headers={"Authorization": f"Bearer {pairs[tenant]}"},
+                timeout=60,
+            )
+            assert reply.status_code == 200, reply.text
+            [item] = reply.json()["data"]
+            return dict(item)
+
+        def asked(tenant: str, part: Part) -> list[str]:
+            with openai.OpenAI(
+                base_url=f"{url}/v1", api_key=pairs[tenant], max_retries=0
+            ) as client:
+                return ask(client, stack.model, part, text("whose?"))
+
+        by_name = {"type": "image_url", "image_url": None, "uuid": "cat"}
+        first = pushed("alice")
+        assert (first["result"], first["tokens"]) == ("encoded", 294)
+        with pytest.raises(openai.NotFoundError):
+            asked("bob", by_name)
+        assert pushed("alice")["result"] == "hit"
+        assert pushed("bob")["result"] == "encoded"
+        assert pushed("bob")["key"] != first["key"]
+        expected = check_equal(stack, cat, text("whose?"), stream=False)
+        for tenant in pairs:
+            assert asked(tenant, by_name) == asked(tenant, cat) == expected
