@@ -1,20 +1,15 @@
-"""The aiohttp application: routes, errors as answers, the answer relayed to the client."""
+"""The aiohttp application: routes, and the answer relayed to the client."""
 
 import asyncio
-import re
 import stat
-import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import get_args
 
 import orjson
 import structlog
 from aiohttp import HttpVersion11, web
-from aiohttp.typedefs import Handler
-from multidict import CIMultiDictProxy
 
 from epd import chat
 from epd.admin import Admin
@@ -24,16 +19,24 @@ from epd.errors import (
     BadRequest,
     ProxyError,
     RequestRefused,
-    Unauthorized,
     UpstreamFailed,
-    UpstreamRejected,
 )
-from epd.events import ItemResult, Observer, RequestDone, stage_seconds
+from epd.events import Observer
 from epd.fetch import remote_media
 from epd.identity import salted
 from epd.instances import InstanceTable
 from epd.logs import LogObserver
 from epd.metrics import CONTENT_TYPE, MetricsObserver
+from epd.middlewares import (
+    CONFIG,
+    CONTEXT,
+    KEYS,
+    MIDDLEWARES,
+    OBSERVERS,
+    OPEN,
+    OUTCOME,
+    own_headers,
+)
 from epd.pipeline import Pipeline
 from epd.sse import EventAligner
 from epd.stages import RequestContext
@@ -41,26 +44,14 @@ from epd.tenants import ApiKeys, KeysInvalid, parse_keys
 from epd.upstream import Reply, Upstream
 from epd.warmup import Warmup
 
-CONFIG = web.AppKey("config", ProxyConfig)
-KEYS = web.AppKey("keys", ApiKeys)
-"""There only where keys are configured."""
-OBSERVERS = web.AppKey("observers", Sequence[Observer])
 PIPELINE = web.AppKey("pipeline", Pipeline)
 ADMIN = web.AppKey("admin", Admin)
 WARMUP = web.AppKey("warmup", Warmup)
 METRICS = web.AppKey("metrics", MetricsObserver)
-CONTEXT = web.RequestKey("context", RequestContext)
-OUTCOME = web.RequestKey("outcome", ProxyError)
-"""Set where a stream broke after its status had gone out."""
 
-FORWARDED_HEADERS = ("traceparent", "tracestate")
-REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 MAX_DECODE_BYTES = 256 * 1024**2
 """Largest answer of decode that is no stream: it is whole before the first byte goes out, so that
 what breaks off can still be an error."""
-
-CLIENT_CLOSED = 499
-"""nginx's status for a client that left before its answer; logged, never sent."""
 
 
 def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None) -> web.Application:
@@ -77,12 +68,11 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
     Raises:
         KeysInvalid: the keys file cannot be used.
     """
-    app = web.Application(
-        client_max_size=config.max_body_bytes, middlewares=[observe, render_errors, authenticate]
-    )
+    app = web.Application(client_max_size=config.max_body_bytes, middlewares=MIDDLEWARES)
     app[CONFIG] = config
     if config.api_keys_file is not None:
         app[KEYS] = _read_keys(config.api_keys_file)
+    app[OPEN] = frozenset({health})  # a load balancer has no key
     app[METRICS] = MetricsObserver()
     app[OBSERVERS] = (
         app[METRICS],
@@ -140,96 +130,6 @@ def _cache(config: ProxyConfig) -> AbstractAsyncContextManager[EncoderCache | No
     )
 
 
-# Middlewares: observe is the outer one, authenticate the inner one.
-
-
-@web.middleware
-async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Give the request its id, and tell the observers how it ended."""
-    clock = asyncio.get_running_loop().time
-    started = clock()
-    config, observers = request.app[CONFIG], request.app[OBSERVERS]
-    context = RequestContext(
-        request_id=_request_id(request.headers),
-        headers=_forwarded(request.headers, config, own_keys=KEYS in request.app),
-        observers=observers,
-    )
-    request[CONTEXT] = context
-    status, error = CLIENT_CLOSED, None
-    try:
-        response = await handler(request)
-        status, error = response.status, request.get(OUTCOME)
-        return response
-    finally:
-        event = RequestDone(
-            request_id=context.request_id,
-            method=request.method,
-            path=_route(request),
-            status=status,
-            seconds=clock() - started,
-            error="client_closed" if status == CLIENT_CLOSED else error and error.slug,
-            reason=_reason(error),
-            stages=tuple(context.stages),
-            items=dict(context.items),
-            retries=context.retries,
-        )
-        for observer in observers:
-            observer.request_done(event)
-
-
-@web.middleware
-async def render_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer every error in OpenAI's shape."""
-    try:
-        return await handler(request)
-    except ProxyError as failure:
-        error = failure
-    except web.HTTPRequestEntityTooLarge:
-        limit = request.app[CONFIG].max_body_bytes
-        error = RequestRefused(413, f"the body is larger than {limit} bytes", slug="body_too_large")
-    except web.RequestPayloadError:
-        error = BadRequest("the body is not what its headers say", slug="invalid_body")
-    except web.HTTPException as failure:
-        error = RequestRefused(failure.status, failure.reason, slug="unknown_route")
-    except ConnectionError:  # the client's; an instance's is a ProxyError
-        raise
-    except Exception:  # noqa: BLE001 - the last resort: logged whole, answered in OpenAI's shape
-        structlog.get_logger("epd").exception("bug", request_id=request[CONTEXT].request_id)
-        error = ProxyError("the proxy failed; its log says why")
-    request[OUTCOME] = error
-    return web.Response(
-        status=error.status,
-        body=error.body(),
-        content_type="application/json",
-        headers={**error.headers, **_own_headers(request[CONTEXT])},
-    )
-
-
-@web.middleware
-async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Let nobody without a key further than `/health`, where keys are configured."""
-    keys = request.app.get(KEYS)
-    if keys is not None and request.match_info.handler not in OPEN:
-        tenant = keys.tenant_of(_bearer(request.headers))
-        if tenant is None:
-            raise Unauthorized("a valid API key is needed: Authorization: Bearer <key>")
-        request[CONTEXT].tenant = tenant
-    return await handler(request)
-
-
-def _bearer(headers: CIMultiDictProxy[str]) -> str:
-    """The key of a request; an empty string, which is no key, where it has none or several."""
-    match headers.getall("Authorization", ()):
-        case [one]:
-            scheme, _, key = one.partition(" ")
-            return key.strip() if scheme.lower() == "bearer" else ""
-        case _:
-            return ""
-
-
-# Routes.
-
-
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """`POST /v1/chat/completions`, streaming and not."""
     context = request[CONTEXT]
@@ -237,7 +137,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     body = salted(chat.parse(await _read(request)), scope)
     async with request.app[PIPELINE].run(body, context) as reply:
         content_type = reply.headers.get("Content-Type", "")
-        headers = _own_headers(context)
+        headers = own_headers(context)
         headers["Content-Type"] = content_type if content_type.isprintable() else ""
         if content_type.startswith("text/event-stream"):
             return await _stream(request, reply, headers)
@@ -327,7 +227,7 @@ async def models(request: web.Request) -> web.Response:
     context = request[CONTEXT]
     answer = await request.app[ADMIN].models(context.headers)
     return web.Response(
-        body=answer.body, content_type="application/json", headers=_own_headers(context)
+        body=answer.body, content_type="application/json", headers=own_headers(context)
     )
 
 
@@ -335,10 +235,6 @@ async def health(request: web.Request) -> web.Response:
     """`GET /health`: asks every instance."""
     status, body = await request.app[ADMIN].health()
     return _json(body, request[CONTEXT], status)
-
-
-OPEN = frozenset({health})
-"""Handlers that want no key: a load balancer has none."""
 
 
 async def metrics(request: web.Request) -> web.Response:
@@ -359,57 +255,10 @@ async def profile(command: str, request: web.Request) -> web.Response:
     return _json(await request.app[ADMIN].profile(command, headers, body), context)
 
 
-# Headers.
-
-
-def _request_id(headers: Mapping[str, str]) -> str:
-    given = headers.get("x-request-id", "")
-    return given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-
-
-def _forwarded(
-    headers: CIMultiDictProxy[str], config: ProxyConfig, *, own_keys: bool
-) -> dict[str, str]:
-    # A key that opens this proxy is none of the instances' business.
-    names = FORWARDED_HEADERS if own_keys else ("Authorization", *FORWARDED_HEADERS)
-    # W3C trace context allows several tracestate headers, which are one list.
-    kept = {name: ",".join(headers.getall(name)) for name in names if name in headers}
-    if config.openai_api_key is not None:
-        kept.setdefault("Authorization", f"Bearer {config.openai_api_key.get_secret_value()}")
-    return kept
-
-
-def _own_headers(context: RequestContext) -> dict[str, str]:
-    own = {"X-Request-Id": context.request_id}
-    timing = ", ".join(
-        f"{stage};dur={seconds * 1000:.1f}"
-        for stage, seconds in stage_seconds(context.stages).items()
-    )
-    items = ",".join(f"{result}={context.items[result]}" for result in get_args(ItemResult))
-    return (
-        own
-        | ({"Server-Timing": timing} if timing else {})
-        | ({"x-epd-items": items} if context.items else {})
-    )
-
-
 def _json(body: object, context: RequestContext, status: int = 200) -> web.Response:
     return web.Response(
         status=status,
         body=orjson.dumps(body, option=orjson.OPT_INDENT_2),
         content_type="application/json",
-        headers=_own_headers(context),
+        headers=own_headers(context),
     )
-
-
-def _route(request: web.Request) -> str:
-    """The route's path as it was declared: what a client asked for could be anything."""
-    resource = request.match_info.route.resource
-    return "unknown" if resource is None else resource.canonical
-
-
-def _reason(error: ProxyError | None) -> str | None:
-    """What lies behind an error; not what an instance said, which may quote the prompt."""
-    if error is None or isinstance(error, UpstreamRejected):
-        return None
-    return error.message if error.__cause__ is None else f"{error.message}: {error.__cause__!r}"

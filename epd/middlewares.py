@@ -1,0 +1,167 @@
+"""What every request passes: its id and its end, errors as answers, API keys."""
+
+import asyncio
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import get_args
+
+import structlog
+from aiohttp import web
+from aiohttp.typedefs import Handler
+from multidict import CIMultiDictProxy
+
+from epd.config import ProxyConfig
+from epd.errors import BadRequest, ProxyError, RequestRefused, Unauthorized, UpstreamRejected
+from epd.events import ItemResult, Observer, RequestDone, stage_seconds
+from epd.stages import RequestContext
+from epd.tenants import ApiKeys
+
+CONFIG = web.AppKey("config", ProxyConfig)
+KEYS = web.AppKey("keys", ApiKeys)
+"""There only where keys are configured."""
+OPEN = web.AppKey("open", frozenset[Handler])
+"""Handlers that want no key."""
+OBSERVERS = web.AppKey("observers", Sequence[Observer])
+CONTEXT = web.RequestKey("context", RequestContext)
+OUTCOME = web.RequestKey("outcome", ProxyError)
+"""Set where a stream broke after its status had gone out."""
+
+FORWARDED_HEADERS = ("traceparent", "tracestate")
+REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+CLIENT_CLOSED = 499
+"""nginx's status for a client that left before its answer; logged, never sent."""
+
+
+@web.middleware
+async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Give the request its id, and tell the observers how it ended."""
+    clock = asyncio.get_running_loop().time
+    started = clock()
+    config, observers = request.app[CONFIG], request.app[OBSERVERS]
+    context = RequestContext(
+        request_id=_request_id(request.headers),
+        headers=_forwarded(request.headers, config, own_keys=KEYS in request.app),
+        observers=observers,
+    )
+    request[CONTEXT] = context
+    status, error = CLIENT_CLOSED, None
+    try:
+        response = await handler(request)
+        status, error = response.status, request.get(OUTCOME)
+        return response
+    finally:
+        event = RequestDone(
+            request_id=context.request_id,
+            method=request.method,
+            path=_route(request),
+            status=status,
+            seconds=clock() - started,
+            error="client_closed" if status == CLIENT_CLOSED else error and error.slug,
+            reason=_reason(error),
+            stages=tuple(context.stages),
+            items=dict(context.items),
+            retries=context.retries,
+        )
+        for observer in observers:
+            observer.request_done(event)
+
+
+@web.middleware
+async def render_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer every error in OpenAI's shape."""
+    try:
+        return await handler(request)
+    except ProxyError as failure:
+        error = failure
+    except web.HTTPRequestEntityTooLarge:
+        limit = request.app[CONFIG].max_body_bytes
+        error = RequestRefused(413, f"the body is larger than {limit} bytes", slug="body_too_large")
+    except web.RequestPayloadError:
+        error = BadRequest("the body is not what its headers say", slug="invalid_body")
+    except web.HTTPException as failure:
+        error = RequestRefused(failure.status, failure.reason, slug="unknown_route")
+    except ConnectionError:  # the client's; an instance's is a ProxyError
+        raise
+    except Exception:  # noqa: BLE001 - the last resort: logged whole, answered in OpenAI's shape
+        structlog.get_logger("epd").exception("bug", request_id=request[CONTEXT].request_id)
+        error = ProxyError("the proxy failed; its log says why")
+    request[OUTCOME] = error
+    return web.Response(
+        status=error.status,
+        body=error.body(),
+        content_type="application/json",
+        headers={**error.headers, **own_headers(request[CONTEXT])},
+    )
+
+
+@web.middleware
+async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Let nobody without a key further than `/health`, where keys are configured."""
+    keys = request.app.get(KEYS)
+    if keys is not None and request.match_info.handler not in request.app[OPEN]:
+        tenant = keys.tenant_of(_bearer(request.headers))
+        if tenant is None:
+            raise Unauthorized("a valid API key is needed: Authorization: Bearer <key>")
+        request[CONTEXT].tenant = tenant
+    return await handler(request)
+
+
+def _bearer(headers: CIMultiDictProxy[str]) -> str:
+    """The key of a request; an empty string, which is no key, where it has none or several."""
+    match headers.getall("Authorization", ()):
+        case [one]:
+            scheme, _, key = one.partition(" ")
+            return key.strip() if scheme.lower() == "bearer" else ""
+        case _:
+            return ""
+
+
+def own_headers(context: RequestContext) -> dict[str, str]:
+    """Headers of every answer."""
+    own = {"X-Request-Id": context.request_id}
+    timing = ", ".join(
+        f"{stage};dur={seconds * 1000:.1f}"
+        for stage, seconds in stage_seconds(context.stages).items()
+    )
+    items = ",".join(f"{result}={context.items[result]}" for result in get_args(ItemResult))
+    return (
+        own
+        | ({"Server-Timing": timing} if timing else {})
+        | ({"x-epd-items": items} if context.items else {})
+    )
+
+
+def _request_id(headers: Mapping[str, str]) -> str:
+    given = headers.get("x-request-id", "")
+    return given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _forwarded(
+    headers: CIMultiDictProxy[str], config: ProxyConfig, *, own_keys: bool
+) -> dict[str, str]:
+    # A key that opens this proxy is none of the instances' business.
+    names = FORWARDED_HEADERS if own_keys else ("Authorization", *FORWARDED_HEADERS)
+    # W3C trace context allows several tracestate headers, which are one list.
+    kept = {name: ",".join(headers.getall(name)) for name in names if name in headers}
+    if config.openai_api_key is not None:
+        kept.setdefault("Authorization", f"Bearer {config.openai_api_key.get_secret_value()}")
+    return kept
+
+
+def _route(request: web.Request) -> str:
+    """The route's path as it was declared: what a client asked for could be anything."""
+    resource = request.match_info.route.resource
+    return "unknown" if resource is None else resource.canonical
+
+
+def _reason(error: ProxyError | None) -> str | None:
+    """What lies behind an error; not what an instance said, which may quote the prompt."""
+    if error is None or isinstance(error, UpstreamRejected):
+        return None
+    return error.message if error.__cause__ is None else f"{error.message}: {error.__cause__!r}"
+
+
+MIDDLEWARES = (observe, render_errors, authenticate)
+"""The outer one first."""
