@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from epd.errors import ProxyError
 from epd.flights import Flights
 
 
@@ -94,3 +95,44 @@ async def test_closing_ends_what_runs() -> None:
     assert work.cancelled == 1
     await asyncio.wait(tasks)
     assert all(task.cancelled() for task in tasks)
+
+
+async def test_who_joined_an_earlier_run_does_not_share_its_failure() -> None:
+    flights: Flights[str, int] = Flights()
+    runs: list[int] = []
+    go = asyncio.Event()
+
+    async def run() -> int:
+        number = len(runs)
+        runs.append(number)
+        await go.wait()
+        if number == 0:
+            raise ProxyError("no")
+        return number
+
+    first = asyncio.create_task(flights.try_join("key", run))
+    await asyncio.sleep(0)
+    others = [asyncio.create_task(flights.try_join("key", run)) for _ in range(5)]
+    await asyncio.sleep(0)
+    go.set()
+
+    with pytest.raises(ProxyError):
+        await first
+    assert await asyncio.gather(*others) == [1] * 5
+    assert runs == [0, 1]
+
+
+async def test_a_try_of_ones_own_that_fails_is_shared_and_not_repeated() -> None:
+    flights: Flights[str, int] = Flights()
+    runs: list[int] = []
+
+    async def run() -> int:
+        runs.append(1)
+        await asyncio.sleep(0)
+        raise ProxyError("no")
+
+    waiting = [asyncio.create_task(flights.try_join("key", run)) for _ in range(5)]
+    failures = await asyncio.gather(*waiting, return_exceptions=True)
+
+    assert [type(failure) for failure in failures] == [ProxyError] * 5
+    assert len(runs) == 2
