@@ -1,0 +1,79 @@
+"""Calls on threads that nobody has to wait for."""
+
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import CancelledError, wait
+
+import pytest
+
+from ec_store.threads import DaemonPool
+
+
+def test_calls_are_made_and_their_ends_told() -> None:
+    pool = DaemonPool(3, "test")
+    done = [pool.submit(lambda number=number: 10 // number) for number in (1, 2, 0)]  # type: ignore[misc]
+
+    assert [done[0].result(5), done[1].result(5)] == [10, 5]
+    with pytest.raises(ZeroDivisionError):
+        done[2].result(5)
+    pool.close()
+
+
+def test_so_many_run_at_once_and_no_more() -> None:
+    pool = DaemonPool(3, "test")
+    go, running = threading.Event(), threading.Semaphore(0)
+    most = []
+
+    def call() -> str:
+        running.release()
+        go.wait(10)
+        most.append(threading.active_count())
+        return threading.current_thread().name
+
+    done = [pool.submit(call) for _ in range(9)]
+    assert all(running.acquire(timeout=5) for _ in range(3))
+    assert not running.acquire(timeout=0.1)
+    go.set()
+    wait(done, 5)
+
+    assert {future.result() for future in done} <= {"test-1", "test-2", "test-3"}
+    pool.close()
+
+
+def test_one_thread_serves_calls_that_come_one_after_the_other() -> None:
+    pool = DaemonPool(3, "test")
+    names = set()
+    for _ in range(20):
+        names.add(pool.submit(lambda: threading.current_thread().name).result(5))
+        time.sleep(0.01)
+
+    assert names == {"test-1"}
+    pool.close()
+
+
+def test_what_waits_is_cancelled_when_the_pool_is_closed() -> None:
+    pool = DaemonPool(1, "test")
+    go = threading.Event()
+    first, second = pool.submit(lambda: go.wait(10)), pool.submit(lambda: 1)
+    pool.close()
+    go.set()
+
+    assert first.result(5)
+    with pytest.raises(CancelledError):
+        second.result(5)
+    with pytest.raises(CancelledError):
+        pool.submit(lambda: 1).result(5)
+
+
+def test_a_process_ends_while_a_call_hangs() -> None:
+    code = (
+        "import time\n"
+        "from ec_store.threads import DaemonPool\n"
+        "pool = DaemonPool(2, 'test')\n"
+        "pool.submit(lambda: time.sleep(60))\n"
+        "time.sleep(0.2)\n"
+        "pool.close()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=20)
