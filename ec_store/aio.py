@@ -40,9 +40,9 @@ class AsyncStore:
         """Open a store by its URL, as `open_store` does."""
         return cls(await asyncio.to_thread(open_store, url))
 
-    async def put(self, key: EntryKey, entry: Entry) -> bool:
+    async def put(self, key: EntryKey, entry: Entry, *, replace: bool = False) -> bool:
         """As `Store.put`."""
-        return await self._call(self._store.put, key, entry)
+        return await self._call(self._store.put, key, entry, replace=replace)
 
     async def get(self, key: EntryKey) -> Entry | None:
         """As `Store.get`."""

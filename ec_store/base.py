@@ -71,8 +71,13 @@ class Store(Protocol):
 
     counts: Counts
 
-    def put(self, key: EntryKey, entry: Entry) -> bool:
+    def put(self, key: EntryKey, entry: Entry, *, replace: bool = False) -> bool:
         """Keep an entry. It appears whole or not at all; of two writers either may win.
+
+        Args:
+            key: its key.
+            entry: the entry.
+            replace: put it in the place of one that is there; readers see the one or the other.
 
         Returns:
             False where an entry of this key was there already: it is kept, and counts as used.

@@ -35,8 +35,12 @@ class RedisEntries:
         self._names = names
         self._chunk_bytes = chunk_bytes
 
-    def write(self, digest: str, header: bytes, payload: memoryview, ms: int) -> bool:
+    def write(
+        self, digest: str, header: bytes, payload: memoryview, ms: int, *, replace: bool = False
+    ) -> bool:
         """Write an entry that lives for `ms`; False where another one is there.
+
+        With `replace` it takes the other's place, whose chunks expire by themselves.
 
         Raises:
             StoreUnavailable: it could not be written.
@@ -50,7 +54,7 @@ class RedisEntries:
             *kept, written = self._client.run(
                 [
                     *(("PEXPIRE", chunk, ms + CHUNK_SLACK_MS) for chunk in chunks),
-                    ("SET", manifest, value, "NX", "PX", ms),
+                    ("SET", manifest, value, *(() if replace else ("NX",)), "PX", ms),
                 ]
             )
         except Refused:

@@ -62,7 +62,7 @@ class RedisStore(Store):
     def __repr__(self) -> str:
         return f"RedisStore({', '.join(map(str, self._options.addresses))})"
 
-    def put(self, key: EntryKey, entry: Entry) -> bool:
+    def put(self, key: EntryKey, entry: Entry, *, replace: bool = False) -> bool:
         """Keep an entry (see `Store.put`). After "out of memory" nothing is written for 5 s."""
         header = encode_header(key, entry)
         size = len(header) + entry.data.nbytes
@@ -70,7 +70,7 @@ class RedisStore(Store):
             raise EntryTooLarge(f"{size} bytes; the most is {self._options.max_entry_bytes}")
         try:
             with self._client.bounded():
-                written = self._put(key, header, entry.data.cast("B"))
+                written = self._put(key, header, entry.data.cast("B"), replace=replace)
         except StoreUnavailable as error:
             if isinstance(error, OutOfMemory):
                 self._writes_off_until = time.monotonic() + WRITES_OFF_S
@@ -225,9 +225,11 @@ class RedisStore(Store):
         """Let go of connections. Entries that were returned stay valid."""
         self._client.close()
 
-    def _put(self, key: EntryKey, header: bytes, payload: memoryview) -> bool:
+    def _put(self, key: EntryKey, header: bytes, payload: memoryview, *, replace: bool) -> bool:
         if time.monotonic() < self._writes_off_until:
             raise StoreUnavailable("Redis was full a moment ago")
+        if replace:
+            return self._entries.write(key.digest, header, payload, self._ttl_ms, replace=True)
         ask_first = payload.nbytes > PROBE_BYTES
         for _ in range(ATTEMPTS):
             if ask_first and self._use(key.digest):

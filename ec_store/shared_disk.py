@@ -15,7 +15,7 @@ from ec_store.disk_config import DiskConfig
 from ec_store.entry import MAX_HEADER_BYTES, Entry, EntryInfo
 from ec_store.entry_files import EntryFiles, blob_bytes, load_header
 from ec_store.errors import CorruptEntry, EntryTooLarge, StoreUnavailable
-from ec_store.files import NO_ROOM, Modes, regular
+from ec_store.files import NO_ROOM, Folder, Modes, regular
 from ec_store.housekeeping import Housekeeping
 from ec_store.keys import EntryKey, owner_bytes
 from ec_store.listing import listed, registered
@@ -75,7 +75,7 @@ class SharedDiskStore(Store):
         """
         return cls(DiskConfig.from_url(url))
 
-    def put(self, key: EntryKey, entry: Entry) -> bool:
+    def put(self, key: EntryKey, entry: Entry, *, replace: bool = False) -> bool:
         """See `Store`."""
         size = blob_bytes(key, entry)
         limit = min(self._config.max_entry_bytes, self._config.max_bytes)
@@ -83,7 +83,7 @@ class SharedDiskStore(Store):
             raise EntryTooLarge(f"{size} bytes, and the store takes {limit}")
         try:
             with self._unavailable("the entry could not be written"):
-                written = self._put(key, entry, size)
+                written = self._put(key, entry, size, replace=replace)
         except StoreUnavailable:
             self.counts.add(drops=1)
             raise
@@ -258,13 +258,14 @@ class SharedDiskStore(Store):
         finally:
             tree.root.remove(name)
 
-    def _put(self, key: EntryKey, entry: Entry, size: int) -> bool:
+    def _put(self, key: EntryKey, entry: Entry, size: int, *, replace: bool) -> bool:
         digest = key.digest
-        if self._read(key, digest, load_header, use=True):
-            return False
-        self._forget_expired(digest)
+        if not replace:
+            if self._read(key, digest, load_header, use=True):
+                return False
+            self._forget_expired(digest)
         try:
-            return self._write(self._tree(create=True), key, entry, size)
+            return self._write(self._tree(create=True), key, entry, size, replace=replace)
         except OSError as error:
             if error.errno in NO_ROOM:
                 self._keeper.evict(self._tree(), free_bytes=size + self._config.max_bytes // 16)
@@ -274,7 +275,7 @@ class SharedDiskStore(Store):
                 time.sleep(MODES_S)
             else:
                 raise
-        return self._write(self._tree(create=True), key, entry, size)
+        return self._write(self._tree(create=True), key, entry, size, replace=replace)
 
     def _forget_expired(self, digest: str) -> None:
         """Make way for an entry whose name one has that nobody gets any more."""
@@ -283,7 +284,7 @@ class SharedDiskStore(Store):
             if not self._live(tree, tree.folder(digest).stat(digest)):
                 self._delete(tree, digest)
 
-    def _write(self, tree: Tree, key: EntryKey, entry: Entry, size: int) -> bool:
+    def _write(self, tree: Tree, key: EntryKey, entry: Entry, size: int, *, replace: bool) -> bool:
         digest = key.digest
         folder = tree.ensured(digest)
         staging = staging_name(digest, size)
@@ -298,7 +299,9 @@ class SharedDiskStore(Store):
                 self._files.store(key, entry, fd)
                 if self._config.durability == "fsync":
                     os.fsync(fd)
-                published = folder.publish(staging, digest)
+                if replace:
+                    self._replace(tree, folder, staging, digest)
+                published = replace or folder.publish(staging, digest)
                 if published and self._config.durability == "fsync":
                     folder.sync()
             finally:
@@ -309,6 +312,14 @@ class SharedDiskStore(Store):
             os.close(fd)
             folder.remove(staging)
         return published
+
+    def _replace(self, tree: Tree, folder: Folder, staging: str, digest: str) -> None:
+        before = 0
+        with suppress(OSError):
+            before = folder.stat(digest).st_size
+        folder.rename(staging, digest)
+        if before:
+            self._keeper.ledger.release(tree.usage, before)
 
     def _read(
         self, key: EntryKey, digest: str, load: Callable[[EntryKey, int, int], T], *, use: bool

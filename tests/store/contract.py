@@ -115,6 +115,16 @@ class StoreContract:
         assert store.lease([], 5) == []
         assert store.delete([]) == 0
 
+    def test_an_entry_may_be_replaced(self, opened: Opened) -> None:
+        store, other = opened(), opened()
+        for fill, size in enumerate((100, 5000, 10)):
+            new = sized(size, fill)
+            assert store.put(key(), new, replace=True) is True
+            assert_same(new, store.get(key()))
+            assert_same(new, other.get(key()))
+            assert other.put(key(), sized(100, 9)) is False
+        assert [row.info for row in store.ls()] == store.lookup([key()])
+
     def test_the_second_put_of_a_key_keeps_the_first_entry(self, opened: Opened) -> None:
         first, second = opened(), opened()
 
