@@ -7,7 +7,7 @@ a connection for the next caller to read.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
@@ -15,30 +15,39 @@ from ec_store.base import Listed, Store, StoreStats
 from ec_store.entry import Entry, EntryInfo
 from ec_store.keys import EntryKey
 from ec_store.opening import open_store
+from ec_store.threads import DaemonPool
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 THREADS = 8
 
+CLOSE_S = 2.0
+"""How long closing waits for a store that hangs."""
+
 
 class AsyncStore:
     """A store whose calls are awaited; what they return and raise is `Store`'s."""
 
-    def __init__(self, store: Store, threads: int = THREADS) -> None:
+    def __init__(self, store: Store, pool: DaemonPool | None = None) -> None:
         """Wrap a store, which is closed with this one.
 
         Args:
             store: the store.
-            threads: how many calls run at once; others wait.
+            pool: where its calls are made; closed with it.
         """
         self._store = store
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="ec-store")
+        self._pool = pool or DaemonPool(THREADS, "ec-store")
 
     @classmethod
     async def open(cls, url: str) -> Self:
         """Open a store by its URL, as `open_store` does."""
-        return cls(await asyncio.to_thread(open_store, url))
+        pool = DaemonPool(THREADS, "ec-store")
+        try:
+            return cls(await asyncio.wrap_future(pool.submit(lambda: open_store(url))), pool)
+        except BaseException:
+            pool.close()
+            raise
 
     async def put(self, key: EntryKey, entry: Entry, *, replace: bool = False) -> bool:
         """As `Store.put`."""
@@ -97,9 +106,11 @@ class AsyncStore:
         return await self._call(self._store.namespaces)
 
     async def close(self) -> None:
-        """As `Store.close`, once running calls have ended."""
-        await asyncio.to_thread(self._pool.shutdown, cancel_futures=True)
-        await asyncio.to_thread(self._store.close)
+        """As `Store.close`. A store that hangs is left to itself after a while."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await self._call(self._store.close)
+        self._pool.close()
 
     async def __aenter__(self) -> Self:
         """The store itself."""
@@ -115,8 +126,7 @@ class AsyncStore:
         await self.close()
 
     async def _call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, lambda: function(*args, **kwargs))
+        return await asyncio.wrap_future(self._pool.submit(lambda: function(*args, **kwargs)))
 
     async def _iterate(self, start: Callable[[], Iterator[T]]) -> AsyncIterator[T]:
         rows = await self._call(start)

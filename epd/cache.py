@@ -8,11 +8,12 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 import structlog
 
-from ec_store import Entry, EntryInfo, EntryKey, StoreUnavailable
+from ec_store import EntryInfo, EntryKey, StoreError
 from ec_store.aio import AsyncStore
 from ec_store.breaker import Breaker
 
@@ -28,19 +29,30 @@ MAX_LEARNED = 1024
 CLAIM_S = 10.0
 """How long a claim outlives its holder."""
 
-CLAIM_TIMEOUT_S = 1.0
-"""A claim's budget. It may cost more than a look-up's, since an encode follows it anyway."""
+PATIENT_S = 1.0
+"""The budget of what a request cannot do without, or what costs little beside an encode."""
 
-WRITTEN_WITHIN_S = 5.0
+WRITTEN_WITHIN_S = 1.0
 """How long a claim is kept for an encode instance that has answered and still writes."""
-
-NOTHING = memoryview(b"")
-"""The tensor of an alias, which is an entry that has only metadata."""
 
 POLL_S = (0.005, 0.01, 0.02, 0.05)
 """Waits between two looks for an entry that somebody makes; the last one goes on."""
 
 T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Turn:
+    """A place in the queue of those who want an item encoded.
+
+    Attributes:
+        found: the entry, where somebody else has made it.
+        made: the identifier under which an encode instance now writes it; to be set.
+    """
+
+    found: EntryInfo | None = None
+    made: str | None = None
+
 
 logger = structlog.get_logger("epd")
 
@@ -61,7 +73,8 @@ class EncoderCache:
         self._lease_s = lease_s
         self._owner = secrets.token_hex(16)
         self._store: AsyncStore | None = None
-        self._breaker = Breaker("the encoder cache")
+        self._reading = Breaker("reading from the encoder cache")
+        self._writing = Breaker("writing to the encoder cache")
         self._namespaces: Mapping[str, str] = {}
         self._learned: dict[str, str] = {}
         self._refresh_now = asyncio.Event()
@@ -86,65 +99,34 @@ class EncoderCache:
                 await cache._store.close()
 
     async def find(
-        self, model: str | None, identifiers: Sequence[str]
+        self, model: str | None, identifiers: Sequence[str], *, patient: bool = False
     ) -> Mapping[str, EntryInfo] | None:
-        """What the store has of these, by identifier, leased; in one round trip.
+        """What the store has of these, by identifier; in one round trip. It is leased soon after.
+
+        Args:
+            model: whose items they are.
+            identifiers: their keys.
+            patient: whether the request cannot be served without an answer.
 
         Returns:
             None where it has no answer: it is better not asked anything else for this request.
         """
-        namespace = self._namespace(model)
+        namespace = self.namespace(model)
         if namespace is None or not identifiers:
             return {}
         keys = [EntryKey(namespace, identifier) for identifier in identifiers]
-        infos = await self._ask(lambda store: store.lease(keys, self._lease_s), self._budget_s)
+        budget_s = PATIENT_S if patient else self._budget_s
+        infos = await self.read(lambda store: store.lookup(keys), budget_s)
         if infos is None:
             return None
-        return {info.key.identifier: info for info in infos if info is not None}
+        found = {info.key.identifier: info for info in infos if info is not None}
+        if found:
+            self.later(self.lease([info.key for info in found.values()]))
+        return found
 
-    async def remember(self, model: str | None, alias: str, modality: str, uuid: str) -> None:
-        """Keep for which item an alias stands, for as long as the store keeps what is used."""
-        key = self._alias(model, alias)
-        if key is None:
-            return
-        entry = Entry(NOTHING, "F32", (0,), modality, {"uuid": uuid})
-        known = await self._ask(lambda store: store.lookup([key]), CLAIM_TIMEOUT_S)
-        if known and known[0] is not None:
-            if known[0].metadata.get("uuid") == uuid:
-                return
-            await self._ask(lambda store: store.delete([key]), CLAIM_TIMEOUT_S)
-        await self._ask(lambda store: store.put(key, entry), CLAIM_TIMEOUT_S)
-
-    async def recall(self, model: str | None, aliases: Sequence[str]) -> Mapping[str, str]:
-        """The uuids of items, by alias; those that are not known are missing."""
-        keys = [key for alias in aliases if (key := self._alias(model, alias)) is not None]
-        infos = await self._ask(lambda store: store.lease(keys, self._lease_s), CLAIM_TIMEOUT_S)
-        return {
-            info.key.identifier: str(info.metadata.get("uuid"))
-            for info in infos or ()
-            if info is not None
-        }
-
-    async def forget(
-        self, model: str | None, aliases: Sequence[str], identifiers: Sequence[str]
-    ) -> int:
-        """Delete aliases and entries; how many there were of both.
-
-        Raises:
-            StoreUnavailable: the store cannot be asked to.
-        """
-        keys = [key for alias in aliases if (key := self._alias(model, alias)) is not None]
-        namespace = self._namespace(model)
-        if namespace is not None:
-            keys += [EntryKey(namespace, identifier) for identifier in identifiers]
-        deleted = await self._ask(lambda store: store.delete(keys), CLAIM_TIMEOUT_S)
-        if deleted is None:
-            raise StoreUnavailable("the store gives no answer")
-        return deleted
-
-    def _alias(self, model: str | None, alias: str) -> EntryKey | None:
-        namespace = self._namespace(model)
-        return None if namespace is None else EntryKey(f"{namespace}#aliases", alias)
+    async def lease(self, keys: Sequence[EntryKey]) -> None:
+        """Keep what is there from being evicted for a while."""
+        await self.write(lambda store: store.lease(keys, self._lease_s), PATIENT_S)
 
     def learn(self, model: str | None, namespace: str) -> None:
         """Take an encode instance's word for the namespace of a model.
@@ -160,10 +142,8 @@ class EncoderCache:
             del self._learned[next(iter(self._learned))]
 
     @asynccontextmanager
-    async def turn(
-        self, model: str | None, identifier: str, wait_s: float
-    ) -> AsyncIterator[EntryInfo | None]:
-        """Wait until nobody else encodes an item; what somebody has made of it, or None.
+    async def turn(self, model: str | None, identifier: str, wait_s: float) -> AsyncIterator[Turn]:
+        """Wait until nobody else encodes an item, or somebody has.
 
         While the context is open, other proxies on the same store wait in turn. After it they go on
         waiting until the entry is there, for an encode instance answers before it has written.
@@ -174,23 +154,22 @@ class EncoderCache:
             wait_s: how long to wait at most. After it, or where the store is away, the item is
                 encoded whoever else does.
         """
-        namespace = self._namespace(model)
+        namespace = self.namespace(model)
         if namespace is None:
-            yield None
+            yield Turn()
             return
         key = EntryKey(namespace, identifier)
         claimed, found = await self._wait_for_turn(key, wait_s)
+        turn = Turn(found)
         if not claimed:
-            yield found
+            yield turn
             return
         renewing = asyncio.create_task(self._renew(key))
-        made = False
         try:
-            yield found
-            made = found is None
+            yield turn
         finally:
             renewing.cancel()
-            self.later(self._release(key, written_within_s=WRITTEN_WITHIN_S if made else 0))
+            self.later(self._release(key, turn.made))
 
     async def _wait_for_turn(self, key: EntryKey, wait_s: float) -> tuple[bool, EntryInfo | None]:
         """Whether the key is claimed, and its entry."""
@@ -198,57 +177,86 @@ class EncoderCache:
         deadline_s = clock() + wait_s
         waits = iter(POLL_S)
         while True:
-            claims = await self._ask(
-                lambda store: store.claim([key], self._owner, CLAIM_S), CLAIM_TIMEOUT_S
-            )
+            claimed = await self._claim(key)
             # Looked for after the claim: it may have been written between the first look and this.
-            infos = await self._ask(
-                lambda store: store.lease([key], self._lease_s), CLAIM_TIMEOUT_S
-            )
+            infos = await self.read(lambda store: store.lookup([key]), PATIENT_S)
             found = infos[0] if infos else None
-            claimed = claims is not None and claims[0]
-            if claimed or found or claims is None or clock() > deadline_s:
-                return claimed, found
+            if claimed is not False or found or clock() > deadline_s:
+                return bool(claimed), found
             await asyncio.sleep(next(waits, POLL_S[-1]))
+
+    async def _claim(self, key: EntryKey) -> bool | None:
+        """Whether the key is claimed now; None where the store gives no answer.
+
+        A claim that is taken after all, when nobody waits for it any more, is given back.
+        """
+        asking = asyncio.create_task(
+            self.write(lambda store: store.claim([key], self._owner, CLAIM_S), CLAIM_S)
+        )
+        try:
+            async with asyncio.timeout(PATIENT_S):
+                claims = await asyncio.shield(asking)
+        except BaseException as left:
+            self.later(self._give_back(key, asking))
+            if isinstance(left, TimeoutError):
+                return None
+            raise
+        return None if claims is None else claims[0]
+
+    async def _give_back(self, key: EntryKey, asking: "asyncio.Task[list[bool] | None]") -> None:
+        await asyncio.wait([asking])
+        await self.write(lambda store: store.release([key], self._owner), PATIENT_S)
 
     async def _renew(self, key: EntryKey) -> None:
         while True:
             await asyncio.sleep(CLAIM_S / 3)
-            await self._ask(lambda store: store.claim([key], self._owner, CLAIM_S), CLAIM_TIMEOUT_S)
+            await self._claim(key)
 
-    async def _release(self, key: EntryKey, *, written_within_s: float) -> None:
+    async def _release(self, key: EntryKey, made: str | None) -> None:
         """Give a claim back, once the entry is there or will not come any more."""
         clock = asyncio.get_running_loop().time
-        deadline_s = clock() + written_within_s
+        deadline_s = clock() + WRITTEN_WITHIN_S
         waits = iter(POLL_S)
-        while clock() < deadline_s:
-            infos = await self._ask(lambda store: store.lookup([key]), CLAIM_TIMEOUT_S)
+        written = None if made is None else EntryKey(key.namespace, made)
+        while written is not None and clock() < deadline_s:
+            infos = await self.read(lambda store: store.lookup([written]), PATIENT_S)
             if infos is None or infos[0] is not None:
                 break
             await asyncio.sleep(next(waits, POLL_S[-1]))
-        await self._ask(lambda store: store.release([key], self._owner), CLAIM_TIMEOUT_S)
+        await self.write(lambda store: store.release([key], self._owner), PATIENT_S)
 
-    def _namespace(self, model: str | None) -> str | None:
+    def namespace(self, model: str | None) -> str | None:
+        """Under which the store keeps a served model's entries; None where nobody has said."""
         if model is not None:
             return self._namespaces.get(model) or self._learned.get(model)
         # vLLM serves a request without a model; which one is clear where there is one.
         known = set(self._namespaces.values())
         return known.pop() if len(known) == 1 else None
 
-    async def _ask(self, call: Callable[[AsyncStore], Awaitable[T]], timeout_s: float) -> T | None:
+    async def read(self, call: Callable[[AsyncStore], Awaitable[T]], timeout_s: float) -> T | None:
+        """The store's answer to a question; None where it has none to give."""
+        return await self._ask(call, timeout_s, self._reading)
+
+    async def write(self, call: Callable[[AsyncStore], Awaitable[T]], timeout_s: float) -> T | None:
+        """The same for a change: a store may answer the one and not the other."""
+        return await self._ask(call, timeout_s, self._writing)
+
+    async def _ask(
+        self, call: Callable[[AsyncStore], Awaitable[T]], timeout_s: float, breaker: Breaker
+    ) -> T | None:
         """The store's answer; None where it has none to give."""
-        if self._store is None or self._breaker.open:
+        if self._store is None or breaker.open:
             return None
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await call(self._store)
         except TimeoutError:
-            self._breaker.failed(f"no answer within {timeout_s:g} s")
+            breaker.failed(f"no answer within {timeout_s:g} s")
             return None
-        except StoreUnavailable as error:
-            self._breaker.failed(error)
+        except (StoreError, ValueError) as error:
+            breaker.failed(error)
             return None
-        self._breaker.succeeded()
+        breaker.succeeded()
         return answer
 
     async def _keep_fresh(self, ready: asyncio.Event) -> None:
@@ -257,10 +265,11 @@ class EncoderCache:
             try:
                 if self._store is None:
                     self._store = await AsyncStore.open(self._url)
-                self._namespaces = await self._store.namespaces()
+                async with asyncio.timeout(REFRESH_S):
+                    self._namespaces = await self._store.namespaces()
                 ready.set()
-            except StoreUnavailable as error:
-                logger.warning("the encoder cache is away", reason=str(error))
+            except (StoreError, ValueError, OSError) as error:  # TimeoutError is an OSError
+                logger.warning("the encoder cache is away", reason=str(error) or "no answer")
             self._refresh_now.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._refresh_now.wait(), REFRESH_S)

@@ -94,7 +94,18 @@ def parse(raw: bytes) -> Body:
         raise BadRequest("the body must be a JSON object")
     if not isinstance(body.get("messages"), list):
         raise BadRequest("messages must be a list", param="messages")
+    check_model(body)
     return {key: value for key, value in body.items() if key not in RESERVED}
+
+
+def check_model(body: Body) -> None:
+    """Refuse a model that is no name.
+
+    Raises:
+        BadRequest: it is none.
+    """
+    if not isinstance(body.get("model"), str | None):
+        raise BadRequest("model must be a string", param="model")
 
 
 def parse_json(raw: bytes) -> Any:

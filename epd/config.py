@@ -278,8 +278,16 @@ class ProxyConfig(BaseModel):
     def scope_of(self, tenant: Tenant) -> Scope:
         """What a tenant's keys and salts are derived under."""
         alone = self.isolation == "tenant" and tenant != ANONYMOUS
+        return Scope(tenant if alone else None, self._secret)
+
+    def name_scope_of(self, tenant: Tenant) -> Scope:
+        """What the keys of a tenant's names are derived under: its own, whatever else is shared."""
+        return Scope(tenant, self._secret)
+
+    @property
+    def _secret(self) -> bytes:
         secret = "" if self.key_secret is None else self.key_secret.get_secret_value()
-        return Scope(tenant if alone else None, secret.encode("utf-8", "surrogateescape"))
+        return secret.encode("utf-8", "surrogateescape")
 
 
 def _flag(field: str) -> str:

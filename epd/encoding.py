@@ -9,11 +9,17 @@ from typing import NamedTuple
 
 import orjson
 
-from ec_store import EntryInfo
-from epd.cache import EncoderCache
-from epd.chat import MM_KWARGS, Body, MMItem
+from epd.cache import EncoderCache, Turn
+from epd.chat import MM_KWARGS, Body, MMItem, mm_items
 from epd.config import ProxyConfig
-from epd.errors import ProxyError, UnknownMedia, UpstreamFailed, UpstreamRejected, UpstreamTimeout
+from epd.errors import (
+    ProxyError,
+    UnknownMedia,
+    UpstreamFailed,
+    UpstreamRejected,
+    UpstreamTimeout,
+    no_store,
+)
 from epd.flights import Flights
 from epd.instances import InstanceTable, Role
 from epd.policies import POLICIES
@@ -49,10 +55,12 @@ class LookUp(NamedTuple):
     Attributes:
         found: the items that it has.
         answered: whether it said anything.
+        alone: whether nobody else is waited for, since what they make would be of no use.
     """
 
     found: Mapping[MMItem, Encoded]
     answered: bool
+    alone: bool = False
 
 
 class Encoder:
@@ -70,18 +78,29 @@ class Encoder:
         self._cache = cache
         self._config = config
         self._policy = POLICIES[config.encode_policy]()
-        self._flights: Flights[Wanted, tuple[Encoded, bool]] = Flights()
+        self._flights: Flights[object, tuple[Encoded, bool]] = Flights()
         self._learned: OrderedDict[Wanted, str] = OrderedDict()
 
     async def encode(
-        self, body: Body, uuids: Mapping[MMItem, str | None], context: RequestContext
+        self,
+        body: Body,
+        uuids: Mapping[MMItem, str | None],
+        context: RequestContext,
+        *,
+        anew: bool = False,
     ) -> list[EncodedItem]:
         """The encoder outputs of all items; those that are missing are encoded, all at once.
+
+        Args:
+            body: the request.
+            uuids: its items and their keys.
+            context: the request's.
+            anew: whether what the store has is of no use, as a consumer could not load it.
 
         Raises:
             ProxyError: the first item that failed; the others are cancelled.
         """
-        looked = await self._look_up(body, uuids, context)
+        looked = await self._look_up(body, uuids, context, anew=anew)
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
@@ -96,17 +115,27 @@ class Encoder:
         return encoded
 
     async def _look_up(
-        self, body: Body, uuids: Mapping[MMItem, str | None], context: RequestContext
+        self,
+        body: Body,
+        uuids: Mapping[MMItem, str | None],
+        context: RequestContext,
+        *,
+        anew: bool,
     ) -> LookUp:
         identifiers = {
             item: identifier
             for item, uuid in uuids.items()
-            if uuid is not None and (identifier := self._identifier(_wanted(body, uuid)))
+            if uuid is not None
+            and (identifier := self._identifier(_wanted(body, uuid)))
+            and not (anew and item.has_media)
         }
         if self._cache is None or not identifiers:
-            return LookUp({}, answered=self._cache is not None)
+            return LookUp({}, answered=self._cache is not None, alone=anew)
+        patient = not all(item.has_media for item in uuids)
         with context.timed("store", "lookup"):
-            infos = await self._cache.find(body.get("model"), list({*identifiers.values()}))
+            infos = await self._cache.find(
+                body.get("model"), list({*identifiers.values()}), patient=patient
+            )
         if infos is None:
             return LookUp({}, answered=False)
         found = {
@@ -114,7 +143,7 @@ class Encoder:
             for item, identifier in identifiers.items()
             if identifier in infos and infos[identifier].modality == item.modality
         }
-        return LookUp(found, answered=True)
+        return LookUp(found, answered=True, alone=anew)
 
     async def _one(
         self,
@@ -127,21 +156,25 @@ class Encoder:
         if item in looked.found:
             return EncodedItem(item, uuid, looked.found[item], "hit")
         if not item.has_media:
-            raise UnknownMedia(
-                "no media are known under this uuid: send them once more", param=item.param
-            )
+            raise _gone(item, looked)
         try:
             if uuid is None:
                 encoded, mine = await self._somewhere(body, item, uuid, context), True
             else:
                 encoded, mine = await self._once(
-                    body, item, uuid, context, alone=not looked.answered
+                    body, item, uuid, context, alone=looked.alone or not looked.answered
                 )
         except ProxyError as error:
-            if self._config.on_encode_failure == "fail" or not is_instances_fault(error):
-                raise
+            if not self._may_be_local(body) or not is_instances_fault(error):
+                raise error.at(item.param) from error.__cause__
             return EncodedItem(item, uuid, Encoded(), "local")
         return EncodedItem(item, uuid, encoded, "encoded" if mine else "hit")
+
+    def _may_be_local(self, body: Body) -> bool:
+        """Whether media may go on raw: not beside items that have none."""
+        return self._config.on_encode_failure == "local" and all(
+            item.has_media for item in mm_items(body)
+        )
 
     async def _once(
         self, body: Body, item: MMItem, uuid: str, context: RequestContext, *, alone: bool
@@ -161,26 +194,28 @@ class Encoder:
         async def work() -> tuple[Encoded, bool]:
             nonlocal begun_here
             begun_here = True
-            async with nullcontext() if alone else self._turn(wanted) as info:
-                if info is not None and info.modality == item.modality:
-                    return from_entry(info), False
+            async with nullcontext(Turn()) if alone else self._turn(wanted) as turn:
+                if turn.found is not None and turn.found.modality == item.modality:
+                    return from_entry(turn.found), False
                 encoded = await self._somewhere(body, item, uuid, context)
+                turn.made = encoded.identifier
                 self._learn(wanted, encoded)
                 return encoded, True
 
-        encoded, made = await self._flights.try_join(wanted, work)
+        # Whose key the instances refuse, fails alone.
+        flight = (wanted, context.headers.get("Authorization"), alone)
+        encoded, made = await self._flights.try_join(flight, work)
         return encoded, made and begun_here
 
     @asynccontextmanager
-    async def _turn(self, wanted: Wanted) -> AsyncIterator[EntryInfo | None]:
+    async def _turn(self, wanted: Wanted) -> AsyncIterator[Turn]:
         identifier = self._identifier(wanted)
         if self._cache is None or identifier is None:
-            yield None
+            yield Turn()
             return
-        async with self._cache.turn(
-            wanted.model, identifier, self._config.encode_timeout_s
-        ) as info:
-            yield info
+        wait_s = self._config.encode_timeout_s
+        async with self._cache.turn(wanted.model, identifier, wait_s) as turn:
+            yield turn
 
     async def _somewhere(
         self, body: Body, item: MMItem, uuid: str | None, context: RequestContext
@@ -216,8 +251,8 @@ class Encoder:
     def _learn(self, wanted: Wanted, encoded: Encoded) -> None:
         if self._cache is not None and encoded.namespace is not None:
             self._cache.learn(wanted.model, encoded.namespace)
-        if encoded.identifier not in {None, wanted.uuid}:
-            self._learned[wanted] = str(encoded.identifier)
+        if encoded.identifier is not None and encoded.identifier != self._identifier(wanted):
+            self._learned[wanted] = encoded.identifier
             while len(self._learned) > MAX_LEARNED:
                 self._learned.popitem(last=False)
 
@@ -227,6 +262,12 @@ def is_instances_fault(error: ProxyError) -> bool:
     if isinstance(error, UpstreamRejected):
         return error.status in OVERLOADED
     return isinstance(error, UpstreamFailed | UpstreamTimeout) and error.slug != "encode_metadata"
+
+
+def _gone(item: MMItem, looked: LookUp) -> ProxyError:
+    if not looked.answered:
+        return no_store("the encoder cache gives no answer")
+    return UnknownMedia("no media are known under this uuid: send them once more", param=item.param)
 
 
 def _wanted(body: Body, uuid: str) -> Wanted:

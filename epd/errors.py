@@ -6,7 +6,7 @@ Every error reaches the client in OpenAI's shape, the one vLLM uses
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import orjson
 
@@ -49,6 +49,13 @@ class ProxyError(Exception):
         self.stage = stage
         self.param = param
         self.answered = answered
+
+    def at(self, param: str | None) -> Self:
+        """The same error, with this part of the request at fault: others may be told of it too."""
+        located = type(self).__new__(type(self), *self.args)
+        located.__dict__.update(self.__dict__)
+        located.param = param
+        return located
 
     @property
     def detail(self) -> dict[str, Any]:
@@ -161,6 +168,11 @@ class UpstreamRejected(ProxyError):
     def headers(self) -> dict[str, str]:
         """As for every error, and what tells a client when and how to try again."""
         return {**super().headers, **self._passed_headers}
+
+
+def no_store(message: str) -> RequestRefused:
+    """503: what only the encoder-cache store could answer."""
+    return RequestRefused(503, message, slug="no_store")
 
 
 def _openai_error(reply: bytes) -> dict[str, Any] | None:

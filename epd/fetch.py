@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import copy
 import re
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -165,10 +164,7 @@ class MediaFetcher:
             data_url = await self.fetch(url, item.modality, scope)
             total.add(len(data_url))
         except ProxyError as error:
-            # A copy: other requests may wait for the same download and get the same error.
-            located = copy.copy(error)
-            located.param = f"{item.param}.{item.kind}.url"
-            raise located from error.__cause__
+            raise error.at(f"{item.param}.{item.kind}.url") from error.__cause__
         return {**item.part, item.kind: {**item.part[item.kind], "url": data_url}}
 
     async def fetch(self, url: str, modality: str, scope: str = "") -> str:

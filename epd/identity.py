@@ -29,9 +29,13 @@ def content_key(scope: Scope, modality: str, media: Inline) -> str:
     return _digest(scope, b"content", modality.encode(), media.media_type.encode(), content)
 
 
-def alias_key(scope: Scope, modality: str, uuid: str) -> str:
-    """The key of what a client calls `uuid`: 64 hexadecimal digits, its tenant's own."""
-    return _digest(scope, b"alias", modality.encode(), uuid.encode())
+def name_key(scope: Scope, modality: str, uuid: str) -> str:
+    """The key of what a client calls `uuid`: 64 hexadecimal digits.
+
+    The scope has the tenant even where tenants share their entries: what one calls so, another does
+    not.
+    """
+    return _digest(scope, b"name", modality.encode(), uuid.encode())
 
 
 def salted(body: Body, scope: Scope) -> Body:

@@ -2,15 +2,18 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
+from ec_store import StoreUnavailable
 from epd.cache import EncoderCache
-from epd.chat import Body, MMItem
+from epd.chat import MODALITY, Body, MMItem
 from epd.config import ProxyConfig
-from epd.errors import UnknownMedia
-from epd.identity import alias_key, content_key
+from epd.errors import UnknownMedia, no_store
+from epd.identity import content_key, name_key
 from epd.media import Inline, Known, source
-from epd.tenants import Scope
-from epd.transfer import EncodedItem
+from epd.names import Name, Names
+from epd.tenants import Scope, Tenant
+from epd.transfer import EncodedItem, metadata_uuid
 
 HASH_IN_THREAD_BYTES = 1024**2
 """Media above this size are hashed off the event loop."""
@@ -24,25 +27,23 @@ class Keys:
     """
 
     def __init__(self, cache: EncoderCache | None, config: ProxyConfig) -> None:
-        self._cache = cache
+        self._names = None if cache is None else Names(cache)
         self._config = config
 
     async def of(
-        self, body: Body, items: Sequence[MMItem], scope: Scope
+        self, body: Body, items: Sequence[MMItem], tenant: Tenant
     ) -> dict[MMItem, str | None]:
         """The key of each item; None where only the engine sees the content.
 
         Raises:
             BadRequest: an item has no media, or has them where a request may not name them.
             UnknownMedia: nothing is known under a client's name for its media.
+            RequestRefused: 503, the store that knows the names gives no answer.
         """
         sources = {item: source(item, self._config.allowed_local_media_path) for item in items}
-        names = {
-            item: alias_key(scope, item.modality, media.uuid)
-            for item, media in sources.items()
-            if isinstance(media, Known)
-        }
-        known = await self._recalled(body, names)
+        named = [item for item, media in sources.items() if isinstance(media, Known)]
+        known = await self._recalled(body, named, tenant)
+        scope = self._config.scope_of(tenant)
         return {
             item: known[item]
             if item in known
@@ -52,27 +53,71 @@ class Keys:
             for item, media in sources.items()
         }
 
-    async def remember(self, body: Body, encoded: Sequence[EncodedItem], scope: Scope) -> None:
-        """Let clients name what they have sent: by their uuid, or by the key they were told."""
-        if self._cache is None:
-            return
-        for one in encoded:
-            if one.item.has_media and one.key is not None and one.result != "local":
-                name = alias_key(scope, one.item.modality, one.item.uuid or one.key)
-                await self._cache.remember(body.get("model"), name, one.item.modality, one.key)
+    async def remember(self, body: Body, encoded: Sequence[EncodedItem], tenant: Tenant) -> None:
+        """Let clients name what they have sent: by their uuid, or by the key they were told.
 
-    async def _recalled(self, body: Body, names: Mapping[MMItem, str]) -> dict[MMItem, str]:
+        A name whose item cannot be used by name stands for nothing from then on.
+        """
+        for one in encoded:
+            key = metadata_uuid(one, body)
+            uuid = one.item.uuid or key
+            if self._names is None or uuid is None or not one.item.has_media:
+                continue
+            model, modality = body.get("model"), one.item.modality
+            name = name_key(self._config.name_scope_of(tenant), modality, uuid)
+            if key is None:
+                with suppress(StoreUnavailable):
+                    await self._names.forget(model, [name])
+            else:
+                stands_for = Name(key, own=one.uuid is not None)
+                await self._names.remember(model, name, modality, stands_for)
+
+    async def forget(self, uuid: str, model: str | None, tenant: Tenant) -> None:
+        """Forget what a tenant calls so, and entries of its own that the name stood for.
+
+        Where tenants share entries, another may use them: they are left to expire.
+
+        Raises:
+            UnknownMedia: this tenant has no media of this name.
+            RequestRefused: 503, there is no store, or it gives no answer.
+        """
+        if self._names is None:
+            raise no_store("the proxy has no encoder-cache store: --ec-store")
+        scope = self._config.name_scope_of(tenant)
+        names = [name_key(scope, modality, uuid) for modality in {*MODALITY.values()}]
+        try:
+            known = await self._names.recall(model, names)
+            if not known:
+                raise UnknownMedia("no media are known under this uuid", param="uuid")
+            alone = self._config.isolation == "tenant"
+            own = [name.key for name in known.values() if name.own and alone]
+            await self._names.forget(model, list(known), own)
+        except StoreUnavailable as error:
+            raise no_store("the encoder cache gives no answer") from error
+
+    async def _recalled(
+        self, body: Body, items: Sequence[MMItem], tenant: Tenant
+    ) -> Mapping[MMItem, str]:
+        scope = self._config.name_scope_of(tenant)
+        names = {
+            item: name_key(scope, item.modality, item.uuid)
+            for item in items
+            if item.uuid is not None
+        }
         if not names:
             return {}
-        found: Mapping[str, str] = {}
-        if self._cache is not None:
-            found = await self._cache.recall(body.get("model"), list({*names.values()}))
+        found: Mapping[str, Name] = {}
+        if self._names is not None:
+            try:
+                found = await self._names.recall(body.get("model"), list({*names.values()}))
+            except StoreUnavailable as error:
+                raise no_store("the encoder cache gives no answer") from error
         for item, name in names.items():
             if name not in found:
                 raise UnknownMedia(
                     "no media are known under this uuid: send them once more", param=item.param
                 )
-        return {item: found[name] for item, name in names.items()}
+        return {item: found[name].key for item, name in names.items()}
 
 
 async def _content_key(scope: Scope, item: MMItem, media: Inline) -> str:

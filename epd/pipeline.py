@@ -1,6 +1,6 @@
 """One request: its route, then encode, prefill where there is one, decode."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -46,7 +46,6 @@ class Pipeline:
         self._media = media
         self._stages = Stages(upstream, config)
         self._encoder = Encoder(self._stages, table, cache, config)
-        self._cache = cache
         self._keys = Keys(cache, config)
         self._config = config
 
@@ -73,8 +72,12 @@ class Pipeline:
         """
         body, uuids = await self._keyed(body, context)
         encoded = await self._encoder.encode(body, uuids, context)
-        await self._keys.remember(body, encoded, self._config.scope_of(context.tenant))
+        await self._keys.remember(body, encoded, context.tenant)
         return encoded
+
+    async def forget(self, uuid: str, model: str | None, context: RequestContext) -> None:
+        """Forget what a client calls so: see `Keys.forget`."""
+        await self._keys.forget(uuid, model, context.tenant)
 
     async def _keyed(
         self, body: Body, context: RequestContext
@@ -88,8 +91,7 @@ class Pipeline:
                 param="messages",
             )
         body = await self._media.inlined(body, items, context.tenant.name)
-        scope = self._config.scope_of(context.tenant)
-        return body, await self._keys.of(body, mm_items(body), scope)
+        return body, await self._keys.of(body, mm_items(body), context.tenant)
 
     async def _opened(
         self,
@@ -100,27 +102,21 @@ class Pipeline:
     ) -> Reply:
         """The answer; where an entry may have been lost on the way, that of a second attempt."""
         encoded = await self._encoder.encode(body, uuids, context)
-        self._remember_named(body, encoded, context)
+        # Before the answer: who has it may use the name.
+        named = [one for one in encoded if one.item.uuid is not None]
+        await self._keys.remember(body, named, context.tenant)
         sent = consumer_body(body, encoded, raw=self._config.decode_media == "raw")
         try:
             return await stack.enter_async_context(self._answered(sent, context))
         except ProxyError as error:
             # An engine that cannot load what it was named fails the request and says no more than
-            # that. What is lost is encoded again, and the media go along: nothing can be missing.
+            # that. All is encoded again, and the media go along: nothing can be missing.
             if error.answered != HTTPStatus.INTERNAL_SERVER_ERROR or not names_entries(sent):
                 raise
         context.retries += 1
-        encoded = await self._encoder.encode(body, uuids, context)
+        encoded = await self._encoder.encode(body, uuids, context, anew=True)
         sent = consumer_body(body, encoded, raw=True)
         return await stack.enter_async_context(self._answered(sent, context))
-
-    def _remember_named(
-        self, body: Body, encoded: Sequence[EncodedItem], context: RequestContext
-    ) -> None:
-        named = [one for one in encoded if one.item.uuid is not None and one.item.has_media]
-        if named and self._cache is not None:
-            scope = self._config.scope_of(context.tenant)
-            self._cache.later(self._keys.remember(body, named, scope))
 
     @asynccontextmanager
     async def _answered(self, body: Body, context: RequestContext) -> AsyncIterator[Reply]:

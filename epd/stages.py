@@ -95,18 +95,14 @@ class Stages:
             ProxyError: the instance failed, or refused it.
         """
         with context.timed("encode", instance.url):
-            try:
-                answer = await self._upstream.fetch(
-                    instance.url + CHAT_COMPLETIONS,
-                    stage="encode",
-                    headers=context.headers_for(context.child_id()),
-                    body=orjson.dumps(encode_body(body, item, uuid)),
-                    timeout_s=self._config.encode_timeout_s,
-                )
-                return read_encoded(_accepted(answer, "encode"), item.modality)
-            except ProxyError as error:
-                error.param = item.param  # the client's, not the one in the encode request
-                raise
+            answer = await self._upstream.fetch(
+                instance.url + CHAT_COMPLETIONS,
+                stage="encode",
+                headers=context.headers_for(context.child_id()),
+                body=orjson.dumps(encode_body(body, item, uuid)),
+                timeout_s=self._config.encode_timeout_s,
+            )
+            return read_encoded(_accepted(answer, "encode"), item.modality)
 
     async def prefill(self, instance: Instance, body: Body, context: RequestContext) -> Params:
         """Prefill the request and return its `kv_transfer_params`, which serve one decode.

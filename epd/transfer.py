@@ -120,11 +120,6 @@ class EncodedItem:
     encoded: Encoded
     result: ItemResult
 
-    @property
-    def key(self) -> str | None:
-        """What a consumer finds the output by, where that is known."""
-        return self.uuid or self.encoded.identifier
-
 
 def consumer_body(body: Body, items: Sequence[EncodedItem], *, raw: bool) -> Body:
     """The request for prefill and decode, once its items are encoded.
@@ -168,7 +163,7 @@ def _metadata_uuids(items: Sequence[EncodedItem], body: Body) -> dict[MMItem, st
     (`vllm/renderers/chat_utils.py`, `_resolve_items`), and audio processors look at the items of
     other modalities: all items of a modality, and with audio all items, or none.
     """
-    uuids = {one.item: _metadata_uuid(one, body) for one in items}
+    uuids = {one.item: metadata_uuid(one, body) for one in items}
     raw = {item.modality for item, uuid in uuids.items() if uuid is None}
     modalities = {item.modality for item in uuids}
     if raw and "audio" in modalities:
@@ -176,7 +171,7 @@ def _metadata_uuids(items: Sequence[EncodedItem], body: Body) -> dict[MMItem, st
     return {item: uuid for item, uuid in uuids.items() if uuid and item.modality not in raw}
 
 
-def _metadata_uuid(one: EncodedItem, body: Body) -> str | None:
+def metadata_uuid(one: EncodedItem, body: Body) -> str | None:
     """The `uuid` under which a consumer finds this encoder output without seeing the media.
 
     Media that were sent under our uuid have it. Others were hashed by the engine, whose

@@ -117,7 +117,7 @@ async def _connections(app: web.Application) -> AsyncIterator[None]:
         _cache(config) as cache,
     ):
         app[PIPELINE] = Pipeline(table, upstream, media, cache, config)
-        app[WARMUP] = Warmup(app[PIPELINE], cache, config)
+        app[WARMUP] = Warmup(app[PIPELINE], cache)
         app[ADMIN] = Admin(table, upstream, config)
         yield
 
@@ -219,7 +219,8 @@ async def forget_media(request: web.Request) -> web.Response:
     """`DELETE /v1/media/{uuid}?model=…`: forgets what the client calls so."""
     context = request[CONTEXT]
     uuid, model = request.match_info["uuid"], request.query.get("model")
-    return _json(await request.app[WARMUP].forget(uuid, model, context), context)
+    await request.app[PIPELINE].forget(uuid, model, context)
+    return _json({"id": uuid, "object": "media.deleted", "deleted": True}, context)
 
 
 async def models(request: web.Request) -> web.Response:

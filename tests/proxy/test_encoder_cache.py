@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import time
 from itertools import pairwise
 from typing import Any
 
@@ -17,8 +18,9 @@ from tests.proxy.backed import (
     encoded,
     items_of,
     media_types,
+    parts_of,
 )
-from tests.proxy.fake_instance import Handler, hangs, refuses
+from tests.proxy.fake_instance import Handler, decodes, encodes, hangs, refuses
 from tests.proxy.fleet import Launch, until
 from tests.requests import Part, image, input_audio, request, text, video
 
@@ -191,7 +193,7 @@ async def test_a_store_that_hangs_costs_its_budget_and_then_nothing(
     go = threading.Event()
     asked: list[int] = []
 
-    def lease(_: object, keys: list[EntryKey], __: float) -> list[None]:
+    def lookup(_: object, keys: list[EntryKey]) -> list[None]:
         asked.append(len(keys))
         go.wait(60)
         return [None for _ in keys]
@@ -199,7 +201,7 @@ async def test_a_store_that_hangs_costs_its_budget_and_then_nothing(
     async with caching(launch, backed, url, ec_store_budget_s=0.02) as fleet:
         await items_of(fleet, request(image()))
         await asyncio.gather(*backed.writes)
-        monkeypatch.setattr("ec_store.shared_disk.SharedDiskStore.lease", lease)
+        monkeypatch.setattr("ec_store.shared_disk.SharedDiskStore.lookup", lookup)
         try:
             done = [await items_of(fleet, request(image())) for _ in range(8)]
         finally:
@@ -397,3 +399,129 @@ async def test_what_nobody_can_encode_goes_on_raw(launch: Launch, backed: Backed
         assert media_types(fleet.d)[1] == ["image_url", "image_url"]
         assert fleet.d.calls[1].parts[0]["uuid"] == fleet.d.calls[0].parts[0]["uuid"]
         assert fleet.events.requests[-1].items == {"hit": 1, "local": 1}
+
+
+async def test_an_encode_that_stores_nothing_holds_nobody_up(
+    launch: Launch, backed: Backed, url: str
+) -> None:
+    """Row 15: the others wait a moment for what was promised, and not for each other's."""
+
+    async def forgets(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return await encodes(request, body)
+
+    async with caching(launch, backed, url) as one, caching(launch, backed, url) as other:
+        for fleet in (one, other):
+            fleet.e.chat = forgets
+            fleet.d.chat = decodes
+        started = asyncio.get_running_loop().time()
+        for fleet in (one, other, one, other):
+            await items_of(fleet, request(image()))
+
+        assert asyncio.get_running_loop().time() - started < 10
+
+
+async def test_what_a_consumer_cannot_load_is_encoded_anew(
+    launch: Launch, backed: Backed, url: str
+) -> None:
+    async with caching(launch, backed, url) as fleet:
+        await items_of(fleet, request(image()))
+        await asyncio.gather(*backed.writes)
+
+        async def loads_nothing(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            if any(part["type"] == "image_embeds" for part in parts_of(body)):
+                return await refuses(500, "Internal server error")(request, body)
+            return await decodes(request, body)
+
+        fleet.d.chat = loads_nothing
+        assert await items_of(fleet, request(image())) == {"encoded": 1}
+        assert encoded(fleet) == 2
+
+
+async def test_options_that_do_not_change_the_key_do_not_hide_it(
+    launch: Launch, backed: Backed, url: str
+) -> None:
+    """VLLM leaves the key alone where options are another modality's."""
+
+    async def ignores(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        del body["mm_processor_kwargs"]
+        return await backed.encodes(request, body)
+
+    async with caching(launch, backed, url) as fleet:
+        fleet.e.chat = ignores
+        body = request(image(), mm_processor_kwargs={"videos_kwargs": {"fps": 1}})
+        for _ in range(3):
+            await items_of(fleet, body)
+            await asyncio.gather(*backed.writes)
+
+        assert encoded(fleet) == 1
+
+
+async def test_a_clients_wrong_key_fails_nobody_else(
+    launch: Launch, backed: Backed, url: str
+) -> None:
+    async def checks(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await asyncio.sleep(0.2)
+        if request.headers["Authorization"] != "Bearer good":
+            return await refuses(401, "wrong key")(request, body)
+        return await backed.encodes(request, body)
+
+    async with caching(launch, backed, url) as fleet:
+        fleet.e.chat = checks
+        tokens = ["bad", "bad", "good", "good"]
+        replies = await asyncio.gather(
+            *(
+                fleet.chat(request(image()), {"Authorization": f"Bearer {token}"})
+                for token in tokens
+            )
+        )
+
+        assert [status for status, _ in replies[2:]] == [200, 200]
+
+
+async def test_each_client_is_told_which_of_its_items_failed(launch: Launch) -> None:
+    async def fails(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await asyncio.sleep(0.2)
+        return await refuses(400, "no picture")(request, body)
+
+    async with launch() as fleet:
+        fleet.e.chat = fails
+        bodies = [request(*[text()] * number, image()) for number in range(4)]
+        replies = await asyncio.gather(*map(fleet.chat, bodies))
+
+        params = [reply["error"]["param"] for _, reply in replies]
+        assert params == [f"messages[0].content[{number}]" for number in range(4)]
+
+
+async def test_a_claim_of_a_client_that_left_is_given_back(
+    launch: Launch, backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim = type(backed.store).claim
+
+    def slow(*args: Any) -> list[bool]:
+        time.sleep(0.3)
+        return claim(*args)
+
+    async with caching(launch, backed, url) as fleet:
+        await items_of(fleet, request(image()))
+        key = EntryKey(NAMESPACE, fleet.d.calls[0].parts[0]["uuid"])
+        await until(lambda: backed.store.claim([key], "other", 0.1) == [True])
+        await backed.forget()
+        await asyncio.sleep(0.2)
+        with monkeypatch.context() as slowly:
+            slowly.setattr("ec_store.shared_disk.SharedDiskStore.claim", slow)
+            client = asyncio.create_task(items_of(fleet, request(image())))
+            await asyncio.sleep(0.2)
+            client.cancel()
+            await asyncio.sleep(0.5)
+
+        await until(lambda: backed.store.claim([key], "another", 1.0) == [True])
+
+
+@pytest.mark.parametrize("model", [[], {}, 7, True])
+async def test_a_model_that_is_no_name_is_a_400(
+    launch: Launch, backed: Backed, url: str, model: object
+) -> None:
+    async with caching(launch, backed, url) as fleet:
+        status, reply = await fleet.chat(request(image(), model=model))
+
+        assert (status, reply["error"]["param"]) == (400, "model")

@@ -1,11 +1,13 @@
 """Media that a client names: sent ahead, used by name alone, forgotten; each tenant its own."""
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ec_store import StoreUnavailable
 from tests.proxy.backed import (
     Backed,
     caching,
@@ -215,6 +217,96 @@ async def test_an_output_that_is_not_stored_is_a_503(
         assert (await push(fleet, image(b"cat")))[0] == 503
 
 
+async def test_a_name_whose_new_picture_could_not_be_encoded_stands_for_nothing(
+    launch: Launch, backed: Backed, url: str
+) -> None:
+    async with caching(launch, backed, url) as fleet:
+        await items_of(fleet, request(image(b"1", uuid="cat")))
+        fleet.e.chat = refuses(503)
+        assert await items_of(fleet, request(image(b"2", uuid="cat"))) == {"local": 1}
+
+        assert (await fleet.chat(request(named("cat"))))[0] == 404
+
+
+async def test_a_name_that_could_not_be_written_anew_stands_for_nothing(
+    launch: Launch, backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def put(*_: object, **__: object) -> bool:
+        raise StoreUnavailable("full")
+
+    async with caching(launch, backed, url) as fleet:
+        for content in (b"1", b"2"):
+            await items_of(fleet, request(image(content)))
+            await asyncio.gather(*backed.writes)
+        await items_of(fleet, request(image(b"1", uuid="cat")))
+        with monkeypatch.context() as full:
+            full.setattr("ec_store.shared_disk.SharedDiskStore.put", put)
+            await items_of(fleet, request(image(b"2", uuid="cat")))
+            assert (await fleet.chat(request(named("cat"))))[0] == 404
+        await items_of(fleet, request(image(b"2", uuid="cat")))
+
+        assert await items_of(fleet, request(named("cat"))) == {"hit": 1}
+        assert fleet.d.calls[-1].parts[0]["uuid"] == fleet.d.calls[1].parts[0]["uuid"]
+
+
+async def test_a_name_may_be_used_while_it_is_given_to_another_picture(
+    launch: Launch, backed: Backed, url: str
+) -> None:
+    async with caching(launch, backed, url) as fleet:
+        await items_of(fleet, request(image(b"0", uuid="cat")))
+        await settled(backed)
+
+        async def swap() -> None:
+            for number in range(20):
+                await items_of(fleet, request(image(b"%d" % (number % 2), uuid="cat")))
+
+        async def use() -> list[int]:
+            return [(await fleet.chat(request(named("cat"))))[0] for _ in range(20)]
+
+        _, *statuses = await asyncio.gather(swap(), use(), use())
+        assert statuses == [[200] * 20] * 2
+
+
+async def test_a_remote_picture_with_options_has_no_name(
+    launch: Launch, backed: Backed, url: str
+) -> None:
+    async with caching(launch, backed, url) as fleet:
+        remote = image("https://host/cat.png", uuid="cat")
+        await items_of(fleet, request(remote, mm_processor_kwargs={"max_pixels": 100}))
+        await settled(backed)
+
+        assert (await fleet.chat(request(named("cat"))))[0] == 404
+
+
+@pytest.mark.parametrize("slow_s", [0.05, 3.0])
+async def test_a_slow_store_is_waited_for_and_then_a_503(
+    launch: Launch, backed: Backed, url: str, slow_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lookup = type(backed.store).lookup
+
+    def slow(*args: Any) -> list[Any]:
+        time.sleep(slow_s)
+        return lookup(*args)
+
+    async with caching(launch, backed, url, ec_store_budget_s=0.02) as fleet:
+        await push(fleet, image(b"cat", uuid="cat"))
+        monkeypatch.setattr("ec_store.shared_disk.SharedDiskStore.lookup", slow)
+        status, reply = await fleet.chat(request(named("cat")))
+
+        assert status == (200 if slow_s < 1 else 503), reply
+
+
+async def test_a_named_item_beside_one_that_cannot_be_encoded(
+    launch: Launch, backed: Backed, url: str
+) -> None:
+    async with caching(launch, backed, url) as fleet:
+        await push(fleet, image(b"cat", uuid="cat"))
+        fleet.e.chat = refuses(503, "busy")
+        status, reply = await fleet.chat(request(named("cat"), image(b"dog")))
+
+        assert (status, reply["error"]["param"]) == (503, "messages[0].content[1]")
+
+
 # Tenants.
 
 
@@ -252,13 +344,25 @@ async def test_tenants_do_not_share_a_picture(
         assert said[0] != said[2]
 
 
+async def test_forgetting_leaves_what_an_engine_keyed_to_the_others(
+    launch: Launch, backed: Backed, url: str, keys: Path
+) -> None:
+    async with caching(launch, backed, url, api_keys_file=keys) as fleet:
+        for key in (ALICE, BOB):
+            assert (await push(fleet, image("https://host/cat.png", uuid="cat"), key=key))[0] == 200
+        assert (await forget(fleet, "cat", ALICE))[0] == 200
+
+        assert (await fleet.chat(request(named("cat")), bearer(ALICE)))[0] == 404
+        assert (await fleet.chat(request(named("cat")), bearer(BOB)))[0] == 200
+
+
 async def test_sharing_tenants_share_pictures_and_forget_names_alone(
     launch: Launch, backed: Backed, url: str, keys: Path
 ) -> None:
     async with caching(launch, backed, url, api_keys_file=keys, isolation="shared") as fleet:
-        for key in (ALICE, BOB):
-            status, _ = await push(fleet, image(b"cat", uuid="cat"), key=key)
-            assert status == 200
+        assert (await push(fleet, image(b"cat", uuid="cat"), key=ALICE))[0] == 200
+        assert (await fleet.chat(request(named("cat")), bearer(BOB)))[0] == 404
+        assert (await push(fleet, image(b"cat", uuid="cat"), key=BOB))[0] == 200
         assert encoded(fleet) == 1
 
         assert (await forget(fleet, "cat", ALICE))[0] == 200

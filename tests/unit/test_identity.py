@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd.errors import BadRequest
-from epd.identity import alias_key, content_key, salted
+from epd.identity import content_key, name_key, salted
 from epd.media import Inline
 from epd.tenants import Scope, Tenant
 
@@ -30,7 +30,7 @@ def test_content_keys_are_equal_exactly_where_all_they_cover_is(
 def test_alias_keys_are_equal_exactly_where_all_they_cover_is(
     one: tuple[Scope, str, str], other: tuple[Scope, str, str]
 ) -> None:
-    assert (one == other) == (alias_key(*one) == alias_key(*other))
+    assert (one == other) == (name_key(*one) == name_key(*other))
 
 
 @given(scopes, words)
@@ -47,7 +47,7 @@ def test_no_alias_is_the_key_of_content_or_a_salt(
     scope: Scope, modality: str, media_type: str, name: str
 ) -> None:
     names = {
-        alias_key(scope, modality, name),
+        name_key(scope, modality, name),
         content_key(scope, modality, Inline(media_type, name)),
         salted({"cache_salt": name or None}, scope)["cache_salt"],
     }
@@ -57,7 +57,7 @@ def test_no_alias_is_the_key_of_content_or_a_salt(
 
 def test_tenants_have_keys_of_their_own_and_share_where_they_shall() -> None:
     assert content_key(ALICE, "image", CAT) != content_key(BOB, "image", CAT)
-    assert alias_key(ALICE, "image", "cat") != alias_key(BOB, "image", "cat")
+    assert name_key(ALICE, "image", "cat") != name_key(BOB, "image", "cat")
     assert content_key(Scope(), "image", CAT) == content_key(Scope(None), "image", CAT)
     assert content_key(Scope(), "image", CAT) != content_key(Scope(Tenant("")), "image", CAT)
 
@@ -71,7 +71,7 @@ def test_without_the_secret_a_tenants_key_cannot_be_computed() -> None:
 
 def test_names_are_what_vllm_and_any_store_accept() -> None:
     salt = salted({"cache_salt": "@/\\\0"}, ALICE)["cache_salt"]
-    for name in (content_key(ALICE, "image", CAT), alias_key(ALICE, "image", "cat"), salt):
+    for name in (content_key(ALICE, "image", CAT), name_key(ALICE, "image", "cat"), salt):
         assert len(name) == 64
         assert set(name) <= set("0123456789abcdef")
 

@@ -1,0 +1,105 @@
+"""Clients' names for their media, kept in the encoder-cache store."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from ec_store import Entry, EntryKey, StoreUnavailable
+from epd.cache import PATIENT_S, EncoderCache
+
+NOTHING = memoryview(b"")
+"""The tensor of a name, which is an entry that has only metadata."""
+
+MAX_FORGOTTEN = 65536
+"""How many names are remembered that the store may still know wrongly."""
+
+
+class Name(NamedTuple):
+    """What a client's name for its media stands for.
+
+    Attributes:
+        key: what a consumer finds the output by.
+        own: whether the key is the tenant's own, a digest that holds it; an engine's hash of the
+            content is not.
+    """
+
+    key: str
+    own: bool
+
+
+class Names:
+    """What names stand for: every proxy on the store finds them. Belongs to one event loop.
+
+    A name that could not be written anew is not known to this proxy until it can be: what it stood
+    for before would be the wrong picture.
+    """
+
+    def __init__(self, cache: EncoderCache) -> None:
+        self._cache = cache
+        self._forgotten: set[EntryKey] = set()
+
+    async def remember(self, model: str | None, name: str, modality: str, stands_for: Name) -> None:
+        """Keep for what a name stands, for as long as the store keeps what is used."""
+        key = self._key(model, name)
+        if key is None:
+            return
+        metadata = stands_for._asdict()
+        infos = await self._cache.read(lambda store: store.lookup([key]), PATIENT_S)
+        if infos and infos[0] is not None and infos[0].metadata == metadata:
+            self._forgotten.discard(key)
+            return
+        entry = Entry(NOTHING, "F32", (0,), modality, metadata)
+        written: bool | None = None
+        try:
+            written = await self._cache.write(
+                lambda store: store.put(key, entry, replace=True), PATIENT_S
+            )
+        finally:
+            if written:
+                self._forgotten.discard(key)
+            else:
+                self._forget_here(key)
+
+    async def recall(self, model: str | None, names: Sequence[str]) -> Mapping[str, Name]:
+        """For what names stand; those that are not known are missing.
+
+        Raises:
+            StoreUnavailable: the store gives no answer.
+        """
+        keys = [key for name in names if (key := self._key(model, name)) is not None]
+        infos = await self._cache.read(lambda store: store.lookup(keys), PATIENT_S) if keys else []
+        if infos is None:
+            raise StoreUnavailable("the encoder cache gives no answer")
+        known = {info.key: info.metadata for info in infos if info is not None}
+        if known:
+            self._cache.later(self._cache.lease(list(known)))
+        return {
+            key.identifier: Name(str(metadata.get("key")), bool(metadata.get("own")))
+            for key, metadata in known.items()
+            if key not in self._forgotten
+        }
+
+    async def forget(
+        self, model: str | None, names: Sequence[str], identifiers: Sequence[str] = ()
+    ) -> None:
+        """Delete names and entries.
+
+        Raises:
+            StoreUnavailable: the store cannot be asked to; this proxy forgets the names anyway.
+        """
+        keys = [key for name in names if (key := self._key(model, name)) is not None]
+        for key in keys:
+            self._forget_here(key)
+        namespace = self._cache.namespace(model)
+        if namespace is not None:
+            keys += [EntryKey(namespace, identifier) for identifier in identifiers]
+        if await self._cache.write(lambda store: store.delete(keys), PATIENT_S) is None:
+            raise StoreUnavailable("the encoder cache gives no answer")
+
+    def _key(self, model: str | None, name: str) -> EntryKey | None:
+        namespace = self._cache.namespace(model)
+        return None if namespace is None else EntryKey(f"{namespace}#names", name)
+
+    def _forget_here(self, key: EntryKey) -> None:
+        if len(self._forgotten) >= MAX_FORGOTTEN:
+            self._forgotten.pop()
+        self._forgotten.add(key)
