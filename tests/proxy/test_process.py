@@ -218,3 +218,28 @@ def test_what_cannot_be_parsed_is_not_logged() -> None:
         assert process.stderr is not None
 
         assert "SECRET" not in process.stderr.read()
+
+
+def test_a_store_that_hangs_does_not_keep_the_process_from_ending(tmp_path: Path) -> None:
+    """Row 25: as an NFS mount does whose server is gone."""
+    code = (
+        "import sys, time\n"
+        "from ec_store.shared_disk import SharedDiskStore\n"
+        "SharedDiskStore.namespaces = SharedDiskStore.close = lambda self: time.sleep(120)\n"
+        "from epd.cli import main\n"
+        "main(sys.argv[1:])\n"
+    )
+    flags = ["--host", "127.0.0.1", "--port", "0", "--log-format", "json"]
+    command = [
+        *(sys.executable, "-c", code, "serve", *INSTANCES, *flags),
+        *("--ec-store", f"file://{tmp_path}/store"),
+    ]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        while '"listening"' not in process.stderr.readline():
+            pass
+        process.send_signal(signal.SIGTERM)
+        try:
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
