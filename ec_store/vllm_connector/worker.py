@@ -12,7 +12,7 @@ from ec_store.backchannel import Sender
 from ec_store.base import Store
 from ec_store.counts import Counts
 from ec_store.entry import Entry
-from ec_store.keys import EntryKey
+from ec_store.keys import EntryKey, key_or_none
 from ec_store.vllm_connector.step import Item, StepMetadata
 from ec_store.vllm_connector.tensors import DTYPES, HostCopies, to_device
 from ec_store.writer import Writer
@@ -61,9 +61,9 @@ class Saver:
     def save(self, identifier: str, tensor: torch.Tensor) -> None:
         """Have an item stored that was just encoded."""
         item = self._items.get(identifier)
-        if item is None:
+        key = key_or_none(self._namespace, identifier)
+        if item is None or key is None:
             return
-        key = EntryKey(self._namespace, identifier)
         make = functools.partial(_entry, self._copies.later(tensor), item)
         if not self._writer.submit(key, tensor.nbytes, make):
             self._remember(key, stored=False)

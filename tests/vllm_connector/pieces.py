@@ -74,12 +74,14 @@ class Pieces:
             setattr(model, name, value)
 
     @staticmethod
-    def feature(identifier: str, *, media: bool = True, offset: int = 2) -> MultiModalFeatureSpec:
+    def feature(
+        identifier: str, *, media: bool = True, offset: int = 2, tokens: int = TOKENS
+    ) -> MultiModalFeatureSpec:
         """A picture's, with its pixels or with what sizes its placeholder alone."""
         data = {"image_grid_thw": _element(3)}
         if media:
             data["pixel_values"] = _element(4, 6)
-        where = PlaceholderRange(offset=offset, length=TOKENS)
+        where = PlaceholderRange(offset=offset, length=tokens)
         return MultiModalFeatureSpec(MultiModalKwargsItem(data), "image", identifier, where)
 
     @staticmethod
