@@ -46,7 +46,7 @@ class Saver:
         self._items: OrderedDict[str, Item] = OrderedDict()
         self._lock = threading.Lock()
         self._outcomes: OrderedDict[str, bool] = OrderedDict()
-        self._writer = Writer(store, counts=counts, queue_bytes=queue_bytes, done=self._done)
+        self._writer = Writer(store, counts=counts, queue_bytes=queue_bytes, done=self._remember)
 
     def expect(self, items: Mapping[str, Item], encoder_cache: Mapping[str, torch.Tensor]) -> None:
         """Save items of new requests that an earlier step has encoded: the store may lack them."""
@@ -71,10 +71,15 @@ class Saver:
     def close(self) -> None:
         """Write what waits, for a bounded time."""
         self._writer.close()
+        self.tell()
         self._sender.close()
 
     def tell(self) -> None:
-        """Tell the scheduler what became of entries; what it has no room for now goes later."""
+        """Tell the scheduler what became of entries; what it has no room for now goes later.
+
+        Once in a step: the kernel queues few messages, and the scheduler hears them only between
+        steps.
+        """
         with self._lock:
             outcomes = dict(islice(self._outcomes.items(), MAX_TOLD))
             counts = self._counts.take()
@@ -86,11 +91,7 @@ class Saver:
             else:
                 self._counts.add(**counts)
 
-    def _done(self, key: EntryKey, stored: bool) -> None:
-        self._remember(key, stored=stored)
-        self.tell()
-
-    def _remember(self, key: EntryKey, *, stored: bool) -> None:
+    def _remember(self, key: EntryKey, stored: bool) -> None:
         with self._lock:
             self._outcomes[key.digest] = stored
             while len(self._outcomes) > MAX_ITEMS:

@@ -40,9 +40,9 @@ class Paused:
         self._wait()
         return self.store.get(key)
 
-    def lookup(self, keys: Sequence[EntryKey]) -> list[EntryInfo | None]:
+    def lease(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
         self._wait()
-        return self.store.lookup(keys)
+        return self.store.lease(keys, seconds)
 
     def put(self, key: EntryKey, value: Entry) -> bool:
         self._wait()
@@ -391,3 +391,41 @@ def test_a_process_ends_while_a_fetch_hangs() -> None:
         "fetcher.close()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=20)
+
+
+def test_nothing_ends_the_writer(store: Store) -> None:
+    told: list[bool] = []
+
+    def done(_: EntryKey, stored: bool) -> None:
+        told.append(stored)
+        raise KeyError("bug")
+
+    def make() -> Entry:
+        raise KeyError("float64")
+
+    writer = Writer(store, done=done)
+    writer.submit(EntryKey(NAMESPACE, "a"), SIZE, make)
+    writer.submit(EntryKey(NAMESPACE, "b"), SIZE, entry)
+    writer.close()
+
+    assert told == [False, True]
+    assert (writer.counts["drops"], writer.counts["exceptions"]) == (1, 3)
+
+
+def test_an_entry_that_is_known_is_safe_from_eviction(store: Store) -> None:
+    key = EntryKey(NAMESPACE, "k")
+    store.put(key, entry())
+    leased: list[float] = []
+
+    class Leasing(Paused):
+        def lease(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
+            leased.append(seconds)
+            return self.store.lease(keys, seconds)
+
+    leasing = Leasing(store)
+    leasing.go.set()
+    writer = Writer(leasing)  # type: ignore[arg-type]
+    writer.submit(key, SIZE, entry)
+    writer.close()
+
+    assert (leased, writer.counts["known"]) == ([60.0], 1)

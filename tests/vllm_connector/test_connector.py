@@ -217,7 +217,7 @@ class Failing:
         self.go = threading.Event()
         self.go.set()
 
-    def lookup(self, keys: list[EntryKey]) -> list[EntryInfo | None]:
+    def lease(self, keys: list[EntryKey], _: float) -> list[EntryInfo | None]:
         self.go.wait(30)
         return [None for _ in keys]
 
@@ -468,3 +468,76 @@ def test_a_key_that_no_store_holds_is_a_miss_and_is_not_named(
     figures = counted(connector)
     assert "errors" not in figures
     assert "exceptions" not in figures
+
+
+def test_an_exception_in_one_part_leaves_the_others_alone(
+    vllm: Any, connect: Connect, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connector = connect()
+    put(connector, url, "a", vllm.entry())
+    request, _ = ask(connector, vllm, "r", vllm.feature("a", media=False))
+    connector.update_state_after_alloc(request, 0)
+    assert set(connector.build_connector_meta(Step(object())).loads) == {"a"}
+
+    closed = []
+
+    def close(*_: object) -> None:
+        raise OSError("bug")
+
+    monkeypatch.setattr("ec_store.vllm_connector.consumer.Consumer.close", close)
+    monkeypatch.setattr(connector._store, "close", lambda: closed.append(1))  # noqa: SLF001
+    connector.shutdown()
+    assert closed == [1]
+    monkeypatch.undo()
+
+
+def test_engines_start_whatever_they_are_called(connect: Connect, vllm: Any) -> None:
+    name = f"{time.monotonic_ns()}" + "x" * 200
+    first, second, sender = Receiver(name), Receiver(name), Sender(name)
+    assert sender.send({"counts": {}})
+
+    assert list(second.drain()) == []
+    assert list(first.drain()) == [{"counts": {}}]
+    for end in (first, second, sender):
+        end.close()
+
+
+def test_a_message_that_is_none_is_skipped() -> None:
+    name = f"malformed-{time.monotonic_ns()}"
+    receiver, sender = Receiver(name), Sender(name)
+    for sent in (b"{", b"\xff", b"[]"):
+        sender._socket.sendto(sent, sender._address)  # noqa: SLF001
+    assert sender.send({"counts": {}})
+
+    assert list(receiver.drain()) == [{"counts": {}}]
+    receiver.close()
+    sender.close()
+
+
+def test_what_is_written_during_a_step_leaves_room_for_what_the_step_tells(
+    vllm: Any, connect: Connect, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connector = connect()
+    items = [vllm.feature(str(number), offset=4 * number) for number in range(40)]
+    request = vllm.request(*items)
+    step = connector.build_connector_meta(Step(request))
+    with open_store(url) as store:
+        saver = vllm.saver(connector, store)
+        saver.expect(step.items, {})
+        for item in items[1:]:
+            saver.save(item.identifier, vllm.tensor())
+            until(lambda: not saver._writer._waiting)  # noqa: SLF001
+        monkeypatch.setattr(store, "put", Failing().put)
+        saver.save("0", vllm.tensor())
+        until(lambda: not saver._writer._waiting)  # noqa: SLF001
+        time.sleep(0.05)
+        saver.tell()
+        assert "0" not in named(connector, request)
+        saver.close()
+
+
+def test_encoders_that_compute_otherwise_share_nothing(vllm: Any, connect: Connect) -> None:
+    derived = connect().namespace
+    with vllm.encoder(mm_encoder_attn_dtype="fp8"):
+        assert connect().namespace != derived
+    assert connect().namespace == derived
