@@ -9,21 +9,30 @@ The socket's name is abstract (unix(7)): it leaves nothing behind, and is gone w
 Messages of other users are dropped.
 """
 
+import hashlib
+import logging
 import os
 import socket
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import orjson
 
 MAX_MESSAGE_BYTES = 128 * 1024
+MAX_MESSAGES = 10_000
+"""How many are heard at once: others may send faster than they are read."""
+
+logger = logging.getLogger("vllm.ec_store")
+
 _CREDENTIALS = struct.Struct("3i")
 """`struct ucred`: process, user, group."""
 
 
 def _address(engine: str) -> bytes:
-    return b"\0ec-store/" + engine.encode()
+    # Hashed: an engine's name may be longer than a socket's.
+    return b"\0ec-store/" + hashlib.sha256(engine.encode()).hexdigest().encode()
 
 
 class Sender:
@@ -58,25 +67,25 @@ class Receiver:
     """The scheduler's end."""
 
     def __init__(self, engine: str) -> None:
-        """Listen.
+        """Listen; hear nothing where another process listens under this name.
 
         Args:
             engine: as the senders have it.
-
-        Raises:
-            OSError: another process listens under this name.
         """
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         try:
             self._socket.bind(_address(engine))
-        except OSError:
-            self._socket.close()
-            raise
+        except OSError as error:
+            logger.warning(
+                "the workers of engine %s are not heard, is there another one of this name: %s",
+                engine,
+                error,
+            )
 
     def drain(self) -> Iterator[dict[str, Any]]:
-        """All that has come, without waiting."""
-        while True:
+        """What has come, without waiting."""
+        for _ in range(MAX_MESSAGES):
             try:
                 encoded, credentials, _, _ = self._socket.recvmsg(
                     MAX_MESSAGE_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size)
@@ -84,7 +93,10 @@ class Receiver:
             except BlockingIOError:
                 return
             if _sent_by_this_user(credentials):
-                yield orjson.loads(encoded)
+                with suppress(orjson.JSONDecodeError):
+                    message = orjson.loads(encoded)
+                    if isinstance(message, dict):
+                        yield message
 
     def close(self) -> None:
         """Close the socket."""

@@ -6,11 +6,12 @@ once memory is short and a page has to be read again; and whoever writes into th
 tensor that was verified. An engine must never die of its cache.
 """
 
+import functools
 import mmap
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import TypeVar
 
@@ -29,6 +30,7 @@ from ec_store.entry import (
 from ec_store.errors import CorruptEntry, EntryTooLarge
 from ec_store.files import write
 from ec_store.keys import EntryKey
+from ec_store.threads import DaemonPool
 
 T = TypeVar("T")
 
@@ -86,7 +88,7 @@ class EntryFiles:
     def __init__(self) -> None:
         self._buffers = _Buffers()
         self._pid = 0
-        self._helpers: ThreadPoolExecutor | None = None
+        self._helpers: DaemonPool | None = None
         self._lock = threading.Lock()
 
     def load(self, key: EntryKey, fd: int, size: int) -> Entry:
@@ -157,7 +159,7 @@ class EntryFiles:
         """Let the threads and the memory that is not in use go."""
         with self._lock:
             if self._helpers and self._pid == os.getpid():
-                self._helpers.shutdown()
+                self._helpers.close()
             self._helpers = None
             self._buffers = _Buffers()
 
@@ -165,12 +167,9 @@ class EntryFiles:
         """Have another thread do something. Who can cancel it later does it without help."""
         with self._lock:
             if self._helpers is None or self._pid != os.getpid():  # a fork has no threads
-                self._helpers = ThreadPoolExecutor(2, "ec-store")
+                self._helpers = DaemonPool(2, "ec-store")
                 self._pid = os.getpid()
-            try:
-                return self._helpers.submit(call, *args)
-            except RuntimeError:  # the interpreter ends
-                return Future()
+            return self._helpers.submit(functools.partial(call, *args))
 
 
 def _read(into: memoryview, fd: int, offset: int) -> None:

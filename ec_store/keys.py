@@ -42,6 +42,14 @@ class EntryKey:
         return digest.hexdigest()
 
 
+def key_or_none(namespace: str, identifier: str) -> EntryKey | None:
+    """The key, or None where no store could hold it."""
+    try:
+        return EntryKey(namespace, identifier)
+    except ValueError:
+        return None
+
+
 def owner_bytes(owner: str) -> bytes:
     """An owner as stores keep it.
 

@@ -56,7 +56,11 @@ class DaemonPool:
             elif self._threads < self._most:
                 self._threads += 1
                 name = f"{self._name}-{self._threads}"
-                threading.Thread(target=self._work, name=name, daemon=True).start()
+                try:
+                    threading.Thread(target=self._work, name=name, daemon=True).start()
+                except RuntimeError:
+                    # The interpreter ends, or there are too many: it waits for another thread.
+                    self._threads -= 1
         return future
 
     def close(self) -> None:

@@ -1,5 +1,6 @@
 """Entries on their way into a store, without the engine waiting."""
 
+import logging
 import queue
 import threading
 import time
@@ -14,6 +15,10 @@ from ec_store.keys import EntryKey
 
 QUEUE_BYTES = 512 * 1024**2
 CLOSE_TIMEOUT_S = 10.0
+LEASE_S = 60.0
+"""How long an entry that was there already is safe from eviction: a consumer is told of it."""
+
+logger = logging.getLogger("vllm.ec_store")
 
 Make = Callable[[], Entry]
 Done = Callable[[EntryKey, bool], None]
@@ -38,7 +43,7 @@ class Writer:
 
         Args:
             store: where entries go.
-            counts: gets `saves`, `known`, `drops`, `save_bytes` and `save_seconds`.
+            counts: gets `saves`, `known`, `drops`, `exceptions`, `save_bytes`, `save_seconds`.
             queue_bytes: how much may wait, on the device that made it; above it entries are
                 dropped. One entry may always wait, whatever its size.
             done: is told on the thread what became of each entry: whether it is in the store.
@@ -52,6 +57,7 @@ class Writer:
         self._queue: queue.SimpleQueue[tuple[EntryKey, Make] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._waiting: dict[EntryKey, int] = {}
+        self._logged: set[type[Exception]] = set()
         self._thread = threading.Thread(target=self._run, name="ec-write", daemon=True)
         self._thread.start()
 
@@ -91,7 +97,10 @@ class Writer:
             del job, make
             with self._lock:
                 del self._waiting[key]
-            self._done(key, stored)
+            try:
+                self._done(key, stored)
+            except Exception as error:  # noqa: BLE001 - as in `_written`
+                self._caught(error)
 
     def _written(self, key: EntryKey, make: Make) -> bool:
         try:
@@ -99,17 +108,28 @@ class Writer:
         except EntryTooLarge:
             self.counts.add(drops=1)
             return False
-        # RuntimeError is what a device raises while the tensor is copied from it.
-        except (StoreError, OSError, ValueError, RuntimeError) as error:
+        except (StoreError, OSError) as error:
             self.counts.add(drops=1)
             self._breaker.failed(error)
+            return False
+        except Exception as error:  # noqa: BLE001 - without the thread nothing is ever written
+            self.counts.add(drops=1)
+            self._breaker.failed(error)
+            self._caught(error)
             return False
         self._breaker.succeeded()
         return True
 
+    def _caught(self, error: Exception) -> None:
+        """Count an exception, and log the first one of its type."""
+        self.counts.add(exceptions=1)
+        if type(error) not in self._logged:
+            self._logged.add(type(error))
+            logger.error("writing to the encoder cache failed; it goes on", exc_info=error)
+
     def _write(self, key: EntryKey, make: Make) -> None:
         started = time.perf_counter()
-        if self._store.lookup([key])[0] is not None:
+        if self._store.lease([key], LEASE_S)[0] is not None:
             self.counts.add(known=1)
             return
         entry = make()

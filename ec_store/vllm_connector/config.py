@@ -14,7 +14,7 @@ class ConnectorConfig(BaseModel):
             served from different paths.
         timeout_s: an entry that does not come by then is a miss.
         promise_timeout_s: the same for one that the request's `ec_transfer_params` names.
-        keep_bytes: host memory for entries that no request waits for.
+        keep_bytes: host memory for entries that no request needs.
         queue_bytes: how much may wait to be written, on the device.
     """
 

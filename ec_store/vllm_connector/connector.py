@@ -8,6 +8,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECCo
 from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataResolver
 
 from ec_store.backchannel import Receiver, Sender
+from ec_store.base import Store
 from ec_store.config import redacted
 from ec_store.counts import Counts
 from ec_store.fetcher import Fetcher
@@ -18,7 +19,7 @@ from ec_store.vllm_connector.guard import guarded
 from ec_store.vllm_connector.metrics import StoreConnectorStats, StorePromMetrics
 from ec_store.vllm_connector.namespace import namespace_of
 from ec_store.vllm_connector.producer import Producer, register
-from ec_store.vllm_connector.step import StepMetadata
+from ec_store.vllm_connector.step import Item, Load, StepMetadata
 from ec_store.vllm_connector.worker import Saver, load, writes
 
 logger = logging.getLogger("vllm.ec_store")
@@ -83,7 +84,11 @@ class ECStoreConnector(ECConnectorBase):
         """Write what waits, for a bounded time, and close."""
         for part in (self._consumer, self._producer, self._saver, self._store):
             if part is not None:
-                part.close()
+                self._close(part)
+
+    @guarded(lambda: None)
+    def _close(self, part: Consumer | Producer | Saver | Store) -> None:
+        part.close()
 
     # Scheduler.
 
@@ -116,15 +121,19 @@ class ECStoreConnector(ECConnectorBase):
         if self._consumer is not None:
             self._consumer.load(request.mm_features[index].identifier)
 
-    @guarded(StepMetadata)
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """What the workers load and may have to save in this step."""
-        step = StepMetadata()
-        if self._consumer is not None:
-            step.loads = self._consumer.take_loads()
-        if self._producer is not None:
-            step.items = self._producer.items(scheduler_output.scheduled_new_reqs)
-        return step
+        return StepMetadata(self._loads(), self._items(scheduler_output))
+
+    @guarded(dict)
+    def _loads(self) -> dict[str, Load]:
+        return {} if self._consumer is None else self._consumer.take_loads()
+
+    @guarded(dict)
+    def _items(self, scheduler_output: Any) -> dict[str, Item]:
+        if self._producer is None:
+            return {}
+        return self._producer.items(scheduler_output.scheduled_new_reqs)
 
     @guarded(lambda: (False, None))
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:

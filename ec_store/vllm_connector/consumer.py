@@ -14,24 +14,37 @@ from ec_store.vllm_connector.tensors import DTYPES
 
 MODALITIES = ("image", "audio", "video")
 
+Item = tuple[str, int]
+"""An identifier, and how many tokens the item has."""
+
 
 @dataclass(slots=True)
 class _Needs:
     """What a request waits for.
 
+    Items are told apart by their identifier and their number of tokens: a client may give two
+    pictures one name.
+
     Attributes:
-        preemptions: how often it had been preempted when this was begun.
-        settled: identifiers of which nothing more is to be found out.
-        pinned: those that are held in memory for it.
+        preemptions: how often it had been preempted when it was last asked for.
+        waiting: identifiers of entries that are on their way.
+        pinned: items whose entry is held in memory for it.
+        local: items that it encodes here, unless another request has their entry by then.
     """
 
     preemptions: int
-    settled: set[str] = field(default_factory=set)
-    pinned: set[str] = field(default_factory=set)
+    waiting: set[str] = field(default_factory=set)
+    pinned: set[Item] = field(default_factory=set)
+    local: set[Item] = field(default_factory=set)
 
 
 class Consumer:
-    """Has entries in memory before the steps that need them."""
+    """Has entries in memory before the steps that need them.
+
+    vLLM asks for an item by its identifier alone, and an entry with too few or too many tokens ends
+    the engine. So no two requests may be settled on one identifier with another number of tokens
+    once its entry is pinned: the later one fails, or encodes and pins nothing.
+    """
 
     def __init__(
         self,
@@ -62,15 +75,20 @@ class Consumer:
         needs = self._needs(request)
         ready = True
         for feature in request.mm_features:
+            if request.request_id in self._unavailable:
+                return False
             position = feature.mm_position
             if position.offset + position.length > num_computed_tokens:
                 ready &= self._settled(request, needs, feature)
+            else:
+                needs.local.discard(_item(feature))
         return ready
 
     def fail(self, request: Any) -> None:
         """Have vLLM fail this one request."""
-        self._counts.add(failed_requests=1)
-        self._unavailable.add(request.request_id)
+        if request.request_id not in self._unavailable:
+            self._counts.add(failed_requests=1)
+            self._unavailable.add(request.request_id)
 
     def take_unavailable(self) -> set[str]:
         """Requests without media whose entry is not there."""
@@ -98,45 +116,60 @@ class Consumer:
     def release(self, request_id: str) -> None:
         """Let go of what was held for a request."""
         needs = self._requests.pop(request_id, None)
-        if needs is not None:
-            for identifier in needs.pinned:
-                self._fetcher.unpin(identifier)
+        if needs is None:
+            return
+        for identifier, _ in needs.pinned:
+            self._fetcher.unpin(identifier)
+        for identifier in needs.waiting:
+            if not any(identifier in other.waiting for other in self._requests.values()):
+                self._fetcher.drop(identifier)
 
     def close(self) -> None:
         """Fetch no more."""
         self._fetcher.close()
 
     def _needs(self, request: Any) -> _Needs:
-        needs = self._requests.get(request.request_id)
-        if needs is None or needs.preemptions != request.num_preemptions:
-            # A preempted request may have lost what it had been given.
-            self.release(request.request_id)
-            needs = self._requests[request.request_id] = _Needs(request.num_preemptions)
+        fresh = _Needs(request.num_preemptions)
+        needs = self._requests.setdefault(request.request_id, fresh)
+        if needs.preemptions != request.num_preemptions:
+            # It may have lost what was encoded for it, and the store may have it by now.
+            needs.preemptions = request.num_preemptions
+            needs.local.clear()
         return needs
 
     def _settled(self, request: Any, needs: _Needs, feature: Any) -> bool:
-        identifier = feature.identifier
-        if identifier in needs.settled:
+        item = identifier, _ = _item(feature)
+        if item in needs.pinned or item in needs.local:
             return True
         promised = identifier in (request.ec_transfer_params or {})
         state = self._fetcher.poll(identifier, promised=promised)
         if state is State.PENDING:
+            needs.waiting.add(identifier)
             return False
+        needs.waiting.discard(identifier)
         entry = self._fetcher.entry(identifier)
-        if state is State.READY and entry is not None and self._fits(entry, feature):
+        if state is State.READY and entry is not None and self._fits(entry, item):
             self._fetcher.pin(identifier)
-            needs.pinned.add(identifier)
-        elif not self._has_media(feature):
+            needs.pinned.add(item)
+        elif self._fetcher.is_pinned(identifier) or not self._has_media(feature):
             self.fail(request)
             return False
-        needs.settled.add(identifier)
+        else:
+            needs.local.add(item)
         return True
 
-    def _fits(self, entry: Entry, feature: Any) -> bool:
+    def _fits(self, entry: Entry, item: Item) -> bool:
+        """Whether an entry is of this item, and of all that vLLM may give it to."""
+        identifier, tokens = item
         fits = (
             entry.dtype == self._dtype
             and len(entry.shape) == 2  # noqa: PLR2004 - (tokens, width)
-            and entry.shape[0] == feature.mm_position.get_num_embeds()
+            and entry.shape[0] == tokens
+            and not any(
+                name == identifier and others != tokens
+                for needs in self._requests.values()
+                for name, others in needs.local
+            )
         )
         if not fits:
             self._counts.add(misfits=1)
@@ -149,3 +182,7 @@ class Consumer:
         placeholder = self._fields.get(feature.modality, set())
         data = feature.data.get_data()
         return any(value is not None and key not in placeholder for key, value in data.items())
+
+
+def _item(feature: Any) -> Item:
+    return feature.identifier, feature.mm_position.get_num_embeds()

@@ -8,12 +8,20 @@ import orjson
 from ec_store.entry import FORMAT
 from ec_store.vllm_connector.tensors import DTYPES
 
+ENCODER_OPTIONS = (
+    "mm_encoder_attn_dtype",
+    "mm_encoder_fp8_scale_path",
+    "video_pruning_rate",
+    "video_pruning_method",
+)
+"""Of vLLM's `MultiModalConfig`, what changes an encoder's outputs by more than rounding."""
+
 
 def namespace_of(vllm_config: Any, name: str | None) -> str:
     """Which model made an entry: equal exactly where engines may share their encoder outputs.
 
     It covers the model's name or path and its revision, its whole configuration, the dtype, the
-    quantization, the processor options of the server, and the format.
+    quantization, the options of the processor and the encoder, and the format.
 
     Args:
         vllm_config: vLLM's configuration of this engine.
@@ -28,6 +36,7 @@ def namespace_of(vllm_config: Any, name: str | None) -> str:
         "dtype": DTYPES[model.dtype],
         "quantization": model.quantization,
         "mm_processor_kwargs": multimodal and multimodal.mm_processor_kwargs,
+        "encoder": {option: getattr(multimodal, option, None) for option in ENCODER_OPTIONS},
     }
     if name is None:
         facts |= {"model": model.model, "revision": model.revision}

@@ -14,7 +14,7 @@ from ec_store.backchannel import Receiver
 from ec_store.base import Store
 from ec_store.counts import Counts
 from ec_store.errors import StoreError
-from ec_store.keys import EntryKey
+from ec_store.keys import key_or_none
 from ec_store.vllm_connector.step import Item
 
 logger = logging.getLogger("vllm.ec_store")
@@ -65,7 +65,7 @@ class Producer:
             for identifier, item in collect_ec_item_metadata(
                 request.mm_features, self._resolver
             ).items()
-            if EntryKey(self._namespace, identifier).digest not in self._lost
+            if (key := key_or_none(self._namespace, identifier)) and key.digest not in self._lost
         }
         return items or None
 

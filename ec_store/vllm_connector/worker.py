@@ -12,7 +12,7 @@ from ec_store.backchannel import Sender
 from ec_store.base import Store
 from ec_store.counts import Counts
 from ec_store.entry import Entry
-from ec_store.keys import EntryKey
+from ec_store.keys import EntryKey, key_or_none
 from ec_store.vllm_connector.step import Item, StepMetadata
 from ec_store.vllm_connector.tensors import DTYPES, HostCopies, to_device
 from ec_store.writer import Writer
@@ -46,7 +46,7 @@ class Saver:
         self._items: OrderedDict[str, Item] = OrderedDict()
         self._lock = threading.Lock()
         self._outcomes: OrderedDict[str, bool] = OrderedDict()
-        self._writer = Writer(store, counts=counts, queue_bytes=queue_bytes, done=self._done)
+        self._writer = Writer(store, counts=counts, queue_bytes=queue_bytes, done=self._remember)
 
     def expect(self, items: Mapping[str, Item], encoder_cache: Mapping[str, torch.Tensor]) -> None:
         """Save items of new requests that an earlier step has encoded: the store may lack them."""
@@ -61,9 +61,9 @@ class Saver:
     def save(self, identifier: str, tensor: torch.Tensor) -> None:
         """Have an item stored that was just encoded."""
         item = self._items.get(identifier)
-        if item is None:
+        key = key_or_none(self._namespace, identifier)
+        if item is None or key is None:
             return
-        key = EntryKey(self._namespace, identifier)
         make = functools.partial(_entry, self._copies.later(tensor), item)
         if not self._writer.submit(key, tensor.nbytes, make):
             self._remember(key, stored=False)
@@ -71,10 +71,15 @@ class Saver:
     def close(self) -> None:
         """Write what waits, for a bounded time."""
         self._writer.close()
+        self.tell()
         self._sender.close()
 
     def tell(self) -> None:
-        """Tell the scheduler what became of entries; what it has no room for now goes later."""
+        """Tell the scheduler what became of entries; what it has no room for now goes later.
+
+        Once in a step: the kernel queues few messages, and the scheduler hears them only between
+        steps.
+        """
         with self._lock:
             outcomes = dict(islice(self._outcomes.items(), MAX_TOLD))
             counts = self._counts.take()
@@ -86,11 +91,7 @@ class Saver:
             else:
                 self._counts.add(**counts)
 
-    def _done(self, key: EntryKey, stored: bool) -> None:
-        self._remember(key, stored=stored)
-        self.tell()
-
-    def _remember(self, key: EntryKey, *, stored: bool) -> None:
+    def _remember(self, key: EntryKey, stored: bool) -> None:
         with self._lock:
             self._outcomes[key.digest] = stored
             while len(self._outcomes) > MAX_ITEMS:

@@ -5,9 +5,12 @@ import sys
 import threading
 import time
 from concurrent.futures import CancelledError, wait
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ec_store import Entry, EntryKey, entry_files, open_store
 from ec_store.threads import DaemonPool
 
 
@@ -77,3 +80,33 @@ def test_a_process_ends_while_a_call_hangs() -> None:
         "pool.close()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=20)
+
+
+def test_a_store_is_closed_while_a_read_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, go = threading.Event(), threading.Event()
+    read = entry_files._read  # noqa: SLF001
+
+    def hang(*args: Any) -> None:
+        started.set()
+        go.wait(20)
+        read(*args)
+
+    monkeypatch.setattr(entry_files, "_read", hang)
+    size = 2 * entry_files.LARGE_BYTES
+    key = EntryKey("ns", "k")
+    entry = Entry(memoryview(bytes(size)), "F32", (1, size // 4), "image")
+    store, reader = open_store(f"file://{tmp_path}/store"), DaemonPool(1, "read")
+    store.put(key, entry)
+    got = reader.submit(lambda: store.get(key))
+    assert started.wait(10)
+    time.sleep(0.1)
+    before = time.monotonic()
+    store.close()
+    took = time.monotonic() - before
+    go.set()
+
+    assert took < 5
+    assert got.result(10) == entry
+    reader.close()

@@ -1,5 +1,7 @@
 """Fetcher and writer: nobody who asks them waits."""
 
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -38,9 +40,9 @@ class Paused:
         self._wait()
         return self.store.get(key)
 
-    def lookup(self, keys: Sequence[EntryKey]) -> list[EntryInfo | None]:
+    def lease(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
         self._wait()
-        return self.store.lookup(keys)
+        return self.store.lease(keys, seconds)
 
     def put(self, key: EntryKey, value: Entry) -> bool:
         self._wait()
@@ -323,3 +325,107 @@ def test_counts_of_many_threads_are_not_lost() -> None:
     taken.append(counts.take().get("hits", 0))
 
     assert sum(taken) == 20000
+
+
+def test_a_promise_counts_for_a_fetch_that_was_begun_without(store: Store) -> None:
+    clock = Clock()
+    fetcher = make_fetcher(store, clock=clock)
+    assert fetcher.poll("k") is State.PENDING
+    future = fetcher._fetches["k"].future  # noqa: SLF001
+    assert future is not None
+    future.result(5)
+    clock.now = 0.9
+    assert fetcher.poll("k", promised=True) is State.PENDING
+    clock.now = 4.0
+    assert fetcher.poll("k", promised=True) is State.PENDING
+    store.put(EntryKey(NAMESPACE, "k"), entry())
+
+    def polled() -> bool:
+        clock.now += 0.001
+        return fetcher.poll("k", promised=True) is not State.PENDING
+
+    until(polled)
+    assert fetcher.entry("k") == entry()
+    fetcher.close()
+
+
+class Slow:
+    """A store that answers one after the other."""
+
+    def __init__(self) -> None:
+        self.answers = threading.Semaphore(0)
+
+    def get(self, _: EntryKey) -> None:
+        self.answers.acquire(timeout=10)
+
+
+def test_a_store_that_answers_is_not_left_alone_for_being_asked_too_much() -> None:
+    slow, clock = Slow(), Clock()
+    fetcher = make_fetcher(slow, timeout_s=1.0, clock=clock)
+    names = [str(number) for number in range(64)]
+    for name in names:
+        fetcher.poll(name)
+    clock.now = 0.5
+    slow.answers.release()
+    until(lambda: State.MISSING in {fetcher.poll(name) for name in names[:THREADS]})
+    clock.now = 1.5
+    for name in names:
+        fetcher.poll(name)
+
+    assert fetcher.counts["timeouts"] > 50
+    assert fetcher.poll("next") is State.PENDING
+    slow.answers.release(100)
+    fetcher.close()
+
+
+def test_a_process_ends_while_a_fetch_hangs() -> None:
+    code = (
+        "import time\n"
+        "from ec_store.fetcher import Fetcher\n"
+        "class Hanging:\n"
+        "    def get(self, key):\n"
+        "        time.sleep(60)\n"
+        "fetcher = Fetcher(Hanging(), 'ns')\n"
+        "fetcher.poll('k')\n"
+        "time.sleep(0.2)\n"
+        "fetcher.close()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=20)
+
+
+def test_nothing_ends_the_writer(store: Store) -> None:
+    told: list[bool] = []
+
+    def done(_: EntryKey, stored: bool) -> None:
+        told.append(stored)
+        raise KeyError("bug")
+
+    def make() -> Entry:
+        raise KeyError("float64")
+
+    writer = Writer(store, done=done)
+    writer.submit(EntryKey(NAMESPACE, "a"), SIZE, make)
+    writer.submit(EntryKey(NAMESPACE, "b"), SIZE, entry)
+    writer.close()
+
+    assert told == [False, True]
+    assert (writer.counts["drops"], writer.counts["exceptions"]) == (1, 3)
+
+
+def test_an_entry_that_is_known_is_safe_from_eviction(store: Store) -> None:
+    key = EntryKey(NAMESPACE, "k")
+    store.put(key, entry())
+    leased: list[float] = []
+
+    class Leasing(Paused):
+        def lease(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
+            leased.append(seconds)
+            return self.store.lease(keys, seconds)
+
+    leasing = Leasing(store)
+    leasing.go.set()
+    writer = Writer(leasing)  # type: ignore[arg-type]
+    writer.submit(key, SIZE, entry)
+    writer.close()
+
+    assert (leased, writer.counts["known"]) == ([60.0], 1)

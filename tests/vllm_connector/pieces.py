@@ -65,21 +65,24 @@ class Pieces:
     @contextmanager
     def model(self, **changes: Any) -> Iterator[None]:
         """Another model, as far as the changes say."""
-        model = self._config.model_config
-        before = {name: getattr(model, name) for name in changes}
-        for name, value in changes.items():
-            setattr(model, name, value)
-        yield
-        for name, value in before.items():
-            setattr(model, name, value)
+        with _changed(self._config.model_config, changes):
+            yield
+
+    @contextmanager
+    def encoder(self, **changes: Any) -> Iterator[None]:
+        """Other multimodal options, as far as the changes say."""
+        with _changed(self._config.model_config.multimodal_config, changes):
+            yield
 
     @staticmethod
-    def feature(identifier: str, *, media: bool = True, offset: int = 2) -> MultiModalFeatureSpec:
+    def feature(
+        identifier: str, *, media: bool = True, offset: int = 2, tokens: int = TOKENS
+    ) -> MultiModalFeatureSpec:
         """A picture's, with its pixels or with what sizes its placeholder alone."""
         data = {"image_grid_thw": _element(3)}
         if media:
             data["pixel_values"] = _element(4, 6)
-        where = PlaceholderRange(offset=offset, length=TOKENS)
+        where = PlaceholderRange(offset=offset, length=tokens)
         return MultiModalFeatureSpec(MultiModalKwargsItem(data), "image", identifier, where)
 
     @staticmethod
@@ -96,6 +99,16 @@ class Pieces:
         raw = cls.tensor(fill, rows).view(torch.uint8).reshape(-1).numpy()
         metadata = {"image_grid_thw": [1, 1, 1]}
         return Entry(memoryview(raw).cast("B"), "F32", (rows, WIDTH), "image", metadata)
+
+
+@contextmanager
+def _changed(config: Any, changes: Mapping[str, Any]) -> Iterator[None]:
+    before = {name: getattr(config, name) for name in changes}
+    for name, value in changes.items():
+        setattr(config, name, value)
+    yield
+    for name, value in before.items():
+        setattr(config, name, value)
 
 
 def _element(*shape: int) -> MultiModalFieldElem:

@@ -217,7 +217,7 @@ class Failing:
         self.go = threading.Event()
         self.go.set()
 
-    def lookup(self, keys: list[EntryKey]) -> list[EntryInfo | None]:
+    def lease(self, keys: list[EntryKey], _: float) -> list[EntryInfo | None]:
         self.go.wait(30)
         return [None for _ in keys]
 
@@ -340,3 +340,204 @@ def test_messages_of_other_users_are_not_heard(monkeypatch: pytest.MonkeyPatch) 
     receiver.close()
     assert not sender.send({"counts": {}})
     sender.close()
+
+
+def ask(connector: Any, vllm: Any, name: str, *features: Any) -> tuple[Any, set[str]]:
+    """A request of this name, settled, and the requests that are to fail for it."""
+    request = vllm.request(*features)
+    request.request_id = name
+    return request, settle(connector, request)
+
+
+def test_an_entry_held_for_one_request_is_not_given_to_another_it_does_not_fit(
+    vllm: Any, connect: Connect, url: str
+) -> None:
+    connector = connect()
+    put(connector, url, "a", vllm.entry())
+    _, none = ask(connector, vllm, "held", vllm.feature("a", media=False))
+    misfit, failed = ask(connector, vllm, "misfit", vllm.feature("a", tokens=9))
+
+    assert (none, failed) == (set(), {"misfit"})
+    connector.request_finished(misfit)
+    assert connector.has_cache_item("a")
+    _, failed = ask(connector, vllm, "twice", vllm.feature("a"), vllm.feature("a", tokens=9))
+    assert failed == {"twice"}
+
+
+@pytest.mark.parametrize("media", [True, False])
+def test_nothing_is_held_that_does_not_fit_a_request_that_encodes_its_item(
+    vllm: Any, connect: Connect, url: str, media: bool
+) -> None:
+    connector = connect()
+    put(connector, url, "a", vllm.entry())
+    local, failed = ask(connector, vllm, "local", vllm.feature("a", tokens=9))
+    later = vllm.feature("a", media=media)
+
+    assert failed == set()
+    assert ask(connector, vllm, "later", later)[1] == (set() if media else {"later"})
+    assert not connector.has_cache_item("a")
+    # Its tokens are computed: it will not be given the entry.
+    assert connector.ensure_cache_available(local, 11)
+    assert ask(connector, vllm, "last", vllm.feature("a", media=False))[1] == set()
+    assert connector.has_cache_item("a")
+
+
+def test_a_request_that_encodes_its_item_does_not_keep_others_from_its_entry(
+    vllm: Any, connect: Connect, url: str
+) -> None:
+    connector = connect()
+    ask(connector, vllm, "local", vllm.feature("a"))
+    put(connector, url, "a", vllm.entry())
+
+    assert ask(connector, vllm, "later", vllm.feature("a", media=False))[1] == set()
+    assert connector.has_cache_item("a")
+
+
+def test_what_an_aborted_request_waited_for_is_forgotten(
+    vllm: Any, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connector = connect()
+    go = threading.Event()
+    monkeypatch.setattr(type(connector._store), "get", lambda *_: go.wait(30) and None)  # noqa: SLF001
+    fetches = connector._consumer._fetcher._fetches  # noqa: SLF001
+    first, second = vllm.request(vllm.feature("a")), vllm.request(vllm.feature("a"))
+    second.request_id = "second"
+    for request in (first, second):
+        connector.ensure_cache_available(request, 0)
+
+    connector.request_finished(first)
+    assert set(fetches) == {"a"}
+    connector.request_finished(second)
+    assert not fetches
+    go.set()
+
+
+def test_a_request_that_failed_is_counted_once_and_looks_no_further(
+    vllm: Any, connect: Connect
+) -> None:
+    connector = connect()
+    items = [
+        vllm.feature(name, media=False, offset=offset) for name, offset in (("a", 2), ("b", 8))
+    ]
+    request = vllm.request(*items)
+    consumer = connector._consumer  # noqa: SLF001
+    until(lambda: connector.ensure_cache_available(request, 0) or consumer._unavailable)  # noqa: SLF001
+    for _ in range(3):
+        time.sleep(0.05)
+        assert not connector.ensure_cache_available(request, 0)
+
+    assert connector.take_unavailable_requests() == {"r"}
+    assert counted(connector)["failed_requests"] == 1
+
+
+def test_a_preempted_request_keeps_what_is_held_for_it(
+    vllm: Any, connect: Connect, url: str
+) -> None:
+    connector = connect(keep_bytes=0)
+    put(connector, url, "a", vllm.entry())
+    request, _ = ask(connector, vllm, "r", vllm.feature("a", media=False))
+    with open_store(url) as store:
+        assert store.delete([EntryKey(connector.namespace, "a")]) == 1
+    request.num_preemptions += 1
+
+    assert settle(connector, request) == set()
+    assert connector.has_cache_item("a")
+    connector.request_finished(request)
+    assert not connector.has_cache_item("a")
+
+
+def test_a_key_that_no_store_holds_is_a_miss_and_is_not_named(
+    vllm: Any, connect: Connect, url: str
+) -> None:
+    connector = connect()
+    put(connector, url, "a", vllm.entry())
+    long = [f"{number}" + "u" * 70_000 for number in range(4)]
+    for name in long:
+        request, failed = ask(connector, vllm, "r", vllm.feature(name))
+        assert failed == set()
+        connector.request_finished(request)
+    assert ask(connector, vllm, "b", vllm.feature("a", media=False))[1] == set()
+
+    request = vllm.request(vllm.feature("a"), vllm.feature(long[0], offset=10))
+    step = connector.build_connector_meta(Step(request))
+    assert named(connector, request) == {"a"}
+    with open_store(url) as store:
+        saver = vllm.saver(connector, store)
+        saver.expect(step.items, {long[0]: vllm.tensor()})
+        saver.close()
+    figures = counted(connector)
+    assert "errors" not in figures
+    assert "exceptions" not in figures
+
+
+def test_an_exception_in_one_part_leaves_the_others_alone(
+    vllm: Any, connect: Connect, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connector = connect()
+    put(connector, url, "a", vllm.entry())
+    request, _ = ask(connector, vllm, "r", vllm.feature("a", media=False))
+    connector.update_state_after_alloc(request, 0)
+    assert set(connector.build_connector_meta(Step(object())).loads) == {"a"}
+
+    closed = []
+
+    def close(*_: object) -> None:
+        raise OSError("bug")
+
+    monkeypatch.setattr("ec_store.vllm_connector.consumer.Consumer.close", close)
+    monkeypatch.setattr(connector._store, "close", lambda: closed.append(1))  # noqa: SLF001
+    connector.shutdown()
+    assert closed == [1]
+    monkeypatch.undo()
+
+
+def test_engines_start_whatever_they_are_called(connect: Connect, vllm: Any) -> None:
+    name = f"{time.monotonic_ns()}" + "x" * 200
+    first, second, sender = Receiver(name), Receiver(name), Sender(name)
+    assert sender.send({"counts": {}})
+
+    assert list(second.drain()) == []
+    assert list(first.drain()) == [{"counts": {}}]
+    for end in (first, second, sender):
+        end.close()
+
+
+def test_a_message_that_is_none_is_skipped() -> None:
+    name = f"malformed-{time.monotonic_ns()}"
+    receiver, sender = Receiver(name), Sender(name)
+    for sent in (b"{", b"\xff", b"[]"):
+        sender._socket.sendto(sent, sender._address)  # noqa: SLF001
+    assert sender.send({"counts": {}})
+
+    assert list(receiver.drain()) == [{"counts": {}}]
+    receiver.close()
+    sender.close()
+
+
+def test_what_is_written_during_a_step_leaves_room_for_what_the_step_tells(
+    vllm: Any, connect: Connect, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connector = connect()
+    items = [vllm.feature(str(number), offset=4 * number) for number in range(40)]
+    request = vllm.request(*items)
+    step = connector.build_connector_meta(Step(request))
+    with open_store(url) as store:
+        saver = vllm.saver(connector, store)
+        saver.expect(step.items, {})
+        for item in items[1:]:
+            saver.save(item.identifier, vllm.tensor())
+            until(lambda: not saver._writer._waiting)  # noqa: SLF001
+        monkeypatch.setattr(store, "put", Failing().put)
+        saver.save("0", vllm.tensor())
+        until(lambda: not saver._writer._waiting)  # noqa: SLF001
+        time.sleep(0.05)
+        saver.tell()
+        assert "0" not in named(connector, request)
+        saver.close()
+
+
+def test_encoders_that_compute_otherwise_share_nothing(vllm: Any, connect: Connect) -> None:
+    derived = connect().namespace
+    with vllm.encoder(mm_encoder_attn_dtype="fp8"):
+        assert connect().namespace != derived
+    assert connect().namespace == derived
