@@ -23,7 +23,7 @@ from ec_store.tree import Tree, staging_name
 
 T = TypeVar("T")
 
-TOUCH_EVERY_S = 5.0
+TOUCH_EVERY_S = 1.0
 """An entry that was used so lately is not marked as used again."""
 
 LOOK_EVERY_S = 1.0

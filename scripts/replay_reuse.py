@@ -103,8 +103,8 @@ async def served(app: web.Application) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-async def replay(url: str, names: list[str], clients: int) -> Instances:
-    """Ask about one picture after the other, several clients at once."""
+async def replay(url: str, names: list[str], clients: int, rate: float) -> Instances:
+    """Ask about one picture after the other, several clients at once, so many a second."""
     async with AsyncExitStack() as stack:
         store = await stack.enter_async_context(await AsyncStore.open(url))
         await store.register_namespace("m", NAMESPACE)
@@ -126,10 +126,14 @@ async def replay(url: str, names: list[str], clients: int) -> Instances:
         )
         proxy = await stack.enter_async_context(served(epd.create_app(config, observers=())))
         http = await stack.enter_async_context(aiohttp.ClientSession())
-        waiting = iter(names)
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        waiting = enumerate(names)
 
         async def client() -> None:
-            for name in waiting:
+            for number, name in waiting:
+                # An entry is marked as used once a second: a trace in no time has no order of use.
+                await asyncio.sleep(began + number / rate - clock())
                 async with http.post(f"{proxy}/v1/chat/completions", json=body_of(name)) as reply:
                     reply.raise_for_status()
 
@@ -152,16 +156,17 @@ def main() -> None:
     parser.add_argument("url", nargs="?", help="a store, which is emptied; else a directory")
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--rate", type=float, default=50, help="requests a second")
     args = parser.parse_args()
     print("| replay | store | requests | pictures | encodes | ideal | hit rate / ideal | lost |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for trace in (pool, window):
         names = list(trace(random.Random(1), args.requests))  # noqa: S311 - a trace, no secret
-        for entries in (10**6, 150):
+        for entries in (10**6, 400, 150):
             with tempfile.TemporaryDirectory() as folder:
                 size = entries * (ENTRY_BYTES + 512)
                 url = args.url or f"file://{folder}?max_bytes={size}"
-                done = asyncio.run(replay(url, names, args.clients))
+                done = asyncio.run(replay(url, names, args.clients, args.rate))
             ideal = ideal_encodes(names, entries)
             ratio = (len(names) - done.encodes) / (len(names) - ideal)
             held = "all" if entries == 10**6 else f"{entries} entries"

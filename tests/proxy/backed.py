@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -21,8 +22,9 @@ BUDGET_S = 5.0
 class Backed:
     """Fake instances that do what the connector does, on a real store."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, folder: Path) -> None:
         self.store = store
+        self.folder = folder
         self.encode_s = 0.0
         self.write_s = 0.0
         self.writes: list[asyncio.Task[None]] = []
@@ -60,6 +62,16 @@ class Backed:
                 return True
             await asyncio.sleep(0.02)
         return False
+
+    async def corrupt(self) -> None:
+        """Change a byte of every entry."""
+        await asyncio.gather(*self.writes)
+        for path in (self.folder / "entries").rglob("*"):
+            if path.is_file():
+                content = bytearray(path.read_bytes())
+                content[-1] ^= 1
+                path.chmod(0o600)
+                path.write_bytes(content)
 
     async def forget(self) -> None:
         """Delete every entry."""

@@ -30,8 +30,8 @@ def store(url: str) -> Iterator[Store]:
 
 
 @pytest.fixture
-def backed(store: Store) -> Backed:
-    return Backed(store)
+def backed(store: Store, tmp_path: Path) -> Backed:
+    return Backed(store, tmp_path / "store")
 
 
 @pytest.fixture

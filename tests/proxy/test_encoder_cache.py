@@ -130,8 +130,9 @@ async def test_a_claim_whose_holder_died_is_waited_for_only_so_long(
 
 
 @pytest.mark.parametrize("prefill", [0, 1])
+@pytest.mark.parametrize("how", ["deleted", "corrupted"])
 async def test_an_entry_lost_between_look_up_and_load_is_invisible_to_the_client(
-    launch: Launch, backed: Backed, url: str, prefill: int
+    launch: Launch, backed: Backed, url: str, prefill: int, how: str
 ) -> None:
     """Row 21."""
     async with caching(launch, backed, url, prefill=prefill) as fleet:
@@ -141,7 +142,12 @@ async def test_an_entry_lost_between_look_up_and_load_is_invisible_to_the_client
 
         async def loses(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
             loader.chat = answers
-            await backed.forget()
+            if how == "deleted":
+                await backed.forget()
+            else:
+                await backed.corrupt()
+            [part] = [part for part in parts_of(body) if part["type"] == "image_embeds"]
+            assert backed.store.get(EntryKey(NAMESPACE, part["uuid"])) is None
             return await refuses(500, "Internal server error")(request, body)
 
         loader.chat = loses
