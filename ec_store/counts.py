@@ -2,7 +2,9 @@
 
 import os
 import threading
+import weakref
 from collections import Counter
+from collections.abc import Callable
 
 
 class Counts:
@@ -12,8 +14,9 @@ class Counts:
         """Count from nothing."""
         self._counts: Counter[str] = Counter()
         self._unlock()
-        # A fork may happen while another thread holds the lock.
-        os.register_at_fork(after_in_child=self._unlock)
+        # A fork may happen while another thread holds the lock. What is registered stays for ever.
+        unlock = weakref.WeakMethod(self._unlock)
+        os.register_at_fork(after_in_child=lambda: _call(unlock()))
 
     def add(self, **counts: float) -> None:
         """Add to counts, by name."""
@@ -33,3 +36,8 @@ class Counts:
 
     def _unlock(self) -> None:
         self._lock = threading.Lock()
+
+
+def _call(function: Callable[[], None] | None) -> None:
+    if function is not None:
+        function()
