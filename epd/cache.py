@@ -210,7 +210,8 @@ class EncoderCache:
     async def _renew(self, key: EntryKey) -> None:
         while True:
             await asyncio.sleep(CLAIM_S / 3)
-            await self._claim(key)
+            # Not `_claim`, which gives back what nobody waits for: this claim is in use.
+            await self.write(lambda store: store.claim([key], self._owner, CLAIM_S), PATIENT_S)
 
     async def _release(self, key: EntryKey, made: str | None) -> None:
         """Give a claim back, once the entry is there or will not come any more."""

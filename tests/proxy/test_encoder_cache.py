@@ -11,7 +11,9 @@ import pytest
 from aiohttp import web
 
 from ec_store import EntryKey
+from epd.cache import EncoderCache
 from tests.proxy.backed import (
+    BUDGET_S,
     NAMESPACE,
     Backed,
     caching,
@@ -521,6 +523,33 @@ async def test_a_claim_of_a_client_that_left_is_given_back(
             await asyncio.sleep(0.5)
 
         await until(lambda: backed.store.claim([key], "another", 1.0) == [True])
+
+
+async def test_a_claim_in_use_is_not_given_back_with_a_renewal_that_nobody_waits_for(
+    backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim, release = type(backed.store).claim, type(backed.store).release
+    released: list[float] = []
+
+    def slow(*args: Any) -> list[bool]:
+        time.sleep(0.4)
+        return claim(*args)
+
+    def recorded(*args: Any) -> None:
+        released.append(time.monotonic())
+        release(*args)
+
+    monkeypatch.setattr("epd.cache.CLAIM_S", 0.3)
+    monkeypatch.setattr("ec_store.shared_disk.SharedDiskStore.release", recorded)
+    async with EncoderCache.connect(url, budget_s=BUDGET_S, lease_s=1) as cache:
+        async with cache.turn("m", "item", 1) as turn:
+            monkeypatch.setattr("ec_store.shared_disk.SharedDiskStore.claim", slow)
+            await asyncio.sleep(0.2)  # a renewal has begun
+            turn.made = "item"
+        await until(lambda: released)
+        await asyncio.sleep(1.5)
+
+    assert len(released) == 1
 
 
 @pytest.mark.parametrize("model", [[], {}, 7, True])
