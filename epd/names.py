@@ -1,7 +1,7 @@
 """Clients' names for their media, kept in the encoder-cache store."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ec_store import Entry, EntryKey, StoreUnavailable
 from epd.cache import PATIENT_S, EncoderCache
@@ -9,8 +9,8 @@ from epd.cache import PATIENT_S, EncoderCache
 NOTHING = memoryview(b"")
 """The tensor of a name, which is an entry that has only metadata."""
 
-MAX_FORGOTTEN = 65536
-"""How many names are remembered that the store may still know wrongly."""
+MAX_STALE = 65536
+"""How many names are remembered of which the store may say what is no longer true."""
 
 
 class Name(NamedTuple):
@@ -29,13 +29,13 @@ class Name(NamedTuple):
 class Names:
     """What names stand for: every proxy on the store finds them. Belongs to one event loop.
 
-    A name that could not be written anew is not known to this proxy until it can be: what it stood
-    for before would be the wrong picture.
+    What a name stood for before it could not be written anew is not believed any more: it would be
+    the wrong picture. Where that is not known, nothing is, until this proxy has written the name.
     """
 
     def __init__(self, cache: EncoderCache) -> None:
         self._cache = cache
-        self._forgotten: set[EntryKey] = set()
+        self._stale: dict[EntryKey, Mapping[str, Any] | None] = {}
 
     async def remember(self, model: str | None, name: str, modality: str, stands_for: Name) -> None:
         """Keep for what a name stands, for as long as the store keeps what is used."""
@@ -44,8 +44,9 @@ class Names:
             return
         metadata = stands_for._asdict()
         infos = await self._cache.read(lambda store: store.lookup([key]), PATIENT_S)
-        if infos and infos[0] is not None and infos[0].metadata == metadata:
-            self._forgotten.discard(key)
+        before = infos[0].metadata if infos and infos[0] is not None else None
+        if before == metadata:
+            self._stale.pop(key, None)
             return
         entry = Entry(NOTHING, "F32", (0,), modality, metadata)
         written: bool | None = None
@@ -55,9 +56,9 @@ class Names:
             )
         finally:
             if written:
-                self._forgotten.discard(key)
+                self._stale.pop(key, None)
             else:
-                self._forget_here(key)
+                self._disbelieve(key, before)
 
     async def recall(self, model: str | None, names: Sequence[str]) -> Mapping[str, Name]:
         """For what names stand; those that are not known are missing.
@@ -75,7 +76,7 @@ class Names:
         return {
             key.identifier: Name(str(metadata.get("key")), bool(metadata.get("own")))
             for key, metadata in known.items()
-            if key not in self._forgotten
+            if self._believes(key, metadata)
         }
 
     async def forget(
@@ -87,19 +88,30 @@ class Names:
             StoreUnavailable: the store cannot be asked to; this proxy forgets the names anyway.
         """
         keys = [key for name in names if (key := self._key(model, name)) is not None]
-        for key in keys:
-            self._forget_here(key)
         namespace = self._cache.namespace(model)
-        if namespace is not None:
-            keys += [EntryKey(namespace, identifier) for identifier in identifiers]
-        if await self._cache.write(lambda store: store.delete(keys), PATIENT_S) is None:
+        entries = [EntryKey(namespace, one) for one in identifiers] if namespace else []
+        deleted: int | None = None
+        try:
+            deleted = await self._cache.write(
+                lambda store: store.delete([*keys, *entries]), PATIENT_S
+            )
+        finally:
+            for key in keys:
+                if deleted is None:
+                    self._disbelieve(key, None)
+                else:
+                    self._stale.pop(key, None)
+        if deleted is None:
             raise StoreUnavailable("the encoder cache gives no answer")
 
     def _key(self, model: str | None, name: str) -> EntryKey | None:
         namespace = self._cache.namespace(model)
         return None if namespace is None else EntryKey(f"{namespace}#names", name)
 
-    def _forget_here(self, key: EntryKey) -> None:
-        if len(self._forgotten) >= MAX_FORGOTTEN:
-            self._forgotten.pop()
-        self._forgotten.add(key)
+    def _believes(self, key: EntryKey, metadata: Mapping[str, Any]) -> bool:
+        return key not in self._stale or self._stale[key] not in (None, metadata)
+
+    def _disbelieve(self, key: EntryKey, metadata: Mapping[str, Any] | None) -> None:
+        self._stale[key] = metadata
+        while len(self._stale) > MAX_STALE:
+            del self._stale[next(iter(self._stale))]

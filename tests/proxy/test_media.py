@@ -249,6 +249,37 @@ async def test_a_name_that_could_not_be_written_anew_stands_for_nothing(
         assert fleet.d.calls[-1].parts[0]["uuid"] == fleet.d.calls[1].parts[0]["uuid"]
 
 
+async def test_a_name_that_one_proxy_forgot_is_found_when_another_knows_it(
+    launch: Launch, backed: Backed, url: str
+) -> None:
+    async with caching(launch, backed, url) as one, caching(launch, backed, url) as other:
+        await push(one, image(b"cat", uuid="cat"))
+        assert (await forget(one, "cat"))[0] == 200
+        await push(other, image(b"cat", uuid="cat"))
+
+        assert (await one.chat(request(named("cat"))))[0] == 200
+
+
+async def test_a_name_that_one_proxy_could_not_write_is_found_when_another_did(
+    launch: Launch, backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def put(*_: object, **__: object) -> bool:
+        raise StoreUnavailable("full")
+
+    async with caching(launch, backed, url) as one, caching(launch, backed, url) as other:
+        for content in (b"1", b"2"):
+            await push(one, image(content))
+        await push(one, image(b"1", uuid="cat"))
+        with monkeypatch.context() as full:
+            full.setattr("ec_store.shared_disk.SharedDiskStore.put", put)
+            await items_of(one, request(image(b"2", uuid="cat")))
+        assert (await one.chat(request(named("cat"))))[0] == 404
+        await push(other, image(b"2", uuid="cat"))
+
+        assert await items_of(one, request(named("cat"))) == {"hit": 1}
+        assert one.d.calls[-1].parts[0]["uuid"] == one.d.calls[0].parts[0]["uuid"]
+
+
 async def test_a_name_may_be_used_while_it_is_given_to_another_picture(
     launch: Launch, backed: Backed, url: str
 ) -> None:
