@@ -37,19 +37,6 @@ def disk(root: Path) -> Iterator[SharedDiskStore]:
         yield store
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
-        yield server
-
-
-@pytest.fixture
-def client(server: RedisServer) -> Any:
-    client: Any = server.client
-    client.flushall()
-    return client
-
-
 @pytest.fixture
 def in_redis(server: RedisServer, client: Any) -> Iterator[RedisStore]:
     with RedisStore.from_url(server.url()) as store:

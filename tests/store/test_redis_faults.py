@@ -24,19 +24,6 @@ MIB = 2**20
 Open = Callable[..., RedisStore]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
-        yield server
-
-
-@pytest.fixture
-def client(server: RedisServer) -> Any:
-    client = server.client
-    client.flushall()
-    return client
-
-
 @pytest.fixture
 def store(server: RedisServer, client: Any) -> Iterator[RedisStore]:
     with RedisStore.from_url(server.url("chunk_bytes=64&timeout=2s")) as store:
