@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from prometheus_client.parser import text_string_to_metric_families
+from structlog.testing import capture_logs
 
 from ec_store import EntryKey
 from epd.cache import EncoderCache
+from epd.logs import LogObserver
 from tests.proxy.backed import (
     BUDGET_S,
     NAMESPACE,
@@ -560,3 +563,37 @@ async def test_a_model_that_is_no_name_is_a_400(
         status, reply = await fleet.chat(request(image(), model=model))
 
         assert (status, reply["error"]["param"]) == (400, "model")
+
+
+async def test_where_items_came_from_is_counted_and_logged(
+    launch: Launch, backed: Backed, url: str
+) -> None:
+    async with caching(launch, backed, url) as fleet:
+        await items_of(fleet, request(image(b"1")))
+        await asyncio.gather(*backed.writes)
+        fleet.e.chat = refuses(503)
+        async with fleet.post(request(image(b"1"), image(b"2"))) as reply:
+            assert reply.headers["x-epd-items"] == "hit=1,encoded=0,local=1"
+            stages = {part.split(";")[0] for part in reply.headers["Server-Timing"].split(", ")}
+        async with fleet.http.get(f"{fleet.url}/metrics") as page:
+            text = await page.text()
+        with capture_logs() as lines:
+            LogObserver().request_done(fleet.events.requests[-2])
+
+    assert stages == {"store", "encode", "decode"}
+    values = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert {
+        result: values["epd_items_total", result] for result in ("hit", "encoded", "local")
+    } == {
+        "hit": 1,
+        "encoded": 1,
+        "local": 1,
+    }
+    assert values["epd_requests_total", "/v1/chat/completions", "200"] == 2
+    assert values["epd_stage_seconds_count", "false", "store"] == 2
+    assert values["epd_request_retries_total",] == 0
+    assert [line["items"] for line in lines] == ["hit=1,local=1"]
