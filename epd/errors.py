@@ -5,6 +5,7 @@ Every error reaches the client in OpenAI's shape, the one vLLM uses
 `{"error": {"message", "type", "param", "code"}}`, `code` being the HTTP status.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
@@ -115,6 +116,46 @@ class UnknownMedia(ProxyError):
     status = 404
     type = "NotFoundError"
     default_slug = "unknown_media"
+
+
+class TryLater(ProxyError):
+    """Nothing is wrong with the request but the moment.
+
+    Attributes:
+        retry_after_s: when the client may try again, sent as `Retry-After`.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        slug: str | None = None,
+        stage: Stage = "proxy",
+        retry_after_s: float = 1.0,
+    ) -> None:
+        super().__init__(message, slug=slug, stage=stage)
+        self.retry_after_s = retry_after_s
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """As for every error, and when to try again, in whole seconds (RFC 9110, 10.2.3)."""
+        return {**super().headers, "Retry-After": str(max(1, math.ceil(self.retry_after_s)))}
+
+
+class Overloaded(TryLater):
+    """The proxy, or what is behind it, has too much to do, or is about to stop."""
+
+    status = 503
+    type = "ServiceUnavailableError"
+    default_slug = "overloaded"
+
+
+class TooManyRequests(TryLater):
+    """This client, or all of them, asks for more at once than is allowed."""
+
+    status = 429
+    type = "RateLimitError"
+    default_slug = "queue_full"
 
 
 class UpstreamFailed(ProxyError):
