@@ -137,7 +137,7 @@ class TryLater(ProxyError):
     """Nothing is wrong with the request but the moment.
 
     Attributes:
-        retry_after_s: when the client may try again, sent as `Retry-After`.
+        retry_after_s: when the client may try again, sent as `Retry-After`; None: nobody knows.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class TryLater(ProxyError):
         *,
         slug: str | None = None,
         stage: Stage = "proxy",
-        retry_after_s: float = 1.0,
+        retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message, slug=slug, stage=stage)
         self.retry_after_s = retry_after_s
@@ -154,7 +154,7 @@ class TryLater(ProxyError):
     @property
     def headers(self) -> dict[str, str]:
         """As for every error, and when to try again, in whole seconds (RFC 9110, 10.2.3)."""
-        return {**super().headers, "Retry-After": str(max(1, math.ceil(self.retry_after_s)))}
+        return {**super().headers, "Retry-After": str(max(1, math.ceil(self.retry_after_s or 1)))}
 
 
 class Overloaded(TryLater):

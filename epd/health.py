@@ -76,10 +76,9 @@ def _judged(status: int) -> Outcome:
     return Outcome.BAD if status >= HTTPStatus.INTERNAL_SERVER_ERROR else Outcome.GOOD
 
 
-def retry_after_s(error: ProxyError | None) -> float:
-    """For how long an instance is to be left alone that has too much to do."""
-    said = error.retry_after_s if isinstance(error, UpstreamRejected | UpstreamBusy) else None
-    return BUSY_S if said is None else said
+def asked_rest_s(error: ProxyError | None) -> float | None:
+    """For how long an instance asks to be left alone, where it says so."""
+    return error.retry_after_s if isinstance(error, UpstreamRejected | UpstreamBusy) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +153,10 @@ class Health:
 
     def answered(self, now_s: float) -> None:
         """An answer has begun well, or a request has ended so: a trial is passed."""
-        if self._state in {State.TRIAL, State.DOWN}:
+        if self.state(now_s) in {State.TRIAL, State.DOWN}:
             self._become(State.HEALTHY, now_s)
 
-    def ended(self, outcome: Outcome, now_s: float, *, rest_s: float = BUSY_S) -> None:
+    def ended(self, outcome: Outcome, now_s: float, *, rest_s: float | None = None) -> None:
         """A request of it has ended; where it has too much to do, it is left alone for `rest_s`."""
         self._under_way = max(0, self._under_way - 1)
         match outcome:
@@ -165,7 +164,7 @@ class Health:
                 self._failures = 0
                 self.answered(now_s)
             case Outcome.BUSY:
-                self._busy_until_s = now_s + rest_s
+                self._busy_until_s = now_s + (BUSY_S if rest_s is None else rest_s)
                 self.answered(now_s)
             case Outcome.BAD | Outcome.UNREACHABLE:
                 self._failed(now_s, unreachable=outcome is Outcome.UNREACHABLE)
@@ -199,9 +198,9 @@ class Health:
 
     def _failed(self, now_s: float, *, unreachable: bool) -> None:
         self._failures += 1
-        if self._state in {State.EJECTED, State.DOWN}:
-            return
-        if self._state is State.HEALTHY and self._failures < self._policy.eject_after:
+        state = self.state(now_s)
+        few = state is State.HEALTHY and self._failures < self._policy.eject_after
+        if few or state in {State.EJECTED, State.DOWN}:
             return
         if unreachable:
             self._become(State.DOWN, now_s)

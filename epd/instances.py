@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from epd.errors import ProxyError
-from epd.health import DEFAULT_HEALTH, Health, HealthPolicy, Outcome, State, judged, retry_after_s
+from epd.health import DEFAULT_HEALTH, Health, HealthPolicy, Outcome, State, asked_rest_s, judged
 
 
 class Role(enum.StrEnum):
@@ -138,7 +138,7 @@ class InstanceTable:
             self._load[instance] -= 1
             if not self._load[instance]:
                 del self._load[instance]
-            health.ended(outcome, self._clock(), rest_s=retry_after_s(error))
+            health.ended(outcome, self._clock(), rest_s=asked_rest_s(error))
 
     def answered(self, instance: Instance) -> None:
         """An instance has begun to answer well; its answer may yet take long."""

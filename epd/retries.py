@@ -18,7 +18,7 @@ from epd.errors import (
     UpstreamTimeout,
     UpstreamUnreachable,
 )
-from epd.health import BUSY, retry_after_s
+from epd.health import BUSY, asked_rest_s
 
 T = TypeVar("T")
 
@@ -141,8 +141,9 @@ def retry_delay_s(error: ProxyError, *, others: bool, patience_s: float = 0.0) -
         return None
     if others:
         return 0.0
-    if isinstance(error, UpstreamRejected | UpstreamBusy):
-        wait_s = retry_after_s(error)
-        return wait_s if wait_s <= patience_s else None
-    # It has had its time, or there is nobody there: the same once more would be no better.
-    return None if isinstance(error, UpstreamTimeout | UpstreamUnreachable) else 0.0
+    rest_s = asked_rest_s(error)
+    if rest_s is not None and rest_s <= patience_s:
+        return rest_s
+    # Too much to do, no answer in time, nobody there: the same once more would be no better.
+    hopeless = UpstreamRejected | UpstreamBusy | UpstreamTimeout | UpstreamUnreachable
+    return None if isinstance(error, hopeless) else 0.0

@@ -23,7 +23,7 @@ from epd.errors import (
     said_retry_after_s,
 )
 from epd.events import Degraded, ItemResult, Observer, StageDone
-from epd.health import BUSY, BUSY_S
+from epd.health import BUSY
 from epd.instances import Instance
 from epd.tenants import ANONYMOUS, Tenant
 from epd.transfer import NIXL_PREFILL, Encoded, Params, read_encoded, read_prefilled
@@ -205,7 +205,7 @@ def _accepted(answer: Answer, stage: Stage, context: RequestContext) -> bytes:
             f"the {stage} instances have too much to do",
             slug=f"{stage}_overloaded",
             stage=stage,
-            retry_after_s=said_retry_after_s(answer.headers) or BUSY_S,
+            retry_after_s=said_retry_after_s(answer.headers),
         )
     if answer.status // 100 == 4:  # noqa: PLR2004
         raise _denied(answer.status, stage, context) or UpstreamRejected(
