@@ -18,13 +18,12 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 
 from ec_store.files import DIGEST, FOLDER, READ, Folder, Modes, regular
 
-KEPT_FOLDERS = 128
-"""Folders of each of two levels that are kept open: more than a lookup of 64 keys needs, and with
-both levels a quarter of the 1024 descriptors that a process usually may have."""
+KEPT_FOLDERS = 256
+"""Folders that are kept open on the way to entries: more than a lookup of 64 keys needs, and a
+quarter of the descriptors that a process usually may have."""
 
 _STAGING = re.compile(r"\.([0-9a-f]{64})\.([0-9a-f]{1,16})\.[0-9a-f]{16}\.tmp")
 
@@ -74,11 +73,11 @@ class Tree:
         status = os.fstat(self.entries.fd)
         self._path = os.path.join(path, "entries")  # noqa: PTH118 - stat'ed every second
         self._identity = status.st_dev, status.st_ino
-        self._kept = _Kept(self.entries)
+        self._forget()
 
     def current(self) -> bool:
         """Whether the path still leads here. Folders on the way to entries are opened anew."""
-        self._kept.forget()
+        self._forget()
         try:
             status = os.stat(self._path)  # noqa: PTH116
         except OSError:
@@ -87,9 +86,7 @@ class Tree:
 
     def open(self, digest: str) -> int:
         """An entry's file. Raises OSError."""
-        # Opening the folders each time would be most of what a lookup does. One that was removed
-        # or replaced is used until the store looks whether its path is `current`.
-        folder = self._kept.folder(digest)
+        folder = self._kept_open(digest[:4])
         return os.open(digest, READ, dir_fd=folder.fd)
 
     def folder(self, digest: str) -> Folder:
@@ -105,8 +102,26 @@ class Tree:
             return self.folder(digest)
         except FileNotFoundError:
             # It may have been removed while it was kept open, and what is written is found at once.
-            self._kept.forget()
+            self._forget()
             return self.entries.ensured(digest[:2]).ensured(digest[2:4])
+
+    def _kept_open(self, name: str) -> Folder:
+        """The folder of entries whose digests begin with `name`, which may be what it was before.
+
+        Threads share it: who has got one can use it, even if it is kept no more.
+        """
+        kept = self._kept  # another one, once they are forgotten
+        folder = kept.get(name)
+        if folder is None:
+            # Every step by itself: O_NOFOLLOW says nothing of links on the way.
+            folder = self._kept_open(name[:-2]).folder(name[-2:])
+            # None makes way for another: where all are asked for, that costs more than it saves.
+            if len(kept) < KEPT_FOLDERS:
+                kept[name] = folder
+        return folder
+
+    def _forget(self) -> None:
+        self._kept = {"": self.entries}
 
     def there(self, digest: str) -> bool:
         """Whether there is an entry."""
@@ -125,36 +140,6 @@ class Tree:
         for first in _folders(self.entries, unread):
             for second in _folders(first, unread):
                 yield from _scan(second, unread)
-
-
-class _Kept:
-    """Folders of entries that are kept open. Safe to use from many threads.
-
-    Each is opened by a step of its own: O_NOFOLLOW says nothing of links on the way. Who has got
-    one can use it, even if it is kept no more.
-    """
-
-    def __init__(self, entries: Folder) -> None:
-        # No methods: their cache would refer to its owner, and folders stay open when that is gone.
-        @lru_cache(KEPT_FOLDERS)
-        def first(name: str) -> Folder:
-            return entries.folder(name)
-
-        @lru_cache(KEPT_FOLDERS)
-        def second(name: str) -> Folder:
-            return first(name[:2]).folder(name[2:])
-
-        self._first = first
-        self._second = second
-
-    def folder(self, digest: str) -> Folder:
-        """The folder of an entry. Raises OSError."""
-        return self._second(digest[:4])
-
-    def forget(self) -> None:
-        """Look them up anew from now on."""
-        self._first.cache_clear()
-        self._second.cache_clear()
 
 
 def staging_name(digest: str, size_bytes: int) -> str:
