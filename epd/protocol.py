@@ -195,7 +195,7 @@ class Connection(web.RequestHandler):
         error = Overloaded("too many connections are open")
         transport.write(_raw(error, self._server.refuse(error)))
         _half_close(transport)
-        self._loop.call_later(LINGER_S, transport.abort)
+        self._write_timer = self._loop.call_later(LINGER_S, transport.abort)
 
 
 class Server(web.Server):

@@ -6,43 +6,20 @@ import os
 import resource
 import socket
 import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import aiohttp
 import pytest
 
 from epd.descriptors import client_connections
+from tests.faults.processes import INSTANCES, serving
 from tests.faults.raw import answer, connected, ended, post
 from tests.proxy.fake_instance import FakeInstance, decodes, encodes
 from tests.proxy.fleet import Launch
 from tests.requests import request, text
 
 launch = Launch()
-
-INSTANCES = ["--encode-servers-urls", "http://e:1", "--decode-servers-urls", "http://d:1"]
-
-
-@contextmanager
-def serving(descriptors: int, *args: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """`epd serve` that may have so many open: its URL and its process."""
-    process = subprocess.Popen(
-        [
-            *("sh", "-c", f'ulimit -Sn 40; ulimit -Hn {descriptors}; exec "$@"', "sh"),
-            *(sys.executable, "-m", "epd", "serve", "--host", "127.0.0.1", "--port", "0"),
-            *("--log-format", "json", *args),
-        ],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    with process:
-        try:
-            yield json.loads(process.stderr.readline())["url"], process
-        finally:
-            process.kill()
 
 
 def opened(url: str) -> socket.socket:
@@ -106,7 +83,7 @@ async def _first(reader: asyncio.StreamReader) -> bytes:
 
 @pytest.mark.fault(58)
 def test_a_process_raises_its_limit_and_keeps_descriptors_back_for_instances() -> None:
-    with serving(160, *INSTANCES) as (url, process), ExitStack() as stack:
+    with serving(*INSTANCES, descriptors=160) as (url, process), ExitStack() as stack:
         limits = Path(f"/proc/{process.pid}/limits").read_text()
         clients = [stack.enter_context(opened(url)) for _ in range(40)]
         for client in clients:
@@ -126,18 +103,23 @@ async def test_accepting_goes_on_once_there_are_descriptors_again(workers: str) 
     async with encode.running(), decode.running():
         flags = ["--encode-servers-urls", encode.url, "--decode-servers-urls", decode.url]
         flags += ["--max-connections", "10000", "--workers", workers]
-        with serving(64, *flags) as (url, process):
+        with serving(*flags, descriptors=64) as (url, process):
+            await _served(url)
             with ExitStack() as stack:
-                for _ in range(300):
+                for _ in range(200):
                     stack.enter_context(await asyncio.to_thread(opened, url))
                 before = cpu_s(process)
                 await asyncio.sleep(2)
                 assert cpu_s(process) - before < 1  # it does not spin
 
-            async with asyncio.timeout(20):
-                while await _chat(url) != 200:  # noqa: ASYNC110 - it is another process
-                    await asyncio.sleep(0.1)
+            await _served(url)
             assert process.poll() is None
+
+
+async def _served(url: str) -> None:
+    async with asyncio.timeout(30):
+        while await _chat(url) != 200:  # noqa: ASYNC110 - it is another process
+            await asyncio.sleep(0.1)
 
 
 async def _chat(url: str) -> int | None:

@@ -335,14 +335,17 @@ async def test_a_chunked_body_is_read_up_to_the_limit() -> None:
         assert fleet.d.calls == []
 
 
+def send_all(url: str) -> bytes:
+    """Send a large body in one go, as simple clients do, and only then read."""
+    host, port = url.removeprefix("http://").split(":")
+    sent = post(b"x" * 20_000_000)
+    with socket.create_connection((host, int(port)), 10) as client:
+        client.sendall(sent)
+        return client.recv(65536)
+
+
 @pytest.mark.fault(49)
 async def test_a_client_that_sends_it_all_before_it_reads_gets_the_answer() -> None:
-    def send_all(url: str) -> bytes:
-        host, port = url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), 10) as client:
-            client.sendall(post(b"x" * 20_000_000))
-            return client.recv(65536)
-
     async with launch(max_body_bytes=10_000) as fleet:
         said = await asyncio.to_thread(send_all, fleet.url)
 
