@@ -57,7 +57,8 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
     """The proxy as an aiohttp application, to be run or to be mounted in another.
 
     Run it with `handler_cancellation=True` (`web.run_app`, `web.AppRunner`): that is how a client
-    that leaves cancels what runs for it upstream.
+    that leaves cancels what runs for it upstream. `epd.protocol.Runner` does, and guards against
+    slow and malformed HTTP besides.
 
     Args:
         config: what `epd serve` makes of its flags.
