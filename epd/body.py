@@ -34,17 +34,15 @@ async def read_body(request: web.Request, config: ProxyConfig) -> bytes:
 async def _collect(request: web.Request, config: ProxyConfig) -> bytes:
     started = asyncio.get_running_loop().time()
     latest = started + config.body_timeout_s
-    parts: list[bytes] = []
-    size = 0
+    body = bytearray()  # a list of parts would cost 40 times what a client sends byte by byte
     async with asyncio.timeout_at(min(latest, started + GRACE_S)) as deadline:
         while chunk := await request.content.readany():
-            parts.append(chunk)
-            size += len(chunk)
-            if size > config.max_body_bytes:
+            body += chunk
+            if len(body) > config.max_body_bytes:
                 raise _too_large(config)
-            rate_s = size / config.body_min_rate_bytes
+            rate_s = len(body) / config.body_min_rate_bytes
             deadline.reschedule(min(latest, started + GRACE_S + rate_s))
-    return b"".join(parts)
+    return bytes(body)
 
 
 async def _ask_for(request: web.Request) -> None:

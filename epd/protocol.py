@@ -180,12 +180,13 @@ class Connection(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Send the answer; after a refusal, leave the client time to read it."""
-        finished = await super().finish_response(request, resp, start_time)
-        if self._refused and self.transport is not None:
+        """Send the answer; after the last one, leave the client time to read it."""
+        sent, lost = await super().finish_response(request, resp, start_time)
+        if self.transport is not None and not sent.keep_alive:
             _half_close(self.transport)
-            await asyncio.sleep(LINGER_S)  # cancelled when the client closes
-        return finished
+            if self._refused:  # for the rest of a body, aiohttp waits
+                await asyncio.sleep(LINGER_S)  # cancelled when the client closes
+        return sent, lost
 
     def _turn_away(self, transport: asyncio.Transport) -> None:
         self._refused = True

@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+import random
 import socket
 from typing import Any
 
@@ -143,6 +144,48 @@ async def test_a_body_that_stops_being_chunked_is_refused_at_once() -> None:
 
         assert (said.status, said.error["slug"]) == (400, "invalid_body")
         assert fleet.d.calls == []
+
+
+@pytest.mark.fault(57)
+async def test_damaged_requests_end_in_our_errors_or_in_answers() -> None:
+    """Each has bytes put in, taken out or doubled; none may end in a 500, or without an end."""
+    whole = [*NOT_HTTP.values(), post(chat()), post(chat(stream=True))]
+    dice = random.Random(57)  # noqa: S311 - the same each time
+    async with launch(header_timeout_s=0.5, body_timeout_s=0.5, keep_alive_s=0.5) as fleet:
+
+        async def send(sent: bytes) -> None:
+            async with connected(fleet.url) as (reader, writer):
+                writer.write(sent)
+                async with asyncio.timeout(20):
+                    said = await reader.read()
+            assert said == b"" or said.startswith(b"HTTP/")
+            assert SECRET.encode() not in said
+
+        await asyncio.gather(*(send(_damaged(dice.choice(whole), dice)) for _ in range(300)))
+
+        assert {status for status, _ in slugs(fleet)} <= {200, 400, 404, 405, 408, 413, 415}
+        assert (await fleet.chat(request(text())))[0] == 200
+
+
+def _damaged(sent: bytes, dice: random.Random) -> bytes:
+    damaged = bytearray(sent)
+    for _ in range(dice.randint(1, 3)):
+        at = dice.randrange(len(damaged))
+        damaged[at : at + dice.randint(0, 2)] = dice.choice(
+            [
+                b"",
+                b"\r",
+                b"\n",
+                b"\r\n",
+                b"\0",
+                b":",
+                b" ",
+                b"\xff",
+                b"0",
+                bytes(damaged[at : at + 8]),
+            ]
+        )
+    return bytes(damaged)
 
 
 # Slow.
@@ -327,6 +370,7 @@ async def test_a_body_that_says_it_is_too_large_is_not_read() -> None:
 
         assert (said.status, said.error["slug"]) == (413, "body_too_large")
         assert said.headers["connection"] == "close"
+        assert await ended(reader, 4)  # at once, though what we still read may take longer
 
 
 @pytest.mark.fault(49)
