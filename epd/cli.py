@@ -14,6 +14,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from epd import logs
 from epd.config import ProxyConfig
+from epd.descriptors import raise_limit
 from epd.server import serve
 from epd.tenants import KeysInvalid, key_line, new_key
 from epd.version import __version__
@@ -29,6 +30,7 @@ GROUPS = {
     "probe_*": "health of instances",
     "*_s": "deadlines",
     "max_*": "limits",
+    "*_rate_bytes": "limits",
     "*media*": "media",
     "api_keys_file": "tenants",
     "isolation": "tenants",
@@ -114,6 +116,7 @@ def _settings(parser: Parser, flags: dict[str, Any]) -> ProxyConfig:
 
 def _serve(parser: Parser, config: ProxyConfig) -> None:
     logs.configure(config.log_format, config.log_level)
+    raise_limit()
     try:
         if config.workers == 1:
             uvloop.run(serve(config))

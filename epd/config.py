@@ -204,7 +204,22 @@ class ProxyConfig(BaseModel):
     max_media_bytes: int = Field(
         default=64 * 1024**2, ge=1, description="size of one item that the proxy fetches"
     )
+    max_connections: int = Field(
+        default=0,
+        ge=0,
+        description="clients' connections to one process; 0: what its file descriptors allow",
+    )
+    body_min_rate_bytes: int = Field(
+        default=64 * 1024, ge=1, description="of a request body, each second, after the first 5"
+    )
 
+    header_timeout_s: Seconds = Field(default=10.0, description="a request head's arrival")
+    keep_alive_s: Seconds = Field(
+        default=75.0, description="a client's connection that waits for another request"
+    )
+    write_timeout_s: Seconds = Field(
+        default=60.0, description="a client that does not read its answer"
+    )
     body_timeout_s: Seconds = Field(default=60.0, description="a request body's arrival")
     connect_timeout_s: Seconds = Field(default=2.0, description="connecting to an instance")
     media_timeout_s: Seconds = Field(default=30.0, description="fetching one item")

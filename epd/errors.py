@@ -165,6 +165,10 @@ class Overloaded(TryLater):
     default_slug = "overloaded"
 
 
+class NoInstance(Overloaded):
+    """No instance of a role can be reached."""
+
+
 class TooManyRequests(TryLater):
     """This client, or all of them, asks for more at once than is allowed."""
 

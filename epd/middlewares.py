@@ -14,6 +14,7 @@ from multidict import CIMultiDictProxy
 from epd.config import ProxyConfig
 from epd.errors import BadRequest, ProxyError, RequestRefused, Unauthorized, UpstreamRejected
 from epd.events import ItemResult, Observer, RequestDone, stage_seconds
+from epd.protocol import SERVER, Connection
 from epd.stages import RequestContext
 from epd.tenants import ApiKeys
 
@@ -59,7 +60,7 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
             path=_route(request),
             status=status,
             seconds=clock() - started,
-            error="client_closed" if status == CLIENT_CLOSED else error and error.slug,
+            error=_left(request) if status == CLIENT_CLOSED else error and error.slug,
             reason=_reason(error),
             stages=tuple(context.stages),
             items=dict(context.items),
@@ -77,9 +78,6 @@ async def render_errors(request: web.Request, handler: Handler) -> web.StreamRes
         return await handler(request)
     except ProxyError as failure:
         error = failure
-    except web.HTTPRequestEntityTooLarge:
-        limit = request.app[CONFIG].max_body_bytes
-        error = RequestRefused(413, f"the body is larger than {limit} bytes", slug="body_too_large")
     except web.RequestPayloadError:
         error = BadRequest("the body is not what its headers say", slug="invalid_body")
     except web.HTTPException as failure:
@@ -90,12 +88,15 @@ async def render_errors(request: web.Request, handler: Handler) -> web.StreamRes
         structlog.get_logger("epd").exception("bug", request_id=request[CONTEXT].request_id)
         error = ProxyError("the proxy failed; its log says why")
     request[OUTCOME] = error
-    return web.Response(
+    response = web.Response(
         status=error.status,
         body=error.body(),
         content_type="application/json",
         headers={**error.headers, **own_headers(request[CONTEXT])},
     )
+    if not request.content.is_eof():  # nobody reads the rest of its body
+        response.force_close()
+    return response
 
 
 @web.middleware
@@ -122,7 +123,7 @@ def _bearer(headers: CIMultiDictProxy[str]) -> str:
 
 def own_headers(context: RequestContext) -> dict[str, str]:
     """Headers of every answer."""
-    own = {"X-Request-Id": context.request_id}
+    own = {"X-Request-Id": context.request_id, "Server": SERVER}
     timing = ", ".join(
         f"{stage};dur={seconds * 1000:.1f}"
         for stage, seconds in stage_seconds(context.stages).items()
@@ -163,6 +164,12 @@ def _route(request: web.Request) -> str:
     """The route's path as it was declared: what a client asked for could be anything."""
     resource = request.match_info.route.resource
     return "unknown" if resource is None else resource.canonical
+
+
+def _left(request: web.Request) -> str:
+    connection = request.protocol
+    stalled = isinstance(connection, Connection) and connection.stalled
+    return "client_stalled" if stalled else "client_closed"
 
 
 def _reason(error: ProxyError | None) -> str | None:

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import orjson
 import structlog
-from aiohttp import HttpVersion11, web
+from aiohttp import web
 
 from epd import chat
 from epd.admin import Admin
+from epd.body import read_body
 from epd.cache import EncoderCache
 from epd.config import ProxyConfig
 from epd.errors import (
     BadRequest,
     ProxyError,
-    RequestRefused,
     UpstreamFailed,
     UpstreamTimeout,
 )
@@ -68,7 +68,8 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
     """The proxy as an aiohttp application, to be run or to be mounted in another.
 
     Run it with `handler_cancellation=True` (`web.run_app`, `web.AppRunner`): that is how a client
-    that leaves cancels what runs for it upstream.
+    that leaves cancels what runs for it upstream. `epd.protocol.Runner` does, and guards against
+    slow and malformed HTTP besides.
 
     Args:
         config: what `epd serve` makes of its flags.
@@ -215,20 +216,11 @@ async def _whole(request: web.Request, reply: Reply, headers: Mapping[str, str])
 
 
 async def _not_yet(_: web.Request) -> None:
-    """Leave a client that waits for `100 Continue` waiting: `_read` says it, past the checks."""
+    """Leave a client that waits for `100 Continue` waiting: `read_body` says it in time."""
 
 
 async def _read(request: web.Request) -> bytes:
-    """The body, within its deadline."""
-    expected = request.headers.get("Expect", "").lower()
-    if expected == "100-continue" and request.version >= HttpVersion11:
-        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0  # it is no part of the answer
-    try:
-        async with asyncio.timeout(request.app[CONFIG].body_timeout_s):
-            return await request.read()
-    except TimeoutError:
-        raise RequestRefused(408, "the body did not come in time", slug="body_timeout") from None
+    return await read_body(request, request.app[CONFIG])
 
 
 async def _whole_events(reply: Reply, idle_s: float) -> AsyncIterator[bytes]:
