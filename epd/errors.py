@@ -6,14 +6,19 @@ Every error reaches the client in OpenAI's shape, the one vLLM uses
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal, Self
 
 import orjson
 
 Stage = Literal["proxy", "store", "encode", "prefill", "decode"]
 
-TYPES = {404: "NotFoundError", 408: "RequestTimeoutError", 503: "ServiceUnavailableError"}
+TYPES = {
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    408: "RequestTimeoutError",
+    503: "ServiceUnavailableError",
+}
 
 MAX_UPSTREAM_TEXT = 500
 """Characters of an upstream's non-JSON error text that are shown to a client."""
@@ -95,6 +100,19 @@ class RequestRefused(ProxyError):
         super().__init__(message, slug=slug)
         self.status = status
         self.type = TYPES.get(status, "BadRequestError")
+
+
+class WrongMethod(RequestRefused):
+    """The route is there, and has other methods."""
+
+    def __init__(self, allowed: Iterable[str]) -> None:
+        super().__init__(405, "Method Not Allowed", slug="unknown_route")
+        self._allowed = ", ".join(sorted(allowed))
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """As for every error, and the methods there are, which a 405 must name (RFC 9110)."""
+        return {**super().headers, "Allow": self._allowed}
 
 
 class Unauthorized(ProxyError):

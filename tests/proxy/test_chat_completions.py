@@ -76,7 +76,7 @@ async def test_requests_are_spread_over_prefill_and_decode(launch: Launch) -> No
 
 
 async def test_kwargs_and_priority_go_along_to_encode(launch: Launch) -> None:
-    async with launch() as fleet:
+    async with launch(trust_request_mm_kwargs=True) as fleet:
         more = {
             "mm_processor_kwargs": {"max_pixels": 9},
             "media_io_kwargs": {"image": {"rgba_background_color": [0, 0, 0]}},
@@ -347,7 +347,7 @@ async def test_a_file_url_goes_to_the_encoder_unchanged(launch: Launch, tmp_path
 
 
 async def test_processor_kwargs_keep_media_raw_that_have_no_uuid_of_ours(launch: Launch) -> None:
-    async with launch() as fleet:
+    async with launch(trust_request_mm_kwargs=True) as fleet:
         more = {"mm_processor_kwargs": {"max_pixels": 9}}
         await fleet.chat(request(image("https://example.com/a.png"), **more))
         await fleet.chat(request(image(b"1"), **more))

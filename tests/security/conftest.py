@@ -1,0 +1,5 @@
+"""Fixtures of the security tests."""
+
+from tests.proxy.conftest import keys, launch
+
+__all__ = ["keys", "launch"]
