@@ -344,6 +344,10 @@ async def test_empty_kwargs_pass_as_they_do_at_an_engine(
     launch: Launch, empty: dict[str, Any] | None
 ) -> None:
     async with launch() as fleet:
-        body = {"messages": [], "mm_processor_kwargs": empty, "media_io_kwargs": empty}
+        body: dict[str, Any] = {
+            "messages": [],
+            "mm_processor_kwargs": empty,
+            "media_io_kwargs": empty,
+        }
 
         assert (await fleet.chat(body))[0] == 200
