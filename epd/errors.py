@@ -6,6 +6,7 @@ Every error reaches the client in OpenAI's shape, the one vLLM uses
 """
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal, Self
 
@@ -22,6 +23,9 @@ TYPES = {
 
 MAX_UPSTREAM_TEXT = 500
 """Characters of an upstream's non-JSON error text that are shown to a client."""
+
+INSIDES = re.compile(r"0x[0-9a-fA-F]{6,}|(?:/[\w.~-]+){2,}")
+"""Addresses and paths. vLLM strips them from its own errors; another shape is another's error."""
 
 
 class ProxyError(Exception):
@@ -246,10 +250,10 @@ def _plain_message(status: int, reply: bytes) -> str:
     match _parsed(reply):
         # FastAPI's own errors, and vLLM's answer to a wrong API key.
         case {"detail": str() as message} | {"error": str() as message} if message:
-            return message
+            text = message
         case _:
             text = reply[:MAX_UPSTREAM_TEXT].decode("utf-8", "replace").strip()
-            return text or f"the instance answered {status}"
+    return INSIDES.sub("…", text) or f"the instance answered {status}"
 
 
 def _parsed(reply: bytes) -> Any:

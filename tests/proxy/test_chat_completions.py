@@ -166,6 +166,7 @@ async def test_a_clients_uuid_beside_media_changes_nothing(
 
 
 @pytest.mark.parametrize("given", ["", "a" * 129, "a b", "a/b", "é", "a\n", 7, ["a"], False])
+@pytest.mark.security("S13")
 async def test_a_uuid_that_is_none_is_refused(launch: Launch, given: object) -> None:
     async with launch() as fleet:
         status, reply = await fleet.chat(request(text(), image(b"cat", uuid=given)))
@@ -272,6 +273,7 @@ async def test_a_large_picture_arrives_whole(launch: Launch) -> None:
         assert fleet.d.calls[0].parts == [image(picture, uuid=uuid)]
 
 
+@pytest.mark.security("S5")
 async def test_headers_that_go_on_and_headers_that_do_not(launch: Launch) -> None:
     async with launch(prefill=1) as fleet:
         sent = {

@@ -341,6 +341,7 @@ async def test_a_named_item_beside_one_that_cannot_be_encoded(
 # Tenants.
 
 
+@pytest.mark.security("S11")
 async def test_a_tenants_name_is_nobody_elses(
     launch: Launch, backed: Backed, url: str, keys: Path
 ) -> None:
