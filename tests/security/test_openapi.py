@@ -32,7 +32,7 @@ from tests.security.wire import ask
 
 DOCUMENT = json.loads(OPENAPI)
 METHODS = {"get", "post", "put", "patch", "delete"}
-EXAMPLES = 20
+EXAMPLES = 12
 """Of each kind, good and bad, for each operation."""
 ADMIN = "admin-key-0123456789"
 
