@@ -16,6 +16,7 @@ from epd import logs
 from epd.config import ProxyConfig
 from epd.server import serve
 from epd.tenants import KeysInvalid, key_line, new_key
+from epd.tls import TlsInvalid, server_context, upstream_context
 from epd.version import __version__
 from epd.web import create_app
 from epd.workers import WorkersFailed, supervise
@@ -30,6 +31,8 @@ GROUPS = {
     "*media*": "media",
     "api_keys_file": "tenants",
     "isolation": "tenants",
+    "ssl_*": "TLS",
+    "upstream_ca_file": "TLS",
     "*": "server",
 }
 """Where a field's flag stands in the help: under the first pattern that fits."""
@@ -113,6 +116,8 @@ def _settings(parser: Parser, flags: dict[str, Any]) -> ProxyConfig:
 def _serve(parser: Parser, config: ProxyConfig) -> None:
     logs.configure(config.log_format, config.log_level)
     try:
+        server_context(config)
+        upstream_context(config.upstream_ca_file)
         if config.workers == 1:
             uvloop.run(serve(config))
         else:
@@ -120,6 +125,8 @@ def _serve(parser: Parser, config: ProxyConfig) -> None:
             asyncio.run(supervise(config))  # uvloop's processes have no process_group
     except KeysInvalid as error:
         parser.error(f"--api-keys-file {error}")
+    except TlsInvalid as error:
+        parser.error(str(error))
     except WorkersFailed as failure:
         sys.exit(f"epd serve: {failure}")
     except OSError as error:
@@ -173,7 +180,8 @@ def _metavar(name: str, field: FieldInfo) -> str:
         ("_urls", "URLS"),
         ("_s", "SECONDS"),
         ("_bytes", "BYTES"),
-        ("_file", "FILE"),
+        ("file", "FILE"),
+        ("_ca_certs", "FILE"),
         ("_domains", "HOSTS"),
     ):
         if name.endswith(suffix):

@@ -12,6 +12,7 @@ from aiohttp.typedefs import Handler
 from multidict import CIMultiDictProxy
 
 from epd.config import ProxyConfig
+from epd.drain import end_in_time
 from epd.errors import BadRequest, ProxyError, RequestRefused, Unauthorized, UpstreamRejected
 from epd.events import ItemResult, Observer, RequestDone, stage_seconds
 from epd.stages import RequestContext
@@ -163,5 +164,5 @@ def _reason(error: ProxyError | None) -> str | None:
     return error.message if error.__cause__ is None else f"{error.message}: {error.__cause__!r}"
 
 
-MIDDLEWARES = (observe, render_errors, authenticate)
+MIDDLEWARES = (observe, render_errors, end_in_time, authenticate)
 """The outer one first."""

@@ -6,11 +6,13 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from io import BytesIO
+from pathlib import Path
 from typing import Self
 
 import aiohttp
 
 from epd.errors import Stage, UpstreamFailed, UpstreamTimeout
+from epd.tls import upstream_context
 from epd.version import __version__
 
 KEEP_ALIVE_S = 2.0
@@ -109,10 +111,18 @@ class Upstream:
 
     @classmethod
     @asynccontextmanager
-    async def connect(cls, connect_timeout_s: float) -> AsyncIterator[Self]:
-        """A pool that is closed when the context is left."""
+    async def connect(
+        cls, connect_timeout_s: float, ca_file: Path | None = None
+    ) -> AsyncIterator[Self]:
+        """A pool that is closed when the context is left.
+
+        Raises:
+            TlsInvalid: the file of CAs cannot be used.
+        """
         async with aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+            connector=aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=KEEP_ALIVE_S, ssl=upstream_context(ca_file)
+            ),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s),
             cookie_jar=aiohttp.DummyCookieJar(),
             headers={"User-Agent": f"epd/{__version__}", "Accept-Encoding": "identity"},

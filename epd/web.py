@@ -15,8 +15,10 @@ from epd import chat
 from epd.admin import Admin
 from epd.cache import EncoderCache
 from epd.config import ProxyConfig
+from epd.drain import DRAIN, Drain, send_elsewhere
 from epd.errors import (
     BadRequest,
+    Overloaded,
     ProxyError,
     RequestRefused,
     UpstreamFailed,
@@ -38,6 +40,7 @@ from epd.middlewares import (
     own_headers,
 )
 from epd.pipeline import Pipeline
+from epd.reload import RELOAD, Reload
 from epd.sse import EventAligner
 from epd.stages import RequestContext
 from epd.tenants import ApiKeys, KeysInvalid, parse_keys
@@ -72,8 +75,13 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
     app[CONFIG] = config
     if config.api_keys_file is not None:
         app[KEYS] = _read_keys(config.api_keys_file)
-    app[OPEN] = frozenset({health})  # a load balancer has no key
+    app[OPEN] = frozenset({health, ready})  # a load balancer has no key
     app[METRICS] = MetricsObserver()
+    app[RELOAD] = Reload(app[METRICS].reloaded)
+    if config.api_keys_file is not None:
+        app[RELOAD].add("API keys", partial(_renew_keys, app[KEYS], config.api_keys_file))
+    app[DRAIN] = Drain()
+    app.on_response_prepare.append(send_elsewhere)
     app[OBSERVERS] = (
         app[METRICS],
         *((LogObserver(),) if observers is None else observers),
@@ -86,6 +94,7 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
             web.delete("/v1/media/{uuid}", forget_media),
             web.get("/v1/models", models),
             web.get("/health", health),
+            web.get("/ready", ready),
             web.get("/metrics", metrics),
             web.post("/start_profile", partial(profile, "start"), expect_handler=_not_yet),
             web.post("/stop_profile", partial(profile, "stop"), expect_handler=_not_yet),
@@ -108,11 +117,15 @@ def _read_keys(path: Path) -> ApiKeys:
     return keys
 
 
+def _renew_keys(keys: ApiKeys, path: Path) -> None:
+    keys.replace(_read_keys(path))
+
+
 async def _connections(app: web.Application) -> AsyncIterator[None]:
     config = app[CONFIG]
     table = InstanceTable(config.instances)
     async with (
-        Upstream.connect(config.connect_timeout_s) as upstream,
+        Upstream.connect(config.connect_timeout_s, config.upstream_ca_file) as upstream,
         remote_media(config) as media,
         _cache(config) as cache,
     ):
@@ -171,8 +184,9 @@ async def _stream(
     )
     await response.prepare(request)
     try:
-        async for events in _whole_events(reply, request.app[CONFIG].idle_timeout_s):
-            await response.write(events)
+        async with request.app[DRAIN].bounded():
+            async for events in _whole_events(reply, request.app[CONFIG].idle_timeout_s):
+                await response.write(events)
     except ProxyError as error:
         # The official OpenAI client takes an end without [DONE] for success, and this for an error.
         request[OUTCOME] = error
@@ -236,6 +250,13 @@ async def health(request: web.Request) -> web.Response:
     """`GET /health`: asks every instance."""
     status, body = await request.app[ADMIN].health()
     return _json(body, request[CONTEXT], status)
+
+
+async def ready(request: web.Request) -> web.Response:
+    """`GET /ready`: whether to send requests here. It asks nobody, and may be asked often."""
+    if request.app[DRAIN].began:
+        raise Overloaded("the proxy is about to stop", slug="shutting_down")
+    return _json({"status": "ready"}, request[CONTEXT])
 
 
 async def metrics(request: web.Request) -> web.Response:
