@@ -132,9 +132,7 @@ async def _reload(app: web.Application, orders: Orders) -> None:
 async def _end(runner: web.AppRunner, timeout_s: float, now: asyncio.Event) -> None:
     for site in runner.sites:
         await site.stop()
-    # What has just been accepted is heard first. Open connections that are idle stay until the
-    # last request has ended: aiohttp's `pre_shutdown` would deafen those that are sending a body.
-    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # what has just been accepted is heard first
     await first_of(_finished(runner), asyncio.sleep(timeout_s), now.wait())
     if not now.is_set():
         runner.app[DRAIN].cut()
@@ -153,6 +151,8 @@ async def _finished(runner: web.AppRunner) -> None:
     """Wait until all requests have ended and their answers are sent."""
     await runner.app[DRAIN].idle()
     if runner.server is not None:
+        # Not before, as `runner.cleanup` does: it deafens connections that are sending a body.
+        runner.server.pre_shutdown()
         await runner.server.shutdown(None)
 
 
