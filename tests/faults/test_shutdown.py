@@ -19,7 +19,7 @@ from tests.proxy.test_process import serving
 from tests.proxy.test_workers import refuses_connections
 from tests.requests import request, text
 
-END_S = 20
+END_S = 60
 """Far more than ending takes, far less than the drain that it must not wait for."""
 LONG = "300"
 
@@ -98,7 +98,7 @@ def events(raw: bytes) -> list[Any]:
 
 @pytest.mark.fault(61)
 async def test_it_says_so_goes_on_serving_and_lets_what_runs_end(workers: str) -> None:
-    async with proxy(workers, "--drain-delay-s", "3") as running:
+    async with proxy(workers, "--drain-delay-s", "6") as running:
         stream = await running.ask(stream=True)
         running.process.terminate()
 
@@ -123,14 +123,14 @@ async def test_what_has_not_ended_in_time_is_told_so(workers: str) -> None:
     async with proxy(workers, "--drain-timeout-s", "0.5") as running:
         stream = await running.ask(stream=True)
         whole = running.ask()
-        await until(lambda: len(running.decode.calls) == 2)
+        await until(lambda: len(running.decode.calls) == 2, END_S)
         running.process.terminate()
 
         reply = await whole
         error = (await reply.json())["error"]
         first, last = events(await stream.read())
         assert await running.ended() == 0
-        await until(lambda: running.decode.aborted == 2)
+        await until(lambda: running.decode.aborted == 2, END_S)
         logged = await running.log()
 
     assert reply.status == error["code"] == last["error"]["code"] == 503
@@ -199,7 +199,7 @@ async def test_a_client_that_does_not_read_does_not_keep_it_from_ending(workers:
         running.process.terminate()
 
         assert await running.ended() == 0
-        await until(lambda: running.decode.aborted)
+        await until(lambda: running.decode.aborted, END_S)
         reply.close()
 
 
@@ -237,14 +237,14 @@ async def test_a_second_signal_aborts_what_runs(
     async with proxy(workers, "--drain-delay-s", LONG) as running:
         stream = await running.ask(stream=True)
         whole = running.ask()
-        await until(lambda: len(running.decode.calls) == 2)
+        await until(lambda: len(running.decode.calls) == 2, END_S)
         running.process.send_signal(first)
         await asyncio.sleep(0.3)
         assert running.process.poll() is None
         running.process.send_signal(second)
 
         assert await running.ended() == 0
-        await until(lambda: running.decode.aborted == 2)
+        await until(lambda: running.decode.aborted == 2, END_S)
         for broken in (whole, stream.read()):
             with pytest.raises(aiohttp.ClientError):
                 await broken
