@@ -171,7 +171,7 @@ class ProxyConfig(BaseModel):
     api_keys_file: Path | None = Field(
         default=None,
         description="file of lines tenant:sha256, as `epd hash-key` prints them; with it, every "
-        "route but /health wants a key, and clients' keys do not go on to the instances",
+        "route but /health and /ready wants a key, and clients' keys do not go on to the instances",
     )
     isolation: Literal["tenant", "shared"] = Field(
         default="tenant",

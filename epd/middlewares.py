@@ -99,7 +99,7 @@ async def render_errors(request: web.Request, handler: Handler) -> web.StreamRes
 
 @web.middleware
 async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Let nobody without a key further than `/health`, where keys are configured."""
+    """Let nobody without a key further than `/health` and `/ready`, where keys are configured."""
     keys = request.app.get(KEYS)
     if keys is not None and request.match_info.handler not in request.app[OPEN]:
         tenant = keys.tenant_of(_bearer(request.headers))
