@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from tests.proxy.fake_instance import STREAM, FakeInstance, decodes, encodes, hangs
+from tests.proxy.fake_instance import STREAM, FakeInstance, Handler, decodes, encodes, hangs
 from tests.proxy.fleet import until
 from tests.proxy.test_process import serving
 from tests.proxy.test_workers import refuses_connections
@@ -22,6 +22,8 @@ from tests.requests import request, text
 END_S = 60
 """Far more than ending takes, far less than the drain that it must not wait for."""
 LONG = "300"
+MUCH = 32 * 1024**2
+"""More than sockets hold."""
 
 pytestmark = pytest.mark.parametrize("workers", ["1", "2"])
 
@@ -54,7 +56,6 @@ class Proxy:
     http: aiohttp.ClientSession
 
     def ask(self, **more: Any) -> Awaitable[aiohttp.ClientResponse]:
-        """On a connection of its own."""
         body = request(text(), **more)
         return asyncio.ensure_future(self.http.post(f"{self.url}/v1/chat/completions", json=body))
 
@@ -77,12 +78,7 @@ class Proxy:
 async def proxy(workers: str, *flags: str) -> AsyncIterator[Proxy]:
     encode, decode = FakeInstance(encodes), Decode(hangs)
     decode.chat = decode.pauses
-    connector = aiohttp.TCPConnector(force_close=True, limit=0)
-    async with (
-        encode.running(),
-        decode.running(),
-        aiohttp.ClientSession(connector=connector) as http,
-    ):
+    async with encode.running(), decode.running(), aiohttp.ClientSession() as http:
         urls = ["--encode-servers-urls", encode.url, "--decode-servers-urls", decode.url]
         with serving(*urls, "--workers", workers, *flags) as (url, process):
             async with http.get(f"{url}/ready") as reply:  # it obeys signals by now
@@ -167,13 +163,19 @@ async def test_a_body_on_its_way_is_still_read(workers: str) -> None:
         assert await running.ended() == 0
 
 
+async def much(_: web.Request, __: dict[str, Any]) -> web.Response:
+    return web.json_response({"choices": [], "filler": "x" * MUCH})
+
+
+async def floods(web_request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(web_request)
+    while True:
+        await response.write(STREAM[0] * 1000)
+
+
 @pytest.mark.fault(61)
 async def test_a_client_that_reads_slowly_gets_all_of_its_answer(workers: str) -> None:
-    size = 32 * 1024**2
-
-    async def much(_: web.Request, __: dict[str, Any]) -> web.Response:
-        return web.json_response({"choices": [], "filler": "x" * size})
-
     async with proxy(workers) as running:
         running.decode.chat = much
         reply = await running.ask()
@@ -181,25 +183,23 @@ async def test_a_client_that_reads_slowly_gets_all_of_its_answer(workers: str) -
         await running.refuses()
         await asyncio.sleep(0.5)
 
-        assert len((await reply.json())["filler"]) == size
+        async with asyncio.timeout(END_S):
+            assert len((await reply.json())["filler"]) == MUCH
         assert await running.ended() == 0
 
 
 @pytest.mark.fault(61)
-async def test_a_client_that_does_not_read_does_not_keep_it_from_ending(workers: str) -> None:
-    async def floods(web_request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(web_request)
-        while True:
-            await response.write(STREAM[0] * 1000)
-
+@pytest.mark.parametrize("answers", [much, floods])
+async def test_a_client_that_does_not_read_does_not_keep_it_from_ending(
+    workers: str, answers: Handler
+) -> None:
     async with proxy(workers, "--drain-timeout-s", "0.5") as running:
-        running.decode.chat = floods
-        reply = await running.ask(stream=True)
+        running.decode.chat = answers
+        reply = await running.ask(stream=answers is floods)
         running.process.terminate()
 
         assert await running.ended() == 0
-        await until(lambda: running.decode.aborted, END_S)
+        await until(lambda: running.decode.aborted == (answers is floods), END_S)
         reply.close()
 
 
