@@ -17,6 +17,7 @@ from epd.config import AdminKey, ProxyConfig
 from epd.descriptors import raise_limit
 from epd.server import serve
 from epd.tenants import KeysInvalid, key_line, new_key
+from epd.tls import TlsInvalid, server_context, upstream_context
 from epd.version import __version__
 from epd.web import create_app
 from epd.workers import WorkersFailed, supervise
@@ -35,6 +36,8 @@ GROUPS = {
     "trust_request_mm_kwargs": "media",
     "api_keys_file": "tenants",
     "isolation": "tenants",
+    "ssl_*": "TLS",
+    "upstream_ca_file": "TLS",
     "*": "server",
 }
 """Where a field's flag stands in the help: under the first pattern that fits."""
@@ -123,6 +126,8 @@ def _serve(parser: Parser, config: ProxyConfig) -> None:
     logs.configure(config.log_format, config.log_level)
     raise_limit()
     try:
+        server_context(config)
+        upstream_context(config.upstream_ca_file)
         if config.workers == 1:
             uvloop.run(serve(config))
         else:
@@ -130,6 +135,8 @@ def _serve(parser: Parser, config: ProxyConfig) -> None:
             asyncio.run(supervise(config))  # uvloop's processes have no process_group
     except KeysInvalid as error:
         parser.error(f"--api-keys-file {error}")
+    except TlsInvalid as error:
+        parser.error(str(error))
     except WorkersFailed as failure:
         sys.exit(f"epd serve: {failure}")
     except OSError as error:
@@ -185,7 +192,8 @@ def _metavar(name: str, field: FieldInfo) -> str:
         ("_urls", "URLS"),
         ("_s", "SECONDS"),
         ("_bytes", "BYTES"),
-        ("_file", "FILE"),
+        ("file", "FILE"),
+        ("_ca_certs", "FILE"),
         ("_domains", "HOSTS"),
     ):
         if name.endswith(suffix):

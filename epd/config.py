@@ -109,6 +109,7 @@ Domains = Annotated[
     BeforeValidator(lambda value: _split_domains(value) if value else ()),
 ]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+SecondsOrNone = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class ProxyConfig(BaseModel):
@@ -134,6 +135,27 @@ class ProxyConfig(BaseModel):
     port: int = Field(default=8000, ge=0, le=65535, description="port to listen on")
     workers: int = Field(
         default=1, ge=1, description="processes that serve it; one uses one core at most"
+    )
+    ssl_certfile: Path | None = Field(
+        default=None,
+        description="certificate, and its chain, that clients are served over TLS with",
+    )
+    ssl_keyfile: Path | None = Field(
+        default=None, description="its private key, without passphrase"
+    )
+    ssl_ca_certs: Path | None = Field(
+        default=None, description="CAs that clients' own certificates must be from"
+    )
+    ssl_cert_reqs: int = Field(
+        default=0,
+        ge=0,
+        le=2,
+        description="clients' own certificates: 0 none, 1 optional, 2 required",
+    )
+    upstream_ca_file: Path | None = Field(
+        default=None,
+        description="CAs that the certificates of https instances must be from; without it the "
+        "system's",
     )
 
     ec_store: StoreUrl = Field(
@@ -274,6 +296,12 @@ class ProxyConfig(BaseModel):
         default=30.0, description="for how long, times how often it had to be of late"
     )
     eject_max_s: Seconds = Field(default=300.0, description="the longest such time")
+    drain_delay_s: SecondsOrNone = Field(
+        default=5.0, description="from SIGTERM, and /ready's 503, until no connection is taken"
+    )
+    drain_timeout_s: SecondsOrNone = Field(
+        default=300.0, description="from then until the requests that still run are ended"
+    )
 
     profile_timeout_s: Seconds = Field(
         default=300.0, description="an instance's answer to /start_profile and /stop_profile"
@@ -301,6 +329,19 @@ class ProxyConfig(BaseModel):
                 f"{min(both)!r} is named as prefill and as decode instance; an instance that does "
                 "both belongs in --decode-servers-urls alone"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ValueError("--ssl-certfile and --ssl-keyfile need each other")
+        if (self.ssl_ca_certs is None) != (self.ssl_cert_reqs == 0):
+            raise ValueError(
+                "--ssl-ca-certs needs --ssl-cert-reqs 1 or 2, and they need it: one without the "
+                "other would verify nobody"
+            )
+        if self.ssl_ca_certs is not None and self.ssl_certfile is None:
+            raise ValueError("--ssl-ca-certs needs --ssl-certfile")
         return self
 
     def to_json(self) -> bytes:

@@ -1,6 +1,6 @@
 """An observer that counts, for `GET /metrics` in Prometheus' text format."""
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from epd.events import InstanceChanged, RequestDone, StageDone
@@ -53,6 +53,16 @@ class MetricsObserver:
             buckets=SECONDS,
             registry=self._registry,
         )
+        self._reloaded = Gauge(
+            "epd_config_last_reload_success",
+            "1 where all files that were read last could be used; 0: older ones are in force.",
+            registry=self._registry,
+        )
+        self._reloaded.set(1)
+
+    def reloaded(self, success: bool) -> None:
+        """Say how it ended."""
+        self._reloaded.set(success)
 
     def stage_done(self, event: StageDone) -> None:
         """Add its time."""

@@ -12,6 +12,7 @@ from aiohttp.typedefs import Handler
 
 from epd.access import Access, Headers, bearer, check_admin
 from epd.config import ProxyConfig
+from epd.drain import end_in_time
 from epd.errors import (
     BadRequest,
     ProxyError,
@@ -202,5 +203,5 @@ def _kind(cause: BaseException) -> str:
     return f"{name}: {cause}" if isinstance(cause, OSError) else name
 
 
-MIDDLEWARES = (observe, render_errors, authenticate)
+MIDDLEWARES = (observe, render_errors, end_in_time, authenticate)
 """The outer one first."""

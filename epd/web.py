@@ -18,8 +18,11 @@ from epd.admin import Admin
 from epd.body import read_body
 from epd.cache import EncoderCache
 from epd.config import ProxyConfig
+from epd.drain import DRAIN, Drain, send_elsewhere
 from epd.errors import (
     BadRequest,
+    NoInstance,
+    Overloaded,
     ProxyError,
     UpstreamFailed,
     UpstreamTimeout,
@@ -44,6 +47,7 @@ from epd.middlewares import (
 from epd.pipeline import Pipeline
 from epd.probes import probing
 from epd.releases import Releases
+from epd.reload import RELOAD, Reload
 from epd.sse import EventAligner
 from epd.stages import RequestContext, Stages
 from epd.tenants import ApiKeys, KeysInvalid, parse_keys
@@ -89,6 +93,11 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
     app[ACCESS] = dict[object, Access]((route.handler, access) for access, route in ROUTES)
     app.add_routes([route for _, route in ROUTES])
     app[METRICS] = MetricsObserver()
+    app[RELOAD] = Reload(app[METRICS].reloaded)
+    if config.api_keys_file is not None:
+        app[RELOAD].add("API keys", partial(_renew_keys, app[KEYS], config.api_keys_file))
+    app[DRAIN] = Drain()
+    app.on_response_prepare.append(send_elsewhere)
     app[OBSERVERS] = (
         app[METRICS],
         *((LogObserver(),) if observers is None else observers),
@@ -111,13 +120,17 @@ def _read_keys(path: Path) -> ApiKeys:
     return keys
 
 
+def _renew_keys(keys: ApiKeys, path: Path) -> None:
+    keys.replace(_read_keys(path))
+
+
 async def _connections(app: web.Application) -> AsyncIterator[None]:
     config = app[CONFIG]
     table = InstanceTable(
         config.instances, config.health, on_change=partial(_changed, app[OBSERVERS])
     )
     async with (
-        Upstream.connect(config.connect_timeout_s) as upstream,
+        Upstream.connect(config.connect_timeout_s, config.upstream_ca_file) as upstream,
         remote_media(config) as media,
         _cache(config) as cache,
         probing(table, upstream, config.health_timeout_s),
@@ -150,7 +163,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     scope = request.app[CONFIG].scope_of(context.tenant)
     stream: web.StreamResponse | None = None
     try:
-        async with _deadline(request):
+        async with request.app[DRAIN].bounded(), _deadline(request):
             body = salted(chat.parse(await _read(request)), scope)
             async with request.app[PIPELINE].run(body, context) as reply:
                 headers = _answer_headers(reply, context)
@@ -278,6 +291,15 @@ async def openapi(request: web.Request) -> web.Response:
     return web.Response(body=OPENAPI, content_type="application/json", headers=headers)
 
 
+async def ready(request: web.Request) -> web.Response:
+    """`GET /ready`: whether to send requests here. It asks nobody, and may be asked often."""
+    if request.app[DRAIN].began:
+        raise Overloaded("the proxy is about to stop", slug="shutting_down")
+    if not request.app[TABLE].serves(request.app[CONFIG].decode_role):
+        raise NoInstance("no decode instance can be reached", slug="no_decode")
+    return _json({"status": "ready"}, request[CONTEXT])
+
+
 async def metrics(request: web.Request) -> web.Response:
     """`GET /metrics`, for Prometheus."""
     return web.Response(body=request.app[METRICS].page(), headers={"Content-Type": CONTENT_TYPE})
@@ -307,6 +329,7 @@ def _json(body: object, context: RequestContext, status: int = 200) -> web.Respo
 
 ROUTES = (
     (Access.OPEN, web.get("/health", health)),  # a load balancer has no key
+    (Access.OPEN, web.get("/ready", ready)),
     (Access.OPEN, web.get("/openapi.json", openapi)),  # it says nothing of this fleet
     (Access.TENANT, web.post("/v1/chat/completions", chat_completions, expect_handler=_not_yet)),
     (Access.TENANT, web.post("/v1/media", push_media, expect_handler=_not_yet)),

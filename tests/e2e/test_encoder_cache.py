@@ -174,6 +174,7 @@ def another_proxy(stack: Served, *flags: str) -> Iterator[str]:
         *("--encode-servers-urls", urls[Role.ENCODE]),
         *("--decode-servers-urls", urls[Role.PREFILL_DECODE]),
         *("--ec-store", stack.stack.store, "--ec-store-budget-s", "2", "--log-format", "json"),
+        *("--drain-delay-s", "0"),
         *flags,
     ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:

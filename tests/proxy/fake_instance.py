@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -74,7 +75,7 @@ class FakeInstance:
         return web.Response(status=200 if self.profiler else 404)
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator["FakeInstance"]:
+    async def running(self, context: ssl.SSLContext | None = None) -> AsyncIterator["FakeInstance"]:
         app = web.Application(client_max_size=2**30)
         app.router.add_post("/v1/chat/completions", self._chat)
         for path in ("/start_profile", "/stop_profile"):
@@ -83,8 +84,9 @@ class FakeInstance:
             app.router.add_get(path, self._other)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.2)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
+        scheme = "http" if context is None else "https"
+        self.url = f"{scheme}://127.0.0.1:{runner.addresses[0][1]}"
         try:
             yield self
         finally:
