@@ -17,7 +17,6 @@ from epd.admin import Admin
 from epd.cache import EncoderCache
 from epd.config import ProxyConfig
 from epd.errors import (
-    BadRequest,
     ProxyError,
     RequestRefused,
     UpstreamFailed,
@@ -297,10 +296,7 @@ async def profile(command: str, request: web.Request) -> web.Response:
     """`POST /start_profile` and `/stop_profile`: tells every instance."""
     body = await _read(request)
     if body:
-        try:
-            orjson.loads(body)
-        except orjson.JSONDecodeError:
-            raise BadRequest("the body is not valid JSON", slug="invalid_json") from None
+        chat.parse_json(body)
     context = request[CONTEXT]
     headers = context.headers_for(context.request_id)
     return _json(await request.app[ADMIN].profile(command, headers, body), context)
