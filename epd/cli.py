@@ -29,6 +29,7 @@ GROUPS = {
     "probe_*": "health of instances",
     "*_s": "deadlines",
     "max_*": "limits",
+    "min_*": "limits",
     "*media*": "media",
     "api_keys_file": "tenants",
     "isolation": "tenants",

@@ -204,6 +204,12 @@ class ProxyConfig(BaseModel):
     max_media_bytes: int = Field(
         default=64 * 1024**2, ge=1, description="size of one item that the proxy fetches"
     )
+    max_image_pixels: int = Field(
+        default=178_956_970, ge=1, description="pixels of one picture; the default is vLLM's"
+    )
+    min_image_side: int = Field(
+        default=2, ge=0, description="width and height of one picture, in pixels"
+    )
 
     body_timeout_s: Seconds = Field(default=60.0, description="a request body's arrival")
     connect_timeout_s: Seconds = Field(default=2.0, description="connecting to an instance")
