@@ -1,6 +1,6 @@
 """An observer that counts, for `GET /metrics` in Prometheus' text format."""
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from epd.events import InstanceChanged, RequestDone, StageDone
@@ -54,6 +54,12 @@ class MetricsObserver:
             registry=self._registry,
         )
 
+        self._loop_lag = Gauge(
+            "epd_event_loop_lag_seconds",
+            "The longest that the event loop kept others waiting, of the last 15 s.",
+            registry=self._registry,
+        )
+
     def stage_done(self, event: StageDone) -> None:
         """Add its time."""
         failed = "true" if event.error else "false"
@@ -72,6 +78,10 @@ class MetricsObserver:
     def instance_changed(self, event: InstanceChanged) -> None:
         """Count it."""
         self._instances.labels(event.role, event.state).inc()
+
+    def loop_lag(self, seconds: float) -> None:
+        """Show how long the event loop kept others waiting."""
+        self._loop_lag.set(seconds)
 
     def page(self) -> bytes:
         """All figures."""

@@ -28,6 +28,7 @@ from epd.health import State
 from epd.identity import salted
 from epd.instances import Instance, InstanceTable
 from epd.logs import LogObserver
+from epd.loop_lag import watched
 from epd.metrics import CONTENT_TYPE, MetricsObserver
 from epd.middlewares import (
     CONFIG,
@@ -123,6 +124,7 @@ async def _connections(app: web.Application) -> AsyncIterator[None]:
         config.instances, config.health, on_change=partial(_changed, app[OBSERVERS])
     )
     async with (
+        watched(app[METRICS].loop_lag),
         Upstream.connect(config.connect_timeout_s) as upstream,
         remote_media(config) as media,
         _cache(config) as cache,
