@@ -127,8 +127,10 @@ class Pipeline:
     ) -> tuple[Body, Mapping[MMItem, str | None]]:
         """The request, with media in it that the proxy fetches, and the keys of its items."""
         items = mm_items(body, self._config.max_items)
-        body = await self._media.inlined(body, items, context.tenant.name)
-        return body, await self._keys.of(body, mm_items(body), context.tenant)
+        inlined = await self._media.inlined(body, items, context.tenant.name)
+        if inlined is not body:
+            items = mm_items(inlined)
+        return inlined, await self._keys.of(inlined, items, context.tenant)
 
     async def _prepare(
         self,

@@ -1,13 +1,18 @@
 """An event loop that is held up is seen."""
 
 import asyncio
+import threading
 import time
 
 import pytest
 import structlog
 
+from epd import identity, keys
 from epd.loop_lag import watched
+from epd.media import Inline
+from epd.tenants import Scope
 from tests.proxy.fleet import Launch, until
+from tests.requests import image, input_audio, request
 
 pytestmark = pytest.mark.fault(65)
 
@@ -51,3 +56,24 @@ async def test_nothing_is_told_once_the_context_is_left() -> None:
 async def test_metrics_have_it() -> None:
     async with Launch()() as fleet, fleet.http.get(f"{fleet.url}/metrics") as reply:
         assert "\nepd_event_loop_lag_seconds 0.0\n" in await reply.text()
+
+
+@pytest.mark.parametrize(("items", "off_the_loop"), [(2, False), (40, True)])
+async def test_media_are_looked_into_off_the_loop_by_what_they_are_in_all(
+    monkeypatch: pytest.MonkeyPatch, items: int, off_the_loop: bool
+) -> None:
+    """A limit for each would let many that are just under it hold the loop up together."""
+    threads = set[threading.Thread]()
+
+    def content_key(scope: Scope, modality: str, media: Inline) -> str:
+        threads.add(threading.current_thread())
+        return identity.content_key(scope, modality, media)
+
+    monkeypatch.setattr(keys, "content_key", content_key)
+    async with Launch()() as fleet:
+        content = b"x" * (keys.IN_THREAD // 32)
+        parts = [image(content), *[input_audio(content)] * (items - 1)]
+        assert (await fleet.chat(request(*parts)))[0] == 200
+
+    assert len(threads) == 1
+    assert (threading.main_thread() not in threads) is off_the_loop
