@@ -5,7 +5,7 @@ wire is vLLM's chat completion API (`vllm/entrypoints/openai/chat_completion/pro
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -162,13 +162,12 @@ def _deeper(value: Any, limit: int) -> bool:
     level = [value] if isinstance(value, list | dict) else []
     for _ in range(limit):
         level = [
-            inner for outer in level for inner in _inside(outer) if isinstance(inner, (list, dict))
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, (list, dict))  # as a union it takes three times as long
         ]
     return bool(level)
-
-
-def _inside(outer: list[Any] | dict[str, Any]) -> Iterable[Any]:
-    return outer.values() if isinstance(outer, dict) else outer
 
 
 def mm_items(body: Body, most: int | None = None) -> tuple[MMItem, ...]:
