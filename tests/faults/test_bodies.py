@@ -19,11 +19,6 @@ from tests.requests import audio_url, image, input_audio, request, text, video
 SECRET = "the-password-is-swordfish"
 
 
-@pytest.fixture
-def launch() -> Launch:
-    return Launch()
-
-
 async def answer(fleet: Fleet, body: bytes) -> tuple[int, str | None, dict[str, Any]]:
     """The status, what is at fault, and the error of an answer."""
     async with fleet.post(body) as reply:

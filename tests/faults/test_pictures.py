@@ -18,11 +18,6 @@ pytestmark = pytest.mark.security("S10")
 KINDS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
 
-@pytest.fixture
-def launch() -> Launch:
-    return Launch()
-
-
 def picture(kind: str, width: int, height: int) -> bytes:
     file = io.BytesIO()
     Image.new("RGB", (width, height)).save(file, kind)
