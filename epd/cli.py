@@ -32,6 +32,7 @@ GROUPS = {
     "*_s": "deadlines",
     "max_*": "limits",
     "*_rate_bytes": "limits",
+    "min_*": "limits",
     "*media*": "media",
     "trust_request_mm_kwargs": "media",
     "api_keys_file": "tenants",

@@ -254,6 +254,12 @@ class ProxyConfig(BaseModel):
     body_min_rate_bytes: int = Field(
         default=64 * 1024, ge=1, description="of a request body, each second, after the first 5"
     )
+    max_image_pixels: int = Field(
+        default=178_956_970, ge=1, description="pixels of one picture; the default is vLLM's"
+    )
+    min_image_side: int = Field(
+        default=2, ge=0, description="width and height of one picture, in pixels"
+    )
 
     header_timeout_s: Seconds = Field(default=10.0, description="a request head's arrival")
     keep_alive_s: Seconds = Field(

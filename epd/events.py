@@ -39,7 +39,7 @@ class RequestDone:
     """A client's request has ended, however it ended.
 
     Attributes:
-        request_id: the id sent to the instances.
+        request_id: what the client calls it, or the id sent to the instances.
         method: HTTP method.
         path: path of the route.
         status: HTTP status that was sent; 499 where the client left first.
@@ -50,6 +50,7 @@ class RequestDone:
         items: how many media items came from where.
         retries: how often the request was begun anew, unseen by the client.
         degraded: what was done in another stage than its own.
+        engine_id: the id sent to the instances.
     """
 
     request_id: str
@@ -63,6 +64,7 @@ class RequestDone:
     items: Mapping[ItemResult, int]
     retries: int
     degraded: frozenset[Degraded] = frozenset()
+    engine_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

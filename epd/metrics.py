@@ -64,6 +64,12 @@ class MetricsObserver:
         """Say how it ended."""
         self._reloaded.set(success)
 
+        self._loop_lag = Gauge(
+            "epd_event_loop_lag_seconds",
+            "The longest that the event loop kept others waiting, of the last 15 s.",
+            registry=self._registry,
+        )
+
     def stage_done(self, event: StageDone) -> None:
         """Add its time."""
         failed = "true" if event.error else "false"
@@ -82,6 +88,10 @@ class MetricsObserver:
     def instance_changed(self, event: InstanceChanged) -> None:
         """Count it."""
         self._instances.labels(event.role, event.state).inc()
+
+    def loop_lag(self, seconds: float) -> None:
+        """Show how long the event loop kept others waiting."""
+        self._loop_lag.set(seconds)
 
     def page(self) -> bytes:
         """All figures."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import secrets
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import get_args
@@ -49,8 +50,10 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     clock = asyncio.get_running_loop().time
     started = clock()
     config, observers = request.app[CONFIG], request.app[OBSERVERS]
+    client_id = _client_id(request.headers)
     context = RequestContext(
-        request_id=_request_id(request.headers),
+        request_id=_request_id(client_id),
+        client_id=client_id,
         headers=_forwarded(request.headers, config, own_keys=_keeps_keys(request)),
         clients_key=_passes_key(request, config),
         observers=observers,
@@ -63,7 +66,8 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
         return response
     finally:
         event = RequestDone(
-            request_id=context.request_id,
+            request_id=context.client_id or context.request_id,
+            engine_id=context.request_id,
             method=request.method,
             path=_route(request),
             status=status,
@@ -139,7 +143,7 @@ def _keeps_keys(request: web.Request) -> bool:
 
 def own_headers(context: RequestContext) -> dict[str, str]:
     """Headers of every answer."""
-    own = {"X-Request-Id": context.request_id, "Server": SERVER}
+    own = {"X-Request-Id": context.client_id or context.request_id, "Server": SERVER}
     timing = ", ".join(
         f"{stage};dur={seconds * 1000:.1f}"
         for stage, seconds in stage_seconds(context.stages).items()
@@ -159,9 +163,21 @@ def _passes_key(request: web.Request, config: ProxyConfig) -> bool:
     return KEYS not in request.app and given
 
 
-def _request_id(headers: Mapping[str, str]) -> str:
-    given = headers.get("x-request-id", "")
-    return given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+def _client_id(headers: Headers) -> str | None:
+    match headers.getall("x-request-id", ()):
+        case [given] if REQUEST_ID.fullmatch(given):
+            return given
+        case _:
+            return None
+
+
+def _request_id(client_id: str | None) -> str:
+    """An id of our own, which begins with the client's, so that a search for that finds it.
+
+    A client may use one id twice at a time. An engine or a KV connector that goes by the id would
+    take two such requests for one.
+    """
+    return uuid.uuid4().hex if client_id is None else f"{client_id}-{secrets.token_hex(4)}"
 
 
 def _forwarded(headers: Headers, config: ProxyConfig, *, own_keys: bool) -> dict[str, str]:

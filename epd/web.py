@@ -20,7 +20,6 @@ from epd.cache import EncoderCache
 from epd.config import ProxyConfig
 from epd.drain import DRAIN, Drain, send_elsewhere
 from epd.errors import (
-    BadRequest,
     NoInstance,
     Overloaded,
     ProxyError,
@@ -33,6 +32,7 @@ from epd.health import State
 from epd.identity import salted
 from epd.instances import Instance, InstanceTable
 from epd.logs import LogObserver
+from epd.loop_lag import watched
 from epd.metrics import CONTENT_TYPE, MetricsObserver
 from epd.middlewares import (
     ACCESS,
@@ -130,6 +130,7 @@ async def _connections(app: web.Application) -> AsyncIterator[None]:
         config.instances, config.health, on_change=partial(_changed, app[OBSERVERS])
     )
     async with (
+        watched(app[METRICS].loop_lag),
         Upstream.connect(config.connect_timeout_s, config.upstream_ca_file) as upstream,
         remote_media(config) as media,
         _cache(config) as cache,
@@ -309,10 +310,7 @@ async def profile(command: str, request: web.Request) -> web.Response:
     """`POST /start_profile` and `/stop_profile`: tells every instance."""
     body = await _read(request)
     if body:
-        try:
-            orjson.loads(body)
-        except orjson.JSONDecodeError:
-            raise BadRequest("the body is not valid JSON", slug="invalid_json") from None
+        chat.parse_json(body)
     context = request[CONTEXT]
     headers = context.headers_for(context.request_id)
     return _json(await request.app[ADMIN].profile(command, headers, body), context)

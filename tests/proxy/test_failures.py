@@ -452,6 +452,7 @@ async def test_a_part_that_cannot_be_served_is_a_400_that_names_it(
         assert fleet.e.calls == fleet.d.calls == []
 
 
+@pytest.mark.fault(53)
 @pytest.mark.security("S10")
 async def test_too_many_items(launch: Launch) -> None:
     async with launch(max_items=2) as fleet:

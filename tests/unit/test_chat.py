@@ -92,11 +92,14 @@ def test_metadata_is_flat_per_item() -> None:
     }
 
 
+@pytest.mark.fault(56)
+@pytest.mark.security("S5")
 @pytest.mark.parametrize("field", chat.RESERVED)
 @pytest.mark.security("S5")
 def test_reserved_fields_are_dropped(field: str) -> None:
     assert field not in chat.parse(b'{"messages": [], "%s": {}}' % field.encode())
 
 
+@pytest.mark.fault(51)
 def test_the_last_of_duplicate_keys_wins_for_all() -> None:
     assert chat.parse(b'{"messages": [], "a": 1, "a": 2}')["a"] == 2
