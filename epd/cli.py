@@ -25,6 +25,7 @@ USAGE_ERROR = 2
 GROUPS = {
     "*_urls": "instances",
     "log_*": "logging",
+    "tenant_*": "tenants",
     "*_s": "deadlines",
     "max_*": "limits",
     "*media*": "media",
@@ -178,7 +179,7 @@ def _metavar(name: str, field: FieldInfo) -> str:
     ):
         if name.endswith(suffix):
             return metavar
-    return {int: "N", str: "ADDRESS"}.get(field.annotation, "FOLDER")  # type: ignore[arg-type]
+    return {int: "N", int | None: "N", str: "ADDRESS"}.get(field.annotation, "FOLDER")  # type: ignore[arg-type]
 
 
 def _help(field: FieldInfo) -> str:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, Self
 
 import orjson
 
-Stage = Literal["proxy", "store", "encode", "prefill", "decode"]
+Stage = Literal["proxy", "queue", "store", "encode", "prefill", "decode"]
 
 TYPES = {404: "NotFoundError", 408: "RequestTimeoutError", 503: "ServiceUnavailableError"}
 

@@ -11,6 +11,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from multidict import CIMultiDictProxy
 
+from epd.admission import Admission, Held
 from epd.config import ProxyConfig
 from epd.errors import BadRequest, ProxyError, RequestRefused, Unauthorized, UpstreamRejected
 from epd.events import ItemResult, Observer, RequestDone, stage_seconds
@@ -22,8 +23,11 @@ KEYS = web.AppKey("keys", ApiKeys)
 """There only where keys are configured."""
 OPEN = web.AppKey("open", frozenset[Handler])
 """Handlers that want no key."""
+ADMISSION = web.AppKey("admission", Admission)
 OBSERVERS = web.AppKey("observers", Sequence[Observer])
 CONTEXT = web.RequestKey("context", RequestContext)
+BODY = web.RequestKey("body", Held)
+"""What the body is counted with as it is read."""
 OUTCOME = web.RequestKey("outcome", ProxyError)
 """Set where a stream broke after its status had gone out."""
 
@@ -76,8 +80,7 @@ async def render_errors(request: web.Request, handler: Handler) -> web.StreamRes
     except ProxyError as failure:
         error = failure
     except web.HTTPRequestEntityTooLarge:
-        limit = request.app[CONFIG].max_body_bytes
-        error = RequestRefused(413, f"the body is larger than {limit} bytes", slug="body_too_large")
+        error = _body_too_large(request.client_max_size)
     except web.RequestPayloadError:
         error = BadRequest("the body is not what its headers say", slug="invalid_body")
     except web.HTTPException as failure:
@@ -118,6 +121,26 @@ def _bearer(headers: CIMultiDictProxy[str]) -> str:
             return ""
 
 
+@web.middleware
+async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Let a request in when there is a place for it, and count its body while it is here."""
+    admission, context, route = request.app[ADMISSION], request[CONTEXT], _route(request)
+    with admission.body() as request[BODY]:
+        if not route.startswith("/v1/"):  # health and metrics are asked for when it matters most
+            return await handler(request)
+        admission.keep_pace(context.tenant)
+        if request.method != "POST":
+            return await handler(request)
+        if (size := request.content_length or 0) > request.client_max_size:
+            raise _body_too_large(request.client_max_size)
+        with admission.arrive(context.tenant) as ticket:
+            if ticket.where == "queue":
+                with context.timed("queue", "proxy"):
+                    await admission.turn(ticket)
+            request[BODY].grow(size)
+            return await handler(request)
+
+
 def own_headers(context: RequestContext) -> dict[str, str]:
     """Headers of every answer."""
     own = {"X-Request-Id": context.request_id}
@@ -131,6 +154,10 @@ def own_headers(context: RequestContext) -> dict[str, str]:
         | ({"Server-Timing": timing} if timing else {})
         | ({"x-epd-items": items} if context.items else {})
     )
+
+
+def _body_too_large(limit: int) -> RequestRefused:
+    return RequestRefused(413, f"the body is larger than {limit} bytes", slug="body_too_large")
 
 
 def _request_id(headers: Mapping[str, str]) -> str:
@@ -163,5 +190,5 @@ def _reason(error: ProxyError | None) -> str | None:
     return error.message if error.__cause__ is None else f"{error.message}: {error.__cause__!r}"
 
 
-MIDDLEWARES = (observe, render_errors, authenticate)
+MIDDLEWARES = (observe, render_errors, authenticate, admit)
 """The outer one first."""

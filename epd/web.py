@@ -2,6 +2,7 @@
 
 import asyncio
 import stat
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
@@ -13,6 +14,7 @@ from aiohttp import HttpVersion11, web
 
 from epd import chat
 from epd.admin import Admin
+from epd.admission import Admission, limits_of
 from epd.cache import EncoderCache
 from epd.config import ProxyConfig
 from epd.errors import (
@@ -28,6 +30,8 @@ from epd.instances import InstanceTable
 from epd.logs import LogObserver
 from epd.metrics import CONTENT_TYPE, MetricsObserver
 from epd.middlewares import (
+    ADMISSION,
+    BODY,
     CONFIG,
     CONTEXT,
     KEYS,
@@ -68,12 +72,16 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
     Raises:
         KeysInvalid: the keys file cannot be used.
     """
-    app = web.Application(client_max_size=config.max_body_bytes, middlewares=MIDDLEWARES)
+    limits = limits_of(config)
+    app = web.Application(
+        client_max_size=min(config.max_body_bytes, limits.body_bytes), middlewares=MIDDLEWARES
+    )
     app[CONFIG] = config
+    app[ADMISSION] = Admission(limits, time.monotonic)
     if config.api_keys_file is not None:
         app[KEYS] = _read_keys(config.api_keys_file)
     app[OPEN] = frozenset({health})  # a load balancer has no key
-    app[METRICS] = MetricsObserver()
+    app[METRICS] = MetricsObserver(app[ADMISSION])
     app[OBSERVERS] = (
         app[METRICS],
         *((LogObserver(),) if observers is None else observers),
@@ -158,9 +166,20 @@ async def _read(request: web.Request) -> bytes:
         request.writer.output_size = 0  # it is no part of the answer
     try:
         async with asyncio.timeout(request.app[CONFIG].body_timeout_s):
-            return await request.read()
+            return await _counted(request)
     except TimeoutError:
         raise RequestRefused(408, "the body did not come in time", slug="body_timeout") from None
+
+
+async def _counted(request: web.Request) -> bytes:
+    """The body, counted as it grows: it may be chunked or compressed."""
+    body = bytearray()
+    async for chunk in request.content.iter_any():
+        body += chunk
+        if len(body) > request.client_max_size:
+            raise web.HTTPRequestEntityTooLarge(request.client_max_size)
+        request[BODY].grow(len(body))
+    return bytes(body)
 
 
 async def _stream(
