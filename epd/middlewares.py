@@ -2,8 +2,10 @@
 
 import asyncio
 import re
+import select
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import get_args
 
 import structlog
@@ -33,6 +35,9 @@ OUTCOME = web.RequestKey("outcome", ProxyError)
 
 FORWARDED_HEADERS = ("traceparent", "tracestate")
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+LOOK_S = 0.1
+"""Between two looks at whether a client that waits is still there."""
 
 CLIENT_CLOSED = 499
 """nginx's status for a client that left before its answer; logged, never sent."""
@@ -136,9 +141,33 @@ async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
         with admission.arrive(context.tenant) as ticket:
             if ticket.where == "queue":
                 with context.timed("queue", "proxy"):
-                    await admission.turn(ticket)
+                    async with _watched(request):
+                        await admission.turn(ticket)
             request[BODY].grow(size)
             return await handler(request)
+
+
+@asynccontextmanager
+async def _watched(request: web.Request) -> AsyncIterator[None]:
+    """Notice that the client leaves, though nothing of its body is read.
+
+    aiohttp stops reading where a body comes that nobody takes, and then does not see its end.
+    """
+    watcher = asyncio.create_task(_watch(request))
+    try:
+        yield
+    finally:
+        watcher.cancel()
+
+
+async def _watch(request: web.Request) -> None:
+    if (transport := request.transport) is None:  # it has left
+        return
+    peer = select.poll()
+    peer.register(transport.get_extra_info("socket"), select.POLLRDHUP)
+    while not peer.poll(0):  # noqa: ASYNC110 - the loop watches no socket twice
+        await asyncio.sleep(LOOK_S)
+    transport.abort()  # at which aiohttp cancels the request
 
 
 def own_headers(context: RequestContext) -> dict[str, str]:

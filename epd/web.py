@@ -172,7 +172,7 @@ async def _read(request: web.Request) -> bytes:
 
 
 async def _counted(request: web.Request) -> bytes:
-    """The body, counted as it grows: it may be chunked or compressed."""
+    """The body, counted as it grows: its length may not have been announced."""
     body = bytearray()
     async for chunk in request.content.iter_any():
         body += chunk

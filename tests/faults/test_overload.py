@@ -3,6 +3,8 @@
 import asyncio
 import json
 import re
+import socket
+import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from io import BytesIO
@@ -45,8 +47,10 @@ async def busy(launch: Launch, **config: Any) -> AsyncIterator[tuple[Fleet, Gate
     """A fleet whose decode instance waits for its gate, and which ends with nothing in it."""
     async with launch(**config) as fleet:
         fleet.d.chat = gate = Gate()
-        yield fleet, gate
-        gate.open.set()
+        try:
+            yield fleet, gate
+        finally:
+            gate.open.set()
         await shows(fleet, **NOTHING)
 
 
@@ -172,6 +176,30 @@ async def test_a_client_that_leaves_the_queue_gives_its_place_back(launch: Launc
 
         assert [(await task)[0] for task in (first, stays)] == [200, 200]
         assert served(fleet) == ["first", "stays"]
+
+
+@pytest.mark.fault(60)
+@pytest.mark.parametrize(("sent", "reset"), [(9, False), (3_000_000, True)])
+async def test_so_does_one_that_leaves_amid_a_body_that_nobody_reads(
+    launch: Launch, sent: int, reset: bool
+) -> None:
+    async with busy(launch, max_requests=1, queue_timeout_s=60) as (fleet, gate):
+        first = ask(fleet, "first")
+        await until(lambda: fleet.d.calls)
+        host, port = fleet.url.removeprefix("http://").split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\nContent-Length: 9000000\r\n\r\n"
+        writer.write(head + b"x" * sent)
+        await shows(fleet, epd_requests_queued=1)
+        if reset:
+            opened = writer.get_extra_info("socket")
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.transport.abort()
+        await shows(fleet, epd_requests_queued=0)
+        gate.open.set()
+
+        assert (await first)[0] == 200
+        assert [event.status for event in fleet.events.requests].count(499) == 1
 
 
 @pytest.mark.fault(60)
