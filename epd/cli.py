@@ -26,6 +26,8 @@ GROUPS = {
     "*_urls": "instances",
     "log_*": "logging",
     "tenant_*": "tenants",
+    "eject_*": "health of instances",
+    "probe_*": "health of instances",
     "*_s": "deadlines",
     "max_*": "limits",
     "*media*": "media",

@@ -8,7 +8,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from epd.admission import REFUSALS, Admission
-from epd.events import RequestDone, StageDone
+from epd.events import InstanceChanged, RequestDone, StageDone
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
@@ -61,6 +61,18 @@ class MetricsObserver:
             "Requests that were begun anew with their media, since an entry may have been lost.",
             registry=self._registry,
         )
+        self._degraded = Counter(
+            "epd_requests_degraded",
+            "Requests of which a stage's work was done in another stage.",
+            ["kind"],
+            registry=self._registry,
+        )
+        self._instances = Counter(
+            "epd_instance_changes",
+            "How often an instance was ejected, was down, was put on trial and became healthy.",
+            ["role", "state"],
+            registry=self._registry,
+        )
         self._requests = Counter(
             "epd_requests",
             "Clients' requests that have ended; status 499 is a client that left.",
@@ -86,6 +98,13 @@ class MetricsObserver:
         self._retries.inc(event.retries)
         for result, count in event.items.items():
             self._items.labels(result).inc(count)
+
+        for kind in event.degraded:
+            self._degraded.labels(kind).inc()
+
+    def instance_changed(self, event: InstanceChanged) -> None:
+        """Count it."""
+        self._instances.labels(event.role, event.state).inc()
 
     def page(self) -> bytes:
         """All figures."""
