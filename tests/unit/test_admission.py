@@ -97,11 +97,10 @@ class DoorMachine(RuleBasedStateMachine):
             self._count_turn(one.tenant)
 
     def _count_turn(self, tenant: Tenant) -> None:
-        waiting = {ticket.tenant for ticket in self.waited}
-        for other in TENANTS:
-            self.passed_by[other] += other in waiting
-            assert self.passed_by[other] < len(TENANTS)
         self.passed_by[tenant] = 0
+        for other in {ticket.tenant for ticket in self.waited} - {tenant}:
+            self.passed_by[other] += 1
+            assert self.passed_by[other] < len(TENANTS)
 
     @invariant()
     @precondition(lambda self: hasattr(self, "door"))
