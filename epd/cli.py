@@ -27,6 +27,7 @@ USAGE_ERROR = 2
 GROUPS = {
     "*_urls": "instances",
     "log_*": "logging",
+    "tenant_*": "tenants",
     "eject_*": "health of instances",
     "probe_*": "health of instances",
     "*_s": "deadlines",
@@ -199,7 +200,7 @@ def _metavar(name: str, field: FieldInfo) -> str:
     ):
         if name.endswith(suffix):
             return metavar
-    return {int: "N", str: "ADDRESS"}.get(field.annotation, "FOLDER")  # type: ignore[arg-type]
+    return {int: "N", int | None: "N", str: "ADDRESS"}.get(field.annotation, "FOLDER")  # type: ignore[arg-type]
 
 
 def _help(field: FieldInfo) -> str:

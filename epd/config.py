@@ -239,6 +239,25 @@ class ProxyConfig(BaseModel):
     media_cache_bytes: int = Field(
         default=256 * 1024**2, ge=0, description="memory for media that the proxy has fetched"
     )
+    max_requests: int = Field(
+        default=1024,
+        ge=1,
+        description="requests served at once, all workers together; more wait in a queue",
+    )
+    max_queue: int = Field(
+        default=256, ge=0, description="requests that wait for their turn; 429 above"
+    )
+    max_inflight_bytes: int = Field(
+        default=1024**3,
+        ge=1024,
+        description="request bodies in memory at once, all workers together; 503 above",
+    )
+    tenant_max_requests: int | None = Field(
+        default=None, ge=1, description="requests of one tenant at once, waiting ones included"
+    )
+    tenant_requests_per_minute: int | None = Field(
+        default=None, ge=1, description="requests of one tenant in a minute"
+    )
     max_items: int = Field(default=64, ge=1, description="media items in one request")
     max_body_bytes: int = Field(
         default=128 * 1024**2, ge=1024, description="size of a request body"
@@ -267,6 +286,9 @@ class ProxyConfig(BaseModel):
     )
     write_timeout_s: Seconds = Field(
         default=60.0, description="a client that does not read its answer"
+    )
+    queue_timeout_s: Seconds = Field(
+        default=10.0, description="a request's wait for its turn; 503 after it"
     )
     body_timeout_s: Seconds = Field(default=60.0, description="a request body's arrival")
     connect_timeout_s: Seconds = Field(default=2.0, description="connecting to an instance")
@@ -371,6 +393,14 @@ class ProxyConfig(BaseModel):
                 "--allow-private-media needs --allowed-media-domains: without it a request could "
                 "reach every host inside"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_tenants(self) -> Self:
+        # Without keys all clients are one tenant, and any of them could shut out the others.
+        for flag in ("tenant_max_requests", "tenant_requests_per_minute"):
+            if getattr(self, flag) is not None and self.api_keys_file is None:
+                raise ValueError(f"{_flag(flag)} needs --api-keys-file")
         return self
 
     @property

@@ -20,10 +20,11 @@ class StageDone:
     """One request to an instance has been answered, or has failed.
 
     Attributes:
-        stage: store, encode, prefill, decode or release.
-        instance: base URL of the instance; of the store, what kind it is.
+        stage: queue, store, encode, prefill, decode or release.
+        instance: base URL of the instance; of the store, what kind it is; of the queue, "proxy".
         started_s: when it was sent, on the event loop's clock.
-        seconds: until its answer was read; for decode until the answer's head came.
+        seconds: until its answer was read; for decode until the answer's head came; in the queue
+            until the request's turn came.
         error: slug of the error, `cancelled`, or None.
     """
 

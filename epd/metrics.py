@@ -1,8 +1,13 @@
 """An observer that counts, for `GET /metrics` in Prometheus' text format."""
 
+from collections.abc import Iterator
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
+from epd.admission import REFUSALS, Admission
 from epd.events import InstanceChanged, RequestDone, StageDone
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -11,12 +16,40 @@ SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 1
 """Upper bounds of histogram buckets."""
 
 
+class AdmissionCollector(Collector):
+    """Who is in and who waits, read when the page is asked for."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+
+    def collect(self) -> Iterator[Metric]:
+        """The figures of this moment."""
+        door = self._admission.door
+        for name, documentation, value in (
+            ("epd_requests_in_flight", "Requests that are being served.", door.inside),
+            ("epd_requests_queued", "Requests that wait for their turn.", door.waiting),
+            (
+                "epd_body_bytes_in_flight",
+                "Bytes of the bodies of requests that are being served.",
+                self._admission.body_bytes,
+            ),
+        ):
+            yield GaugeMetricFamily(name, documentation, value)
+        refused = CounterMetricFamily(
+            "epd_requests_refused", "Requests that were sent away, by why.", labels=["reason"]
+        )
+        for reason in REFUSALS:
+            refused.add_metric([reason], self._admission.refused[reason])
+        yield refused
+
+
 class MetricsObserver:
     """Counts events in a registry of its own."""
 
-    def __init__(self) -> None:
-        """Begin at nothing."""
+    def __init__(self, admission: Admission) -> None:
+        """Begin at nothing; what `admission` counts is on the page too."""
         self._registry = CollectorRegistry()
+        self._registry.register(AdmissionCollector(admission))
         self._items = Counter(
             "epd_items",
             "Media items of answered requests, by where their encoder outputs came from.",

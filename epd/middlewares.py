@@ -3,8 +3,10 @@
 import asyncio
 import re
 import secrets
+import select
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import get_args
 
 import structlog
@@ -12,6 +14,8 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from epd.access import Access, Headers, bearer, check_admin
+from epd.admission import Admission, Held
+from epd.body import too_large
 from epd.config import ProxyConfig
 from epd.drain import end_in_time
 from epd.errors import (
@@ -32,13 +36,19 @@ KEYS = web.AppKey("keys", ApiKeys)
 """There only where keys are configured."""
 ACCESS = web.AppKey("access", Mapping[object, Access])
 """Whom each handler answers."""
+ADMISSION = web.AppKey("admission", Admission)
 OBSERVERS = web.AppKey("observers", Sequence[Observer])
 CONTEXT = web.RequestKey("context", RequestContext)
+BODY = web.RequestKey("body", Held)
+"""What the body is counted with as it is read."""
 OUTCOME = web.RequestKey("outcome", ProxyError)
 """Set where a stream broke after its status had gone out."""
 
 FORWARDED_HEADERS = ("traceparent", "tracestate")
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+LOOK_S = 0.1
+"""Between two looks at whether a client that waits is still there."""
 
 CLIENT_CLOSED = 499
 """nginx's status for a client that left before its answer; logged, never sent."""
@@ -141,6 +151,50 @@ def _keeps_keys(request: web.Request) -> bool:
     return KEYS in request.app
 
 
+@web.middleware
+async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Let a request in when there is a place for it, and count its body while it is here."""
+    admission, context, route = request.app[ADMISSION], request[CONTEXT], _route(request)
+    with admission.body() as request[BODY]:
+        if not route.startswith("/v1/"):  # health and metrics are asked for when it matters most
+            return await handler(request)
+        admission.keep_pace(context.tenant)
+        if request.method != "POST":
+            return await handler(request)
+        if (size := request.content_length or 0) > request.client_max_size:
+            raise too_large(request.client_max_size)
+        with admission.arrive(context.tenant) as ticket:
+            if ticket.where == "queue":
+                with context.timed("queue", "proxy"):
+                    async with _watched(request):
+                        await admission.turn(ticket)
+            request[BODY].grow(size)
+            return await handler(request)
+
+
+@asynccontextmanager
+async def _watched(request: web.Request) -> AsyncIterator[None]:
+    """Notice that the client leaves, though nothing of its body is read.
+
+    aiohttp stops reading where a body comes that nobody takes, and then does not see its end.
+    """
+    watcher = asyncio.create_task(_watch(request))
+    try:
+        yield
+    finally:
+        watcher.cancel()
+
+
+async def _watch(request: web.Request) -> None:
+    if (transport := request.transport) is None:  # it has left
+        return
+    peer = select.poll()
+    peer.register(transport.get_extra_info("socket"), select.POLLRDHUP)
+    while not peer.poll(0):  # noqa: ASYNC110 - the loop watches no socket twice
+        await asyncio.sleep(LOOK_S)
+    transport.abort()  # at which aiohttp cancels the request
+
+
 def own_headers(context: RequestContext) -> dict[str, str]:
     """Headers of every answer."""
     own = {"X-Request-Id": context.client_id or context.request_id, "Server": SERVER}
@@ -219,5 +273,5 @@ def _kind(cause: BaseException) -> str:
     return f"{name}: {cause}" if isinstance(cause, OSError) else name
 
 
-MIDDLEWARES = (observe, render_errors, end_in_time, authenticate)
+MIDDLEWARES = (observe, render_errors, end_in_time, authenticate, admit)
 """The outer one first."""

@@ -3,6 +3,7 @@
 import asyncio
 import re
 import stat
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import partial
@@ -15,6 +16,7 @@ from aiohttp import web
 from epd import chat
 from epd.access import Access
 from epd.admin import Admin
+from epd.admission import Admission, limits_of
 from epd.body import read_body
 from epd.cache import EncoderCache
 from epd.config import ProxyConfig
@@ -36,6 +38,8 @@ from epd.loop_lag import watched
 from epd.metrics import CONTENT_TYPE, MetricsObserver
 from epd.middlewares import (
     ACCESS,
+    ADMISSION,
+    BODY,
     CONFIG,
     CONTEXT,
     KEYS,
@@ -86,13 +90,17 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
     Raises:
         KeysInvalid: the keys file cannot be used.
     """
-    app = web.Application(client_max_size=config.max_body_bytes, middlewares=MIDDLEWARES)
+    limits = limits_of(config)
+    app = web.Application(
+        client_max_size=min(config.max_body_bytes, limits.body_bytes), middlewares=MIDDLEWARES
+    )
     app[CONFIG] = config
+    app[ADMISSION] = Admission(limits, time.monotonic)
     if config.api_keys_file is not None:
         app[KEYS] = _read_keys(config.api_keys_file)
     app[ACCESS] = dict[object, Access]((route.handler, access) for access, route in ROUTES)
     app.add_routes([route for _, route in ROUTES])
-    app[METRICS] = MetricsObserver()
+    app[METRICS] = MetricsObserver(app[ADMISSION])
     app[RELOAD] = Reload(app[METRICS].reloaded)
     if config.api_keys_file is not None:
         app[RELOAD].add("API keys", partial(_renew_keys, app[KEYS], config.api_keys_file))
@@ -226,7 +234,7 @@ async def _not_yet(_: web.Request) -> None:
 
 
 async def _read(request: web.Request) -> bytes:
-    return await read_body(request, request.app[CONFIG])
+    return await read_body(request, request.app[CONFIG], request[BODY].grow)
 
 
 async def _whole_events(reply: Reply, idle_s: float) -> AsyncIterator[bytes]:
