@@ -52,13 +52,16 @@ def update(document: Path, tests: Path, *, write: bool) -> Iterator[str]:
         document.write_text(new)
     elif new != old:
         yield f"{document.name}: out of date; run scripts/fault_table.py"
+    rows: dict[str, dict[str, str]] = {}
     for found in TABLE.finditer(new):
-        rows = dict(map(row_and_tests, found[3].splitlines()[HEADER_LINES:]))
-        marked = set(shown(tests, found[2]))
-        yield from (f"{document.name}: no test shows {row}" for row in rows if rows[row] == NOTHING)
+        lines = found[3].splitlines()[HEADER_LINES:]
+        rows.setdefault(found[2], {}).update(map(row_and_tests, lines))
+    for marker, cells in rows.items():
         yield from (
-            f"{document.name}: no row {row}, and tests for it" for row in marked - set(rows)
+            f"{document.name}: no test shows {row}" for row in cells if cells[row] == NOTHING
         )
+        unknown = sorted(set(shown(tests, marker)) - set(cells))
+        yield from (f"{document.name}: no row {row}, and tests for it" for row in unknown)
 
 
 def table(old: str, tests: Shown) -> str:
@@ -81,7 +84,7 @@ def row_and_tests(line: str) -> tuple[str, str]:
 def shown(tests: Path, marker: str) -> Shown:
     """Which rows the tests in a folder are marked to show."""
     rows: dict[str, Counter[str]] = {}
-    for path in sorted(tests.rglob("test_*.py")):
+    for path in sorted(tests.rglob("*.py")):
         for row in rows_in(ast.parse(path.read_text()), marker):
             rows.setdefault(row, Counter())[str(path.relative_to(tests))] += 1
     return rows

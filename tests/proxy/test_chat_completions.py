@@ -272,6 +272,7 @@ async def test_a_large_picture_arrives_whole(launch: Launch) -> None:
         assert fleet.d.calls[0].parts == [image(picture, uuid=uuid)]
 
 
+@pytest.mark.fault(55)
 async def test_headers_that_go_on_and_headers_that_do_not(launch: Launch) -> None:
     async with launch(prefill=1) as fleet:
         sent = {
@@ -300,6 +301,7 @@ async def test_headers_that_go_on_and_headers_that_do_not(launch: Launch) -> Non
         assert (parent, item, len(random)) == ("my-id_1.2", "0", 6)
 
 
+@pytest.mark.fault(54)
 @pytest.mark.parametrize("bad", ["a b", "ü", "x" * 129, ""])
 async def test_a_request_id_that_is_none_is_replaced(launch: Launch, bad: str) -> None:
     async with launch() as fleet:

@@ -31,6 +31,8 @@ async def names(fleet: Fleet, key: str, **more: Any) -> tuple[str, str | None]:
     return fleet.e.calls[-1].parts[0]["uuid"], fleet.d.calls[-1].body.get("cache_salt")
 
 
+@pytest.mark.security("S11")
+@pytest.mark.security("S12")
 async def test_tenants_have_keys_and_salts_of_their_own(launch: Launch, keys: Path) -> None:
     async with launch(prefill=1, api_keys_file=keys) as fleet:
         alice, again, second, bob = [
@@ -114,6 +116,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.security("S1")
 @pytest.mark.parametrize("headers", WRONG)
 async def test_without_a_key_nothing_is_asked_of_an_instance(
     launch: Launch, keys: Path, headers: dict[str, str]
@@ -138,6 +141,7 @@ async def test_two_keys_are_none(launch: Launch, keys: Path) -> None:
             assert reply.status == 401
 
 
+@pytest.mark.security("S1")
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
@@ -211,6 +215,7 @@ async def test_a_client_that_waits_for_continue_is_served(launch: Launch, keys: 
             assert (await reply.json())["choices"]
 
 
+@pytest.mark.security("S2")
 @pytest.mark.parametrize("own", [None, "own-key"])
 async def test_a_clients_key_reaches_no_instance(
     launch: Launch, keys: Path, own: str | None
@@ -237,6 +242,7 @@ async def test_the_official_client_is_served(launch: Launch, keys: Path) -> None
                 await client.chat.completions.create(model="m", messages=messages)
 
 
+@pytest.mark.security("S19")
 async def test_no_key_is_logged(keys: Path) -> None:
     encode, decode = FakeInstance(encodes), FakeInstance(decodes)
     async with encode.running(), decode.running():

@@ -52,6 +52,7 @@ def test_a_cluster_with_several_nodes() -> None:
     assert list(map(str, options.addresses)) == ["a:1", "[::1]:2", "c:6379"]
 
 
+@pytest.mark.security("S18")
 @pytest.mark.parametrize(
     "url",
     [
@@ -106,6 +107,7 @@ def test_a_password_file_is_read_for_every_connection(server: RedisServer, tmp_p
         assert store.get(key()) is None
 
 
+@pytest.mark.security("S18")
 def test_nobody_sees_the_password(
     server: RedisServer, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -132,6 +134,7 @@ def test_nobody_sees_the_password(
     assert SECRET[:6] not in caplog.text + "".join(seen)
 
 
+@pytest.mark.security("S18")
 @pytest.mark.skipif(not has_tls(), reason="this redis-server was built without TLS")
 def test_a_server_with_another_certificate_is_not_trusted(tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()

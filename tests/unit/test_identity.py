@@ -19,6 +19,7 @@ contents = st.tuples(scopes, words, media)
 aliases = st.tuples(scopes, words, words)
 
 
+@pytest.mark.security("S11")
 @given(contents, contents)
 def test_content_keys_are_equal_exactly_where_all_they_cover_is(
     one: tuple[Scope, str, Inline], other: tuple[Scope, str, Inline]
@@ -62,6 +63,7 @@ def test_tenants_have_keys_of_their_own_and_share_where_they_shall() -> None:
     assert content_key(Scope(), "image", CAT) != content_key(Scope(Tenant("")), "image", CAT)
 
 
+@pytest.mark.security("S11")
 def test_without_the_secret_a_tenants_key_cannot_be_computed() -> None:
     known = Scope(Tenant("alice"), b"secret")
 
@@ -100,6 +102,7 @@ def test_a_clients_salt_is_mixed_in_and_never_sent(one: str, other: str) -> None
     assert (mixed == salted({"cache_salt": other}, ALICE)["cache_salt"]) == (one == other)
 
 
+@pytest.mark.security("S12")
 def test_a_client_cannot_take_anothers_salt() -> None:
     theirs = salted({}, BOB)["cache_salt"]
 

@@ -45,6 +45,7 @@ def test_some_addresses_are_never_allowed(address: str) -> None:
     assert not INSIDE.allows_address(address)
 
 
+@pytest.mark.security("S7")
 @given(st.ip_addresses())
 def test_no_policy_allows_what_python_calls_special(address: IPv4Address | IPv6Address) -> None:
     if PUBLIC.allows_address(str(address)):
@@ -53,6 +54,7 @@ def test_no_policy_allows_what_python_calls_special(address: IPv4Address | IPv6A
         assert not address.is_link_local
 
 
+@pytest.mark.security("S7")
 @pytest.mark.parametrize(
     "url",
     [
@@ -105,6 +107,7 @@ def test_only_named_hosts_are_allowed_where_hosts_are_named() -> None:
             INSIDE.check(bad)
 
 
+@pytest.mark.security("S7")
 def test_a_redirect_is_read_against_where_it_came_from_and_checked() -> None:
     base = URL("https://media.test/a/b")
 

@@ -15,6 +15,7 @@ def test_there_are_sources() -> None:
     assert UNSAFE.search("import pickle")
 
 
+@pytest.mark.security("S15")
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_nothing_is_unpickled(path: Path) -> None:
     """S15."""
