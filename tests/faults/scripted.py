@@ -56,7 +56,8 @@ def answer(body: bytes, status: int = 200, *, length: int | None = None) -> byte
 
 
 STREAM_HEAD = (
-    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n"
+    b"Connection: close\r\n\r\n"  # a script that has come to its end answers nobody else
 )
 LAST_CHUNK = b"0\r\n\r\n"
 
@@ -180,7 +181,12 @@ def reset() -> Step:
     return step
 
 
-PROBED = [read_request(), send(answer(MODELS)), hold()]
+# Closed: nobody's next request must come by a connection that follows no script.
+PROBED = [
+    read_request(),
+    send(answer(MODELS).replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1)),
+    close(),
+]
 
 
 class Scripted:
