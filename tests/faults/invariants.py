@@ -49,7 +49,7 @@ class WatchedLaunch(Launch):
             assert "internal_error" not in errors, errors
         self._running -= 1
         if self._running == 0:  # those of a fleet that goes on are nobody's fault
-            await becomes(lambda: asyncio.all_tasks() - tasks, set())
+            await becomes(lambda: asyncio.all_tasks() - {*tasks, asyncio.current_task()}, set())
             await becomes(lambda: max(0, len(open_files()) - len(files)), 0)
 
 

@@ -146,12 +146,12 @@ async def test_wherever_the_network_cuts_a_stream_it_ends_in_an_error_and_never_
 async def test_an_error_event_of_decode_arrives_as_it_was_sent(launch: Launch) -> None:
     said = chunk("a") + b'data: {"error": {"message": "late", "code": 400}}\n\n'
     script = [read_request(), send(STREAM_HEAD + chunked(said) + LAST_CHUNK), hold()]
-    async with Scripted(script).running() as decode:
-        async with (
-            launch(decode_servers_urls=(decode.url,)) as fleet,
-            fleet.post(request(text(), stream=True)) as reply,
-        ):
-            assert await reply.read() == said
+    async with (
+        Scripted(script).running() as decode,
+        launch(decode_servers_urls=(decode.url,)) as fleet,
+        fleet.post(request(text(), stream=True)) as reply,
+    ):
+        assert await reply.read() == said
 
 
 @pytest.mark.fault(41)
@@ -213,9 +213,9 @@ async def test_a_stream_that_comes_byte_by_byte_arrives_byte_for_byte(launch: La
     stream = b"".join([*EVENTS, DONE])
     pieces = [chunked(bytes([byte])) for byte in stream]
     script = [read_request(), send(STREAM_HEAD), *map(send, pieces), send(LAST_CHUNK), hold()]
-    async with Scripted(script).running() as decode:
-        async with (
-            launch(decode_servers_urls=(decode.url,)) as fleet,
-            fleet.post(request(text(), stream=True)) as reply,
-        ):
-            assert await reply.read() == stream
+    async with (
+        Scripted(script).running() as decode,
+        launch(decode_servers_urls=(decode.url,)) as fleet,
+        fleet.post(request(text(), stream=True)) as reply,
+    ):
+        assert await reply.read() == stream

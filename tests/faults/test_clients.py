@@ -24,9 +24,7 @@ async def gone_within(deadline_s: float) -> AsyncIterator[None]:
 
 async def leaves(fleet: Fleet, instance: Scripted, stream: bool, calls: int = 1) -> None:
     """A client sends a request, and leaves once it has come so far."""
-    task = asyncio.create_task(
-        fleet.chat(request(image(b"1"), image(b"2"), text(), stream=stream))
-    )
+    task = asyncio.create_task(fleet.chat(request(image(b"1"), image(b"2"), text(), stream=stream)))
     await until(lambda: len([each for each in instance.exchanges if each.head]) == calls)
     task.cancel()
     async with gone_within(SOON_S):

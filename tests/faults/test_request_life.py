@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from aiohttp import web
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
@@ -129,9 +129,7 @@ class RequestLife(RuleBasedStateMachine):
         stream=st.booleans(),
         items=st.integers(0, 2),
     )
-    def client_waits(
-        self, behaviours: dict[str, list[str]], stream: bool, items: int
-    ) -> None:
+    def client_waits(self, behaviours: dict[str, list[str]], stream: bool, items: int) -> None:
         self.script(behaviours)
         self.loop.run(self.answered(self.body(stream, items)))
         self.check()
@@ -189,9 +187,10 @@ class RequestLife(RuleBasedStateMachine):
 
 
 RequestLife.TestCase.settings = settings(
-    max_examples=12,
-    stateful_step_count=8,
+    max_examples=8,
+    stateful_step_count=6,
     deadline=None,
     suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.generate],
 )
 TestRequestLife = RequestLife.TestCase
