@@ -21,6 +21,16 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 
 @pytest.fixture
+def launch() -> Launch:
+    """Fleets that are not looked after.
+
+    A call to Redis that is under way when its store is closed may try again on a new connection,
+    which then stays until the process ends.
+    """
+    return Launch()
+
+
+@pytest.fixture
 def in_redis(redis: RedisServer, tmp_path: Path) -> Iterator[Backed]:
     """Instances that reach Redis directly; only the proxy goes by a relay."""
     with open_store(redis.url()) as store:
@@ -48,7 +58,7 @@ async def test_a_redis_that_turns_bad_costs_its_budget_and_then_is_left_alone(
 ) -> None:
     picture = request(image(fault.encode()))
     async with Relay(redis).running() as relay:
-        url = relay.url("timeout=60s")
+        url = relay.url("timeout=2s")
         async with caching(launch, in_redis, url, ec_store_budget_s=1.0) as fleet:
             assert await items_of(fleet, picture) == {"encoded": 1}
             await asyncio.gather(*in_redis.writes)
@@ -59,9 +69,6 @@ async def test_a_redis_that_turns_bad_costs_its_budget_and_then_is_left_alone(
             async with asyncio.timeout(30):
                 for _ in range(6):
                     assert await items_of(fleet, picture) == {"encoded": 1}
-            # The connections of the test's own are nothing that the proxy left.
-            relay.listener.reset_all()
-            in_redis.store.close()
 
         assert "reading from the encoder cache: left alone" in caplog.text
 
@@ -81,5 +88,3 @@ async def test_a_redis_that_recovers_is_used_again(
         for _ in range(3):  # a connection that breaks between two requests is no fault at all
             relay.listener.reset_all()
             assert await items_of(fleet, picture) == {"hit": 1}
-        relay.listener.reset_all()
-        in_redis.store.close()
