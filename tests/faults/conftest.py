@@ -1,4 +1,4 @@
-"""The fault tests use the fixtures of the proxy's."""
+"""Fixtures of the fault tests: those of the proxy's."""
 
 from tests.proxy.conftest import backed, keys, launch, store, url
 

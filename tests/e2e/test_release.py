@@ -1,0 +1,58 @@
+"""A client that leaves between prefill and decode, on real engines."""
+
+import asyncio
+import os
+import signal
+import time
+
+import httpx
+import pytest
+
+from epd.fleet import Engine
+from epd.instances import Role
+from tests.e2e.conftest import Served, metric
+from tests.e2e.stacks import ON_CLUSTER, on
+from tests.e2e.test_answers import ask
+from tests.requests import request, text
+
+BLOCKS = "vllm:kv_cache_usage_perc"
+DONE = "vllm:request_success_total"
+
+
+def kept(stack: Served, prefill: Engine) -> float:
+    """How much of its KV cache the prefill engine holds, which it says as it steps."""
+    ask(stack.client, stack.model, text("step"))
+    return metric(prefill, BLOCKS)
+
+
+async def leave_after_prefill(stack: Served, prefill: Engine, words: str) -> None:
+    before = metric(prefill, DONE)
+    body = request(text(words), max_tokens=8, stream=True) | {"model": stack.model}
+    async with httpx.AsyncClient(timeout=60) as client:
+        chat = asyncio.create_task(
+            client.post(f"{stack.stack.url}/v1/chat/completions", json=body)
+        )
+        while metric(prefill, DONE) == before:
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(0.5)
+        assert not chat.done()
+        chat.cancel()
+
+
+@pytest.mark.fault(44)
+@on(ON_CLUSTER)
+def test_a_client_that_leaves_between_prefill_and_decode_leaves_no_blocks(stack: Served) -> None:
+    [prefill], [decode] = stack.stack.of(Role.PREFILL), stack.stack.of(Role.DECODE)
+    ask(stack.client, stack.model, text("warm"))
+    at_rest = kept(stack, prefill)
+    os.killpg(decode.pid, signal.SIGSTOP)
+    try:
+        asyncio.run(leave_after_prefill(stack, prefill, "long " * 400))
+        time.sleep(1)
+    finally:
+        os.killpg(decode.pid, signal.SIGCONT)
+
+    deadline = time.monotonic() + 30
+    while kept(stack, prefill) > at_rest:
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
