@@ -29,9 +29,7 @@ async def leave_after_prefill(stack: Served, prefill: Engine, words: str) -> Non
     before = metric(prefill, DONE)
     body = request(text(words), max_tokens=8, stream=True) | {"model": stack.model}
     async with httpx.AsyncClient(timeout=60) as client:
-        chat = asyncio.create_task(
-            client.post(f"{stack.stack.url}/v1/chat/completions", json=body)
-        )
+        chat = asyncio.create_task(client.post(f"{stack.stack.url}/v1/chat/completions", json=body))
         while metric(prefill, DONE) == before:
             await asyncio.sleep(0.1)
         await asyncio.sleep(0.5)

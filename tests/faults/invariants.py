@@ -15,8 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from epd.web import METRICS
 from tests.proxy.fleet import Fleet, Launch, until
 
-GRACE_S = 5.0
-"""How long what was left behind may take to be gone."""
+GRACE_S = 10.0
+"""How long what was left behind may take to be gone: longer than decode may take to be told that
+a prefill is not wanted any more."""
 
 UNDER_WAY = re.compile(r"in_flight|queued|waiting")
 """Gauges that are 0 when nothing is being done."""
