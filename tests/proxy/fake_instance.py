@@ -47,6 +47,7 @@ class FakeInstance:
         chat: answers `/v1/chat/completions`; replace it to make the instance misbehave.
         calls: the chat requests it was sent.
         aborted: how many of its answers were cancelled because nobody waited any more.
+        open: how many chat requests it has that have not ended.
     """
 
     chat: Handler
@@ -55,16 +56,20 @@ class FakeInstance:
     calls: list[Call] = field(default_factory=list)
     other_calls: list[str] = field(default_factory=list)
     aborted: int = 0
+    open: int = 0
     url: str = ""
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        self.calls.append(Call(request.path, request.headers, body))
+        self.open += 1
         try:
+            body = await request.json()
+            self.calls.append(Call(request.path, request.headers, body))
             return await self.chat(request, body)
         except (asyncio.CancelledError, ConnectionError):
             self.aborted += 1
             raise
+        finally:
+            self.open -= 1
 
     async def _other(self, request: web.Request) -> web.Response:
         if request.path == "/health":  # it is probed: not a call

@@ -277,6 +277,7 @@ async def test_a_large_picture_arrives_whole(launch: Launch) -> None:
 
 @pytest.mark.security("S5")
 @pytest.mark.fault(54)
+@pytest.mark.fault(55)
 async def test_headers_that_go_on_and_headers_that_do_not(launch: Launch) -> None:
     async with launch(prefill=1) as fleet:
         sent = {

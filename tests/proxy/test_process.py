@@ -188,6 +188,7 @@ async def test_a_client_that_leaves_it_cancels_what_runs_upstream() -> None:
     assert decode.aborted == 1
 
 
+@pytest.mark.fault(62)
 async def test_a_second_signal_ends_it_at_once() -> None:
     encode, decode = FakeInstance(encodes), FakeInstance(hangs)
     async with encode.running(), decode.running():
