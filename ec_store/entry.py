@@ -10,8 +10,10 @@ https://github.com/huggingface/safetensors#format
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -27,6 +29,12 @@ ALIGNMENT = 64
 """Header and length field end on a multiple of this, so that a mapped payload is aligned."""
 
 MAX_HEADER_BYTES = 1024**2
+KNOWN_HEADERS = 1024
+SHORT_BYTES = 1024
+"""So many headers that are no longer than this are not parsed again where they are the same:
+a chat's pictures are looked up in each of its turns. They take some 2 MB."""
+
+_PLAIN = re.compile(r"[\w.~ /:;,=@+()\[\]-]*", re.ASCII)
 ITEM_BYTES: Mapping[str, int] = {"BF16": 2, "F16": 2, "F32": 4}
 """Bytes of one value of each dtype that is kept, by safetensors' name for it."""
 
@@ -42,7 +50,7 @@ class Entry:
         shape: usually (tokens, width).
         modality: `image`, `audio` or `video`.
         metadata: placeholder metadata as vLLM reports it, such as
-            `{"image_grid_thw": [1, 36, 54]}`; JSON values.
+            `{"image_grid_thw": [1, 36, 54]}`; JSON values, read-only when it comes from a store.
 
     Raises:
         ValueError: dtype, shape and length do not fit each other.
@@ -75,7 +83,7 @@ class EntryInfo:
         dtype: `BF16`, `F16` or `F32`.
         shape: usually (tokens, width).
         modality: `image`, `audio` or `video`.
-        metadata: placeholder metadata as vLLM reports it.
+        metadata: placeholder metadata as vLLM reports it; read-only, for others may have the same.
         checksum: xxh3-64 of the payload, 16 hexadecimal digits.
         header_bytes: size of length field and header, where the payload begins.
     """
@@ -152,6 +160,8 @@ def _header(  # noqa: PLR0913, PLR0917 - one for each field of the header
 
 def _text(part: str) -> str:
     """A part of a key as JSON can hold it: percent-encoded, for vLLM lets lone surrogates pass."""
+    if _PLAIN.fullmatch(part):  # as most are, and this is sooner known
+        return part
     return quote(part, safe=" /:;,=@+()[]", errors="surrogatepass")
 
 
@@ -177,6 +187,10 @@ def read_header(head: memoryview) -> EntryInfo:
     """
     end = header_length(head)
     raw = bytes(head[:end])
+    return _known(raw) if end <= SHORT_BYTES else _parsed(raw)
+
+
+def _parsed(raw: bytes) -> EntryInfo:
     try:
         parsed = orjson.loads(raw[8:])
         fields, tensor = parsed["__metadata__"], parsed[TENSOR]
@@ -188,7 +202,7 @@ def read_header(head: memoryview) -> EntryInfo:
             modality=fields["modality"],
             metadata=orjson.loads(fields["placeholder"]),
             checksum=fields["payload_xxh3"],
-            header_bytes=end,
+            header_bytes=len(raw),
         )
         expected = _header(key, info.dtype, info.shape, info.modality, info.metadata, info.checksum)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
@@ -196,6 +210,9 @@ def read_header(head: memoryview) -> EntryInfo:
     if raw != expected:
         raise CorruptEntry("its header is not what it was written as")
     return info
+
+
+_known = lru_cache(KNOWN_HEADERS)(_parsed)
 
 
 def _key_part(text: str) -> str:

@@ -45,8 +45,10 @@ class Folder:
         self.modes = modes
 
     def __del__(self) -> None:
-        with suppress(OSError):
+        try:  # noqa: SIM105 - folders come and go with every lookup, and suppress() takes longer
             os.close(self.fd)
+        except OSError:
+            pass
 
     @classmethod
     def at(cls, path: str, modes: Modes) -> "Folder":
@@ -201,23 +203,27 @@ class StoreClock:
 
     def now(self, folder: Folder) -> float:
         """Seconds since the epoch; measured with a file in `folder` every now and then."""
-        now = time.monotonic()
-        if now - self._measured_s > CLOCK_EVERY_S and self._lock.acquire(blocking=False):
+        asked_s = time.monotonic()
+        if asked_s - self._measured_s > CLOCK_EVERY_S and self._lock.acquire(blocking=False):
             try:
-                self._measured_s = now
+                self._measured_s = asked_s
                 # A reader that may not write goes by its own clock.
                 with suppress(OSError):
-                    self._ahead_s = self._measure(folder) - now
+                    self._ahead_s = self._measure(folder)
             finally:
                 self._lock.release()
-        return now + self._ahead_s
+        return time.monotonic() + self._ahead_s
 
     @staticmethod
     def _measure(folder: Folder) -> float:
+        """Seconds by which the store's clock is ahead of the monotonic one."""
         name = f".{secrets.token_hex(8)}.tmp"
+        before_s = time.monotonic()
         fd = folder.create(name)
+        # The file got its time in between: a slow server's answer is not taken for a difference.
+        between_s = (before_s + time.monotonic()) / 2
         try:
-            return os.fstat(fd).st_mtime
+            return os.fstat(fd).st_mtime - between_s
         finally:
             os.close(fd)
             folder.remove(name)

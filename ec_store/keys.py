@@ -25,7 +25,8 @@ class EntryKey:
     def __post_init__(self) -> None:
         """Refuse what no store could hold in a header."""
         for part in (self.namespace, self.identifier):
-            if len(part.encode("utf-8", "surrogatepass")) > MAX_PART_BYTES:
+            # Encoded only where it matters: no character takes more than 4 bytes.
+            if 4 * len(part) > MAX_PART_BYTES < len(part.encode("utf-8", "surrogatepass")):
                 raise ValueError(f"a part of a key is longer than {MAX_PART_BYTES} bytes")
 
     @property

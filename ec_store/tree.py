@@ -21,6 +21,10 @@ from dataclasses import dataclass
 
 from ec_store.files import DIGEST, FOLDER, READ, Folder, Modes, regular
 
+KEPT_FOLDERS = 256
+"""Folders that are kept open on the way to entries: more than a lookup of 64 keys needs, and a
+quarter of the descriptors that a process usually may have."""
+
 _STAGING = re.compile(r"\.([0-9a-f]{64})\.([0-9a-f]{1,16})\.[0-9a-f]{16}\.tmp")
 
 
@@ -69,9 +73,11 @@ class Tree:
         status = os.fstat(self.entries.fd)
         self._path = os.path.join(path, "entries")  # noqa: PTH118 - stat'ed every second
         self._identity = status.st_dev, status.st_ino
+        self._forget()
 
     def current(self) -> bool:
-        """Whether the path still leads here."""
+        """Whether the path still leads here. Folders on the way to entries are opened anew."""
+        self._forget()
         try:
             status = os.stat(self._path)  # noqa: PTH116
         except OSError:
@@ -80,17 +86,8 @@ class Tree:
 
     def open(self, digest: str) -> int:
         """An entry's file. Raises OSError."""
-        # Every step by itself: O_NOFOLLOW says nothing of links on the way. No Folder objects, for
-        # this is most of what a lookup does.
-        first = os.open(digest[:2], FOLDER, dir_fd=self.entries.fd)
-        try:
-            second = os.open(digest[2:4], FOLDER, dir_fd=first)
-            try:
-                return os.open(digest, READ, dir_fd=second)
-            finally:
-                os.close(second)
-        finally:
-            os.close(first)
+        folder = self._kept_open(digest[:4])
+        return os.open(digest, READ, dir_fd=folder.fd)
 
     def folder(self, digest: str) -> Folder:
         """The folder of an entry. Raises OSError."""
@@ -101,7 +98,30 @@ class Tree:
 
         No folder is ever removed again, so that no writer loses one: there are 65,792 at most.
         """
-        return self.entries.ensured(digest[:2]).ensured(digest[2:4])
+        try:
+            return self.folder(digest)
+        except FileNotFoundError:
+            # It may have been removed while it was kept open, and what is written is found at once.
+            self._forget()
+            return self.entries.ensured(digest[:2]).ensured(digest[2:4])
+
+    def _kept_open(self, name: str) -> Folder:
+        """The folder of entries whose digests begin with `name`, which may be what it was before.
+
+        Threads share it: who has got one can use it, even if it is kept no more.
+        """
+        kept = self._kept  # another one, once they are forgotten
+        folder = kept.get(name)
+        if folder is None:
+            # Every step by itself: O_NOFOLLOW says nothing of links on the way.
+            folder = self._kept_open(name[:-2]).folder(name[-2:])
+            # None makes way for another: where all are asked for, that costs more than it saves.
+            if len(kept) < KEPT_FOLDERS:
+                kept[name] = folder
+        return folder
+
+    def _forget(self) -> None:
+        self._kept = {"": self.entries}
 
     def there(self, digest: str) -> bool:
         """Whether there is an entry."""

@@ -241,11 +241,19 @@ def encode_body(body: Body, item: MMItem, uuid: str | None) -> Body:
 
 def prefill_body(body: Body, kv_transfer_params: Mapping[str, Any]) -> Body:
     """The prefill request: the same prompt, one token, the KV cache kept for decode."""
-    limits = {field: 1 for field in ("max_tokens", "max_completion_tokens") if field in body}
+    return {**_one_token(body), "stream": False, "kv_transfer_params": kv_transfer_params}
+
+
+def release_body(body: Body) -> Body:
+    """A decode request as short as can be, and answered at once: its head comes before a token."""
     return {
-        **{key: value for key, value in body.items() if key not in NOT_FOR_PREFILL},
-        **limits,
-        "max_tokens": 1,
-        "stream": False,
-        "kv_transfer_params": kv_transfer_params,
+        **_one_token(body),
+        "stream": True,
+        "kv_transfer_params": body["kv_transfer_params"],
     }
+
+
+def _one_token(body: Body) -> Body:
+    limits = {field: 1 for field in ("max_tokens", "max_completion_tokens") if field in body}
+    kept = {key: value for key, value in body.items() if key not in NOT_FOR_PREFILL}
+    return {**kept, **limits, "max_tokens": 1}

@@ -25,6 +25,8 @@ USAGE_ERROR = 2
 GROUPS = {
     "*_urls": "instances",
     "log_*": "logging",
+    "eject_*": "health of instances",
+    "probe_*": "health of instances",
     "*_s": "deadlines",
     "max_*": "limits",
     "*media*": "media",

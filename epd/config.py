@@ -18,6 +18,7 @@ from pydantic_settings import NoDecode
 from yarl import URL
 
 from ec_store import check_url
+from epd.health import HealthPolicy
 from epd.instances import Instance, Role
 from epd.policies import PolicyName
 from epd.tenants import ANONYMOUS, Scope, Tenant
@@ -146,6 +147,11 @@ class ProxyConfig(BaseModel):
         description="what becomes of an item that no encode instance could encode: prefill or "
         "decode get the media and encode them, or the request fails",
     )
+    on_prefill_failure: Literal["local", "fail"] = Field(
+        default="local",
+        description="what becomes of a request that no prefill instance could prefill: decode gets "
+        "the media and does it, or the request fails",
+    )
     api_keys_file: Path | None = Field(
         default=None,
         description="file of lines tenant:sha256, as `epd hash-key` prints them; with it, every "
@@ -210,9 +216,29 @@ class ProxyConfig(BaseModel):
     idle_timeout_s: Seconds = Field(
         default=120.0, description="silence between two chunks of the decode answer"
     )
+    request_timeout_s: Seconds = Field(
+        default=1800.0,
+        description="a request from its body to its end; a client's x-request-timeout, in seconds, "
+        "can only shorten it",
+    )
     health_timeout_s: Seconds = Field(
         default=5.0, description="an instance's answer to /health and /v1/models"
     )
+    probe_interval_s: Seconds = Field(
+        default=5.0, description="between two probes (GET /health) of an instance that is up"
+    )
+    probe_backoff_s: Seconds = Field(
+        default=1.0,
+        description="until an instance that is down is probed again; doubled each time",
+    )
+    probe_backoff_max_s: Seconds = Field(default=30.0, description="the longest such wait")
+    eject_after: int = Field(
+        default=5, ge=1, description="failures in a row after which an instance is left alone"
+    )
+    eject_s: Seconds = Field(
+        default=30.0, description="for how long, times how often it had to be of late"
+    )
+    eject_max_s: Seconds = Field(default=300.0, description="the longest such time")
 
     profile_timeout_s: Seconds = Field(
         default=300.0, description="an instance's answer to /start_profile and /stop_profile"
@@ -268,11 +294,27 @@ class ProxyConfig(BaseModel):
     @property
     def instances(self) -> tuple[Instance, ...]:
         """The instances the URL lists name, with the roles the topology gives them."""
-        decode = Role.DECODE if self.prefill_servers_urls else Role.PREFILL_DECODE
         return (
             *(Instance(Role.ENCODE, url) for url in self.encode_servers_urls),
             *(Instance(Role.PREFILL, url) for url in self.prefill_servers_urls),
-            *(Instance(decode, url) for url in self.decode_servers_urls),
+            *(Instance(self.decode_role, url) for url in self.decode_servers_urls),
+        )
+
+    @property
+    def decode_role(self) -> Role:
+        """The role of the instances that answer."""
+        return Role.DECODE if self.prefill_servers_urls else Role.PREFILL_DECODE
+
+    @property
+    def health(self) -> HealthPolicy:
+        """When an instance is left alone, and when it is looked at again."""
+        return HealthPolicy(
+            eject_after=self.eject_after,
+            eject_s=self.eject_s,
+            max_eject_s=self.eject_max_s,
+            probe_interval_s=self.probe_interval_s,
+            min_backoff_s=self.probe_backoff_s,
+            max_backoff_s=self.probe_backoff_max_s,
         )
 
     def scope_of(self, tenant: Tenant) -> Scope:

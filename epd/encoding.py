@@ -4,7 +4,6 @@ import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, nullcontext
-from http import HTTPStatus
 from typing import NamedTuple
 
 import orjson
@@ -13,16 +12,17 @@ from epd.cache import EncoderCache, Turn
 from epd.chat import MM_KWARGS, Body, MMItem, mm_items
 from epd.config import ProxyConfig
 from epd.errors import (
+    Overloaded,
     ProxyError,
     UnknownMedia,
     UpstreamFailed,
-    UpstreamRejected,
     UpstreamTimeout,
     no_store,
 )
 from epd.flights import Flights
-from epd.instances import InstanceTable, Role
-from epd.policies import POLICIES
+from epd.instances import Instance, InstanceTable, Role
+from epd.policies import Choice
+from epd.retries import Retries, is_instances_fault, retry_delay_s
 from epd.stages import RequestContext, Stages
 from epd.transfer import Encoded, EncodedItem, from_entry
 
@@ -31,8 +31,6 @@ TRIES = 3
 
 MAX_LEARNED = 65536
 """How many identifiers are remembered that an engine made of a uuid and something else."""
-
-OVERLOADED = {HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE}
 
 
 class Wanted(NamedTuple):
@@ -77,7 +75,8 @@ class Encoder:
         self._table = table
         self._cache = cache
         self._config = config
-        self._policy = POLICIES[config.encode_policy]()
+        self._choice = Choice(table, Role.ENCODE, config.encode_policy)
+        self._retries = Retries()
         self._flights: Flights[object, tuple[Encoded, bool]] = Flights()
         self._learned: OrderedDict[Wanted, str] = OrderedDict()
 
@@ -167,6 +166,7 @@ class Encoder:
         except ProxyError as error:
             if not self._may_be_local(body) or not is_instances_fault(error):
                 raise error.at(item.param) from error.__cause__
+            context.degraded.add("encode-local")
             return EncodedItem(item, uuid, Encoded(), "local")
         return EncodedItem(item, uuid, encoded, "encoded" if mine else "hit")
 
@@ -225,20 +225,28 @@ class Encoder:
         Raises:
             ProxyError: none could, or one says that the item is at fault.
         """
-        candidates = self._table.of(Role.ENCODE)
         key = uuid or str(item.part.get(item.kind))
-        failure: ProxyError | None = None
-        for instance in self._policy.order(candidates, key, self._table.load)[:TRIES]:
+        tried: list[Instance] = []
+
+        async def attempt() -> Encoded:
+            instance = self._choice.best(key, tried)
+            tried.append(instance)
+            with self._table.using(instance):
+                return await self._stages.encode(instance, body, item, uuid, context)
+
+        def again(error: ProxyError) -> float | None:
+            others = self._choice.others(tried)
+            return retry_delay_s(error, others=others, patience_s=self._config.encode_timeout_s)
+
+        with self._retries.request():
             try:
-                with self._table.using(instance):
-                    return await self._stages.encode(instance, body, item, uuid, context)
-            except ProxyError as error:
-                if not is_instances_fault(error):
+                return await self._retries.run(attempt, tries=TRIES, again=again)
+            except (UpstreamFailed, UpstreamTimeout) as error:
+                if self._table.serves(Role.ENCODE):
                     raise
-                failure = error
-        raise failure or UpstreamFailed(
-            "there is no encode instance", slug="no_encoder", stage="encode"
-        )
+                raise Overloaded(
+                    "no encode instance can be reached", slug="no_encoder", stage="encode"
+                ) from error
 
     def _identifier(self, wanted: Wanted) -> str | None:
         """The key of an output in the store; None where only an engine can tell it."""
@@ -255,13 +263,6 @@ class Encoder:
             self._learned[wanted] = encoded.identifier
             while len(self._learned) > MAX_LEARNED:
                 self._learned.popitem(last=False)
-
-
-def is_instances_fault(error: ProxyError) -> bool:
-    """Whether another instance may do better: not where this one refused the item itself."""
-    if isinstance(error, UpstreamRejected):
-        return error.status in OVERLOADED
-    return isinstance(error, UpstreamFailed | UpstreamTimeout) and error.slug != "encode_metadata"
 
 
 def _gone(item: MMItem, looked: LookUp) -> ProxyError:

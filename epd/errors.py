@@ -6,14 +6,22 @@ Every error reaches the client in OpenAI's shape, the one vLLM uses
 """
 
 import math
+import re
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any, ClassVar, Literal, Self
 
 import orjson
 
-Stage = Literal["proxy", "store", "encode", "prefill", "decode"]
+Stage = Literal["proxy", "store", "encode", "prefill", "decode", "release"]
 
 TYPES = {404: "NotFoundError", 408: "RequestTimeoutError", 503: "ServiceUnavailableError"}
+
+RETRY_AFTER = re.compile(r"[0-9]{1,6}")
+"""Seconds; the other form, a date, is for browsers."""
+
+SPENT = frozenset({500, 502, 504})
+"""Statuses of what the proxy has tried again itself, where that could help."""
 
 MAX_UPSTREAM_TEXT = 500
 """Characters of an upstream's non-JSON error text that are shown to a client."""
@@ -71,7 +79,14 @@ class ProxyError(Exception):
     @property
     def headers(self) -> dict[str, str]:
         """Headers that go with the answer, beside those every answer has."""
-        return {"x-epd-stage": self.stage, "x-epd-error": self.slug}
+        own = {"x-epd-stage": self.stage, "x-epd-error": self.slug}
+        # The official OpenAI client obeys it, and would repeat what was repeated here already.
+        return own | {"x-should-retry": "false"} if self.spent else own
+
+    @property
+    def spent(self) -> bool:
+        """Whether another try of the client's would end as this one, after the proxy's own."""
+        return self.status in SPENT
 
     def body(self) -> bytes:
         """The answer's JSON body."""
@@ -122,7 +137,7 @@ class TryLater(ProxyError):
     """Nothing is wrong with the request but the moment.
 
     Attributes:
-        retry_after_s: when the client may try again, sent as `Retry-After`.
+        retry_after_s: when the client may try again, sent as `Retry-After`; None: nobody knows.
     """
 
     def __init__(
@@ -131,7 +146,7 @@ class TryLater(ProxyError):
         *,
         slug: str | None = None,
         stage: Stage = "proxy",
-        retry_after_s: float = 1.0,
+        retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message, slug=slug, stage=stage)
         self.retry_after_s = retry_after_s
@@ -139,7 +154,7 @@ class TryLater(ProxyError):
     @property
     def headers(self) -> dict[str, str]:
         """As for every error, and when to try again, in whole seconds (RFC 9110, 10.2.3)."""
-        return {**super().headers, "Retry-After": str(max(1, math.ceil(self.retry_after_s)))}
+        return {**super().headers, "Retry-After": str(max(1, math.ceil(self.retry_after_s or 1)))}
 
 
 class Overloaded(TryLater):
@@ -165,6 +180,21 @@ class UpstreamFailed(ProxyError):
     type = "BadGatewayError"
 
 
+class UpstreamUnreachable(UpstreamFailed):
+    """No connection to an instance: the request has not left the proxy."""
+
+
+class UpstreamDenied(ProxyError):
+    """An instance does not take the key that the proxy has for it, which no client can mend."""
+
+    status = 502
+    type = "BadGatewayError"
+
+
+class UpstreamBusy(Overloaded):
+    """An encode or prefill instance has too much to do."""
+
+
 class UpstreamTimeout(ProxyError):
     """An instance did not answer within its stage's deadline."""
 
@@ -185,8 +215,9 @@ class UpstreamRejected(ProxyError):
         self._said = {"type": "UpstreamError", "param": None, "code": status} | (
             said or {"message": _plain_message(status, reply)}
         )
+        kind = "rejected" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "failed"
         super().__init__(
-            self._said["message"], slug=f"{stage}_rejected", stage=stage, answered=status
+            self._said["message"], slug=f"{stage}_{kind}", stage=stage, answered=status
         )
         self.status = status
         self._reply = reply if said else None
@@ -210,10 +241,21 @@ class UpstreamRejected(ProxyError):
         """As for every error, and what tells a client when and how to try again."""
         return {**super().headers, **self._passed_headers}
 
+    @property
+    def retry_after_s(self) -> float | None:
+        """When the instance may be asked again, where it says so."""
+        return said_retry_after_s(self._passed_headers)
+
 
 def no_store(message: str) -> RequestRefused:
     """503: what only the encoder-cache store could answer."""
     return RequestRefused(503, message, slug="no_store")
+
+
+def said_retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """When an instance may be asked again, where its answer says so in seconds."""
+    said = headers.get("Retry-After", "")
+    return float(said) if RETRY_AFTER.fullmatch(said) else None
 
 
 def _openai_error(reply: bytes) -> dict[str, Any] | None:

@@ -11,12 +11,16 @@ ItemResult = Literal["hit", "encoded", "local"]
 for this request, or prefill or decode make it themselves because no encode instance could."""
 
 
+Degraded = Literal["encode-local", "prefill-local"]
+"""What another instance did than the one whose stage it is: `x-epd-degraded`."""
+
+
 @dataclass(frozen=True, slots=True)
 class StageDone:
     """One request to an instance has been answered, or has failed.
 
     Attributes:
-        stage: store, encode, prefill or decode.
+        stage: store, encode, prefill, decode or release.
         instance: base URL of the instance; of the store, what kind it is.
         started_s: when it was sent, on the event loop's clock.
         seconds: until its answer was read; for decode until the answer's head came.
@@ -45,6 +49,7 @@ class RequestDone:
         stages: what was asked of the instances.
         items: how many media items came from where.
         retries: how often the request was begun anew, unseen by the client.
+        degraded: what was done in another stage than its own.
     """
 
     request_id: str
@@ -57,6 +62,22 @@ class RequestDone:
     stages: tuple[StageDone, ...]
     items: Mapping[ItemResult, int]
     retries: int
+    degraded: frozenset[Degraded] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceChanged:
+    """An instance is thought to be something else than before.
+
+    Attributes:
+        instance: its base URL.
+        role: its role.
+        state: what it is thought to be now.
+    """
+
+    instance: str
+    role: str
+    state: str
 
 
 class Observer(Protocol):
@@ -67,6 +88,9 @@ class Observer(Protocol):
 
     def request_done(self, event: RequestDone) -> None:
         """A client's request has ended."""
+
+    def instance_changed(self, event: InstanceChanged) -> None:
+        """An instance was ejected, has gone, or is back."""
 
 
 def stage_seconds(stages: Sequence[StageDone]) -> dict[Stage, float]:

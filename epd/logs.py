@@ -8,7 +8,7 @@ import sys
 
 import structlog
 
-from epd.events import RequestDone, StageDone, stage_seconds
+from epd.events import InstanceChanged, RequestDone, StageDone, stage_seconds
 
 
 def configure(log_format: str, level: str, *, worker: int | None = None) -> None:
@@ -67,6 +67,8 @@ class LogObserver:
             fields["items"] = ",".join(f"{name}={count}" for name, count in event.items.items())
         if event.retries:
             fields["retries"] = event.retries
+        if event.degraded:
+            fields["degraded"] = ",".join(sorted(event.degraded))
         if event.error is not None:
             level = "warning"
             fields |= {"error": event.error, "reason": event.reason}
@@ -79,4 +81,11 @@ class LogObserver:
             status=event.status,
             seconds=round(event.seconds, 4),
             **fields,
+        )
+
+    def instance_changed(self, event: InstanceChanged) -> None:
+        """One line: a warning where it is left alone, info where it is back."""
+        level = logging.INFO if event.state in {"healthy", "trial"} else logging.WARNING
+        self._log.log(
+            level, "instance", instance=event.instance, role=event.role, state=event.state
         )

@@ -3,7 +3,7 @@
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from epd.events import RequestDone, StageDone
+from epd.events import InstanceChanged, RequestDone, StageDone
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
@@ -26,6 +26,18 @@ class MetricsObserver:
         self._retries = Counter(
             "epd_request_retries",
             "Requests that were begun anew with their media, since an entry may have been lost.",
+            registry=self._registry,
+        )
+        self._degraded = Counter(
+            "epd_requests_degraded",
+            "Requests of which a stage's work was done in another stage.",
+            ["kind"],
+            registry=self._registry,
+        )
+        self._instances = Counter(
+            "epd_instance_changes",
+            "How often an instance was ejected, was down, was put on trial and became healthy.",
+            ["role", "state"],
             registry=self._registry,
         )
         self._requests = Counter(
@@ -53,6 +65,13 @@ class MetricsObserver:
         self._retries.inc(event.retries)
         for result, count in event.items.items():
             self._items.labels(result).inc(count)
+
+        for kind in event.degraded:
+            self._degraded.labels(kind).inc()
+
+    def instance_changed(self, event: InstanceChanged) -> None:
+        """Count it."""
+        self._instances.labels(event.role, event.state).inc()
 
     def page(self) -> bytes:
         """All figures."""

@@ -43,6 +43,7 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     context = RequestContext(
         request_id=_request_id(request.headers),
         headers=_forwarded(request.headers, config, own_keys=KEYS in request.app),
+        clients_key=_passes_key(request, config),
         observers=observers,
     )
     request[CONTEXT] = context
@@ -63,6 +64,7 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
             stages=tuple(context.stages),
             items=dict(context.items),
             retries=context.retries,
+            degraded=frozenset(context.degraded),
         )
         for observer in observers:
             observer.request_done(event)
@@ -130,7 +132,14 @@ def own_headers(context: RequestContext) -> dict[str, str]:
         own
         | ({"Server-Timing": timing} if timing else {})
         | ({"x-epd-items": items} if context.items else {})
+        | ({"x-epd-degraded": ",".join(sorted(context.degraded))} if context.degraded else {})
     )
+
+
+def _passes_key(request: web.Request, config: ProxyConfig) -> bool:
+    """Whether it is the client's own key, or none, that the instances see."""
+    given = "Authorization" in request.headers or config.openai_api_key is None
+    return KEYS not in request.app and given
 
 
 def _request_id(headers: Mapping[str, str]) -> str:

@@ -1,53 +1,83 @@
-"""One request: its route, then encode, prefill where there is one, decode."""
+"""One request: encode, prefill where there is one, decode; tried again while nobody has seen it."""
 
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 
 from epd.cache import EncoderCache
 from epd.chat import Body, MMItem, mm_items, names_entries
 from epd.config import ProxyConfig
 from epd.encoding import Encoder
-from epd.errors import BadRequest, ProxyError
+from epd.errors import BadRequest, ProxyError, Stage, UpstreamTimeout
 from epd.fetch import RemoteMedia
+from epd.health import BUSY
 from epd.instances import Instance, InstanceTable, Role
 from epd.keys import Keys
+from epd.policies import Choice
+from epd.releases import Releases
+from epd.retries import Retries, is_instances_fault, retry_delay_s
 from epd.stages import RequestContext, Stages
-from epd.transfer import EncodedItem, consumer_body
-from epd.upstream import Reply, Upstream
+from epd.transfer import EncodedItem, Params, consumer_body
+from epd.upstream import Reply
+
+MAX_PREFILLS = 2
+"""Prefill instances that a request is sent to, before decode has to do without."""
+
+MAX_DECODES = 2
+"""Decode instances that a request is sent to."""
+
+MAX_ATTEMPTS = MAX_PREFILLS + MAX_DECODES
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
-    """The instances that answer one attempt.
+@dataclass(slots=True)
+class Attempts:
+    """A request's attempts so far, and what the next one has to do otherwise.
 
     Attributes:
-        prefill: None in E+PD.
-        decode: the one that answers.
+        prefills: prefill instances that it was sent to.
+        decodes: decode instances that it was sent to.
+        failures: how often each stage has failed.
+        encoded: its items, once they are encoded.
+        sent: what prefill and decode were sent.
+        anew: whether entries may have been lost: all is encoded again, and the media go along.
+        prefilled: whether decode was sent what a prefill instance had made.
+        without_prefill: whether decode does prefill's work.
     """
 
-    prefill: Instance | None
-    decode: Instance
+    prefills: list[Instance] = field(default_factory=list)
+    decodes: list[Instance] = field(default_factory=list)
+    failures: Counter[Stage] = field(default_factory=Counter)
+    encoded: list[EncodedItem] | None = None
+    sent: Body = field(default_factory=dict)
+    anew: bool = False
+    prefilled: bool = False
+    without_prefill: bool = False
 
 
 class Pipeline:
     """Carries requests through the stages."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - what a request meets on its way
         self,
         table: InstanceTable,
-        upstream: Upstream,
+        stages: Stages,
         media: RemoteMedia,
         cache: EncoderCache | None,
+        releases: Releases,
         config: ProxyConfig,
     ) -> None:
         self._table = table
         self._media = media
-        self._stages = Stages(upstream, config)
-        self._encoder = Encoder(self._stages, table, cache, config)
+        self._stages = stages
+        self._releases = releases
+        self._encoder = Encoder(stages, table, cache, config)
         self._keys = Keys(cache, config)
         self._config = config
+        self._retries = Retries()
+        self._prefills = Choice(table, Role.PREFILL, "least_load")
+        self._decodes = Choice(table, config.decode_role, "least_load")
 
     @asynccontextmanager
     async def run(self, body: Body, context: RequestContext) -> AsyncIterator[Reply]:
@@ -60,8 +90,21 @@ class Pipeline:
             ProxyError: a stage failed.
         """
         body, uuids = await self._keyed(body, context)
+        attempts = Attempts()
         async with AsyncExitStack() as stack:
-            yield await self._opened(stack, body, uuids, context)
+
+            async def attempt() -> Reply:
+                await self._prepare(attempts, body, uuids, context)
+                return await stack.enter_async_context(self._answered(attempts, context))
+
+            def again(error: ProxyError) -> float | None:
+                delay_s = self._next(attempts, error)
+                context.retries += delay_s is not None
+                return delay_s
+
+            with self._retries.request():
+                reply = await self._retries.run(attempt, tries=MAX_ATTEMPTS, again=again)
+            yield reply
 
     async def encode(self, body: Body, context: RequestContext) -> list[EncodedItem]:
         """Have the items of a request encoded that asks for nothing else, and remember them.
@@ -93,43 +136,96 @@ class Pipeline:
         body = await self._media.inlined(body, items, context.tenant.name)
         return body, await self._keys.of(body, mm_items(body), context.tenant)
 
-    async def _opened(
+    async def _prepare(
         self,
-        stack: AsyncExitStack,
+        attempts: Attempts,
         body: Body,
         uuids: Mapping[MMItem, str | None],
         context: RequestContext,
-    ) -> Reply:
-        """The answer; where an entry may have been lost on the way, that of a second attempt."""
-        encoded = await self._encoder.encode(body, uuids, context)
-        # Before the answer: who has it may use the name.
-        named = [one for one in encoded if one.item.uuid is not None]
-        await self._keys.remember(body, named, context.tenant)
-        sent = consumer_body(body, encoded, raw=self._config.decode_media == "raw")
-        try:
-            return await stack.enter_async_context(self._answered(sent, context))
-        except ProxyError as error:
-            # An engine that cannot load what it was named fails the request and says no more than
-            # that. All is encoded again, and the media go along: nothing can be missing.
-            if error.answered != HTTPStatus.INTERNAL_SERVER_ERROR or not names_entries(sent):
-                raise
-        context.retries += 1
-        encoded = await self._encoder.encode(body, uuids, context, anew=True)
-        sent = consumer_body(body, encoded, raw=True)
-        return await stack.enter_async_context(self._answered(sent, context))
+    ) -> None:
+        """Encode what is not encoded yet, or all of it anew, and make of it what is sent next."""
+        if attempts.encoded is None:
+            attempts.encoded = await self._encoder.encode(body, uuids, context)
+            # Before the answer: who has it may use the name.
+            named = [one for one in attempts.encoded if one.item.uuid is not None]
+            await self._keys.remember(body, named, context.tenant)
+        elif attempts.anew:
+            attempts.encoded = await self._encoder.encode(body, uuids, context, anew=True)
+        if attempts.without_prefill:
+            context.degraded.add("prefill-local")
+        raw = self._config.decode_media == "raw" or attempts.anew or attempts.without_prefill
+        attempts.sent = consumer_body(body, attempts.encoded, raw=raw)
 
     @asynccontextmanager
-    async def _answered(self, body: Body, context: RequestContext) -> AsyncIterator[Reply]:
-        route = self._route()
-        if route.prefill is not None:
-            params = await self._stages.prefill(route.prefill, body, context)
-            body = {**body, "kv_transfer_params": params}
-        async with self._stages.decode(route.decode, body, context) as reply:
+    async def _answered(self, attempts: Attempts, context: RequestContext) -> AsyncIterator[Reply]:
+        params = await self._prefilled(attempts, context)
+        attempts.prefilled = params is not None
+        sent = attempts.sent if params is None else {**attempts.sent, "kv_transfer_params": params}
+        instance = self._decodes.best(tried=attempts.decodes)
+        attempts.decodes.append(instance)
+        async with AsyncExitStack() as stack:
+            stack.enter_context(self._table.using(instance))
+            try:
+                reply = await stack.enter_async_context(
+                    self._stages.decode(instance, sent, context)
+                )
+            except BaseException as error:
+                if params is not None and not _was_answered(error):
+                    self._releases.begin(self._releaser(attempts, error), sent, context)
+                raise
+            self._table.answered(instance)
             yield reply
 
-    def _route(self) -> Route:
-        prefill = self._table.of(Role.PREFILL)
-        return Route(
-            prefill=self._table.pick(Role.PREFILL) if prefill else None,
-            decode=self._table.pick(Role.DECODE if prefill else Role.PREFILL_DECODE),
-        )
+    async def _prefilled(self, attempts: Attempts, context: RequestContext) -> Params | None:
+        """The `kv_transfer_params` of a prefill; None where decode does prefill's work."""
+        if attempts.without_prefill or not self._table.of(Role.PREFILL):
+            return None
+        instance = self._prefills.best(tried=attempts.prefills)
+        attempts.prefills.append(instance)
+        with self._table.using(instance):
+            return await self._stages.prefill(instance, attempts.sent, context)
+
+    def _releaser(self, attempts: Attempts, error: BaseException) -> Instance:
+        """Who is told that a prefill is not wanted: who had it, or another if that failed."""
+        failed = isinstance(error, ProxyError) and self._decodes.others(attempts.decodes)
+        return self._decodes.best(tried=attempts.decodes) if failed else attempts.decodes[-1]
+
+    def _next(self, attempts: Attempts, error: ProxyError) -> float | None:
+        """Prepare for the next attempt: how long until then, in seconds; None: there is none."""
+        if error.stage not in {"prefill", "decode"}:
+            return None
+        # An engine that cannot load what it was named fails the request and says no more than that.
+        lost = error.answered == HTTPStatus.INTERNAL_SERVER_ERROR and not attempts.anew
+        if lost and names_entries(attempts.sent):
+            attempts.anew = True
+            return 0.0
+        if error.stage == "prefill":
+            return self._after_prefill(attempts, error)
+        return self._after_decode(attempts, error)
+
+    def _after_prefill(self, attempts: Attempts, error: ProxyError) -> float | None:
+        attempts.failures["prefill"] += 1
+        if attempts.failures["prefill"] < MAX_PREFILLS:
+            others = self._prefills.others(attempts.prefills)
+            delay_s = retry_delay_s(error, others=others)
+            if delay_s is not None:
+                return delay_s
+        if self._config.on_prefill_failure == "local" and is_instances_fault(error):
+            attempts.without_prefill = True
+            return 0.0
+        return None
+
+    def _after_decode(self, attempts: Attempts, error: ProxyError) -> float | None:
+        attempts.failures["decode"] += 1
+        if attempts.failures["decode"] >= MAX_DECODES or isinstance(error, UpstreamTimeout):
+            return None
+        # Prefill's blocks could not be fetched, with vLLM's `kv_load_failure_policy` "fail".
+        if error.answered == HTTPStatus.INTERNAL_SERVER_ERROR and attempts.prefilled:
+            return 0.0
+        return retry_delay_s(error, others=self._decodes.others(attempts.decodes))
+
+
+def _was_answered(error: BaseException) -> bool:
+    """Whether decode has had the request, and has told prefill itself."""
+    answered = error.answered if isinstance(error, ProxyError) else None
+    return answered is not None and answered not in BUSY

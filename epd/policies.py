@@ -1,11 +1,12 @@
-"""Which instance an item goes to: small pure policies, chosen by name."""
+"""Which instance a request goes to: small pure policies, chosen by name."""
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, Protocol
 
-from epd.instances import Instance
+from epd.errors import Overloaded
+from epd.instances import Instance, InstanceTable, Role
 
 LOAD_FACTOR = 1.25
 """How far above the mean an instance may be loaded before its keys go elsewhere (Mirrokni et al.,
@@ -81,6 +82,35 @@ POLICIES: Mapping[PolicyName, type[Policy]] = {
     "round_robin": RoundRobin,
     "least_load": LeastLoad,
 }
+
+
+class Choice:
+    """Whom the next request of a role goes to: of those that are fit, the policy's first."""
+
+    def __init__(self, table: InstanceTable, role: Role, policy: PolicyName) -> None:
+        self._table = table
+        self._role = role
+        self._policy = POLICIES[policy]()
+
+    def best(self, key: str = "", tried: Collection[Instance] = ()) -> Instance:
+        """An instance, one that has not been tried where there is one.
+
+        Args:
+            key: what the request is about, for policies that go by it.
+            tried: instances that this request has been sent to.
+
+        Raises:
+            Overloaded: there is none.
+        """
+        usable = self._table.usable(self._role)
+        if not usable:
+            raise Overloaded(f"there is no {self._role} instance", slug=f"no_{self._role}")
+        fresh = [instance for instance in usable if instance not in tried]
+        return self._policy.order(fresh or usable, key, self._table.load)[0]
+
+    def others(self, tried: Collection[Instance]) -> bool:
+        """Whether there is one that has not been tried."""
+        return any(instance not in tried for instance in self._table.usable(self._role))
 
 
 def _score(instance: Instance, key: str) -> bytes:

@@ -1,4 +1,4 @@
-"""Encode, prefill and decode: one stage each, as requests to instances."""
+"""Encode, prefill, decode and release: one stage each, as requests to instances."""
 
 import asyncio
 import itertools
@@ -11,10 +11,19 @@ from http import HTTPStatus
 
 import orjson
 
-from epd.chat import Body, MMItem, encode_body, prefill_body
+from epd.chat import Body, MMItem, encode_body, prefill_body, release_body
 from epd.config import ProxyConfig
-from epd.errors import ProxyError, Stage, UpstreamFailed, UpstreamRejected
-from epd.events import ItemResult, Observer, StageDone
+from epd.errors import (
+    ProxyError,
+    Stage,
+    UpstreamBusy,
+    UpstreamDenied,
+    UpstreamFailed,
+    UpstreamRejected,
+    said_retry_after_s,
+)
+from epd.events import Degraded, ItemResult, Observer, StageDone
+from epd.health import BUSY
 from epd.instances import Instance
 from epd.tenants import ANONYMOUS, Tenant
 from epd.transfer import NIXL_PREFILL, Encoded, Params, read_encoded, read_prefilled
@@ -22,6 +31,9 @@ from epd.upstream import Answer, Reply, Upstream
 
 CHAT_COMPLETIONS = "/v1/chat/completions"
 MAX_STATUS = 599
+
+RELEASE_TIMEOUT_S = 5.0
+"""A decode instance's answer to a request that nobody waits for."""
 
 
 @dataclass(slots=True)
@@ -32,19 +44,23 @@ class RequestContext:
         request_id: the id its instances see.
         headers: headers its instances are sent, but for the request id.
         tenant: whose request it is.
+        clients_key: whether the instances judge the client's own key, and not the proxy's.
         observers: who is told what happens.
         stages: what has happened so far; each stage adds to it.
         items: how many items came from where.
         retries: how often the request was begun anew.
+        degraded: what was done in another stage than its own.
     """
 
     request_id: str
     headers: Mapping[str, str]
     tenant: Tenant = ANONYMOUS
+    clients_key: bool = True
     observers: Sequence[Observer] = ()
     stages: list[StageDone] = field(default_factory=list)
     items: Counter[ItemResult] = field(default_factory=Counter)
     retries: int = 0
+    degraded: set[Degraded] = field(default_factory=set)
     _children: Iterator[int] = field(default_factory=itertools.count)
 
     def headers_for(self, request_id: str) -> dict[str, str]:
@@ -102,7 +118,7 @@ class Stages:
                 body=orjson.dumps(encode_body(body, item, uuid)),
                 timeout_s=self._config.encode_timeout_s,
             )
-            return read_encoded(_accepted(answer, "encode"), item.modality)
+            return read_encoded(_accepted(answer, "encode", context), item.modality)
 
     async def prefill(self, instance: Instance, body: Body, context: RequestContext) -> Params:
         """Prefill the request and return its `kv_transfer_params`, which serve one decode.
@@ -118,7 +134,7 @@ class Stages:
                 body=orjson.dumps(prefill_body(body, NIXL_PREFILL)),
                 timeout_s=self._config.prefill_timeout_s,
             )
-            return read_prefilled(_accepted(answer, "prefill"))
+            return read_prefilled(_accepted(answer, "prefill", context))
 
     @asynccontextmanager
     async def decode(
@@ -143,28 +159,70 @@ class Stages:
                 )
                 if not reply.ok:
                     said = await reply.read(idle_s=self._config.idle_timeout_s)
-                    raise _refusal(reply.status, said, reply.headers)
+                    raise _refusal(reply.status, said, reply.headers, context)
             yield reply
 
+    async def release(self, instance: Instance, body: Body, context: RequestContext) -> None:
+        """Tell decode of a prefill that nobody waits for any more.
 
-def _refusal(status: int, said: bytes, headers: Mapping[str, str]) -> ProxyError:
+        It then tells the prefill instance, which would else keep the request's KV blocks until its
+        own time-out (vLLM's NIXL connector, `request_finished`; `VLLM_NIXL_ABORT_REQUEST_TIMEOUT`,
+        480 s). One token is asked for; leaving at the answer's head aborts the rest.
+
+        Raises:
+            ProxyError: it could not be told.
+        """
+        with context.timed("release", instance.url):
+            async with self._upstream.open(
+                instance.url + CHAT_COMPLETIONS,
+                stage="release",
+                headers=context.headers_for(context.child_id()),
+                body=orjson.dumps(release_body(body)),
+                head_timeout_s=RELEASE_TIMEOUT_S,
+            ):
+                pass
+
+
+def _refusal(
+    status: int, said: bytes, headers: Mapping[str, str], context: RequestContext
+) -> ProxyError:
     """Decode's errors are the client's, whatever their status; what is no error is decode's."""
     if HTTPStatus.BAD_REQUEST <= status <= MAX_STATUS:
-        return UpstreamRejected(status, said, stage="decode", headers=headers)
+        return _denied(status, "decode", context) or UpstreamRejected(
+            status, said, stage="decode", headers=headers
+        )
     return UpstreamFailed(
         f"the decode instance answered {status}", slug="decode_bad_response", stage="decode"
     )
 
 
-def _accepted(answer: Answer, stage: Stage) -> bytes:
+def _accepted(answer: Answer, stage: Stage, context: RequestContext) -> bytes:
     """The body of a 2xx answer; an error for any other."""
     if answer.ok:
         return answer.body
-    if answer.status // 100 == 4 or answer.status == HTTPStatus.SERVICE_UNAVAILABLE:  # noqa: PLR2004
-        raise UpstreamRejected(answer.status, answer.body, stage=stage, headers=answer.headers)
+    if answer.status in BUSY:
+        raise UpstreamBusy(
+            f"the {stage} instances have too much to do",
+            slug=f"{stage}_overloaded",
+            stage=stage,
+            retry_after_s=said_retry_after_s(answer.headers),
+        )
+    if answer.status // 100 == 4:  # noqa: PLR2004
+        raise _denied(answer.status, stage, context) or UpstreamRejected(
+            answer.status, answer.body, stage=stage, headers=answer.headers
+        )
     raise UpstreamFailed(
         f"the {stage} instance answered {answer.status}",
         slug=f"{stage}_failed",
         stage=stage,
         answered=answer.status,
+    )
+
+
+def _denied(status: int, stage: Stage, context: RequestContext) -> UpstreamDenied | None:
+    """An error of the operator's, where the key that an instance refused is not the client's."""
+    if context.clients_key or status not in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
+        return None
+    return UpstreamDenied(
+        f"the {stage} instance refused the proxy's key", slug=f"{stage}_auth", stage=stage
     )

@@ -10,7 +10,7 @@ from typing import Self
 
 import aiohttp
 
-from epd.errors import Stage, UpstreamFailed, UpstreamTimeout
+from epd.errors import Stage, UpstreamFailed, UpstreamTimeout, UpstreamUnreachable
 from epd.version import __version__
 
 KEEP_ALIVE_S = 2.0
@@ -185,7 +185,7 @@ def _translated(stage: Stage, *, broken: str, late: str | None = None) -> Iterat
     try:
         yield
     except aiohttp.ConnectionTimeoutError as error:
-        raise UpstreamFailed(
+        raise UpstreamUnreachable(
             f"the {stage} instance cannot be reached", slug=broken, stage=stage
         ) from error
     except TimeoutError as error:
@@ -195,7 +195,7 @@ def _translated(stage: Stage, *, broken: str, late: str | None = None) -> Iterat
             stage=stage,
         ) from error
     except aiohttp.ClientConnectorError as error:
-        raise UpstreamFailed(
+        raise UpstreamUnreachable(
             f"the {stage} instance cannot be reached", slug=broken, stage=stage
         ) from error
     except (aiohttp.ClientError, OSError) as error:

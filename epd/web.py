@@ -1,9 +1,10 @@
 """The aiohttp application: routes, and the answer relayed to the client."""
 
 import asyncio
+import re
 import stat
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -20,11 +21,13 @@ from epd.errors import (
     ProxyError,
     RequestRefused,
     UpstreamFailed,
+    UpstreamTimeout,
 )
-from epd.events import Observer
+from epd.events import InstanceChanged, Observer
 from epd.fetch import remote_media
+from epd.health import State
 from epd.identity import salted
-from epd.instances import InstanceTable
+from epd.instances import Instance, InstanceTable
 from epd.logs import LogObserver
 from epd.metrics import CONTENT_TYPE, MetricsObserver
 from epd.middlewares import (
@@ -38,8 +41,10 @@ from epd.middlewares import (
     own_headers,
 )
 from epd.pipeline import Pipeline
+from epd.probes import probing
+from epd.releases import Releases
 from epd.sse import EventAligner
-from epd.stages import RequestContext
+from epd.stages import RequestContext, Stages
 from epd.tenants import ApiKeys, KeysInvalid, parse_keys
 from epd.upstream import Reply, Upstream
 from epd.warmup import Warmup
@@ -48,6 +53,11 @@ PIPELINE = web.AppKey("pipeline", Pipeline)
 ADMIN = web.AppKey("admin", Admin)
 WARMUP = web.AppKey("warmup", Warmup)
 METRICS = web.AppKey("metrics", MetricsObserver)
+
+TABLE = web.AppKey("table", InstanceTable)
+
+TIMEOUT = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
+"""A client's x-request-timeout, in seconds."""
 
 MAX_DECODE_BYTES = 256 * 1024**2
 """Largest answer of decode that is no stream: it is whole before the first byte goes out, so that
@@ -110,16 +120,27 @@ def _read_keys(path: Path) -> ApiKeys:
 
 async def _connections(app: web.Application) -> AsyncIterator[None]:
     config = app[CONFIG]
-    table = InstanceTable(config.instances)
+    table = InstanceTable(
+        config.instances, config.health, on_change=partial(_changed, app[OBSERVERS])
+    )
     async with (
         Upstream.connect(config.connect_timeout_s) as upstream,
         remote_media(config) as media,
         _cache(config) as cache,
+        probing(table, upstream, config.health_timeout_s),
+        Releases.running(stages := Stages(upstream, config)) as releases,
     ):
-        app[PIPELINE] = Pipeline(table, upstream, media, cache, config)
+        app[PIPELINE] = Pipeline(table, stages, media, cache, releases, config)
         app[WARMUP] = Warmup(app[PIPELINE], cache)
         app[ADMIN] = Admin(table, upstream, config)
+        app[TABLE] = table
         yield
+
+
+def _changed(observers: Sequence[Observer], instance: Instance, state: State) -> None:
+    event = InstanceChanged(instance.url, instance.role, state)
+    for observer in observers:
+        observer.instance_changed(event)
 
 
 def _cache(config: ProxyConfig) -> AbstractAsyncContextManager[EncoderCache | None]:
@@ -134,16 +155,63 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     """`POST /v1/chat/completions`, streaming and not."""
     context = request[CONTEXT]
     scope = request.app[CONFIG].scope_of(context.tenant)
-    body = salted(chat.parse(await _read(request)), scope)
-    async with request.app[PIPELINE].run(body, context) as reply:
-        content_type = reply.headers.get("Content-Type", "")
-        headers = own_headers(context)
-        headers["Content-Type"] = content_type if content_type.isprintable() else ""
-        if content_type.startswith("text/event-stream"):
-            return await _stream(request, reply, headers)
-        idle_s = request.app[CONFIG].idle_timeout_s
-        whole = await reply.read(idle_s=idle_s, limit=MAX_DECODE_BYTES)
-        return web.Response(status=reply.status, body=whole, headers=headers)
+    stream: web.StreamResponse | None = None
+    try:
+        async with _deadline(request):
+            body = salted(chat.parse(await _read(request)), scope)
+            async with request.app[PIPELINE].run(body, context) as reply:
+                headers = _answer_headers(reply, context)
+                if not headers["Content-Type"].startswith("text/event-stream"):
+                    return await _whole(request, reply, headers)
+                stream = web.StreamResponse(
+                    status=reply.status, headers={**headers, "Cache-Control": "no-cache"}
+                )
+                await stream.prepare(request)
+                async for events in _whole_events(reply, request.app[CONFIG].idle_timeout_s):
+                    await stream.write(events)
+    except ProxyError as error:
+        if stream is None or not stream.prepared:
+            raise
+        # The official OpenAI client takes an end without [DONE] for success, and this for an error.
+        request[OUTCOME] = error
+        await stream.write(b"data: " + error.body() + b"\n\n")
+    await stream.write_eof()
+    return stream
+
+
+@asynccontextmanager
+async def _deadline(request: web.Request) -> AsyncIterator[None]:
+    """The whole request's.
+
+    Raises:
+        UpstreamTimeout: it has passed.
+    """
+    limit_s = request.app[CONFIG].request_timeout_s
+    asked = request.headers.get("x-request-timeout", "")
+    if TIMEOUT.fullmatch(asked):
+        limit_s = min(limit_s, float(asked))
+    try:
+        async with asyncio.timeout(limit_s) as deadline:
+            yield
+    except TimeoutError:
+        if not deadline.expired():
+            raise
+        raise UpstreamTimeout(
+            "the request did not end in time", slug="request_timeout", stage="proxy"
+        ) from None
+
+
+def _answer_headers(reply: Reply, context: RequestContext) -> dict[str, str]:
+    content_type = reply.headers.get("Content-Type", "")
+    return own_headers(context) | {
+        "Content-Type": content_type if content_type.isprintable() else ""
+    }
+
+
+async def _whole(request: web.Request, reply: Reply, headers: Mapping[str, str]) -> web.Response:
+    idle_s = request.app[CONFIG].idle_timeout_s
+    whole = await reply.read(idle_s=idle_s, limit=MAX_DECODE_BYTES)
+    return web.Response(status=reply.status, body=whole, headers=headers)
 
 
 async def _not_yet(_: web.Request) -> None:
@@ -161,24 +229,6 @@ async def _read(request: web.Request) -> bytes:
             return await request.read()
     except TimeoutError:
         raise RequestRefused(408, "the body did not come in time", slug="body_timeout") from None
-
-
-async def _stream(
-    request: web.Request, reply: Reply, headers: Mapping[str, str]
-) -> web.StreamResponse:
-    response = web.StreamResponse(
-        status=reply.status, headers={**headers, "Cache-Control": "no-cache"}
-    )
-    await response.prepare(request)
-    try:
-        async for events in _whole_events(reply, request.app[CONFIG].idle_timeout_s):
-            await response.write(events)
-    except ProxyError as error:
-        # The official OpenAI client takes an end without [DONE] for success, and this for an error.
-        request[OUTCOME] = error
-        await response.write(b"data: " + error.body() + b"\n\n")
-    await response.write_eof()
-    return response
 
 
 async def _whole_events(reply: Reply, idle_s: float) -> AsyncIterator[bytes]:

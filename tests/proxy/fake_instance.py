@@ -66,9 +66,9 @@ class FakeInstance:
             raise
 
     async def _other(self, request: web.Request) -> web.Response:
-        self.other_calls.append(f"{request.method} {request.path}")
-        if request.path == "/health":
+        if request.path == "/health":  # it is probed: not a call
             return web.Response(status=200 if self.healthy else 503)
+        self.other_calls.append(f"{request.method} {request.path}")
         if request.path == "/v1/models":
             return web.json_response({"object": "list", "data": [{"id": "m"}]})
         return web.Response(status=200 if self.profiler else 404)

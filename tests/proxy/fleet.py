@@ -13,7 +13,7 @@ import aiohttp
 from aiohttp import web
 
 import epd
-from epd.events import RequestDone, StageDone
+from epd.events import InstanceChanged, RequestDone, StageDone
 from tests.proxy.fake_instance import FakeInstance, decodes, encodes, prefills
 
 
@@ -23,12 +23,16 @@ class Recorder:
 
     stages: list[StageDone] = field(default_factory=list)
     requests: list[RequestDone] = field(default_factory=list)
+    changes: list[InstanceChanged] = field(default_factory=list)
 
     def stage_done(self, event: StageDone) -> None:
         self.stages.append(event)
 
     def request_done(self, event: RequestDone) -> None:
         self.requests.append(event)
+
+    def instance_changed(self, event: InstanceChanged) -> None:
+        self.changes.append(event)
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """The entry format and the keys."""
 
 import json
+from urllib.parse import quote
 
 import pytest
 from hypothesis import given
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from ec_store import CorruptEntry, Entry, EntryKey
 from ec_store.config import duration_s, parameters, redacted, size_bytes
 from ec_store.entry import ITEM_BYTES, decode, encode_header, payload_bytes, read_header
+from ec_store.keys import MAX_PART_BYTES
 from tests.store.entries import entry
 
 KEY = EntryKey("ns", "k")
@@ -48,6 +50,16 @@ def test_every_changed_byte_is_corrupt(flip: int) -> None:
     for position in range(len(whole)):
         changed = bytearray(whole)
         changed[position] ^= flip
+        with pytest.raises(CorruptEntry):
+            decode(KEY, memoryview(changed))
+
+
+def test_a_header_that_is_known_is_checked_all_the_same() -> None:
+    whole = blob()
+    for position in range(len(whole)):
+        decode(KEY, memoryview(whole))
+        changed = bytearray(whole)
+        changed[position] ^= 1
         with pytest.raises(CorruptEntry):
             decode(KEY, memoryview(changed))
 
@@ -131,6 +143,23 @@ def test_parts_of_a_key_do_not_run_together() -> None:
 def test_a_key_that_no_header_could_hold_is_refused() -> None:
     with pytest.raises(ValueError, match="longer"):
         EntryKey("ns", "x" * 70_000)
+
+
+@pytest.mark.parametrize("character", ["x", "\xe9", "\u20ac", "\U0001f600", "\ud800"])
+def test_a_part_of_a_key_has_as_many_bytes_as_it_may(character: str) -> None:
+    longest = MAX_PART_BYTES // len(character.encode("utf-8", "surrogatepass"))
+    EntryKey("ns", character * longest)
+    with pytest.raises(ValueError, match="longer"):
+        EntryKey("ns", character * (longest + 1))
+
+
+def test_what_is_plain_is_kept_as_what_is_not_is_quoted() -> None:
+    """Or an entry's header would be another than the one that was written before."""
+    for number in [*range(0x250), 0x2028, 0xD800, 0x1F600]:
+        header = encode_header(EntryKey(chr(number), "k"), entry())
+        quoted = quote(chr(number), safe=" /:;,=@+()[]", errors="surrogatepass")
+
+        assert json.loads(header[8:])["__metadata__"]["namespace"] == quoted
 
 
 def test_quantities_of_urls() -> None:

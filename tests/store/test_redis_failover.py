@@ -14,8 +14,8 @@ from ec_store import EntryKey, StoreUnavailable
 from ec_store.redis_link import Node
 from ec_store.redis_store import RedisStore
 from ec_store.redis_url import redis_options
+from tests.faults.relay import Relay
 from tests.store.contract import assert_same, key, sized
-from tests.store.forwarder import Forwarder
 from tests.store.redis_server import Certificates, RedisServer, cluster, has_tls
 
 THREADS = 4
@@ -89,7 +89,10 @@ def replica(tmp_path: Path, master: RedisServer) -> Iterator[RedisServer]:
 def test_the_replica_that_is_promoted_serves_on(
     master: RedisServer, replica: RedisServer, how: str
 ) -> None:
-    with Forwarder(master) as address, RedisStore.from_url(address.url("timeout=2s")) as store:
+    with (
+        Relay(master).in_thread() as address,
+        RedisStore.from_url(address.url("timeout=2s")) as store,
+    ):
         store.put(key("before"), sized(2 * MIB, 1))
         with used(store):
             wait_until(lambda: has(replica, "before"))
@@ -112,7 +115,10 @@ def test_a_demoted_master_is_left_by_the_call_that_finds_out(
     master: RedisServer, replica: RedisServer
 ) -> None:
     """Every connection there is leads to the old one; none of them may be used again."""
-    with Forwarder(master) as address, RedisStore.from_url(address.url("timeout=2s")) as store:
+    with (
+        Relay(master).in_thread() as address,
+        RedisStore.from_url(address.url("timeout=2s")) as store,
+    ):
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda n: store.put(key(str(n)), sized(MIB)), range(32)))
         replica.command("REPLICAOF", "NO", "ONE")
@@ -191,18 +197,21 @@ def test_an_answer_that_comes_byte_by_byte_is_no_longer_waited_for_than_one_that
         pytest.skip("this redis-server was built without TLS")
     certificates = Certificates.make(tmp_path) if tls else None
     ca = f"&ssl_ca_certs={certificates.ca}" if certificates else ""
-    with RedisServer(tmp_path / "redis", tls=certificates) as server, Forwarder(server) as address:
+    with (
+        RedisServer(tmp_path / "redis", tls=certificates) as server,
+        Relay(server).in_thread() as address,
+    ):
         scheme = "rediss" if tls else "redis"
         with RedisStore.from_url(server.url(f"chunk_bytes=256KiB{ca}", scheme)) as store:
             store.put(key("small"), sized(LENGTH))
             store.put(key("large"), sized(MIB))
         for name, call in SLOW.items():
-            address.pause_s = None
+            address.answers.bytes_per_s = None
             url = address.url(f"timeout=500ms&chunk_bytes=256KiB{ca}", scheme)
             with RedisStore.from_url(url) as store:
                 if name != "stats":  # its connection is the slow one
                     store.stats()
-                address.pause_s = 0.3
+                address.answers.bytes_per_s = 3
                 began = time.monotonic()
                 with pytest.raises(StoreUnavailable):
                     call(store)
@@ -213,11 +222,14 @@ def test_a_call_of_many_steps_takes_one_timeout_at_most(
     master: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of its answers comes in time, but not all of them."""
-    with Forwarder(master) as address, RedisStore.from_url(address.url("timeout=600ms")) as store:
+    with (
+        Relay(master).in_thread() as address,
+        RedisStore.from_url(address.url("timeout=600ms")) as store,
+    ):
         store.put(key(), sized(10 * MIB))
         master.command("PEXPIRE", f"epd:ec:{{{key().digest}}}:m", 60_000)
         began = time.monotonic()
-        address.delay_s = 0.25
+        address.answers.latency_s = 0.25
         with pytest.raises(StoreUnavailable):
             store.lease([key()], 5)
 

@@ -18,7 +18,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from ec_store import Entry, EntryKey, EntryTooLarge, StoreUnavailable, open_store
 from ec_store.entry_files import KEPT_BYTES, EntryFiles
-from ec_store.files import Folder
+from ec_store.files import Folder, Modes, StoreClock
 from ec_store.housekeeping import QUARANTINED
 from ec_store.leases import Leases
 from ec_store.shared_disk import SharedDiskStore
@@ -366,6 +366,22 @@ def test_ages_are_measured_by_the_stores_clock(root: Path, monkeypatch: pytest.M
             store = opened(root, "ttl=1h")
             assert store.evict() == 0
             assert store.get(key()) is not None
+
+
+def test_a_slow_server_is_not_taken_for_one_whose_clock_is_ahead(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = Folder.create
+
+    def slow(folder: Folder, name: str) -> int:
+        time.sleep(0.3)
+        fd = create(folder, name)
+        time.sleep(0.3)
+        return fd
+
+    monkeypatch.setattr(Folder, "create", slow)
+
+    assert StoreClock().now(Folder.at(str(root), Modes())) == pytest.approx(time.time(), abs=0.1)
 
 
 def test_evict_removes_what_expired(root: Path) -> None:

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from epd.config import ProxyConfig
 from epd.errors import BadRequest, UpstreamRejected
 from epd.events import StageDone, stage_seconds
-from epd.instances import Instance, InstanceTable, Role
+from epd.instances import Role
 
 PROXY_FETCH = {"media_fetch": "proxy"}
 WRONG_DOMAINS = ["https://a.test", "a.test/x", "a.test:443", "*.a.test", "u@a.test", "a.test,", "["]
@@ -16,17 +16,6 @@ E, D = "http://e:1", "http://d:1"
 
 def config(**more: object) -> ProxyConfig:
     return ProxyConfig.model_validate({"encode_servers_urls": E, "decode_servers_urls": D} | more)
-
-
-def test_turns_go_on_across_picks() -> None:
-    table = InstanceTable(Instance(Role.DECODE, url) for url in "abc")
-
-    assert "".join(table.pick(Role.DECODE).url for _ in range(7)) == "abcabca"
-
-
-def test_picking_from_no_instances_is_an_error() -> None:
-    with pytest.raises(LookupError):
-        InstanceTable([]).pick(Role.DECODE)
 
 
 @pytest.mark.parametrize("spelling", ["", "disable", "none", "None", " "])

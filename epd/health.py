@@ -1,0 +1,227 @@
+"""Whether an instance is fit for requests: one state, fed by probes and by how requests ended.
+
+The rules are Envoy's outlier detection and a circuit breaker's
+(https://www.envoyproxy.io/docs/envoy/latest/intro/arch_overview/upstream/outlier): what fails again
+and again is left alone for a while, longer each time, and comes back with one request on trial.
+Pure: whoever calls says what time it is.
+"""
+
+import enum
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from epd.errors import (
+    ProxyError,
+    UpstreamBusy,
+    UpstreamFailed,
+    UpstreamRejected,
+    UpstreamTimeout,
+    UpstreamUnreachable,
+)
+
+BUSY = {HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE}
+"""Statuses of an instance that has too much to do, which is no failure of it."""
+
+BUSY_S = 1.0
+"""How long such an instance is left alone that does not say for how long."""
+
+UNJUDGED = {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.REQUEST_TIMEOUT}
+"""Statuses that say nothing of the instance's health."""
+
+
+class State(enum.StrEnum):
+    """What an instance is thought to be."""
+
+    HEALTHY = "healthy"
+    EJECTED = "ejected"
+    """It answers and fails; left alone for a time."""
+    DOWN = "down"
+    """It cannot be reached; left alone until a probe finds it."""
+    TRIAL = "trial"
+    """It may be back; one request at a time finds out."""
+
+
+class Outcome(enum.Enum):
+    """What the end of a request says of its instance."""
+
+    GOOD = enum.auto()
+    BAD = enum.auto()
+    UNREACHABLE = enum.auto()
+    BUSY = enum.auto()
+    NOTHING = enum.auto()
+
+
+def judged(error: ProxyError) -> Outcome:
+    """What an error says of the instance that it came from."""
+    match error:
+        case UpstreamBusy():
+            return Outcome.BUSY
+        case UpstreamRejected():
+            return _judged(error.status)
+        case UpstreamUnreachable():
+            return Outcome.UNREACHABLE
+        case UpstreamFailed() | UpstreamTimeout():
+            return Outcome.BAD
+        case _:
+            return Outcome.NOTHING
+
+
+def _judged(status: int) -> Outcome:
+    if status in BUSY:
+        return Outcome.BUSY
+    if status in UNJUDGED:
+        return Outcome.NOTHING
+    return Outcome.BAD if status >= HTTPStatus.INTERNAL_SERVER_ERROR else Outcome.GOOD
+
+
+def asked_rest_s(error: ProxyError | None) -> float | None:
+    """For how long an instance asks to be left alone, where it says so."""
+    return error.retry_after_s if isinstance(error, UpstreamRejected | UpstreamBusy) else None
+
+
+@dataclass(frozen=True, slots=True)
+class HealthPolicy:
+    """When an instance is left alone, and when it is looked at again.
+
+    Attributes:
+        eject_after: failures in a row.
+        eject_s: for how long, times the number of ejections since it was last healthy for long.
+        max_eject_s: at most; who was healthy for so long begins anew.
+        probe_interval_s: between two probes of an instance that is up.
+        down_after: failed probes in a row.
+        min_backoff_s: until an instance that is down is first probed again; doubled each time.
+        max_backoff_s: at most.
+    """
+
+    eject_after: int = 5
+    eject_s: float = 30.0
+    max_eject_s: float = 300.0
+    probe_interval_s: float = 5.0
+    down_after: int = 3
+    min_backoff_s: float = 1.0
+    max_backoff_s: float = 30.0
+
+
+DEFAULT_HEALTH = HealthPolicy()
+
+
+class Health:
+    """One instance's health."""
+
+    def __init__(
+        self, policy: HealthPolicy, now_s: float, on_change: Callable[[State], None]
+    ) -> None:
+        """Begin as healthy, and to be probed at once.
+
+        Args:
+            policy: when it changes.
+            now_s: a monotonic clock's time, as of all calls.
+            on_change: told what it becomes.
+        """
+        self._policy = policy
+        self._on_change = on_change
+        self._state = State.HEALTHY
+        self._since_s = now_s
+        self._until_s = now_s
+        self._busy_until_s = now_s
+        self._probe_s = now_s
+        self._failures = 0
+        self._failed_probes = 0
+        self._ejections = 0
+        self._under_way = 0
+
+    def state(self, now_s: float) -> State:
+        """What it is thought to be."""
+        if self._state is State.EJECTED and now_s >= self._until_s:
+            self._become(State.TRIAL, now_s)
+        return self._state
+
+    def fit(self, now_s: float) -> bool:
+        """Whether it should be given a request."""
+        state = self.state(now_s)
+        return state is State.HEALTHY or (state is State.TRIAL and not self._under_way)
+
+    def busy(self, now_s: float) -> bool:
+        """Whether it has asked to be left alone."""
+        return now_s < self._busy_until_s
+
+    def begun(self) -> None:
+        """A request goes to it."""
+        self._under_way += 1
+
+    def answered(self, now_s: float) -> None:
+        """An answer has begun well, or a request has ended so: a trial is passed."""
+        if self.state(now_s) in {State.TRIAL, State.DOWN}:
+            self._become(State.HEALTHY, now_s)
+
+    def ended(self, outcome: Outcome, now_s: float, *, rest_s: float | None = None) -> None:
+        """A request of it has ended; where it has too much to do, it is left alone for `rest_s`."""
+        self._under_way = max(0, self._under_way - 1)
+        match outcome:
+            case Outcome.GOOD:
+                self._failures = 0
+                self.answered(now_s)
+            case Outcome.BUSY:
+                self._busy_until_s = now_s + (BUSY_S if rest_s is None else rest_s)
+                self.answered(now_s)
+            case Outcome.BAD | Outcome.UNREACHABLE:
+                self._failed(now_s, unreachable=outcome is Outcome.UNREACHABLE)
+            case Outcome.NOTHING:
+                pass
+
+    def probe_due(self, now_s: float) -> bool:
+        """Whether it is time for a probe. Who is told so makes one and says what came of it."""
+        if now_s < self._probe_s:
+            return False
+        self._probe_s = math.inf
+        return True
+
+    def probed(self, now_s: float, *, well: bool) -> None:
+        """A probe was answered well, or not."""
+        self._failed_probes = 0 if well else self._failed_probes + 1
+        if well and self._state is State.DOWN:
+            self._become(State.TRIAL, now_s)
+        # Who is ejected and does not answer either, is back when a probe says so.
+        elif not well and (
+            self._state is State.EJECTED or self._failed_probes >= self._policy.down_after
+        ):
+            self._become(State.DOWN, now_s)
+        self._probe_s = now_s + self._next_probe_s()
+
+    def _next_probe_s(self) -> float:
+        if self._state is not State.DOWN:
+            return self._policy.probe_interval_s
+        doublings = min(max(0, self._failed_probes - self._policy.down_after), 32)
+        return min(self._policy.min_backoff_s * 2.0**doublings, self._policy.max_backoff_s)
+
+    def _failed(self, now_s: float, *, unreachable: bool) -> None:
+        self._failures += 1
+        state = self.state(now_s)
+        few = state is State.HEALTHY and self._failures < self._policy.eject_after
+        if few or state in {State.EJECTED, State.DOWN}:
+            return
+        if unreachable:
+            self._become(State.DOWN, now_s)
+            self._probe_s = min(self._probe_s, now_s + self._policy.min_backoff_s)
+        else:
+            self._eject(now_s)
+
+    def _eject(self, now_s: float) -> None:
+        if self._state is State.HEALTHY and now_s - self._since_s >= self._policy.max_eject_s:
+            self._ejections = 0
+        self._ejections += 1
+        rest_s = min(self._policy.eject_s * self._ejections, self._policy.max_eject_s)
+        self._until_s = now_s + rest_s
+        self._become(State.EJECTED, now_s)
+        self._probe_s = min(self._probe_s, now_s)
+
+    def _become(self, state: State, now_s: float) -> None:
+        if state is self._state:
+            return
+        self._state = state
+        self._since_s = now_s
+        self._failures = 0
+        self._under_way = 0
+        self._on_change(state)

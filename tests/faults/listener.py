@@ -1,0 +1,99 @@
+"""A listening socket under a test's control, and ends that no server gives a connection."""
+
+import asyncio
+import socket
+import struct
+from asyncio import StreamReader, StreamWriter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+
+NO_LINGER = struct.pack("ii", 1, 0)
+
+
+class Listener:
+    """Accepts TCP connections on 127.0.0.1, and serves each in a task of its own.
+
+    Attributes:
+        port: where.
+        accepting: whether connections are served; otherwise they wait as a stuck server's do,
+            connected by the kernel and unanswered. May be set from another thread.
+        connections: how many have been served.
+    """
+
+    def __init__(self, serve: Callable[[socket.socket], Awaitable[None]], port: int = 0) -> None:
+        self._serve = serve
+        self._socket = socket.create_server(("127.0.0.1", port))
+        self._socket.setblocking(False)
+        self._tasks: dict[asyncio.Task[None], socket.socket] = {}
+        self.port: int = self._socket.getsockname()[1]
+        self.accepting = True
+        self.connections = 0
+
+    @property
+    def open(self) -> int:
+        """How many connections are being served."""
+        return len(self._tasks)
+
+    def reset_all(self) -> None:
+        """Reset every connection."""
+        for task, connection in self._tasks.items():
+            linger_not(connection)
+            task.cancel()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Accept until the context is left, which ends whatever is still open."""
+        async with asyncio.TaskGroup() as group:
+            accepting = group.create_task(self._accept(group))
+            try:
+                yield
+            finally:
+                for task in (accepting, *self._tasks):
+                    task.cancel()
+                self._socket.close()
+
+    async def _accept(self, group: asyncio.TaskGroup) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            connection, _ = await loop.sock_accept(self._socket)
+            task = group.create_task(self._served(connection))
+            self._tasks[task] = connection
+            task.add_done_callback(self._tasks.pop)
+
+    async def _served(self, connection: socket.socket) -> None:
+        with connection:
+            while not self.accepting:  # noqa: ASYNC110 - said by another thread, perhaps
+                await asyncio.sleep(0.01)
+            self.connections += 1
+            try:
+                await self._serve(connection)
+            except* ConnectionError:
+                pass  # the peer may leave when it likes
+
+
+@asynccontextmanager
+async def streams(connection: socket.socket) -> AsyncIterator[tuple[StreamReader, StreamWriter]]:
+    """A connection as streams; `drain` waits until the kernel has taken everything."""
+    reader, writer = await asyncio.open_connection(sock=connection)
+    writer.transport.set_write_buffer_limits(0)
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+
+
+def end_of_writing(writer: StreamWriter) -> None:
+    """Send FIN, and go on reading."""
+    with suppress(OSError):  # where the peer has ended the connection before
+        writer.write_eof()
+
+
+def linger_not(connection: socket.socket) -> None:
+    """Have it end with RST: what was sent and is not yet read by its peer may be lost."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
+
+
+def reset(writer: StreamWriter) -> None:
+    """End a connection with RST."""
+    linger_not(writer.get_extra_info("socket"))
+    writer.transport.abort()

@@ -1,0 +1,262 @@
+"""When an instance is left alone, and when it comes back."""
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from epd.errors import (
+    BadRequest,
+    Overloaded,
+    ProxyError,
+    UpstreamBusy,
+    UpstreamDenied,
+    UpstreamFailed,
+    UpstreamRejected,
+    UpstreamTimeout,
+    UpstreamUnreachable,
+)
+from epd.health import Health, HealthPolicy, Outcome, State, judged
+
+POLICY = HealthPolicy()
+
+
+class Watched:
+    """A health, the time, and what it became."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.became: list[State] = []
+        self.health = Health(POLICY, 0.0, self.became.append)
+
+    def state(self) -> State:
+        return self.health.state(self.now_s)
+
+    def ends(self, *outcomes: Outcome) -> None:
+        for outcome in outcomes:
+            self.health.begun()
+            self.health.ended(outcome, self.now_s)
+
+    def probe(self, *, well: bool) -> None:
+        assert self.health.probe_due(self.now_s)
+        self.health.probed(self.now_s, well=well)
+
+    def wait_for_probe(self) -> float:
+        """Seconds until a probe is due."""
+        before = self.now_s
+        while not self.health.probe_due(self.now_s):
+            self.now_s += 0.125
+        return self.now_s - before
+
+
+@pytest.fixture
+def one() -> Watched:
+    return Watched()
+
+
+def test_five_failures_in_a_row_eject(one: Watched) -> None:
+    one.ends(*[Outcome.BAD] * 4, Outcome.GOOD, *[Outcome.BAD] * 4)
+    assert one.state() is State.HEALTHY
+
+    one.ends(Outcome.BAD)
+    assert one.state() is State.EJECTED
+    assert not one.health.fit(one.now_s)
+
+
+def test_who_was_ejected_comes_back_on_trial_by_one_request_at_a_time(one: Watched) -> None:
+    one.ends(*[Outcome.BAD] * 5)
+    one.now_s = 29.9
+    assert one.state() is State.EJECTED
+
+    one.now_s = 30.0
+    assert one.state() is State.TRIAL
+    assert one.health.fit(one.now_s)
+    one.health.begun()
+    assert not one.health.fit(one.now_s)
+    one.health.answered(one.now_s)
+    assert one.state() is State.HEALTHY
+    assert one.became == [State.EJECTED, State.TRIAL, State.HEALTHY]
+
+
+def test_a_trial_that_was_cancelled_is_followed_by_another(one: Watched) -> None:
+    one.ends(*[Outcome.BAD] * 5)
+    one.now_s = 30.0
+    one.ends(Outcome.NOTHING)
+
+    assert one.state() is State.TRIAL
+    assert one.health.fit(one.now_s)
+
+
+def test_each_ejection_is_longer_up_to_a_limit(one: Watched) -> None:
+    lengths = []
+    one.ends(*[Outcome.BAD] * 5)
+    for _ in range(12):
+        began = one.now_s
+        while one.state() is State.EJECTED:
+            one.now_s += 1
+        lengths.append(one.now_s - began)
+        one.ends(Outcome.BAD)  # one failure on trial is enough
+
+    assert lengths == [30, 60, 90, 120, 150, 180, 210, 240, 270, 300, 300, 300]
+
+
+def test_ejections_are_forgotten_after_a_long_time_of_health(one: Watched) -> None:
+    for _ in range(2):
+        one.ends(*[Outcome.BAD] * 5)
+        one.now_s += 100
+        one.ends(Outcome.GOOD)
+        assert one.state() is State.HEALTHY
+    one.now_s += 300
+    one.ends(*[Outcome.BAD] * 5)
+    one.now_s += 30
+
+    assert one.state() is State.TRIAL
+
+
+@pytest.mark.fault(14)
+def test_who_cannot_be_reached_is_down_until_a_probe_finds_it(one: Watched) -> None:
+    one.probe(well=True)
+    one.ends(*[Outcome.UNREACHABLE] * 5)
+    assert one.state() is State.DOWN
+    one.now_s = 1000.0
+    assert one.state() is State.DOWN
+
+    one.probe(well=True)
+    assert one.state() is State.TRIAL
+    one.ends(Outcome.GOOD)
+    assert one.state() is State.HEALTHY
+
+
+def test_failed_probes_alone_are_enough(one: Watched) -> None:
+    for _ in range(2):
+        one.probe(well=False)
+        one.now_s += 5.0
+    assert one.state() is State.HEALTHY
+
+    one.probe(well=False)
+    assert one.state() is State.DOWN
+
+
+def test_probes_of_who_is_down_grow_rare(one: Watched) -> None:
+    waits = []
+    for _ in range(10):
+        waits.append(one.wait_for_probe())
+        one.health.probed(one.now_s, well=False)
+
+    assert waits == [0, 5, 5, 1, 2, 4, 8, 16, 30, 30]
+
+
+def test_who_is_ejected_and_does_not_answer_probes_is_down(one: Watched) -> None:
+    one.probe(well=True)
+    one.ends(*[Outcome.BAD] * 5)
+    assert one.state() is State.EJECTED
+
+    one.probe(well=False)  # at once, not in five seconds
+    assert one.state() is State.DOWN
+
+
+def test_a_probe_is_asked_for_once(one: Watched) -> None:
+    assert one.health.probe_due(0.0)
+    assert not one.health.probe_due(1000.0)
+
+
+def test_who_has_too_much_to_do_is_left_alone_and_not_ejected(one: Watched) -> None:
+    for _ in range(10):
+        one.health.begun()
+        one.health.ended(Outcome.BUSY, one.now_s, rest_s=7.0)
+
+    assert one.state() is State.HEALTHY
+    assert one.health.busy(6.9)
+    assert not one.health.busy(7.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (UpstreamUnreachable("x"), Outcome.UNREACHABLE),
+        (UpstreamFailed("x"), Outcome.BAD),
+        (UpstreamTimeout("x"), Outcome.BAD),
+        (UpstreamBusy("x"), Outcome.BUSY),
+        (UpstreamDenied("x"), Outcome.NOTHING),
+        (BadRequest("x"), Outcome.NOTHING),
+        (Overloaded("x"), Outcome.NOTHING),
+        (ProxyError("x"), Outcome.NOTHING),
+    ],
+)
+def test_what_an_error_says_of_the_instance(error: ProxyError, outcome: Outcome) -> None:
+    assert judged(error) is outcome
+
+
+@pytest.mark.parametrize(
+    ("status", "outcome"),
+    [
+        (400, Outcome.GOOD),
+        (401, Outcome.NOTHING),
+        (403, Outcome.NOTHING),
+        (404, Outcome.GOOD),
+        (408, Outcome.NOTHING),
+        (422, Outcome.GOOD),
+        (429, Outcome.BUSY),
+        (500, Outcome.BAD),
+        (502, Outcome.BAD),
+        (503, Outcome.BUSY),
+    ],
+)
+def test_what_a_status_says_of_the_instance(status: int, outcome: Outcome) -> None:
+    error = UpstreamRejected(status, b"", stage="decode", headers={})
+
+    assert judged(error) is outcome
+
+
+class AnyHistory(RuleBasedStateMachine):
+    """Whatever happens, an instance that is well again comes back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = Watched()
+        self.under_way = 0
+
+    @rule()
+    def begin(self) -> None:
+        self.one.health.begun()
+        self.under_way += 1
+
+    @rule(outcome=st.sampled_from(Outcome))
+    def end(self, outcome: Outcome) -> None:
+        if self.under_way:
+            self.under_way -= 1
+            self.one.health.ended(outcome, self.one.now_s)
+
+    @rule()
+    def answer(self) -> None:
+        if self.under_way:
+            self.one.health.answered(self.one.now_s)
+
+    @rule(seconds=st.floats(0, 400))
+    def wait(self, seconds: float) -> None:
+        self.one.now_s += seconds
+
+    @rule(well=st.booleans())
+    def probe(self, well: bool) -> None:
+        if self.one.health.probe_due(self.one.now_s):
+            self.one.health.probed(self.one.now_s, well=well)
+
+    @invariant()
+    def only_who_should_is_given_requests(self) -> None:
+        if self.one.health.fit(self.one.now_s):
+            assert self.one.state() in {State.HEALTHY, State.TRIAL}
+
+    @invariant()
+    def no_change_is_told_twice(self) -> None:
+        assert all(a is not b for a, b in zip(self.one.became, self.one.became[1:], strict=False))
+
+    def teardown(self) -> None:
+        while self.under_way:
+            self.end(Outcome.NOTHING)
+        self.one.now_s += 1000
+        if self.one.health.probe_due(self.one.now_s):
+            self.one.health.probed(self.one.now_s, well=True)
+        self.one.ends(Outcome.GOOD)
+        assert self.one.state() is State.HEALTHY
+
+
+TestAnyHistory = AnyHistory.TestCase

@@ -1,0 +1,123 @@
+"""Which instances are fit for the next request."""
+
+import pytest
+
+from epd.errors import Overloaded, UpstreamBusy, UpstreamFailed, UpstreamUnreachable
+from epd.health import State
+from epd.instances import Instance, InstanceTable, Role
+from epd.policies import Choice
+
+A, B, C, D = (Instance(Role.DECODE, f"http://{name}") for name in "abcd")
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def table_of(*instances: Instance) -> tuple[InstanceTable, Clock]:
+    clock = Clock()
+    return InstanceTable(instances, clock=clock), clock
+
+
+def fails(table: InstanceTable, instance: Instance, error: Exception, times: int = 5) -> None:
+    for _ in range(times):
+        with pytest.raises(type(error)), table.using(instance):
+            raise error
+
+
+def test_turns_go_on_across_choices() -> None:
+    choice = Choice(InstanceTable([A, B, C]), Role.DECODE, "least_load")
+
+    assert [choice.best() for _ in range(7)] == [A, B, C, A, B, C, A]
+
+
+def test_of_no_instance_none_is_chosen() -> None:
+    with pytest.raises(Overloaded):
+        Choice(InstanceTable(), Role.DECODE, "least_load").best()
+
+
+def test_one_that_was_tried_is_chosen_again_only_where_there_is_no_other() -> None:
+    choice = Choice(InstanceTable([A, B]), Role.DECODE, "least_load")
+
+    assert {choice.best(tried=[A]) for _ in range(4)} == {B}
+    assert choice.others([A])
+    assert not choice.others([A, B])
+    assert choice.best(tried=[A, B]) in {A, B}
+
+
+def test_one_that_fails_is_left_out() -> None:
+    table, _ = table_of(A, B)
+    fails(table, A, UpstreamFailed("x"))
+
+    assert table.usable(Role.DECODE) == [B]
+
+
+def test_where_more_than_half_fail_all_are_used() -> None:
+    table, _ = table_of(A, B, C)
+    fails(table, A, UpstreamFailed("x"))
+    assert table.usable(Role.DECODE) == [B, C]
+
+    fails(table, B, UpstreamFailed("x"))
+    assert table.usable(Role.DECODE) == [A, B, C]
+
+
+def test_one_that_cannot_be_reached_is_left_out_however_many_there_are() -> None:
+    table, _ = table_of(A, B, C, D)
+    for instance in (A, B, C):
+        fails(table, instance, UpstreamUnreachable("x"))
+
+    assert table.usable(Role.DECODE) == [D]
+    assert table.serves(Role.DECODE)
+
+
+@pytest.mark.fault(13)
+def test_where_none_can_be_reached_all_are_tried() -> None:
+    table, _ = table_of(A, B)
+    for instance in (A, B):
+        fails(table, instance, UpstreamUnreachable("x"))
+
+    assert table.usable(Role.DECODE) == [A, B]
+    assert not table.serves(Role.DECODE)
+
+
+def test_one_that_asks_for_a_rest_gets_it_unless_all_do() -> None:
+    table, clock = table_of(A, B)
+    fails(table, A, UpstreamBusy("x", retry_after_s=10.0), times=1)
+    assert table.usable(Role.DECODE) == [B]
+
+    fails(table, B, UpstreamBusy("x", retry_after_s=2.0), times=1)
+    assert table.usable(Role.DECODE) == [A, B]
+    clock.now_s = 5.0
+    assert table.usable(Role.DECODE) == [B]
+
+
+def test_a_bug_of_ours_says_nothing_of_an_instance() -> None:
+    table, _ = table_of(A, B)
+    fails(table, A, ValueError("ours"), times=10)
+
+    assert table.state(A) is State.HEALTHY
+    assert table.load == {}
+
+
+@pytest.mark.fault(64)
+def test_one_that_is_removed_ends_what_it_has_and_gets_no_more() -> None:
+    table, _ = table_of(A, B)
+    with table.using(A):
+        table.remove(A)
+        assert table.usable(Role.DECODE) == [B]
+        assert table.load == {A: 1}
+    assert table.load == {}
+    table.remove(A)  # once more does nothing
+
+    table.add(A)
+    assert set(table.usable(Role.DECODE)) == {A, B}
+
+
+def test_one_that_is_there_is_not_added_twice() -> None:
+    table, _ = table_of(A)
+    table.add(A)
+
+    assert table.of(Role.DECODE) == (A,)

@@ -1,0 +1,172 @@
+"""The loop that tries again, and its budget."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from epd import retries
+from epd.errors import (
+    BadRequest,
+    ProxyError,
+    UpstreamBusy,
+    UpstreamFailed,
+    UpstreamTimeout,
+    UpstreamUnreachable,
+)
+from epd.retries import Retries, is_instances_fault, retry_delay_s
+from tests.proxy.fleet import until
+
+
+def fails(times: int, calls: list[int]) -> Callable[[], Awaitable[str]]:
+    async def attempt() -> str:
+        calls.append(len(calls))
+        if len(calls) <= times:
+            raise UpstreamFailed(f"number {len(calls)}")
+        return "done"
+
+    return attempt
+
+
+def at_once(_: ProxyError) -> float | None:
+    return 0.0
+
+
+async def test_it_tries_until_one_succeeds() -> None:
+    calls: list[int] = []
+
+    assert await Retries().run(fails(2, calls), tries=3, again=at_once) == "done"
+    assert len(calls) == 3
+
+
+async def test_the_last_failure_is_the_one_that_is_told() -> None:
+    calls: list[int] = []
+
+    with pytest.raises(UpstreamFailed, match="number 3"):
+        await Retries().run(fails(9, calls), tries=3, again=at_once)
+    assert len(calls) == 3
+
+
+async def test_what_is_not_worth_it_is_not_tried_again() -> None:
+    calls: list[int] = []
+
+    with pytest.raises(UpstreamFailed, match="number 1"):
+        await Retries().run(fails(1, calls), tries=3, again=lambda _: None)
+
+
+async def storm(loop: Retries, requests: int) -> tuple[int, int]:
+    """All requests fail at once and are tried again: the most at once, and how many were served."""
+    failed, at_once_now, most, served = asyncio.Event(), 0, 0, 0
+    waiting = 0
+
+    async def request() -> None:
+        nonlocal waiting, at_once_now, most, served
+        first = True
+
+        async def attempt() -> None:
+            nonlocal first, waiting, at_once_now, most
+            if first:
+                first = False
+                waiting += 1
+                if waiting == requests:
+                    failed.set()
+                await failed.wait()
+                raise UpstreamFailed("died")
+            at_once_now += 1
+            most = max(most, at_once_now)
+            await asyncio.sleep(0.01)
+            at_once_now -= 1
+
+        with loop.request():
+            await loop.run(attempt, tries=2, again=at_once)
+        served += 1
+
+    await asyncio.gather(*[request() for _ in range(requests)])
+    return most, served
+
+
+@pytest.mark.parametrize(("requests", "most"), [(2, 2), (10, 3), (100, 20)])
+async def test_few_are_tried_again_at_once_and_all_in_the_end(requests: int, most: int) -> None:
+    seen, served = await storm(Retries(), requests)
+
+    assert served == requests
+    assert 0 < seen <= most
+
+
+async def test_who_waits_too_long_for_its_turn_fails_as_it_did(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(retries, "PATIENCE_S", 0.05)
+    loop, go_on = Retries(), asyncio.Event()
+    held = 0
+
+    async def holds() -> None:
+        nonlocal held
+        held += 1
+        if held <= retries.LEAST:
+            raise UpstreamFailed("first")
+        await go_on.wait()
+
+    holders = [
+        asyncio.create_task(loop.run(holds, tries=2, again=at_once)) for _ in range(retries.LEAST)
+    ]
+    await until(lambda: held == 2 * retries.LEAST)
+    calls: list[int] = []
+    with pytest.raises(UpstreamFailed, match="number 1"):
+        await loop.run(fails(1, calls), tries=2, again=at_once)
+
+    go_on.set()
+    await asyncio.gather(*holders)
+    assert await loop.run(fails(1, []), tries=2, again=at_once) == "done"
+
+
+async def test_places_of_those_that_are_cancelled_are_free_again() -> None:
+    loop = Retries()
+
+    async def hangs() -> None:
+        await asyncio.sleep(60)
+
+    for _ in range(3):
+        tasks = []
+        for _ in range(10):
+            calls: list[int] = []
+
+            async def attempt(calls: list[int] = calls) -> None:
+                calls.append(1)
+                if len(calls) == 1:
+                    raise UpstreamFailed("x")
+                await hangs()
+
+            tasks.append(asyncio.create_task(loop.run(attempt, tries=2, again=at_once)))
+        await asyncio.sleep(0.1)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    assert await loop.run(fails(1, []), tries=2, again=at_once) == "done"
+
+
+@pytest.mark.parametrize(
+    ("error", "others", "delay_s"),
+    [
+        (BadRequest("x"), True, None),
+        (UpstreamFailed("x"), True, 0.0),
+        (UpstreamFailed("x"), False, 0.0),
+        (UpstreamUnreachable("x"), True, 0.0),
+        (UpstreamUnreachable("x"), False, None),
+        (UpstreamTimeout("x"), True, 0.0),
+        (UpstreamTimeout("x"), False, None),
+        (UpstreamBusy("x"), True, 0.0),
+        (UpstreamBusy("x"), False, None),
+        (UpstreamBusy("x", retry_after_s=4.0), True, 0.0),
+        (UpstreamBusy("x", retry_after_s=4.0), False, 4.0),
+        (UpstreamBusy("x", retry_after_s=6.0), False, None),
+        (UpstreamFailed("x", slug="encode_metadata"), True, None),
+    ],
+)
+def test_what_is_tried_again_and_when(
+    error: ProxyError, others: bool, delay_s: float | None
+) -> None:
+    assert retry_delay_s(error, others=others, patience_s=5.0) == delay_s
+    if delay_s is not None:
+        assert is_instances_fault(error)
