@@ -33,15 +33,21 @@ from scripts.chaos_load import MAX_BODY_BYTES, Clients, Questions, ask
 from scripts.chaos_report import MORE_FDS, Figures, Left, figures
 
 PROXY_FLAGS = {
-    "--encode-timeout-s": 2,
-    "--prefill-timeout-s": 3,
+    "--encode-timeout-s": 3,
+    "--prefill-timeout-s": 4,
     "--first-byte-timeout-s": 8,
     "--idle-timeout-s": 3,
-    "--connect-timeout-s": 1,
+    "--connect-timeout-s": 2,
     "--max-body-bytes": MAX_BODY_BYTES,
+    "--eject-s": 2,
+    "--eject-max-s": 8,
+    "--probe-interval-s": 1,
+    "--probe-backoff-s": 0.5,
+    "--probe-backoff-max-s": 4,
+    "--health-timeout-s": 2,
     "--log-format": "json",
 }
-"""Deadlines short enough for a fault to end in one."""
+"""Deadlines short enough for a fault to end in one, and rests for it to be over."""
 
 SERVES_WITHIN_S = 60.0
 SETTLES_WITHIN_S = 20.0

@@ -104,7 +104,8 @@ class Outcome:
     """How a request ended.
 
     Attributes:
-        question: what was asked.
+        name: what was asked.
+        stream: whether a stream was.
         began_s: when, on the loop's clock.
         ended_s: when it ended.
         result: how.
@@ -114,7 +115,8 @@ class Outcome:
         request_id: the proxy's.
     """
 
-    question: Question
+    name: str
+    stream: bool
     began_s: float
     ended_s: float
     result: Result
@@ -237,7 +239,7 @@ async def ask(http: aiohttp.ClientSession, url: str, question: Question) -> Outc
         pass
     except (aiohttp.ClientError, OSError) as error:
         seen["detail"] = repr(error)
-    return Outcome(question, began_s, clock(), **seen)
+    return Outcome(question.name, question.stream, began_s, clock(), **seen)
 
 
 async def _asked(http: aiohttp.ClientSession, url: str, question: Question) -> dict[str, Any]:

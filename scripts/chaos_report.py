@@ -128,7 +128,7 @@ def figures(
     return Figures(
         seconds=round(memory[-1][0] - memory[0][0], 1),
         requests=len(outcomes),
-        questions=dict(Counter(outcome.question.name for outcome in outcomes)),
+        questions=dict(Counter(outcome.name for outcome in outcomes)),
         outcomes=dict(Counter(outcome.kind for outcome in outcomes)),
         faults=dict(Counter(f"{fault.role} {fault.kind}" for fault in faults)),
         wrong=results["wrong"],
@@ -165,8 +165,8 @@ def _example(outcome: Outcome, faults: Sequence[Fault]) -> str:
         if fault.felt(outcome)
     ]
     took_s = outcome.ended_s - outcome.began_s
-    stream = " stream" if outcome.question.stream else ""
+    stream = " stream" if outcome.stream else ""
     return (
-        f"! {outcome.kind}: {outcome.question.name}{stream}, {took_s:.2f} s, "
+        f"! {outcome.kind}: {outcome.name}{stream}, {took_s:.2f} s, "
         f"{outcome.request_id}, {outcome.detail!r}; felt: {'; '.join(felt) or 'nothing'}"
     )

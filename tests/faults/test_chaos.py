@@ -11,7 +11,7 @@ import pytest
 
 from scripts.chaos_faults import Fault, excused, excused_by_a_kill, plan
 from scripts.chaos_fleet import ROLE_KINDS, Breakable, RedisStore
-from scripts.chaos_load import Outcome, Question, Result
+from scripts.chaos_load import Outcome, Result
 from scripts.chaos_report import Figures, Left, figures
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,8 +59,7 @@ def test_what_is_broken_depends_on_the_seed_alone() -> None:
 
 
 def outcome(result: Result, status: int = 200, slug: str = "") -> Outcome:
-    question = Question("text", b"", "answer", stream=result == "broken off")
-    return Outcome(question, began_s=10.0, ended_s=12.0, result=result, status=status, slug=slug)
+    return Outcome("text", result == "broken off", 10.0, 12.0, result, status, slug)
 
 
 @pytest.mark.parametrize(
