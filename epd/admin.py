@@ -35,7 +35,8 @@ class Admin:
         """Status and body of `GET /health`.
 
         A stage is `healthy`, `degraded` (some of its instances are not), `unhealthy` (none is) or
-        `empty`. 503 when a stage that has instances has no healthy one.
+        `empty`. 503 when a stage that has instances has no healthy one. An instance's `state` is
+        what it says now; `routing`, by role, whether requests go to it (`health.State`).
         """
         groups = {name: self._table.of(*roles) for name, (_, roles) in CLUSTERS.items()}
         results = await self._ask_all("/health", headers={}, body=None, timeout_s=self._timeout_s)
@@ -45,8 +46,9 @@ class Admin:
         }
         states: dict[str, dict[str, Any]] = {}
         for one, result in results.items():
-            state = states.setdefault(one.url, {"roles": [], **_said(result)})
+            state = states.setdefault(one.url, {"roles": [], "routing": {}, **_said(result)})
             state["roles"].append(one.role)
+            state["routing"][one.role.value] = self._table.state(one)
             state["state"] = "healthy" if _is_healthy(result) else "unhealthy"
         status = 503 if "unhealthy" in clusters.values() else 200
         return status, {"proxy": "healthy", **clusters, "instances": states}

@@ -194,6 +194,7 @@ class Pipeline:
         """Prepare for the next attempt: how long until then, in seconds; None: there is none."""
         if error.stage not in {"prefill", "decode"}:
             return None
+        attempts.failures[error.stage] += 1
         # An engine that cannot load what it was named fails the request and says no more than that.
         lost = error.answered == HTTPStatus.INTERNAL_SERVER_ERROR and not attempts.anew
         if lost and names_entries(attempts.sent):
@@ -204,7 +205,6 @@ class Pipeline:
         return self._after_decode(attempts, error)
 
     def _after_prefill(self, attempts: Attempts, error: ProxyError) -> float | None:
-        attempts.failures["prefill"] += 1
         if attempts.failures["prefill"] < MAX_PREFILLS:
             others = self._prefills.others(attempts.prefills)
             delay_s = retry_delay_s(error, others=others)
@@ -216,7 +216,6 @@ class Pipeline:
         return None
 
     def _after_decode(self, attempts: Attempts, error: ProxyError) -> float | None:
-        attempts.failures["decode"] += 1
         if attempts.failures["decode"] >= MAX_DECODES or isinstance(error, UpstreamTimeout):
             return None
         # Prefill's blocks could not be fetched, with vLLM's `kv_load_failure_policy` "fail".

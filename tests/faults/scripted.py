@@ -180,7 +180,12 @@ def reset() -> Step:
     return step
 
 
-PROBED = [read_request(), send(answer(MODELS)), hold()]
+# Closed: nobody's next request must come by a connection that follows no script.
+PROBED = [
+    read_request(),
+    send(answer(MODELS).replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1)),
+    close(),
+]
 
 
 class Scripted:

@@ -41,6 +41,7 @@ async def test_one_of_two_unhealthy_is_degraded_and_still_serves(launch: Launch)
         assert body["instances"][fleet.encode[0].url]["state"] == "healthy"
         assert body["instances"][fleet.encode[1].url] == {
             "roles": ["encode"],
+            "routing": {"encode": "healthy"},
             "status": 503,
             "state": "unhealthy",
         }

@@ -1,0 +1,56 @@
+"""The whole request's deadline, the operator's and the client's."""
+
+from typing import Any
+
+import pytest
+
+from tests.proxy.fake_instance import chunk, hangs
+from tests.proxy.fleet import Launch, until
+from tests.proxy.test_failures import streams
+from tests.requests import image, request, text
+
+
+@pytest.mark.parametrize("role", ["encode", "prefill", "decode"])
+async def test_a_request_ends_in_time_whatever_it_waits_for(launch: Launch, role: str) -> None:
+    async with launch(prefill=1, request_timeout_s=1.0) as fleet:
+        instance = getattr(fleet, role)[0]
+        instance.chat = hangs
+        async with fleet.post(request(image())) as reply:
+            assert (reply.status, reply.headers["x-epd-error"]) == (504, "request_timeout")
+            assert (await reply.json())["error"]["type"] == "GatewayTimeoutError"
+
+        await until(lambda: instance.aborted)
+        assert fleet.events.changes == []  # the instance was not late
+
+
+async def test_a_stream_that_lasts_too_long_ends_in_an_error_event(launch: Launch) -> None:
+    async with launch(request_timeout_s=1.0) as fleet:
+        fleet.d.chat = streams(chunk("a"), then=hangs)
+        async with fleet.post(request(text(), stream=True)) as reply:
+            assert reply.status == 200
+            events = await reply.read()
+
+        assert events.startswith(chunk("a"))
+        assert b'"code":504' in events
+        assert b"[DONE]" not in events
+        await until(lambda: fleet.d.aborted)
+        assert [event.error for event in fleet.events.requests] == ["request_timeout"]
+
+
+async def test_a_client_can_only_shorten_it(launch: Launch) -> None:
+    async with launch(request_timeout_s=1.0) as fleet:
+        fleet.d.chat = hangs
+        async with fleet.post(request(text()), {"x-request-timeout": "3600"}) as reply:
+            assert reply.status == 504
+
+    async with launch() as fleet:
+        fleet.d.chat = hangs
+        async with fleet.post(request(text()), {"x-request-timeout": "0.2"}) as reply:
+            assert reply.status == 504
+
+
+@pytest.mark.parametrize("wrong", ["", "soon", "-1", "nan", "inf", "1e9", "9" * 400, "0x1"])
+async def test_what_is_no_timeout_is_none(launch: Launch, wrong: Any) -> None:
+    headers = {"x-request-timeout": wrong}
+    async with launch() as fleet, fleet.post(request(text()), headers) as reply:
+        assert reply.status == 200

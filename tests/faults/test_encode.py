@@ -1,0 +1,365 @@
+"""Rows 1 to 15: encode instances that fail."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from tests.faults.scripted import Scripted, answer, read_head, read_request, reset, send, wait
+from tests.proxy.fake_instance import FakeInstance, Handler, encodes, hangs, refuses
+from tests.proxy.fleet import Launch, until
+from tests.requests import image, request, text
+
+NOBODY = "http://127.0.0.1:9"
+
+
+def busy(retry_after: str | None, status: int = 503) -> Handler:
+    async def chat(_: web.Request, __: dict[str, Any]) -> web.Response:
+        headers = {} if retry_after is None else {"Retry-After": retry_after}
+        return web.json_response({"error": "busy"}, status=status, headers=headers)
+
+    return chat
+
+
+def fails_first(times: int, fault: Handler) -> Handler:
+    """Fail some times, then encode."""
+    calls = 0
+
+    async def chat(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        nonlocal calls
+        calls += 1
+        return await (fault if calls <= times else encodes)(request, body)
+
+    return chat
+
+
+async def drops(request: web.Request, _: dict[str, Any]) -> web.Response:
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+def encoded(*instances: FakeInstance) -> int:
+    return sum(len(instance.calls) for instance in instances)
+
+
+@pytest.mark.fault(1, 6, 7, 8)
+@pytest.mark.parametrize("fault", [refuses(500), refuses(502), refuses(408), drops, hangs], ids=str)
+async def test_where_one_encoder_fails_another_encodes(launch: Launch, fault: Handler) -> None:
+    config: Any = {"encode_timeout_s": 0.3, "encode_policy": "round_robin"}
+    async with launch(encode=2, **config) as fleet:
+        fleet.encode[0].chat = fault
+        async with fleet.post(request(image(), text())) as reply:
+            assert reply.status == 200
+            assert reply.headers["x-epd-items"] == "hit=0,encoded=1,local=0"
+            assert "x-epd-degraded" not in reply.headers
+
+        assert [len(instance.calls) for instance in fleet.encode] == [1, 1]
+
+
+@pytest.mark.fault(1)
+async def test_where_all_encoders_fail_decode_encodes_and_it_is_said(launch: Launch) -> None:
+    async with launch(encode=3) as fleet:
+        for instance in fleet.encode:
+            instance.chat = refuses(500)
+        async with fleet.post(request(image())) as reply:
+            assert reply.status == 200
+            assert reply.headers["x-epd-degraded"] == "encode-local"
+        async with fleet.http.get(f"{fleet.url}/metrics") as page:
+            figures = await page.text()
+
+        assert encoded(*fleet.encode) == 3
+        assert "data" in str(fleet.d.calls[0].parts[0]["image_url"])
+        assert fleet.events.requests[0].degraded == {"encode-local"}
+        assert 'epd_requests_degraded_total{kind="encode-local"} 1.0' in figures
+
+
+@pytest.mark.fault(1)
+async def test_where_it_may_not_be_local_the_client_is_told_to_leave_it(launch: Launch) -> None:
+    async with launch(on_encode_failure="fail") as fleet:
+        fleet.e.chat = refuses(500)
+        async with fleet.post(request(image())) as reply:
+            assert reply.status == 502
+            assert reply.headers["x-epd-error"] == "encode_failed"
+            assert reply.headers["x-should-retry"] == "false"
+
+        assert encoded(fleet.e) == 3  # it was the only one, and a reset may be no more than that
+
+
+@pytest.mark.fault(2)
+@pytest.mark.parametrize("status", [400, 404, 422])
+async def test_an_item_that_is_refused_is_neither_retried_nor_held_against_the_encoder(
+    launch: Launch, status: int
+) -> None:
+    async with launch(encode=2) as fleet:
+        for instance in fleet.encode:
+            instance.chat = refuses(status, "no picture")
+        for number in range(6):
+            async with fleet.post(request(text(), image(b"%d" % number))) as reply:
+                assert reply.status == status
+                assert reply.headers["x-epd-error"] == "encode_rejected"
+                error = (await reply.json())["error"]
+                assert (error["message"], error["param"]) == (
+                    "no picture",
+                    "messages[0].content[1]",
+                )
+
+        assert encoded(*fleet.encode) == 6
+        assert fleet.events.changes == []
+
+
+@pytest.mark.fault(3)
+@pytest.mark.parametrize("status", [401, 403])
+async def test_a_key_of_ours_that_an_encoder_refuses_is_not_the_clients_fault(
+    launch: Launch, status: int
+) -> None:
+    async with launch(encode=2, openai_api_key="ours-0123456789") as fleet:
+        for instance in fleet.encode:
+            instance.chat = refuses(status)
+        async with fleet.post(request(image())) as reply:
+            assert reply.status == 502
+            assert reply.headers["x-epd-error"] == "encode_auth"
+
+        assert encoded(*fleet.encode) == 1
+        assert fleet.events.changes == []
+
+
+@pytest.mark.fault(3)
+async def test_a_key_of_the_clients_that_an_encoder_refuses_is(launch: Launch) -> None:
+    async with launch() as fleet:
+        fleet.e.chat = refuses(401, "wrong key")
+        async with fleet.post(request(image()), {"Authorization": "Bearer theirs"}) as reply:
+            assert reply.status == 401
+            assert (await reply.json())["error"]["message"] == "wrong key"
+
+
+@pytest.mark.fault(4)
+@pytest.mark.parametrize("status", [429, 503])
+async def test_one_that_has_too_much_to_do_is_left_alone_while_another_has_not(
+    launch: Launch, status: int
+) -> None:
+    async with launch(encode=2, encode_policy="round_robin") as fleet:
+        fleet.encode[0].chat = busy("30", status)
+        for number in range(5):
+            assert (await fleet.chat(request(image(b"%d" % number))))[0] == 200
+
+        assert [len(instance.calls) for instance in fleet.encode] == [1, 5]
+        assert fleet.events.changes == []
+
+
+@pytest.mark.fault(4)
+async def test_the_only_one_is_asked_again_when_it_said(launch: Launch) -> None:
+    async with launch() as fleet:
+        fleet.e.chat = fails_first(1, busy("1"))
+        async with fleet.post(request(image())) as reply:
+            assert reply.headers["x-epd-items"] == "hit=0,encoded=1,local=0"
+
+        first, second = (one for one in fleet.events.stages if one.stage == "encode")
+        assert second.started_s - first.started_s >= 1
+
+
+@pytest.mark.fault(4)
+@pytest.mark.parametrize("retry_after", ["600", None, "Wed, 21 Oct 2037 07:28:00 GMT"])
+async def test_it_is_not_waited_for_longer_than_an_encode_may_take(
+    launch: Launch, retry_after: str | None
+) -> None:
+    async with launch(on_encode_failure="fail", encode_timeout_s=5) as fleet:
+        fleet.e.chat = busy(retry_after, 429)
+        async with fleet.post(request(image())) as reply:
+            assert reply.status == 503
+            assert reply.headers["x-epd-error"] == "encode_overloaded"
+            assert reply.headers["Retry-After"] == ("600" if retry_after == "600" else "1")
+            assert "x-should-retry" not in reply.headers
+
+        assert encoded(fleet.e) == 1
+
+
+@pytest.mark.fault(5)
+async def test_one_that_is_not_there_is_passed_over_and_then_left_out(launch: Launch) -> None:
+    async with launch(encode=1) as up:
+        urls = (NOBODY, "http://no-such-host.invalid:1", up.e.url)
+        config: Any = {"encode_servers_urls": urls, "encode_policy": "round_robin"}
+        async with launch(**config) as fleet:
+            for number in range(20):
+                async with fleet.post(request(image(b"%d" % number))) as reply:
+                    assert reply.headers["x-epd-items"] == "hit=0,encoded=1,local=0"
+
+            states = {one.instance: one.state for one in fleet.events.changes}
+            assert states[NOBODY] == "down"
+            failed = [one for one in fleet.events.stages if one.instance == NOBODY]
+            assert len(failed) == 5
+            assert encoded(up.e) == 20
+
+
+@pytest.mark.fault(6)
+@pytest.mark.parametrize(
+    "script", [[read_head(), reset()], [read_request(), send(b"HTTP/1.1 "), reset()]]
+)
+async def test_a_reset_before_the_answer_is_tried_again(launch: Launch, script: Any) -> None:
+    async with Scripted(script).running() as broken:
+        config: Any = {"encode_servers_urls": (broken.url,), "on_encode_failure": "fail"}
+        async with launch(**config) as fleet:
+            async with fleet.post(request(image())) as reply:
+                assert reply.status == 502
+                assert reply.headers["x-epd-error"] == "encode_failed"
+
+            assert len(broken.exchanges) == 3
+
+
+@pytest.mark.fault(7)
+async def test_one_that_hangs_is_cancelled_and_counts_as_failed(launch: Launch) -> None:
+    config: Any = {"encode_timeout_s": 0.1, "eject_after": 2, "on_encode_failure": "fail"}
+    async with launch(**config) as fleet:
+        fleet.e.chat = hangs
+        for number in range(2):
+            async with fleet.post(request(image(b"%d" % number))) as reply:
+                assert reply.status == 504
+                assert reply.headers["x-epd-error"] == "encode_timeout"
+
+        await until(lambda: fleet.e.aborted == 2)
+        assert encoded(fleet.e) == 2
+        assert [one.state for one in fleet.events.changes] == ["ejected"]
+
+
+@pytest.mark.fault(8)
+@pytest.mark.parametrize(
+    "said",
+    [
+        answer(b"{", length=100),
+        answer(b'{"choices": ['),
+        answer(b"<html>oops"),
+        answer(b"[]"),
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    ],
+)
+async def test_an_answer_that_is_none_is_tried_elsewhere(launch: Launch, said: bytes) -> None:
+    script = [read_request(), send(said), wait(0.05)]
+    async with launch(encode=1) as up, Scripted(script).running() as broken:
+        config: Any = {
+            "encode_servers_urls": (broken.url, up.e.url),
+            "encode_policy": "round_robin",
+        }
+        async with launch(**config) as fleet:
+            async with fleet.post(request(image())) as reply:
+                assert reply.status == 200
+                assert reply.headers["x-epd-items"] == "hit=0,encoded=1,local=0"
+
+            assert len(broken.exchanges) == len(up.e.calls) == 1
+
+
+@pytest.mark.fault(11)
+async def test_where_one_item_fails_all_go_on_with_their_media(launch: Launch) -> None:
+    async def fails_one(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        [part] = body["messages"][0]["content"]
+        bad = part["image_url"]["url"].endswith(image(b"bad!")["image_url"]["url"][-4:])
+        return await (refuses(500) if bad else encodes)(http, body)
+
+    async with launch() as fleet:
+        fleet.e.chat = fails_one
+        async with fleet.post(request(image(b"good"), image(b"bad!"))) as reply:
+            assert reply.status == 200
+            assert reply.headers["x-epd-items"] == "hit=0,encoded=1,local=1"
+            assert reply.headers["x-epd-degraded"] == "encode-local"
+
+        assert all("data:" in str(part["image_url"]) for part in fleet.d.calls[0].parts)
+
+
+@pytest.mark.fault(11)
+async def test_where_one_item_fails_for_good_the_others_are_cancelled(launch: Launch) -> None:
+    async def fails_one(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return await (refuses(500) if len(fleet.e.calls) == 3 else hangs)(http, body)
+
+    async with launch(on_encode_failure="fail", eject_after=99) as fleet:
+        fleet.e.chat = fails_one
+        sent = request(*(image(b"%d" % number) for number in range(3)))
+        task = asyncio.create_task(fleet.chat(sent))
+        await until(lambda: encoded(fleet.e) >= 3)
+        fleet.e.chat = refuses(500)
+
+        assert (await asyncio.wait_for(task, 10))[0] == 502
+        await until(lambda: fleet.e.aborted == 2)
+
+
+@pytest.mark.fault(12)
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"a": {"item_indices": [0], "metadata": {}}, "b": {"item_indices": [0], "metadata": {}}},
+        {"a": {"item_indices": [7], "metadata": {}}},
+        {"a": {"item_indices": [0, 0], "metadata": {}}},
+        {"a": {"item_indices": "0", "metadata": {}}},
+        {"a": []},
+    ],
+)
+async def test_metadata_that_could_be_anothers_are_refused(launch: Launch, params: Any) -> None:
+    async def chat(_: web.Request, __: dict[str, Any]) -> web.Response:
+        return web.json_response({"choices": [], "ec_transfer_params": params})
+
+    async with launch(encode=2) as fleet:
+        for instance in fleet.encode:
+            instance.chat = chat
+        async with fleet.post(request(image())) as reply:
+            assert (reply.status, reply.headers["x-epd-error"]) == (502, "encode_metadata")
+            assert (await reply.json())["error"]["param"] == "messages[0].content[0]"
+
+        assert encoded(*fleet.encode) == 1
+        assert fleet.d.calls == []
+
+
+@pytest.mark.fault(13)
+async def test_where_no_encoder_can_be_reached_decode_encodes_or_503(launch: Launch) -> None:
+    for on_failure, status in (("local", 200), ("fail", 503)):
+        config: Any = {"encode_servers_urls": (NOBODY, "http://127.0.0.1:10")}
+        async with launch(**config, on_encode_failure=on_failure, eject_after=1) as fleet:
+            await fleet.chat(request(image(b"1")))
+            async with fleet.post(request(image(b"2"))) as reply:
+                assert reply.status == status
+                if status != 200:
+                    assert reply.headers["x-epd-error"] == "no_encoder"
+                    assert int(reply.headers["Retry-After"]) >= 1
+
+            tried = {one.instance for one in fleet.events.stages if one.stage == "encode"}
+            assert tried == set(config["encode_servers_urls"])
+
+
+@pytest.mark.fault(14)
+async def test_one_that_comes_back_serves_again(launch: Launch) -> None:
+    fast: Any = {"probe_interval_s": 0.2, "probe_backoff_s": 0.2, "probe_backoff_max_s": 0.2}
+    async with launch(encode=2, encode_policy="round_robin", eject_after=2, **fast) as fleet:
+        fleet.encode[0].healthy = False
+        states = fleet.events.changes
+        await until(lambda: [one.state for one in states] == ["down"])
+        await fleet.chat(request(image(b"1")))
+        await fleet.chat(request(image(b"2")))
+        assert encoded(fleet.encode[0]) == 0
+
+        fleet.encode[0].healthy = True
+        await until(lambda: [one.state for one in states] == ["down", "trial"])
+        for number in range(4):
+            await fleet.chat(request(image(b"more %d" % number)))
+        assert encoded(fleet.encode[0]) > 0
+        assert [one.state for one in states] == ["down", "trial", "healthy"]
+
+
+@pytest.mark.fault(14)
+async def test_on_trial_it_gets_one_request_at_a_time(launch: Launch) -> None:
+    go_on = asyncio.Event()
+    fast: Any = {"probe_interval_s": 0.2, "probe_backoff_s": 0.2, "probe_backoff_max_s": 0.2}
+
+    async def waits(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await go_on.wait()
+        return await encodes(http, body)
+
+    async with launch(encode=2, encode_policy="round_robin", **fast) as fleet:
+        fleet.encode[0].healthy = False
+        await until(lambda: fleet.events.changes)
+        fleet.encode[0].healthy, fleet.encode[0].chat = True, waits
+        await until(lambda: len(fleet.events.changes) == 2)
+        sent = [fleet.chat(request(image(b"%d" % number))) for number in range(6)]
+        tasks = [asyncio.create_task(one) for one in sent]
+        await until(lambda: encoded(fleet.encode[1]) == 5)
+
+        assert encoded(fleet.encode[0]) == 1
+        go_on.set()
+        assert {status for status, _ in await asyncio.gather(*tasks)} == {200}

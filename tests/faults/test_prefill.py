@@ -1,0 +1,342 @@
+"""Rows 30 to 35 and 44: prefill and decode instances that fail before an answer has begun."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from tests.proxy.fake_instance import (
+    KV_PARAMS,
+    FakeInstance,
+    Handler,
+    decodes,
+    hangs,
+    prefills,
+    refuses,
+)
+from tests.proxy.fleet import Fleet, Launch, until
+from tests.requests import image, request, text
+
+NOBODY = "http://127.0.0.1:9"
+FAIL: Any = {"on_prefill_failure": "fail"}
+
+
+async def drops(request: web.Request, _: dict[str, Any]) -> web.Response:
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+async def forgets(_: web.Request, __: dict[str, Any]) -> web.Response:
+    return web.json_response({"choices": [], "kv_transfer_params": None})
+
+
+def fails_first(times: int, fault: Handler, then: Handler) -> Handler:
+    calls = 0
+
+    async def chat(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        nonlocal calls
+        calls += 1
+        return await (fault if calls <= times else then)(request, body)
+
+    return chat
+
+
+def given(instance: FakeInstance) -> list[Any]:
+    """The kv_transfer_params an instance was given."""
+    return [call.body.get("kv_transfer_params") for call in instance.calls]
+
+
+def releases(instance: FakeInstance) -> list[dict[str, Any]]:
+    """The requests by which a decode instance was told of a prefill that nobody wants."""
+    return [call.body for call in instance.calls if call.body.get("max_tokens") == 1]
+
+
+@pytest.mark.fault(30)
+@pytest.mark.parametrize("fault", [refuses(500), refuses(503), drops, hangs], ids=str)
+async def test_where_one_prefill_fails_another_prefills(launch: Launch, fault: Handler) -> None:
+    async with launch(prefill=2, prefill_timeout_s=0.3) as fleet:
+        fleet.prefill[0].chat = fault
+        async with fleet.post(request(text(), image())) as reply:
+            assert reply.status == 200
+            assert "x-epd-degraded" not in reply.headers
+
+        assert [len(one.calls) for one in fleet.prefill] == [1, 1]
+        assert given(fleet.d) == [KV_PARAMS]
+        assert fleet.events.requests[0].retries == 1
+
+
+@pytest.mark.fault(30)
+async def test_where_all_prefills_fail_decode_prefills_and_it_is_said(launch: Launch) -> None:
+    async with launch(prefill=3) as fleet:
+        for instance in fleet.prefill:
+            instance.chat = refuses(500)
+        async with fleet.post(request(image())) as reply:
+            assert reply.status == 200
+            assert reply.headers["x-epd-degraded"] == "prefill-local"
+
+        assert sum(len(one.calls) for one in fleet.prefill) == 2
+        assert given(fleet.d) == [None]
+        assert "data:" in str(fleet.d.calls[0].parts[0])  # it may have no encoder cache
+
+
+@pytest.mark.fault(30)
+@pytest.mark.parametrize(
+    ("fault", "status", "slug"),
+    [
+        (refuses(500), 502, "prefill_failed"),
+        (drops, 502, "prefill_failed"),
+        (hangs, 504, "prefill_timeout"),
+        (refuses(503), 503, "prefill_overloaded"),
+    ],
+)
+async def test_where_decode_may_not_prefill_the_request_fails(
+    launch: Launch, fault: Handler, status: int, slug: str
+) -> None:
+    async with launch(prefill=2, prefill_timeout_s=0.2, **FAIL) as fleet:
+        for instance in fleet.prefill:
+            instance.chat = fault
+        async with fleet.post(request(text())) as reply:
+            assert (reply.status, reply.headers["x-epd-error"]) == (status, slug)
+
+        assert [len(one.calls) for one in fleet.prefill] == [1, 1]
+        assert fleet.d.calls == []
+
+
+@pytest.mark.fault(30)
+async def test_what_prefill_says_of_the_request_is_the_clients(launch: Launch) -> None:
+    async with launch(prefill=2) as fleet:
+        for instance in fleet.prefill:
+            instance.chat = refuses(400, "too long")
+        status, reply = await fleet.chat(request(text()))
+
+        assert (status, reply["error"]["message"]) == (400, "too long")
+        assert sum(len(one.calls) for one in fleet.prefill) == 1
+
+
+@pytest.mark.fault(30)
+async def test_a_prefill_that_is_not_there_is_left_out(launch: Launch) -> None:
+    async with launch(prefill=1) as up, launch(prefill_servers_urls=(NOBODY, up.p.url)) as fleet:
+        for _ in range(20):
+            async with fleet.post(request(text())) as reply:
+                assert reply.status == 200
+                assert "x-epd-degraded" not in reply.headers
+
+        assert len(up.p.calls) == 20
+        failed = [one for one in fleet.events.stages if one.instance == NOBODY]
+        assert len(failed) == 5
+        assert [one.state for one in fleet.events.changes] == ["down"]
+
+
+@pytest.mark.fault(31)
+async def test_a_prefill_that_transfers_nothing_is_done_by_decode(launch: Launch) -> None:
+    async with launch(prefill=1) as fleet:
+        fleet.p.chat = forgets
+        async with fleet.post(request(text())) as reply:
+            assert reply.status == 200
+            assert reply.headers["x-epd-degraded"] == "prefill-local"
+
+
+@pytest.mark.fault(31)
+async def test_a_prefill_that_transfers_nothing_is_an_error_where_one_wants_that(
+    launch: Launch,
+) -> None:
+    async with launch(prefill=1, **FAIL) as fleet:
+        fleet.p.chat = forgets
+        async with fleet.post(request(text())) as reply:
+            assert (reply.status, reply.headers["x-epd-error"]) == (502, "prefill_no_kv")
+
+
+@pytest.mark.fault(32, 33)
+async def test_where_decode_cannot_fetch_what_prefill_made_it_is_made_again(
+    launch: Launch,
+) -> None:
+    made: list[dict[str, Any]] = []
+
+    async def fresh(_: web.Request, __: dict[str, Any]) -> web.Response:
+        made.append({**KV_PARAMS, "remote_request_id": f"chatcmpl-{len(made)}"})
+        return web.json_response({"choices": [], "kv_transfer_params": made[-1]})
+
+    async with launch(prefill=2) as fleet:
+        for instance in fleet.prefill:
+            instance.chat = fresh
+        fleet.d.chat = fails_first(1, refuses(500, "KV load failed"), decodes)
+        status, _ = await fleet.chat(request(text()))
+
+        assert status == 200
+        assert given(fleet.d) == made
+        assert len(made) == 2
+        assert [len(one.calls) for one in fleet.prefill] == [1, 1]  # not where it came from
+
+
+@pytest.mark.fault(32)
+async def test_it_is_made_again_once(launch: Launch) -> None:
+    async with launch(prefill=2) as fleet:
+        fleet.d.chat = refuses(500, "KV load failed")
+        async with fleet.post(request(text())) as reply:
+            assert (reply.status, reply.headers["x-epd-stage"]) == (500, "decode")
+            assert reply.headers["x-should-retry"] == "false"
+
+        assert len(fleet.d.calls) == 2
+        assert releases(fleet.d) == []  # decode has answered, and has told prefill itself
+
+
+@pytest.mark.fault(34)
+@pytest.mark.parametrize("prefill", [0, 1])
+@pytest.mark.parametrize("fault", [refuses(503), refuses(502), drops], ids=str)
+async def test_where_one_decode_fails_another_decodes(
+    launch: Launch, fault: Handler, prefill: int
+) -> None:
+    async with launch(prefill=prefill, decode=2) as fleet:
+        fleet.decode[0].chat = fault
+        async with fleet.post(request(text(), image(), stream=True)) as reply:
+            assert reply.status == 200
+            assert (await reply.read()).endswith(b"data: [DONE]\n\n")
+
+        assert len(fleet.encode[0].calls) == 1  # what was encoded is still there
+        assert sum(len(one.calls) for one in fleet.prefill) == 2 * prefill
+
+
+@pytest.mark.fault(34)
+async def test_a_decode_that_is_not_there_is_left_out_and_prefills_are_given_back(
+    launch: Launch,
+) -> None:
+    async with launch(prefill=1, decode=1) as up:
+        config: Any = {
+            "prefill_servers_urls": (up.p.url,),
+            "decode_servers_urls": (NOBODY, up.d.url),
+        }
+        async with launch(**config) as fleet:
+            for _ in range(20):
+                assert (await fleet.chat(request(text())))[0] == 200
+
+            assert [one.state for one in fleet.events.changes] == ["down"]
+            await until(lambda: len(releases(up.d)) == 5)
+            assert len(up.d.calls) == 25
+            assert all(body["kv_transfer_params"] == KV_PARAMS for body in releases(up.d))
+
+
+@pytest.mark.fault(34)
+@pytest.mark.parametrize(
+    ("fault", "status", "slug", "calls"),
+    [
+        (refuses(503, "busy"), 503, "decode_failed", 2),
+        (drops, 502, "decode_failed", 2),
+        (refuses(500, "bug"), 500, "decode_failed", 1),
+        (hangs, 504, "decode_timeout", 1),
+    ],
+)
+async def test_where_decode_fails_twice_the_request_does(
+    launch: Launch, fault: Handler, status: int, slug: str, calls: int
+) -> None:
+    async with launch(decode=3, first_byte_timeout_s=1.0) as fleet:
+        for instance in fleet.decode:
+            instance.chat = fault
+        async with fleet.post(request(text(), stream=True)) as reply:
+            assert (reply.status, reply.headers["x-epd-error"]) == (status, slug)
+
+        assert sum(len(one.calls) for one in fleet.decode) == calls
+
+
+@pytest.mark.fault(34)
+async def test_no_decode_there(launch: Launch) -> None:
+    async with launch(decode_servers_urls=(NOBODY,)) as fleet:
+        async with fleet.post(request(text())) as reply:
+            assert (reply.status, reply.headers["x-epd-error"]) == (502, "decode_failed")
+
+        decodes_tried = [one for one in fleet.events.stages if one.stage == "decode"]
+        assert len(decodes_tried) == 1
+
+
+@pytest.mark.fault(35)
+@pytest.mark.parametrize("prefill", [0, 1])
+async def test_an_entry_that_cannot_be_loaded_is_encoded_again_once(
+    launch: Launch, prefill: int
+) -> None:
+    async with launch(prefill=prefill) as fleet:
+        consumer = fleet.p if prefill else fleet.d
+        then = prefills if prefill else decodes
+        consumer.chat = fails_first(1, refuses(500, "EC load failed"), then)
+        status, _ = await fleet.chat(request(image()))
+
+        assert status == 200
+        assert len(fleet.e.calls) == 2
+        first, second = consumer.calls
+        assert "data:" not in str(first.parts[0])
+        assert "data:" in str(second.parts[0])
+
+
+async def leave_in_decode(fleet: Fleet, *, stream: bool) -> None:
+    task = asyncio.create_task(fleet.chat(request(text(), stream=stream)))
+    await until(lambda: fleet.d.calls)
+    fleet.d.chat = decodes
+    task.cancel()
+    await until(lambda: fleet.events.requests)
+
+
+@pytest.mark.fault(44)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_decode_is_told_of_a_prefill_that_nobody_waits_for(
+    launch: Launch, stream: bool
+) -> None:
+    async with launch(prefill=1) as fleet:
+        fleet.d.chat = hangs
+        await leave_in_decode(fleet, stream=stream)
+
+        await until(lambda: fleet.d.aborted and releases(fleet.d))
+        [told] = releases(fleet.d)
+        assert told["kv_transfer_params"] == KV_PARAMS
+        assert told["stream"] is True
+        assert [event.status for event in fleet.events.requests] == [499]
+        await until(lambda: fleet.events.stages[-1].stage == "release")
+        assert fleet.events.stages[-1].error is None
+
+
+@pytest.mark.fault(44)
+async def test_it_is_told_once_and_not_for_ever(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("epd.stages.RELEASE_TIMEOUT_S", 0.2)
+    async with launch(prefill=1) as fleet:
+        fleet.d.chat = hangs
+        task = asyncio.create_task(fleet.chat(request(text())))
+        await until(lambda: fleet.d.calls)
+        task.cancel()
+
+        await until(lambda: fleet.d.aborted == 2)
+        await until(lambda: fleet.events.stages[-1].stage == "release")
+        assert fleet.events.stages[-1].error == "release_timeout"
+        assert len(fleet.d.calls) == 2
+
+
+@pytest.mark.fault(44)
+async def test_the_end_of_the_proxy_waits_until_it_is_told(launch: Launch) -> None:
+    async with launch(prefill=1) as fleet:
+
+        async def slow(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            await asyncio.sleep(0.3)
+            return await decodes(http, body)
+
+        fleet.d.chat = hangs
+        task = asyncio.create_task(fleet.chat(request(text())))
+        await until(lambda: fleet.d.calls)
+        fleet.d.chat = slow
+        task.cancel()
+        await until(lambda: fleet.events.requests)
+
+    assert len(releases(fleet.d)) == 1
+    assert fleet.events.stages[-1].stage == "release"
+    assert fleet.events.stages[-1].error is None
+
+
+@pytest.mark.fault(43)
+async def test_nobody_is_told_of_what_no_prefill_has_made(launch: Launch) -> None:
+    async with launch(prefill=1) as fleet:
+        fleet.p.chat = hangs
+        task = asyncio.create_task(fleet.chat(request(image())))
+        await until(lambda: fleet.p.calls)
+        task.cancel()
+        await until(lambda: fleet.p.aborted and fleet.events.requests)
+
+        assert fleet.d.calls == []
