@@ -38,6 +38,7 @@ PROXY_FLAGS = {
     "--first-byte-timeout-s": 8,
     "--idle-timeout-s": 3,
     "--connect-timeout-s": 2,
+    "--ec-store-budget-s": 0.5,
     "--max-body-bytes": MAX_BODY_BYTES,
     "--eject-s": 2,
     "--eject-max-s": 8,
