@@ -22,7 +22,7 @@ from epd.instances import Role
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {"PYTHONPATH": str(ROOT)}
 BIN = Path(sys.executable).parent
-READY_S = 30.0
+READY_S = 60.0
 ASKED_WITHIN_S = 5.0
 
 KINDS = ("kill", "stop", "sick", "error", "busy", "overloaded", "hang", "reset")

@@ -116,11 +116,11 @@ class Stack:
         """Start an engine that was killed, and wait until it serves.
 
         Raises:
-            ProcessDied: a process ended meanwhile.
+            ProcessDied: it ended meanwhile.
             TimeoutError: it did not serve in time.
         """
         self._start(engine.name, engine.url, engine.command(), engine.environment())
-        wait_until_ready(self._processes, READY_TIMEOUT_S, self._report)
+        wait_until_ready(self._processes[-1:], READY_TIMEOUT_S, self._report)
 
     def check_alive(self) -> None:
         """Raise `ProcessDied` where a process has ended."""
