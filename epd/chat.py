@@ -98,6 +98,22 @@ def parse(raw: bytes) -> Body:
     return {key: value for key, value in body.items() if key not in RESERVED}
 
 
+def check_mm_kwargs(body: Body) -> None:
+    """Refuse fields that change how media are processed, as vLLM does without its flag.
+
+    Raises:
+        BadRequest: there is one that is not empty.
+    """
+    for field in MM_KWARGS:
+        if body.get(field):
+            raise BadRequest(
+                f"{field} can change what media cost to process; "
+                "--trust-request-mm-kwargs of the proxy and of the instances lets it pass",
+                slug="reserved_field",
+                param=field,
+            )
+
+
 def check_model(body: Body) -> None:
     """Refuse a model that is no name.
 

@@ -13,7 +13,8 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from epd import logs
-from epd.config import ProxyConfig
+from epd.config import AdminKey, ProxyConfig
+from epd.descriptors import raise_limit
 from epd.server import serve
 from epd.tenants import KeysInvalid, key_line, new_key
 from epd.version import __version__
@@ -29,7 +30,9 @@ GROUPS = {
     "probe_*": "health of instances",
     "*_s": "deadlines",
     "max_*": "limits",
+    "*_rate_bytes": "limits",
     "*media*": "media",
+    "trust_request_mm_kwargs": "media",
     "api_keys_file": "tenants",
     "isolation": "tenants",
     "*": "server",
@@ -44,6 +47,9 @@ class Settings(ProxyConfig, BaseSettings):
 
     openai_api_key: Annotated[SecretStr | None, BeforeValidator(lambda key: key or None)] = Field(
         default=None, validation_alias=AliasChoices("EPD_OPENAI_API_KEY", "OPENAI_API_KEY")
+    )
+    admin_api_key: AdminKey = Field(
+        default=None, validation_alias=AliasChoices("EPD_ADMIN_API_KEY", "ADMIN_API_KEY")
     )
 
 
@@ -65,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="run the proxy",
         description="Run an OpenAI-compatible proxy that sends media to encode instances, then "
         "the request to prefill and decode instances. Every flag can be set as EPD_<FLAG> in the "
-        "environment too; OPENAI_API_KEY is sent to the instances where a client sends no key.",
+        "environment too; OPENAI_API_KEY is sent to the instances where a client sends no key, "
+        "ADMIN_API_KEY opens /metrics and profiling.",
         epilog="example: epd serve --encode-servers-urls http://e1:8001,http://e2:8001 "
         "--decode-servers-urls http://pd:8002",
         usage="epd serve --encode-servers-urls URLS --decode-servers-urls URLS [FLAG ...]",
@@ -114,6 +121,7 @@ def _settings(parser: Parser, flags: dict[str, Any]) -> ProxyConfig:
 
 def _serve(parser: Parser, config: ProxyConfig) -> None:
     logs.configure(config.log_format, config.log_level)
+    raise_limit()
     try:
         if config.workers == 1:
             uvloop.run(serve(config))
@@ -162,6 +170,8 @@ def _is_secret(field: FieldInfo) -> bool:
 
 def _setting(name: str) -> str:
     """What the operator set: the flag, or the variable of what has none."""
+    if name.isupper():  # a variable by a name of its own
+        return name
     field = ProxyConfig.model_fields.get(name)
     return f"EPD_{name.upper()}" if field is not None and _is_secret(field) else _flag(name)
 

@@ -21,7 +21,7 @@ from ec_store import check_url
 from epd.health import HealthPolicy
 from epd.instances import Instance, Role
 from epd.policies import PolicyName
-from epd.tenants import ANONYMOUS, Scope, Tenant
+from epd.tenants import ANONYMOUS, KEY, Scope, Tenant
 
 NO_INSTANCES = frozenset({"", "disable", "none"})
 """Spellings of an empty URL list, as in vLLM's `disagg_epd_proxy.py`."""
@@ -64,6 +64,12 @@ def _check_secret(secret: SecretStr | None) -> SecretStr | None:
     return secret
 
 
+def _check_admin_key(key: SecretStr | None) -> SecretStr | None:
+    if key is not None and KEY.fullmatch(key.get_secret_value()) is None:
+        raise ValueError("must have 16 to 512 printable ASCII characters and no space")
+    return key
+
+
 Urls = Annotated[
     tuple[str, ...], NoDecode, BeforeValidator(_split_urls), AfterValidator(_check_urls)
 ]
@@ -74,6 +80,10 @@ StoreUrl = Annotated[
 ]
 KeySecret = Annotated[
     SecretStr | None, BeforeValidator(lambda secret: secret or None), AfterValidator(_check_secret)
+]
+
+AdminKey = Annotated[
+    SecretStr | None, BeforeValidator(lambda key: key or None), AfterValidator(_check_admin_key)
 ]
 
 
@@ -154,8 +164,8 @@ class ProxyConfig(BaseModel):
     )
     api_keys_file: Path | None = Field(
         default=None,
-        description="file of lines tenant:sha256, as `epd hash-key` prints them; with it, every "
-        "route but /health wants a key, and clients' keys do not go on to the instances",
+        description="file of lines tenant:sha256, as `epd hash-key` prints them; with it, "
+        "clients need a key, and theirs do not go on to the instances",
     )
     isolation: Literal["tenant", "shared"] = Field(
         default="tenant",
@@ -165,6 +175,11 @@ class ProxyConfig(BaseModel):
     key_secret: KeySecret = Field(
         default=None,
         description="what keys and salts are derived with, beside the tenant's name",
+    )
+    admin_api_key: AdminKey = Field(
+        default=None,
+        description="what opens /metrics, /start_profile and /stop_profile; without it they "
+        "answer clients on this machine alone",
     )
 
     decode_media: Literal["metadata", "raw"] = Field(
@@ -194,6 +209,11 @@ class ProxyConfig(BaseModel):
         default=False,
         description="let the hosts of --allowed-media-domains have private addresses",
     )
+    trust_request_mm_kwargs: bool = Field(
+        default=False,
+        description="let requests have mm_processor_kwargs and media_io_kwargs; the instances "
+        "need the same flag",
+    )
     media_cache_bytes: int = Field(
         default=256 * 1024**2, ge=0, description="memory for media that the proxy has fetched"
     )
@@ -204,7 +224,22 @@ class ProxyConfig(BaseModel):
     max_media_bytes: int = Field(
         default=64 * 1024**2, ge=1, description="size of one item that the proxy fetches"
     )
+    max_connections: int = Field(
+        default=0,
+        ge=0,
+        description="clients' connections to one process; 0: what its file descriptors allow",
+    )
+    body_min_rate_bytes: int = Field(
+        default=64 * 1024, ge=1, description="of a request body, each second, after the first 5"
+    )
 
+    header_timeout_s: Seconds = Field(default=10.0, description="a request head's arrival")
+    keep_alive_s: Seconds = Field(
+        default=75.0, description="a client's connection that waits for another request"
+    )
+    write_timeout_s: Seconds = Field(
+        default=60.0, description="a client that does not read its answer"
+    )
     body_timeout_s: Seconds = Field(default=60.0, description="a request body's arrival")
     connect_timeout_s: Seconds = Field(default=2.0, description="connecting to an instance")
     media_timeout_s: Seconds = Field(default=30.0, description="fetching one item")

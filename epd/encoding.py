@@ -12,7 +12,7 @@ from epd.cache import EncoderCache, Turn
 from epd.chat import MM_KWARGS, Body, MMItem, mm_items
 from epd.config import ProxyConfig
 from epd.errors import (
-    Overloaded,
+    NoInstance,
     ProxyError,
     UnknownMedia,
     UpstreamFailed,
@@ -244,7 +244,7 @@ class Encoder:
             except (UpstreamFailed, UpstreamTimeout) as error:
                 if self._table.serves(Role.ENCODE):
                     raise
-                raise Overloaded(
+                raise NoInstance(
                     "no encode instance can be reached", slug="no_encoder", stage="encode"
                 ) from error
 

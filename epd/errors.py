@@ -7,7 +7,7 @@ Every error reaches the client in OpenAI's shape, the one vLLM uses
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 from typing import Any, ClassVar, Literal, Self
 
@@ -15,7 +15,12 @@ import orjson
 
 Stage = Literal["proxy", "store", "encode", "prefill", "decode", "release"]
 
-TYPES = {404: "NotFoundError", 408: "RequestTimeoutError", 503: "ServiceUnavailableError"}
+TYPES = {
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    408: "RequestTimeoutError",
+    503: "ServiceUnavailableError",
+}
 
 RETRY_AFTER = re.compile(r"[0-9]{1,6}")
 """Seconds; the other form, a date, is for browsers."""
@@ -25,6 +30,9 @@ SPENT = frozenset({500, 502, 504})
 
 MAX_UPSTREAM_TEXT = 500
 """Characters of an upstream's non-JSON error text that are shown to a client."""
+
+INSIDES = re.compile(r"0x[0-9a-fA-F]{6,}|(?:/[\w.~-]+){2,}")
+"""Addresses and paths. vLLM strips them from its own errors; another shape is another's error."""
 
 
 class ProxyError(Exception):
@@ -112,6 +120,19 @@ class RequestRefused(ProxyError):
         self.type = TYPES.get(status, "BadRequestError")
 
 
+class WrongMethod(RequestRefused):
+    """The route is there, and has other methods."""
+
+    def __init__(self, allowed: Iterable[str]) -> None:
+        super().__init__(405, "Method Not Allowed", slug="unknown_route")
+        self._allowed = ", ".join(sorted(allowed))
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """As for every error, and the methods there are, which a 405 must name (RFC 9110)."""
+        return {**super().headers, "Allow": self._allowed}
+
+
 class Unauthorized(ProxyError):
     """The request has no API key, or one that is none."""
 
@@ -163,6 +184,10 @@ class Overloaded(TryLater):
     status = 503
     type = "ServiceUnavailableError"
     default_slug = "overloaded"
+
+
+class NoInstance(Overloaded):
+    """No instance of a role can be reached."""
 
 
 class TooManyRequests(TryLater):
@@ -270,10 +295,10 @@ def _plain_message(status: int, reply: bytes) -> str:
     match _parsed(reply):
         # FastAPI's own errors, and vLLM's answer to a wrong API key.
         case {"detail": str() as message} | {"error": str() as message} if message:
-            return message
+            text = message
         case _:
             text = reply[:MAX_UPSTREAM_TEXT].decode("utf-8", "replace").strip()
-            return text or f"the instance answered {status}"
+    return INSIDES.sub("…", text) or f"the instance answered {status}"
 
 
 def _parsed(reply: bytes) -> Any:

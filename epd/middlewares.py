@@ -9,19 +9,27 @@ from typing import get_args
 import structlog
 from aiohttp import web
 from aiohttp.typedefs import Handler
-from multidict import CIMultiDictProxy
 
+from epd.access import Access, Headers, bearer, check_admin
 from epd.config import ProxyConfig
-from epd.errors import BadRequest, ProxyError, RequestRefused, Unauthorized, UpstreamRejected
+from epd.errors import (
+    BadRequest,
+    ProxyError,
+    RequestRefused,
+    Unauthorized,
+    UpstreamRejected,
+    WrongMethod,
+)
 from epd.events import ItemResult, Observer, RequestDone, stage_seconds
+from epd.protocol import SERVER, Connection
 from epd.stages import RequestContext
 from epd.tenants import ApiKeys
 
 CONFIG = web.AppKey("config", ProxyConfig)
 KEYS = web.AppKey("keys", ApiKeys)
 """There only where keys are configured."""
-OPEN = web.AppKey("open", frozenset[Handler])
-"""Handlers that want no key."""
+ACCESS = web.AppKey("access", Mapping[object, Access])
+"""Whom each handler answers."""
 OBSERVERS = web.AppKey("observers", Sequence[Observer])
 CONTEXT = web.RequestKey("context", RequestContext)
 OUTCOME = web.RequestKey("outcome", ProxyError)
@@ -42,7 +50,7 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     config, observers = request.app[CONFIG], request.app[OBSERVERS]
     context = RequestContext(
         request_id=_request_id(request.headers),
-        headers=_forwarded(request.headers, config, own_keys=KEYS in request.app),
+        headers=_forwarded(request.headers, config, own_keys=_keeps_keys(request)),
         clients_key=_passes_key(request, config),
         observers=observers,
     )
@@ -59,7 +67,7 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
             path=_route(request),
             status=status,
             seconds=clock() - started,
-            error="client_closed" if status == CLIENT_CLOSED else error and error.slug,
+            error=_left(request) if status == CLIENT_CLOSED else error and error.slug,
             reason=_reason(error),
             stages=tuple(context.stages),
             items=dict(context.items),
@@ -77,11 +85,10 @@ async def render_errors(request: web.Request, handler: Handler) -> web.StreamRes
         return await handler(request)
     except ProxyError as failure:
         error = failure
-    except web.HTTPRequestEntityTooLarge:
-        limit = request.app[CONFIG].max_body_bytes
-        error = RequestRefused(413, f"the body is larger than {limit} bytes", slug="body_too_large")
     except web.RequestPayloadError:
         error = BadRequest("the body is not what its headers say", slug="invalid_body")
+    except web.HTTPMethodNotAllowed as failure:
+        error = WrongMethod(failure.allowed_methods)
     except web.HTTPException as failure:
         error = RequestRefused(failure.status, failure.reason, slug="unknown_route")
     except ConnectionError:  # the client's; an instance's is a ProxyError
@@ -90,39 +97,48 @@ async def render_errors(request: web.Request, handler: Handler) -> web.StreamRes
         structlog.get_logger("epd").exception("bug", request_id=request[CONTEXT].request_id)
         error = ProxyError("the proxy failed; its log says why")
     request[OUTCOME] = error
-    return web.Response(
+    response = web.Response(
         status=error.status,
         body=error.body(),
         content_type="application/json",
         headers={**error.headers, **own_headers(request[CONTEXT])},
     )
+    if not request.content.is_eof():  # nobody reads the rest of its body
+        response.force_close()
+    return response
 
 
 @web.middleware
 async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Let nobody without a key further than `/health`, where keys are configured."""
-    keys = request.app.get(KEYS)
-    if keys is not None and request.match_info.handler not in request.app[OPEN]:
-        tenant = keys.tenant_of(_bearer(request.headers))
+    """Let nobody further than a route's class of access says."""
+    access, keys = _access(request), request.app.get(KEYS)
+    if access is Access.ADMIN:
+        peer = request.get_extra_info("peername")
+        address = peer[0] if isinstance(peer, tuple) else None
+        check_admin(request.app[CONFIG].admin_api_key, request.headers, address)
+    elif access is Access.TENANT and keys is not None:
+        tenant = keys.tenant_of(bearer(request.headers))
         if tenant is None:
             raise Unauthorized("a valid API key is needed: Authorization: Bearer <key>")
         request[CONTEXT].tenant = tenant
     return await handler(request)
 
 
-def _bearer(headers: CIMultiDictProxy[str]) -> str:
-    """The key of a request; an empty string, which is no key, where it has none or several."""
-    match headers.getall("Authorization", ()):
-        case [one]:
-            scheme, _, key = one.partition(" ")
-            return key.strip() if scheme.lower() == "bearer" else ""
-        case _:
-            return ""
+def _access(request: web.Request) -> Access:
+    """The access of the request's route; what is no route is as closed as most are."""
+    return request.app[ACCESS].get(request.match_info.handler, Access.TENANT)
+
+
+def _keeps_keys(request: web.Request) -> bool:
+    """Whether a client's key is one that opens this proxy."""
+    if _access(request) is Access.ADMIN and request.app[CONFIG].admin_api_key is not None:
+        return True
+    return KEYS in request.app
 
 
 def own_headers(context: RequestContext) -> dict[str, str]:
     """Headers of every answer."""
-    own = {"X-Request-Id": context.request_id}
+    own = {"X-Request-Id": context.request_id, "Server": SERVER}
     timing = ", ".join(
         f"{stage};dur={seconds * 1000:.1f}"
         for stage, seconds in stage_seconds(context.stages).items()
@@ -147,9 +163,7 @@ def _request_id(headers: Mapping[str, str]) -> str:
     return given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
 
-def _forwarded(
-    headers: CIMultiDictProxy[str], config: ProxyConfig, *, own_keys: bool
-) -> dict[str, str]:
+def _forwarded(headers: Headers, config: ProxyConfig, *, own_keys: bool) -> dict[str, str]:
     # A key that opens this proxy is none of the instances' business.
     names = FORWARDED_HEADERS if own_keys else ("Authorization", *FORWARDED_HEADERS)
     # W3C trace context allows several tracestate headers, which are one list.
@@ -165,11 +179,27 @@ def _route(request: web.Request) -> str:
     return "unknown" if resource is None else resource.canonical
 
 
+def _left(request: web.Request) -> str:
+    connection = request.protocol
+    stalled = isinstance(connection, Connection) and connection.stalled
+    return "client_stalled" if stalled else "client_closed"
+
+
 def _reason(error: ProxyError | None) -> str | None:
     """What lies behind an error; not what an instance said, which may quote the prompt."""
     if error is None or isinstance(error, UpstreamRejected):
         return None
-    return error.message if error.__cause__ is None else f"{error.message}: {error.__cause__!r}"
+    cause = error.__cause__
+    return error.message if cause is None else f"{error.message}: {_kind(cause)}"
+
+
+def _kind(cause: BaseException) -> str:
+    """What can be logged of a library's error: its type, and the operating system's words.
+
+    Others hold whole requests and answers: headers with keys, URLs with queries, bytes.
+    """
+    name = type(cause).__name__
+    return f"{name}: {cause}" if isinstance(cause, OSError) else name
 
 
 MIDDLEWARES = (observe, render_errors, authenticate)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 
 from epd.cache import EncoderCache
-from epd.chat import Body, MMItem, mm_items, names_entries
+from epd.chat import Body, MMItem, check_mm_kwargs, mm_items, names_entries
 from epd.config import ProxyConfig
 from epd.encoding import Encoder
 from epd.errors import BadRequest, ProxyError, Stage, UpstreamTimeout
@@ -126,6 +126,8 @@ class Pipeline:
         self, body: Body, context: RequestContext
     ) -> tuple[Body, Mapping[MMItem, str | None]]:
         """The request, with media in it that the proxy fetches, and the keys of its items."""
+        if not self._config.trust_request_mm_kwargs:
+            check_mm_kwargs(body)
         items = mm_items(body)
         if len(items) > self._config.max_items:
             raise BadRequest(

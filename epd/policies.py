@@ -5,7 +5,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, Protocol
 
-from epd.errors import Overloaded
+from epd.errors import NoInstance
 from epd.instances import Instance, InstanceTable, Role
 
 LOAD_FACTOR = 1.25
@@ -100,11 +100,11 @@ class Choice:
             tried: instances that this request has been sent to.
 
         Raises:
-            Overloaded: there is none.
+            NoInstance: there is none.
         """
         usable = self._table.usable(self._role)
         if not usable:
-            raise Overloaded(f"there is no {self._role} instance", slug=f"no_{self._role}")
+            raise NoInstance(f"there is no {self._role} instance", slug=f"no_{self._role}")
         fresh = [instance for instance in usable if instance not in tried]
         return self._policy.order(fresh or usable, key, self._table.load)[0]
 

@@ -10,7 +10,7 @@ from http import HTTPStatus
 from typing import TypeVar
 
 from epd.errors import (
-    Overloaded,
+    NoInstance,
     ProxyError,
     UpstreamBusy,
     UpstreamFailed,
@@ -125,7 +125,7 @@ def is_instances_fault(error: ProxyError) -> bool:
     """Whether another instance may do better: not where this one refused the request itself."""
     if isinstance(error, UpstreamRejected):
         return error.status in ELSEWHERE
-    failed = isinstance(error, UpstreamFailed | UpstreamTimeout | Overloaded)
+    failed = isinstance(error, UpstreamFailed | UpstreamTimeout | UpstreamBusy | NoInstance)
     return failed and error.slug != "encode_metadata"
 
 

@@ -1,7 +1,6 @@
 """A process that serves the application until it is told to stop."""
 
 import asyncio
-import logging
 import signal
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
@@ -11,6 +10,8 @@ import structlog
 from aiohttp import web
 
 from epd.config import ProxyConfig
+from epd.middlewares import OBSERVERS
+from epd.protocol import Runner
 from epd.web import create_app
 
 SHUTDOWN_TIMEOUT_S = 60.0
@@ -50,14 +51,8 @@ def stop_signals() -> tuple[asyncio.Event, asyncio.Event]:
 @asynccontextmanager
 async def running(config: ProxyConfig, stop_now: asyncio.Event) -> AsyncIterator[web.AppRunner]:
     """The application, as yet without an address. Leaving waits for requests until `stop_now`."""
-    runner = web.AppRunner(
-        create_app(config),
-        handler_cancellation=True,
-        access_log=None,
-        # aiohttp logs headers that it cannot parse as they came, keys and all.
-        logger=_silent(),
-        shutdown_timeout=SHUTDOWN_TIMEOUT_S,
-    )
+    app = create_app(config)
+    runner = Runner(app, config, app[OBSERVERS], shutdown_timeout=SHUTDOWN_TIMEOUT_S)
     await runner.setup()
     try:
         yield runner
@@ -83,13 +78,6 @@ async def first_of(*waits: Coroutine[Any, Any, object]) -> None:
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
         task.cancel()
-
-
-def _silent() -> logging.Logger:
-    logger = logging.getLogger("epd.http")
-    logger.addHandler(logging.NullHandler())
-    logger.propagate = False
-    return logger
 
 
 def topology(config: ProxyConfig) -> str:

@@ -1,22 +1,25 @@
 """The one module that sends HTTP to instances."""
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from io import BytesIO
+from types import SimpleNamespace
 from typing import Self
 
 import aiohttp
 
-from epd.errors import Stage, UpstreamFailed, UpstreamTimeout, UpstreamUnreachable
+from epd.errors import Overloaded, Stage, UpstreamFailed, UpstreamTimeout, UpstreamUnreachable
 from epd.version import __version__
 
 KEEP_ALIVE_S = 2.0
 """How long an idle connection is pooled: under half of what vLLM keeps one
 (`VLLM_HTTP_TIMEOUT_KEEP_ALIVE`, 5 s), so that none is reused that it has just closed."""
 
+OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 MAX_ANSWER_BYTES = 16 * 1024**2
 """Largest answer of an encode or prefill instance, and largest error."""
 
@@ -101,23 +104,45 @@ class Reply:
             yield chunk
 
 
+@dataclass(slots=True)
+class _Sending:
+    """One attempt to send a request.
+
+    Attributes:
+        reused: whether it went out on a connection that had been idle.
+    """
+
+    reused: bool = False
+
+
 class Upstream:
     """Requests to instances, over one connection pool."""
 
-    def __init__(self, session: aiohttp.ClientSession) -> None:
-        self._session = session
+    def __init__(self, pooled: aiohttp.ClientSession, fresh: aiohttp.ClientSession) -> None:
+        """Send over `pooled`, and over `fresh`, which keeps no connection, where that fails."""
+        self._pooled = pooled
+        self._fresh = fresh
 
     @classmethod
     @asynccontextmanager
     async def connect(cls, connect_timeout_s: float) -> AsyncIterator[Self]:
         """A pool that is closed when the context is left."""
-        async with aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            headers={"User-Agent": f"epd/{__version__}", "Accept-Encoding": "identity"},
-        ) as session:
-            yield cls(session)
+        connectors = (
+            aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+            aiohttp.TCPConnector(limit=0, force_close=True),
+        )
+        pooled, fresh = (
+            aiohttp.ClientSession(
+                connector=connector,
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                headers={"User-Agent": f"epd/{__version__}", "Accept-Encoding": "identity"},
+                trace_configs=[_noting_reuse()],
+            )
+            for connector in connectors
+        )
+        async with pooled, fresh:
+            yield cls(pooled, fresh)
 
     @asynccontextmanager
     async def open(
@@ -140,16 +165,29 @@ class Upstream:
         """
         with _translated(stage, broken=f"{stage}_failed"):
             async with asyncio.timeout(head_timeout_s):
-                response = await self._session.request(
-                    "GET" if body is None else "POST",
-                    url,
-                    # As a file, aiohttp sends it piece by piece; bytes would be one write.
-                    data=None if body is None else BytesIO(body),
-                    headers=headers,
-                    allow_redirects=False,
-                )
+                response = await self._send(url, headers, body)
         async with response:
             yield Reply(response, stage)
+
+    async def _send(
+        self, url: str, headers: Mapping[str, str], body: bytes | None
+    ) -> aiohttp.ClientResponse:
+        """Send a request, and once more where only an idle connection's end was at fault.
+
+        An instance may close an idle connection at the moment it is used again. Before it has
+        answered anything, this alone says nothing about the instance.
+        """
+        sending = _Sending()
+        try:
+            return await _request(self._pooled, url, headers, body, sending)
+        except aiohttp.ServerDisconnectedError as error:
+            # The message is a text where no byte of an answer has come.
+            if not sending.reused or not isinstance(error.message, str):
+                raise
+        except aiohttp.ClientOSError:
+            if not sending.reused:
+                raise
+        return await _request(self._fresh, url, headers, body, _Sending())
 
     async def fetch(
         self,
@@ -176,6 +214,34 @@ class Upstream:
                 return Answer(reply.status, reply.headers, await reply.read())
 
 
+async def _request(
+    session: aiohttp.ClientSession,
+    url: str,
+    headers: Mapping[str, str],
+    body: bytes | None,
+    sending: _Sending,
+) -> aiohttp.ClientResponse:
+    return await session.request(
+        "GET" if body is None else "POST",
+        url,
+        # As a file, aiohttp sends it piece by piece; bytes would be one write.
+        data=None if body is None else BytesIO(body),
+        headers=headers,
+        allow_redirects=False,
+        trace_request_ctx=sending,
+    )
+
+
+def _noting_reuse() -> aiohttp.TraceConfig:
+    trace = aiohttp.TraceConfig()
+
+    async def reused(_: aiohttp.ClientSession, traced: SimpleNamespace, __: object) -> None:
+        traced.trace_request_ctx.reused = True
+
+    trace.on_connection_reuseconn.append(reused)
+    return trace
+
+
 @contextmanager
 def _translated(stage: Stage, *, broken: str, late: str | None = None) -> Iterator[None]:
     """Turn aiohttp's errors into ours.
@@ -195,6 +261,8 @@ def _translated(stage: Stage, *, broken: str, late: str | None = None) -> Iterat
             stage=stage,
         ) from error
     except aiohttp.ClientConnectorError as error:
+        if error.errno in OUT_OF_DESCRIPTORS:  # ours, not the instance's
+            raise Overloaded("too many connections are open", stage=stage) from error
         raise UpstreamUnreachable(
             f"the {stage} instance cannot be reached", slug=broken, stage=stage
         ) from error

@@ -75,7 +75,7 @@ def _chat_body(asked: Any) -> Body:
     if not isinstance(asked, dict):
         raise BadRequest("the body must be a JSON object")
     if unknown := sorted(asked.keys() - FIELDS):
-        raise BadRequest(f"unknown field {unknown[0]!r}", param=unknown[0])
+        raise BadRequest("the body has a field that is none of this route's", param=unknown[0])
     check_model(asked)
     content = asked.get("content")
     if not isinstance(content, list) or not content:

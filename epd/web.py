@@ -10,16 +10,17 @@ from pathlib import Path
 
 import orjson
 import structlog
-from aiohttp import HttpVersion11, web
+from aiohttp import web
 
 from epd import chat
+from epd.access import Access
 from epd.admin import Admin
+from epd.body import read_body
 from epd.cache import EncoderCache
 from epd.config import ProxyConfig
 from epd.errors import (
     BadRequest,
     ProxyError,
-    RequestRefused,
     UpstreamFailed,
     UpstreamTimeout,
 )
@@ -31,12 +32,12 @@ from epd.instances import Instance, InstanceTable
 from epd.logs import LogObserver
 from epd.metrics import CONTENT_TYPE, MetricsObserver
 from epd.middlewares import (
+    ACCESS,
     CONFIG,
     CONTEXT,
     KEYS,
     MIDDLEWARES,
     OBSERVERS,
-    OPEN,
     OUTCOME,
     own_headers,
 )
@@ -63,12 +64,15 @@ MAX_DECODE_BYTES = 256 * 1024**2
 """Largest answer of decode that is no stream: it is whole before the first byte goes out, so that
 what breaks off can still be an error."""
 
+OPENAPI = Path(__file__).with_name("openapi.json").read_bytes()
+
 
 def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None) -> web.Application:
     """The proxy as an aiohttp application, to be run or to be mounted in another.
 
     Run it with `handler_cancellation=True` (`web.run_app`, `web.AppRunner`): that is how a client
-    that leaves cancels what runs for it upstream.
+    that leaves cancels what runs for it upstream. `epd.protocol.Runner` does, and guards against
+    slow and malformed HTTP besides.
 
     Args:
         config: what `epd serve` makes of its flags.
@@ -82,25 +86,14 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
     app[CONFIG] = config
     if config.api_keys_file is not None:
         app[KEYS] = _read_keys(config.api_keys_file)
-    app[OPEN] = frozenset({health})  # a load balancer has no key
+    app[ACCESS] = dict[object, Access]((route.handler, access) for access, route in ROUTES)
+    app.add_routes([route for _, route in ROUTES])
     app[METRICS] = MetricsObserver()
     app[OBSERVERS] = (
         app[METRICS],
         *((LogObserver(),) if observers is None else observers),
     )
     app.cleanup_ctx.append(_connections)
-    app.add_routes(
-        [
-            web.post("/v1/chat/completions", chat_completions, expect_handler=_not_yet),
-            web.post("/v1/media", push_media, expect_handler=_not_yet),
-            web.delete("/v1/media/{uuid}", forget_media),
-            web.get("/v1/models", models),
-            web.get("/health", health),
-            web.get("/metrics", metrics),
-            web.post("/start_profile", partial(profile, "start"), expect_handler=_not_yet),
-            web.post("/stop_profile", partial(profile, "stop"), expect_handler=_not_yet),
-        ]
-    )
     return app
 
 
@@ -215,20 +208,11 @@ async def _whole(request: web.Request, reply: Reply, headers: Mapping[str, str])
 
 
 async def _not_yet(_: web.Request) -> None:
-    """Leave a client that waits for `100 Continue` waiting: `_read` says it, past the checks."""
+    """Leave a client that waits for `100 Continue` waiting: `read_body` says it in time."""
 
 
 async def _read(request: web.Request) -> bytes:
-    """The body, within its deadline."""
-    expected = request.headers.get("Expect", "").lower()
-    if expected == "100-continue" and request.version >= HttpVersion11:
-        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0  # it is no part of the answer
-    try:
-        async with asyncio.timeout(request.app[CONFIG].body_timeout_s):
-            return await request.read()
-    except TimeoutError:
-        raise RequestRefused(408, "the body did not come in time", slug="body_timeout") from None
+    return await read_body(request, request.app[CONFIG])
 
 
 async def _whole_events(reply: Reply, idle_s: float) -> AsyncIterator[bytes]:
@@ -288,6 +272,12 @@ async def health(request: web.Request) -> web.Response:
     return _json(body, request[CONTEXT], status)
 
 
+async def openapi(request: web.Request) -> web.Response:
+    """`GET /openapi.json`: what there is to be asked."""
+    headers = own_headers(request[CONTEXT])
+    return web.Response(body=OPENAPI, content_type="application/json", headers=headers)
+
+
 async def metrics(request: web.Request) -> web.Response:
     """`GET /metrics`, for Prometheus."""
     return web.Response(body=request.app[METRICS].page(), headers={"Content-Type": CONTENT_TYPE})
@@ -313,3 +303,18 @@ def _json(body: object, context: RequestContext, status: int = 200) -> web.Respo
         content_type="application/json",
         headers=own_headers(context),
     )
+
+
+ROUTES = (
+    (Access.OPEN, web.get("/health", health)),  # a load balancer has no key
+    (Access.OPEN, web.get("/openapi.json", openapi)),  # it says nothing of this fleet
+    (Access.TENANT, web.post("/v1/chat/completions", chat_completions, expect_handler=_not_yet)),
+    (Access.TENANT, web.post("/v1/media", push_media, expect_handler=_not_yet)),
+    (Access.TENANT, web.delete("/v1/media/{uuid}", forget_media)),
+    (Access.TENANT, web.get("/v1/models", models)),
+    (Access.ADMIN, web.get("/metrics", metrics)),
+    (Access.ADMIN, web.post("/start_profile", partial(profile, "start"), expect_handler=_not_yet)),
+    (Access.ADMIN, web.post("/stop_profile", partial(profile, "stop"), expect_handler=_not_yet)),
+)
+"""All there is, and whom it answers. Nothing else reaches an instance: many of vLLM's routes, those
+that change its weights or let it sleep among them, want no key of their own."""

@@ -88,7 +88,7 @@ def stack(
             store=url,
             flags=spec.flags(),
             # What is found does not depend on how busy the machine is.
-            proxy_flags=["--ec-store-budget-s", "2"],
+            proxy_flags=["--ec-store-budget-s", "2", "--trust-request-mm-kwargs"],
         )
         running.enter_context(described)
         answers = {Role.DECODE, Role.PREFILL_DECODE}

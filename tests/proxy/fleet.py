@@ -14,6 +14,8 @@ from aiohttp import web
 
 import epd
 from epd.events import InstanceChanged, RequestDone, StageDone
+from epd.middlewares import CONFIG, OBSERVERS
+from epd.protocol import Runner
 from tests.proxy.fake_instance import FakeInstance, decodes, encodes, prefills
 
 
@@ -92,7 +94,7 @@ class Launch:
             }
             events = Recorder()
             app = epd.create_app(epd.ProxyConfig(**urls | config), observers=[events])
-            runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+            runner = Runner(app, app[CONFIG], app[OBSERVERS])
             await runner.setup()
             stack.push_async_callback(runner.cleanup)
             await web.TCPSite(runner, "127.0.0.1", 0).start()

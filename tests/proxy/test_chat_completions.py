@@ -76,7 +76,7 @@ async def test_requests_are_spread_over_prefill_and_decode(launch: Launch) -> No
 
 
 async def test_kwargs_and_priority_go_along_to_encode(launch: Launch) -> None:
-    async with launch() as fleet:
+    async with launch(trust_request_mm_kwargs=True) as fleet:
         more = {
             "mm_processor_kwargs": {"max_pixels": 9},
             "media_io_kwargs": {"image": {"rgba_background_color": [0, 0, 0]}},
@@ -166,6 +166,7 @@ async def test_a_clients_uuid_beside_media_changes_nothing(
 
 
 @pytest.mark.parametrize("given", ["", "a" * 129, "a b", "a/b", "é", "a\n", 7, ["a"], False])
+@pytest.mark.security("S13")
 async def test_a_uuid_that_is_none_is_refused(launch: Launch, given: object) -> None:
     async with launch() as fleet:
         status, reply = await fleet.chat(request(text(), image(b"cat", uuid=given)))
@@ -272,6 +273,7 @@ async def test_a_large_picture_arrives_whole(launch: Launch) -> None:
         assert fleet.d.calls[0].parts == [image(picture, uuid=uuid)]
 
 
+@pytest.mark.security("S5")
 async def test_headers_that_go_on_and_headers_that_do_not(launch: Launch) -> None:
     async with launch(prefill=1) as fleet:
         sent = {
@@ -347,7 +349,7 @@ async def test_a_file_url_goes_to_the_encoder_unchanged(launch: Launch, tmp_path
 
 
 async def test_processor_kwargs_keep_media_raw_that_have_no_uuid_of_ours(launch: Launch) -> None:
-    async with launch() as fleet:
+    async with launch(trust_request_mm_kwargs=True) as fleet:
         more = {"mm_processor_kwargs": {"max_pixels": 9}}
         await fleet.chat(request(image("https://example.com/a.png"), **more))
         await fleet.chat(request(image(b"1"), **more))

@@ -250,7 +250,7 @@ async def test_a_model_that_the_store_does_not_name_is_learnt_from_its_encoder(
 async def test_processor_kwargs_make_another_entry_which_is_found_again(
     launch: Launch, backed: Backed, url: str
 ) -> None:
-    async with caching(launch, backed, url) as fleet:
+    async with caching(launch, backed, url, trust_request_mm_kwargs=True) as fleet:
         plain = request(image())
         kwargs = request(image(), mm_processor_kwargs={"max_pixels": 100})
         for body in (plain, kwargs):
@@ -351,7 +351,7 @@ async def test_a_picture_goes_to_the_same_instance_again(launch: Launch) -> None
 
 async def test_one_picture_does_not_overload_its_instance(launch: Launch) -> None:
     """The same picture under other processor options is another output, but of the same key."""
-    async with launch(encode=2) as fleet:
+    async with launch(encode=2, trust_request_mm_kwargs=True) as fleet:
         for instance in fleet.encode:
             instance.chat = hangs
         clients = [
@@ -457,7 +457,7 @@ async def test_options_that_do_not_change_the_key_do_not_hide_it(
         del body["mm_processor_kwargs"]
         return await backed.encodes(request, body)
 
-    async with caching(launch, backed, url) as fleet:
+    async with caching(launch, backed, url, trust_request_mm_kwargs=True) as fleet:
         fleet.e.chat = ignores
         body = request(image(), mm_processor_kwargs={"videos_kwargs": {"fps": 1}})
         for _ in range(3):

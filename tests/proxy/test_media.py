@@ -301,7 +301,7 @@ async def test_a_name_may_be_used_while_it_is_given_to_another_picture(
 async def test_a_remote_picture_with_options_has_no_name(
     launch: Launch, backed: Backed, url: str
 ) -> None:
-    async with caching(launch, backed, url) as fleet:
+    async with caching(launch, backed, url, trust_request_mm_kwargs=True) as fleet:
         remote = image("https://host/cat.png", uuid="cat")
         await items_of(fleet, request(remote, mm_processor_kwargs={"max_pixels": 100}))
         await settled(backed)
@@ -341,6 +341,7 @@ async def test_a_named_item_beside_one_that_cannot_be_encoded(
 # Tenants.
 
 
+@pytest.mark.security("S11")
 async def test_a_tenants_name_is_nobody_elses(
     launch: Launch, backed: Backed, url: str, keys: Path
 ) -> None:

@@ -208,6 +208,7 @@ async def test_a_second_signal_ends_it_at_once() -> None:
                 assert "Traceback" not in process.stderr.read()
 
 
+@pytest.mark.security("S19")
 def test_what_cannot_be_parsed_is_not_logged() -> None:
     with serving(*INSTANCES) as (url, process):
         host, port = url.removeprefix("http://").split(":")

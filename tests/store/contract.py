@@ -133,6 +133,7 @@ class StoreContract:
         assert_same(sized(100, 1), second.get(key()))
 
     @pytest.mark.parametrize("identifier", AWKWARD)
+    @pytest.mark.security("S14")
     def test_an_awkward_identifier_is_a_key_like_any_other(
         self, store: Store, identifier: str
     ) -> None:
@@ -253,6 +254,7 @@ class StoreContract:
         assert store.put(key(), sized(10, 2)) is True
         assert_same(sized(10, 2), store.get(key()))
 
+    @pytest.mark.security("S17")
     def test_namespaces_share_nothing(self, store: Store) -> None:
         store.put(key(namespace="a"), sized(10, 1))
 

@@ -45,6 +45,7 @@ def test_any_entry_under_any_key_comes_back(key: EntryKey, value: Entry) -> None
 
 
 @pytest.mark.parametrize("flip", [0x01, 0x08, 0x20, 0x80, 0xFF])
+@pytest.mark.security("S16")
 def test_every_changed_byte_is_corrupt(flip: int) -> None:
     whole = blob()
     for position in range(len(whole)):
@@ -74,6 +75,7 @@ def test_every_cut_and_every_addition_is_corrupt() -> None:
 
 
 @given(st.binary())
+@pytest.mark.security("S16")
 def test_any_bytes_are_corrupt(raw: bytes) -> None:
     with pytest.raises(CorruptEntry):
         decode(KEY, memoryview(raw))
@@ -85,6 +87,7 @@ def test_any_header_is_read_or_corrupt(text: bytes) -> None:
         read_header(memoryview(len(text).to_bytes(8, "little") + text))
 
 
+@pytest.mark.security("S16")
 def test_another_keys_entry_is_corrupt() -> None:
     for other in (EntryKey("ns", "other"), EntryKey("other", "k")):
         with pytest.raises(CorruptEntry):

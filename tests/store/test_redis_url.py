@@ -106,6 +106,7 @@ def test_a_password_file_is_read_for_every_connection(server: RedisServer, tmp_p
         assert store.get(key()) is None
 
 
+@pytest.mark.security("S18")
 def test_nobody_sees_the_password(
     server: RedisServer, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -133,6 +134,7 @@ def test_nobody_sees_the_password(
 
 
 @pytest.mark.skipif(not has_tls(), reason="this redis-server was built without TLS")
+@pytest.mark.security("S18")
 def test_a_server_with_another_certificate_is_not_trusted(tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "ours").mkdir()

@@ -82,6 +82,7 @@ def test_a_wrong_url_is_refused(url: str) -> None:
         open_store(url)
 
 
+@pytest.mark.security("S14")
 def test_modes_are_set_whatever_the_umask(root: Path) -> None:
     before = os.umask(0o077)
     try:
@@ -270,6 +271,7 @@ def test_the_memory_that_is_kept_is_bounded() -> None:
 # Links and other things where entries should be
 
 
+@pytest.mark.security("S14")
 def test_a_link_in_place_of_an_entry_is_not_followed(
     root: Path, store: SharedDiskStore, tmp_path: Path
 ) -> None:
@@ -287,6 +289,7 @@ def test_a_link_in_place_of_an_entry_is_not_followed(
 
 
 @pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.security("S14")
 def test_a_link_in_place_of_a_folder_is_not_followed(
     root: Path, store: SharedDiskStore, tmp_path: Path, depth: int
 ) -> None:

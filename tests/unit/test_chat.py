@@ -93,6 +93,7 @@ def test_metadata_is_flat_per_item() -> None:
 
 
 @pytest.mark.parametrize("field", chat.RESERVED)
+@pytest.mark.security("S5")
 def test_reserved_fields_are_dropped(field: str) -> None:
     assert field not in chat.parse(b'{"messages": [], "%s": {}}' % field.encode())
 

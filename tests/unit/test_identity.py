@@ -20,6 +20,7 @@ aliases = st.tuples(scopes, words, words)
 
 
 @given(contents, contents)
+@pytest.mark.security("S11")
 def test_content_keys_are_equal_exactly_where_all_they_cover_is(
     one: tuple[Scope, str, Inline], other: tuple[Scope, str, Inline]
 ) -> None:
@@ -43,6 +44,7 @@ def test_text_that_moves_between_parts_changes_the_key(scope: Scope, joined: str
 
 
 @given(scopes.filter(lambda scope: scope.tenant), words, words, words)
+@pytest.mark.security("S11")
 def test_no_alias_is_the_key_of_content_or_a_salt(
     scope: Scope, modality: str, media_type: str, name: str
 ) -> None:
@@ -55,6 +57,7 @@ def test_no_alias_is_the_key_of_content_or_a_salt(
     assert len(names) == 3
 
 
+@pytest.mark.security("S11")
 def test_tenants_have_keys_of_their_own_and_share_where_they_shall() -> None:
     assert content_key(ALICE, "image", CAT) != content_key(BOB, "image", CAT)
     assert name_key(ALICE, "image", "cat") != name_key(BOB, "image", "cat")
@@ -100,6 +103,7 @@ def test_a_clients_salt_is_mixed_in_and_never_sent(one: str, other: str) -> None
     assert (mixed == salted({"cache_salt": other}, ALICE)["cache_salt"]) == (one == other)
 
 
+@pytest.mark.security("S12")
 def test_a_client_cannot_take_anothers_salt() -> None:
     theirs = salted({}, BOB)["cache_salt"]
 

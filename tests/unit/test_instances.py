@@ -2,7 +2,7 @@
 
 import pytest
 
-from epd.errors import Overloaded, UpstreamBusy, UpstreamFailed, UpstreamUnreachable
+from epd.errors import NoInstance, UpstreamBusy, UpstreamFailed, UpstreamUnreachable
 from epd.health import State
 from epd.instances import Instance, InstanceTable, Role
 from epd.policies import Choice
@@ -35,7 +35,7 @@ def test_turns_go_on_across_choices() -> None:
 
 
 def test_of_no_instance_none_is_chosen() -> None:
-    with pytest.raises(Overloaded):
+    with pytest.raises(NoInstance):
         Choice(InstanceTable(), Role.DECODE, "least_load").best()
 
 

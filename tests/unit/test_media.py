@@ -34,6 +34,7 @@ def test_http_is_remote_and_unchanged(url: str) -> None:
     assert source(item(url)) == Remote(url)
 
 
+@pytest.mark.security("S9")
 def test_a_file_must_be_under_the_allowed_folder(tmp_path: Path) -> None:
     allowed = tmp_path / "media"
     allowed.mkdir()

@@ -34,12 +34,14 @@ def test_public_addresses_are_allowed(address: str) -> None:
 
 
 @pytest.mark.parametrize("address", PRIVATE)
+@pytest.mark.security("S7")
 def test_private_addresses_are_allowed_only_by_flag(address: str) -> None:
     assert not PUBLIC.allows_address(address)
     assert INSIDE.allows_address(address)
 
 
 @pytest.mark.parametrize("address", NEVER)
+@pytest.mark.security("S7")
 def test_some_addresses_are_never_allowed(address: str) -> None:
     assert not PUBLIC.allows_address(address)
     assert not INSIDE.allows_address(address)
@@ -83,6 +85,7 @@ def test_no_policy_allows_what_python_calls_special(address: IPv4Address | IPv6A
         "",
     ],
 )
+@pytest.mark.security("S7")
 def test_urls_that_may_not_be_fetched(url: str) -> None:
     with pytest.raises(BadRequest) as refusal:
         PUBLIC.check(url)
@@ -105,6 +108,7 @@ def test_only_named_hosts_are_allowed_where_hosts_are_named() -> None:
             INSIDE.check(bad)
 
 
+@pytest.mark.security("S7")
 def test_a_redirect_is_read_against_where_it_came_from_and_checked() -> None:
     base = URL("https://media.test/a/b")
 

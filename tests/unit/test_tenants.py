@@ -23,10 +23,12 @@ def test_keys_are_their_tenants() -> None:
 
 
 @given(st.text())
+@pytest.mark.security("S1")
 def test_anything_else_is_nobodys(key: str) -> None:
     assert parse_keys(lines(("alice", ALICE))).tenant_of(key) is None
 
 
+@pytest.mark.security("S1")
 def test_a_hash_is_no_key() -> None:
     raw = lines(("alice", ALICE))
 
@@ -34,6 +36,7 @@ def test_a_hash_is_no_key() -> None:
 
 
 @pytest.mark.parametrize("presented", [ALICE, ALICE_2, BOB, "nobody's", "", "\udcff"])
+@pytest.mark.security("S1")
 def test_every_known_key_is_compared_whichever_was_presented(
     monkeypatch: pytest.MonkeyPatch, presented: str
 ) -> None:
@@ -88,6 +91,7 @@ def test_a_wrong_line_is_named_and_not_shown(wrong: bytes) -> None:
 
 
 @pytest.mark.parametrize("raw", [b"", b"\n", b"# alice\n"])
+@pytest.mark.security("S1")
 def test_a_file_without_keys_opens_nothing(raw: bytes) -> None:
     with pytest.raises(KeysInvalid):
         parse_keys(raw)

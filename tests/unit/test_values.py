@@ -134,3 +134,21 @@ def test_a_stages_time_is_from_its_first_request_to_its_last_answer() -> None:
     ]
 
     assert stage_seconds(stages) == {"encode": 2.5, "decode": 0.5}
+
+
+@pytest.mark.security("S19")
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        (b"cannot open <_io.BytesIO object at 0x7f3a5c2d1e90>", "<_io.BytesIO object at …>"),
+        (b'{"detail": "no /srv/models/secret.bin"}', "no …"),
+        (b'File "/usr/lib/python3/x.py", line 3', 'File "…", line 3'),
+        (b"Bad Gateway", "Bad Gateway"),
+        (b"and/or 3/4", "and/or 3/4"),
+    ],
+)
+def test_what_is_not_vllms_own_error_shows_no_insides(said: bytes, shown: str) -> None:
+    error = UpstreamRejected(500, said, stage="decode", headers={})
+
+    assert shown in error.message
+    assert error.detail["message"] == error.message

@@ -83,6 +83,7 @@ def test_a_miss_is_encoded_here_or_fails_alone(vllm: Any, connect: Connect, medi
 
 
 @pytest.mark.parametrize("media", [True, False])
+@pytest.mark.security("S16")
 def test_an_entry_of_another_shape_is_a_miss(
     vllm: Any, connect: Connect, url: str, media: bool
 ) -> None:
@@ -196,6 +197,7 @@ def test_a_store_that_takes_no_names_is_no_reason_not_to_serve(
     assert settle(connect(), vllm.request(vllm.feature("a"))) == set()
 
 
+@pytest.mark.security("S17")
 def test_models_share_a_namespace_only_where_their_configuration_is_one(
     vllm: Any, connect: Connect
 ) -> None:

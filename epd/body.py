@@ -1,0 +1,59 @@
+"""A request's body, as far as it is accepted."""
+
+import asyncio
+
+from aiohttp import HttpVersion11, hdrs, web
+
+from epd.config import ProxyConfig
+from epd.errors import RequestRefused
+
+GRACE_S = 5.0
+"""Before a body must have come at the least rate: clients make up what they send as they go."""
+
+
+async def read_body(request: web.Request, config: ProxyConfig) -> bytes:
+    """The whole body, in time and within its limit.
+
+    Raises:
+        RequestRefused: it is encoded (415), too large (413) or too slow (408).
+    """
+    # A few bytes can be made to unpack into any number, and nobody packs pictures twice.
+    if request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower() != "identity":
+        raise RequestRefused(
+            415, "the body must have no Content-Encoding", slug="unsupported_encoding"
+        )
+    if (request.content_length or 0) > config.max_body_bytes:
+        raise _too_large(config)
+    await _ask_for(request)
+    try:
+        return await _collect(request, config)
+    except TimeoutError:
+        raise RequestRefused(408, "the body did not come in time", slug="body_timeout") from None
+
+
+async def _collect(request: web.Request, config: ProxyConfig) -> bytes:
+    started = asyncio.get_running_loop().time()
+    latest = started + config.body_timeout_s
+    body = bytearray()  # a list of parts would cost 40 times what a client sends byte by byte
+    async with asyncio.timeout_at(min(latest, started + GRACE_S)) as deadline:
+        while chunk := await request.content.readany():
+            body += chunk
+            if len(body) > config.max_body_bytes:
+                raise _too_large(config)
+            rate_s = len(body) / config.body_min_rate_bytes
+            deadline.reschedule(min(latest, started + GRACE_S + rate_s))
+    return bytes(body)
+
+
+async def _ask_for(request: web.Request) -> None:
+    """Say `100 Continue` to a client that waits for it, now that all checks are passed."""
+    expected = request.headers.get(hdrs.EXPECT, "").lower()
+    if expected == "100-continue" and request.version >= HttpVersion11:
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # it is no part of the answer
+
+
+def _too_large(config: ProxyConfig) -> RequestRefused:
+    return RequestRefused(
+        413, f"the body is larger than {config.max_body_bytes} bytes", slug="body_too_large"
+    )

@@ -1,0 +1,63 @@
+"""Bytes as they go over the wire, for what no HTTP client can be made to send."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@asynccontextmanager
+async def connected(url: str) -> AsyncIterator[Connection]:
+    """A connection to a server."""
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The answer's error, which must be in OpenAI's shape and have all of our headers."""
+        error = json.loads(self.body)["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["code"] == self.status
+        assert {"x-request-id", "x-epd-stage", "x-epd-error"} <= set(self.headers)
+        assert self.headers["content-type"].startswith("application/json")
+        return {**error, "slug": self.headers["x-epd-error"]}
+
+
+async def answer(reader: asyncio.StreamReader, timeout_s: float = 5) -> Answer:
+    """The next answer on a connection, which need not end with it."""
+    async with asyncio.timeout(timeout_s):
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
+        body = await reader.readexactly(int(headers.get("content-length", 0)))
+    return Answer(int(head[0].split(" ")[1]), headers, body)
+
+
+async def ended(reader: asyncio.StreamReader, timeout_s: float = 5) -> bool:
+    """Whether the other side has ended the connection, and sent nothing more."""
+    async with asyncio.timeout(timeout_s):
+        return await reader.read() == b""
+
+
+def post(body: bytes | int, path: str = "/v1/chat/completions", **headers: str) -> bytes:
+    """A request; with a number, the head of one whose body has so many bytes."""
+    size = body if isinstance(body, int) else len(body)
+    lines = {"Host": "epd", "Content-Length": str(size)} | {
+        name.replace("_", "-"): value for name, value in headers.items()
+    }
+    head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+    return f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + (b"" if isinstance(body, int) else body)

@@ -1,0 +1,494 @@
+"""The HTTP that clients speak: ambiguous, endless, slow, or broken off."""
+
+import asyncio
+import gzip
+import json
+import random
+import socket
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from tests.faults.raw import answer, connected, ended, post
+from tests.proxy.fake_instance import Handler, chunk, decodes, hangs
+from tests.proxy.fleet import Fleet, Launch, until
+from tests.requests import image, request, text
+
+launch = Launch()
+
+SECRET = "sk-SECRET"
+
+
+def chat(**kwargs: Any) -> bytes:
+    return json.dumps(request(text(), **kwargs)).encode()
+
+
+def slugs(fleet: Fleet) -> list[tuple[int, str | None]]:
+    return [(event.status, event.error) for event in fleet.events.requests]
+
+
+# Bytes that are no request, or that another parser might take for other requests.
+
+START = f"POST /v1/chat/completions HTTP/1.1\r\nHost: epd\r\nAuthorization: {SECRET}\r\n".encode()
+NOT_HTTP = {
+    "length and chunked": START
+    + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "chunked and length": START
+    + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
+    "two lengths": START + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\nhi",
+    "the same length twice": START + b"Content-Length: 2\r\nContent-Length: 2\r\n\r\nhi",
+    "a list of lengths": START + b"Content-Length: 2, 2\r\n\r\nhi",
+    "a signed length": START + b"Content-Length: +2\r\n\r\nhi",
+    "a length for no length": START + b"Content-Length: 18446744073709551615\r\n\r\nhi",
+    "a length of 23 digits": START + b"Content-Length: 99999999999999999999999\r\n\r\nhi",
+    "a space before a colon": START + b"Content-Length : 2\r\n\r\nhi",
+    "chunked twice": START + b"Transfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n",
+    "chunked and more": START + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+    "nearly chunked": START + b"Transfer-Encoding: \x0bchunked\r\n\r\n0\r\n\r\n",
+    "chunked in HTTP/1.0": START.replace(b"1.1", b"1.0")
+    + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "HTTP/0.9": b"GET /health\r\n\r\n",
+    "HTTP/3.9": START.replace(b"1.1", b"3.9") + b"\r\n",
+    "bare LF": (START + b"Content-Length: 2\r\n\r\nhi").replace(b"\r\n", b"\n"),
+    "one bare LF": START + b"X: y\nContent-Length: 2\r\n\r\nhi",
+    "bare CR": START + b"X: y\rContent-Length: 2\r\n\r\nhi",
+    "obs-fold": START + b"X: y\r\n z\r\n\r\n",
+    "NUL": START + b"X: y\x00z\r\n\r\n",
+    "a header without a name": START + b": y\r\n\r\n",
+    "two hosts": START + b"Host: other\r\n\r\n",
+    "no host": b"GET /health HTTP/1.1\r\n\r\n",
+    "no method": b"G@T /health HTTP/1.1\r\nHost: epd\r\n\r\n",
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    "a long line": b"GET /" + b"a" * 10_000 + b" HTTP/1.1\r\nHost: epd\r\n\r\n",
+    "a long header": START + b"X: " + b"a" * 10_000 + b"\r\n\r\n",
+    "many headers": START + b"".join(b"X%d: y\r\n" % i for i in range(300)) + b"\r\n",
+    "a chunk without a size": START + b"Transfer-Encoding: chunked\r\n\r\nzz\r\nhi\r\n0\r\n\r\n",
+    "a chunk that is longer": START + b"Transfer-Encoding: chunked\r\n\r\n2\r\nhi!!\r\n0\r\n\r\n",
+}
+
+
+@pytest.mark.fault(57)
+@pytest.mark.security("S19")
+@pytest.mark.parametrize("sent", NOT_HTTP.values(), ids=NOT_HTTP)
+async def test_what_is_not_plainly_one_request_is_a_400_and_the_end(sent: bytes) -> None:
+    async with launch() as fleet, connected(fleet.url) as (reader, writer):
+        writer.write(sent)
+        said = await answer(reader)
+
+        assert (said.status, said.error["slug"]) == (400, "invalid_http")
+        assert await ended(reader)
+        assert SECRET not in f"{said} {fleet.events}"
+        assert slugs(fleet) == [(400, "invalid_http")]
+        assert fleet.d.calls == []
+
+
+@pytest.mark.fault(57)
+async def test_what_follows_a_bad_request_is_no_request() -> None:
+    async with launch() as fleet, connected(fleet.url) as (reader, writer):
+        writer.write(NOT_HTTP["length and chunked"] + post(chat()))
+        await answer(reader)
+        writer.write(post(chat()))
+
+        assert await ended(reader)
+        assert fleet.d.calls == []
+
+
+@pytest.mark.fault(57)
+async def test_bad_requests_wait_for_those_before_them() -> None:
+    async with launch() as fleet, connected(fleet.url) as (reader, writer):
+        answers = asyncio.Event()
+
+        async def waits(got: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            await answers.wait()
+            return await decodes(got, body)
+
+        fleet.d.chat = waits
+        writer.write(post(chat()))
+        await until(lambda: fleet.d.calls)
+        writer.write(NOT_HTTP["two lengths"])
+        await asyncio.sleep(0.1)
+        answers.set()
+
+        assert (await answer(reader)).status == 200
+        assert (await answer(reader)).status == 400
+
+
+def send_all(url: str, sent: bytes) -> bytes:
+    """Send in one go, as simple clients do, and only then read."""
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), 10) as client:
+        client.sendall(sent)
+        return client.recv(65536)
+
+
+LONG_HEAD = b"GET / HTTP/1.1\r\nHost: epd\r\nX: " + b"a" * 20_000_000 + b"\r\n\r\n"
+
+
+@pytest.mark.fault(57)
+async def test_the_answer_to_a_long_bad_head_can_be_read() -> None:
+    """Closed with bytes unread, the connection would be reset, and the answer lost."""
+    async with launch() as fleet:
+        said = await asyncio.to_thread(send_all, fleet.url, LONG_HEAD)
+
+        assert said.startswith(b"HTTP/1.0 400 ")
+
+
+@pytest.mark.fault(57)
+async def test_a_body_that_stops_being_chunked_is_refused_at_once() -> None:
+    async with launch() as fleet, connected(fleet.url) as (reader, writer):
+        writer.write(START + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n")
+        await asyncio.sleep(0.1)
+        writer.write(b"zz\r\n")
+        said = await answer(reader)
+
+        assert (said.status, said.error["slug"]) == (400, "invalid_body")
+        assert fleet.d.calls == []
+
+
+@pytest.mark.fault(57)
+async def test_damaged_requests_end_in_our_errors_or_in_answers() -> None:
+    """Each has bytes put in, taken out or doubled; none may end in a 500, or without an end."""
+    whole = [*NOT_HTTP.values(), post(chat()), post(chat(stream=True))]
+    dice = random.Random(57)  # noqa: S311 - the same each time
+    async with launch(header_timeout_s=0.5, body_timeout_s=0.5, keep_alive_s=0.5) as fleet:
+
+        async def send(sent: bytes) -> None:
+            async with connected(fleet.url) as (reader, writer):
+                writer.write(sent)
+                async with asyncio.timeout(20):
+                    said = await reader.read()
+            assert said == b"" or said.startswith(b"HTTP/")
+            assert SECRET.encode() not in said
+
+        await asyncio.gather(*(send(_damaged(dice.choice(whole), dice)) for _ in range(300)))
+
+        assert {status for status, _ in slugs(fleet)} <= {200, 400, 404, 405, 408, 413, 415}
+        assert (await fleet.chat(request(text())))[0] == 200
+
+
+def _damaged(sent: bytes, dice: random.Random) -> bytes:
+    damaged = bytearray(sent)
+    for _ in range(dice.randint(1, 3)):
+        at = dice.randrange(len(damaged))
+        damaged[at : at + dice.randint(0, 2)] = dice.choice(
+            [
+                b"",
+                b"\r",
+                b"\n",
+                b"\r\n",
+                b"\0",
+                b":",
+                b" ",
+                b"\xff",
+                b"0",
+                bytes(damaged[at : at + 8]),
+            ]
+        )
+    return bytes(damaged)
+
+
+# Slow.
+
+
+@pytest.mark.fault(47)
+@pytest.mark.parametrize("first", [b"", post(chat())], ids=["at first", "later"])
+async def test_a_head_that_does_not_end_is_a_408(first: bytes) -> None:
+    async with launch(header_timeout_s=0.3) as fleet, connected(fleet.url) as (reader, writer):
+        writer.write(first)
+        if first:
+            assert (await answer(reader)).status == 200
+        writer.write(START)
+        for _ in range(4):  # byte by byte, never idle
+            await asyncio.sleep(0.05)
+            writer.write(b"X")
+        said = await answer(reader)
+
+        assert (said.status, said.error["slug"]) == (408, "header_timeout")
+        assert said.error["type"] == "RequestTimeoutError"
+        assert await ended(reader)
+        assert slugs(fleet)[-1] == (408, "header_timeout")
+
+
+@pytest.mark.fault(47)
+async def test_a_client_that_says_nothing_is_left_without_a_word() -> None:
+    async with launch(header_timeout_s=0.2) as fleet, connected(fleet.url) as (reader, _):
+        assert await ended(reader)
+        assert fleet.events.requests == []
+
+
+@pytest.mark.fault(47)
+async def test_an_idle_connection_has_longer_than_a_head() -> None:
+    async with launch(header_timeout_s=0.2, keep_alive_s=0.8) as fleet:
+        async with connected(fleet.url) as (reader, writer):
+            for _ in range(2):
+                writer.write(post(chat()))
+                assert (await answer(reader)).status == 200
+                await asyncio.sleep(0.4)
+
+            assert await ended(reader)
+        assert slugs(fleet) == [(200, None)] * 2
+
+
+@pytest.mark.fault(47)
+async def test_half_a_head_behind_a_request_does_not_harm_it() -> None:
+    async with launch(header_timeout_s=0.2) as fleet, connected(fleet.url) as (reader, writer):
+
+        async def slowly(got: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            await asyncio.sleep(0.6)
+            return await decodes(got, body)
+
+        fleet.d.chat = slowly
+        writer.write(post(chat()))
+        await until(lambda: fleet.d.calls)
+        writer.write(START)
+
+        assert (await answer(reader)).status == 200
+        assert (await answer(reader)).status == 408
+
+
+@pytest.mark.fault(47)
+async def test_a_body_that_comes_too_slowly_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("epd.body.GRACE_S", 0.3)
+    async with launch(body_min_rate_bytes=10_000) as fleet:
+        async with connected(fleet.url) as (reader, writer):
+            writer.write(post(1_000_000))
+            sending = asyncio.create_task(_send(writer, b"x" * 100, pause_s=0.05))
+            said = await answer(reader)
+            sending.cancel()
+
+            assert (said.status, said.error["slug"]) == (408, "body_timeout")
+            assert said.headers["connection"] == "close"
+        assert slugs(fleet) == [(408, "body_timeout")]
+
+
+@pytest.mark.fault(47)
+async def test_a_body_that_comes_fast_enough_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("epd.body.GRACE_S", 0.3)
+    body = chat(padding="x" * 8000)
+    async with launch(body_min_rate_bytes=4000) as fleet, connected(fleet.url) as (reader, writer):
+        writer.write(post(len(body)))
+        for start in range(0, len(body), 1000):  # 10,000 bytes a second, for 0.8 s
+            writer.write(body[start : start + 1000])
+            await asyncio.sleep(0.1)
+
+        assert (await answer(reader)).status == 200
+
+
+async def _send(writer: asyncio.StreamWriter, part: bytes, pause_s: float) -> None:
+    while True:
+        writer.write(part)
+        await asyncio.sleep(pause_s)
+
+
+def floods(part: bytes, sent: list[int]) -> Handler:
+    """Stream events for ever."""
+
+    async def chat(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        while True:
+            await response.write(part)
+            sent[0] += len(part)
+
+    return chat
+
+
+@pytest.mark.fault(46)
+async def test_a_client_that_does_not_read_holds_decode_back_and_is_cut_off() -> None:
+    sent = [0]
+    async with launch(write_timeout_s=1) as fleet, connected(fleet.url) as (_, writer):
+        fleet.d.chat = floods(chunk("x" * 10_000), sent)
+        writer.write(post(chat(stream=True)))
+        await until(lambda: fleet.d.aborted, 20)
+        await until(lambda: fleet.events.requests)
+
+        assert sent[0] < 30_000_000  # the kernel's buffers and ours, of what would be hundreds
+        assert slugs(fleet) == [(499, "client_stalled")]
+
+
+@pytest.mark.fault(46)
+@pytest.mark.parametrize("closed", [False, True], ids=["open", "closed already"])
+async def test_a_client_that_does_not_read_a_whole_answer_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch, closed: bool
+) -> None:
+    if closed:  # what is left fits in the buffer, and closing waits for it to be read
+        monkeypatch.setattr("epd.protocol.WRITE_BUFFER_BYTES", 10**9)
+
+    async def answers(_: web.Request, __: dict[str, Any]) -> web.Response:
+        return web.json_response({"choices": ["x" * 20_000_000]})
+
+    async with launch(write_timeout_s=0.5) as fleet:
+        fleet.d.chat = answers
+        async with connected(fleet.url) as (reader, writer):
+            writer.write(post(chat(), Connection="close" if closed else "keep-alive"))
+            await until(lambda: fleet.events.requests)
+            await asyncio.sleep(1)  # the answer is written, and its sending given up
+            with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+                await answer(reader)
+
+
+# Gone.
+
+
+@pytest.mark.fault(42)
+async def test_a_client_that_leaves_in_its_body_costs_no_instance_anything() -> None:
+    async with launch() as fleet:
+        async with connected(fleet.url) as (_, writer):
+            writer.write(post(1000) + b'{"messages": [')
+            await asyncio.sleep(0.1)
+        await until(lambda: fleet.events.requests)
+
+        assert slugs(fleet) == [(499, "client_closed")]
+        assert (fleet.e.calls, fleet.d.calls) == ([], [])
+
+
+@pytest.mark.fault(45)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_in_decode_closes_its_socket(stream: bool) -> None:
+    async with launch() as fleet:
+        fleet.d.chat = floods(chunk("a"), [0]) if stream else hangs
+        async with connected(fleet.url) as (reader, writer):
+            writer.write(post(chat(stream=stream)))
+            await until(lambda: fleet.d.calls)
+            if stream:
+                await reader.readuntil(b"data: ")
+        await until(lambda: fleet.d.aborted)
+        await until(lambda: fleet.events.requests)
+
+        assert slugs(fleet) == [(499, "client_closed")]
+
+
+# Too large.
+
+
+@pytest.mark.fault(49)
+async def test_a_body_that_says_it_is_too_large_is_not_read() -> None:
+    async with launch(max_body_bytes=10_000) as fleet, connected(fleet.url) as (reader, writer):
+        writer.write(post(10_001))  # the head alone
+        said = await answer(reader)
+
+        assert (said.status, said.error["slug"]) == (413, "body_too_large")
+        assert said.headers["connection"] == "close"
+        assert await ended(reader, 4)  # at once, though what we still read may take longer
+
+
+@pytest.mark.fault(49)
+async def test_a_client_that_waits_for_continue_need_not_send_what_is_too_large() -> None:
+    async with launch(max_body_bytes=10_000) as fleet, connected(fleet.url) as (reader, writer):
+        writer.write(post(10_001, Expect="100-continue"))
+
+        assert (await answer(reader)).status == 413
+
+
+@pytest.mark.fault(49)
+async def test_a_chunked_body_is_read_up_to_the_limit() -> None:
+    async with launch(max_body_bytes=10_000) as fleet, connected(fleet.url) as (reader, writer):
+        writer.write(START + b"Transfer-Encoding: chunked\r\n\r\n")
+        for _ in range(11):
+            writer.write(b"3e8\r\n" + b"x" * 1000 + b"\r\n")
+        said = await answer(reader)  # no last chunk has been sent
+
+        assert (said.status, said.error["slug"]) == (413, "body_too_large")
+        assert fleet.d.calls == []
+
+
+@pytest.mark.fault(49)
+async def test_a_client_that_sends_it_all_before_it_reads_gets_the_answer() -> None:
+    async with launch(max_body_bytes=10_000) as fleet:
+        said = await asyncio.to_thread(send_all, fleet.url, post(b"x" * 20_000_000))
+
+        assert said.startswith(b"HTTP/1.1 413 ")
+
+
+@pytest.mark.fault(49)
+@pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "zstd", "x-gzip", "gzip, gzip"])
+async def test_an_encoded_body_is_refused_and_not_unpacked(coding: str) -> None:
+    bomb = gzip.compress(b"x" * 10_000_000)
+    async with launch() as fleet, connected(fleet.url) as (reader, writer):
+        writer.write(post(bomb, Content_Encoding=coding))
+        said = await answer(reader)
+
+        assert (said.status, said.error["slug"]) == (415, "unsupported_encoding")
+        assert fleet.d.calls == []
+
+
+# Headers.
+
+
+@pytest.mark.fault(55)
+@pytest.mark.security("S5")
+async def test_instances_get_no_header_but_those_that_are_named() -> None:
+    async with launch(prefill=1) as fleet:
+        sent = {
+            "Authorization": "Bearer key",
+            "traceparent": "00-1-2-01",
+            "tracestate": "a=b",
+            "Connection": "keep-alive, x-hop",
+            "x-hop": "1",
+            "Keep-Alive": "timeout=5",
+            "Proxy-Authorization": "Basic x",
+            "TE": "trailers",
+            "Trailer": "x",
+            "Upgrade": "h2c",
+            "Forwarded": "for=1.2.3.4",
+            "X-Forwarded-For": "1.2.3.4",
+            "x-data-parallel-rank": "1",
+            "x-prefiller-host-port": "evil:1",
+            "x-epd-stage": "decode",
+            "Cookie": "c=1",
+            "x-api-key": "key",
+        }
+        async with fleet.post(request(image()), sent) as reply:
+            assert reply.status == 200
+
+        for instance in (fleet.e, fleet.p, fleet.d):
+            assert {name.lower() for name in instance.calls[0].headers} == {
+                *("host", "user-agent", "accept", "accept-encoding", "content-length"),
+                *("content-type", "authorization", "traceparent", "tracestate", "x-request-id"),
+            }
+
+
+@pytest.mark.fault(55)
+@pytest.mark.parametrize("status", [200, 400])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_clients_get_no_header_of_an_instance_but_the_content_type(
+    stream: bool, status: int
+) -> None:
+    theirs = {
+        "Connection": "x-hop",
+        "x-hop": "1",
+        "Keep-Alive": "timeout=5",
+        "Set-Cookie": "c=1",
+        "x-epd-error": "theirs",
+        "x-epd-items": "theirs",
+        "x-request-id": "theirs",
+        "Server": "uvicorn",
+        "Location": "http://inside",
+        "Access-Control-Allow-Origin": "*",
+    }
+
+    async def answers(got: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if not body.get("stream") or status != 200:
+            return web.json_response({"choices": []}, headers=theirs, status=status)
+        response = web.StreamResponse(headers=theirs | {"Content-Type": "text/event-stream"})
+        await response.prepare(got)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async with launch() as fleet:
+        fleet.d.chat = answers
+        async with fleet.post(request(text(), stream=stream)) as reply:
+            got = {name.lower(): value for name, value in reply.headers.items()}
+
+    ours = {"content-type", "content-length", "transfer-encoding", "cache-control", "date"}
+    assert reply.status == status
+    assert set(got) <= ours | {
+        "server",
+        "server-timing",
+        "x-request-id",
+        "x-epd-stage",
+        "x-epd-error",
+    }
+    assert "theirs" not in got.values()
+    assert got["server"] == "epd"

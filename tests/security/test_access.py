@@ -1,0 +1,353 @@
+"""Who may do what: the admin key, and no route but those that are listed."""
+
+import asyncio
+import os
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+import epd
+from epd.access import ON_BEHALF
+from tests.proxy.clients import ALICE, bearer
+from tests.proxy.fleet import Fleet, Launch
+from tests.proxy.test_process import EPD, INSTANCES, serving
+from tests.security.wire import Answer, ask, silent
+
+ADMIN = "admin-key-0123456789"
+
+ADMIN_ROUTES = [("GET", "/metrics"), ("POST", "/start_profile"), ("POST", "/stop_profile")]
+
+ENGINE_ROUTES = [
+    *("/invocations", "/collective_rpc", "/update_weights", "/sleep", "/wake_up", "/is_sleeping"),
+    *("/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache", "/pause", "/resume"),
+    *("/abort_requests", "/tokenize", "/detokenize", "/tokenizer_info", "/server_info", "/load"),
+    *("/init_weight_transfer_engine", "/release_kv_cache_memory", "/scale_elastic_ep", "/ping"),
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/completions", "/v1/embeddings"),
+    *("/v1/responses", "/v1/realtime", "/v1/chat/completions/render", "/version", "/docs"),
+]
+"""Routes of vLLM that the proxy does not have."""
+
+SPELLINGS = [
+    "{path}",
+    "/{path}",
+    "{path}/",
+    "{path}?x=/v1/models",
+    "/v1/..{path}",
+    "/v1/models/..{path}",
+    "/v1/models/%2e%2e{path}",
+    "/v1/models%2f..{path}",
+    "/health/..;{path}",
+    "/.{path}",
+    "{path}%00",
+    "{path}#/health",
+    "/health%3f{path}",
+    "http://instance:8001{path}",
+]
+
+
+async def status_of(
+    fleet: Fleet, method: str, path: str, headers: dict[str, str] | None = None
+) -> int:
+    async with fleet.http.request(method, fleet.url + path, headers=headers) as reply:
+        if reply.status in {401, 403}:
+            error = (await reply.json())["error"]
+            assert (error["code"], set(error)) == (
+                reply.status,
+                {"message", "type", "param", "code"},
+            )
+            assert (
+                reply.headers["x-epd-error"]
+                == {401: "invalid_api_key", 403: "admin_only"}[reply.status]
+            )
+        return reply.status
+
+
+def asked_of_instances(fleet: Fleet) -> list[str]:
+    return [call for one in (*fleet.encode, *fleet.decode) for call in one.other_calls]
+
+
+@pytest.mark.security("S3")
+@pytest.mark.parametrize(("method", "path"), ADMIN_ROUTES)
+@pytest.mark.parametrize("headers", [{"X-API-Key": ADMIN}, bearer(ADMIN)])
+async def test_the_admin_key_opens_what_is_the_operators(
+    launch: Launch, keys: Path, method: str, path: str, headers: dict[str, str]
+) -> None:
+    async with launch(admin_api_key=ADMIN, api_keys_file=keys) as fleet:
+        assert await status_of(fleet, method, path, headers) == 200
+
+
+WRONG: list[dict[str, str]] = [
+    {},
+    {"X-API-Key": ""},
+    {"X-API-Key": ADMIN[:-1]},
+    {"X-API-Key": ADMIN + "x"},
+    {"X-API-Key": ALICE},
+    {"X-API-Key": "wrong", **bearer(ADMIN)},
+    bearer(ALICE),
+    {"Authorization": ADMIN},
+    {"Authorization": f"Basic {ADMIN}"},
+    {"Cookie": f"X-API-Key={ADMIN}"},
+]
+
+
+@pytest.mark.security("S3")
+@pytest.mark.parametrize("headers", WRONG)
+async def test_nothing_else_does_where_there_is_an_admin_key(
+    launch: Launch, keys: Path, headers: dict[str, str]
+) -> None:
+    """These clients are on loopback: that is no key."""
+    async with launch(admin_api_key=ADMIN, api_keys_file=keys) as fleet:
+        for method, path in ADMIN_ROUTES:
+            assert await status_of(fleet, method, path, headers) == 401
+        assert asked_of_instances(fleet) == []
+
+
+async def test_two_admin_keys_are_none(launch: Launch) -> None:
+    async with launch(admin_api_key=ADMIN) as fleet:
+        two = [("X-API-Key", "wrong-key-0123456789"), ("X-API-Key", ADMIN)]
+        async with fleet.http.get(f"{fleet.url}/metrics", headers=two) as reply:
+            assert reply.status == 401
+
+
+@pytest.mark.security("S3")
+async def test_the_admin_key_is_no_tenants(launch: Launch, keys: Path) -> None:
+    async with launch(admin_api_key=ADMIN, api_keys_file=keys) as fleet:
+        assert await status_of(fleet, "GET", "/v1/models", bearer(ADMIN)) == 401
+        assert await status_of(fleet, "GET", "/v1/models", {"X-API-Key": ADMIN}) == 401
+
+
+@pytest.mark.security("S3", "S2")
+@pytest.mark.parametrize("headers", [{"X-API-Key": ADMIN}, bearer(ADMIN)])
+async def test_the_admin_key_reaches_no_instance(launch: Launch, headers: dict[str, str]) -> None:
+    seen: list[str] = []
+
+    async def profiles(request: web.Request) -> web.Response:
+        seen.append(str(request.headers))
+        return web.Response()
+
+    engine = web.Application()
+    engine.router.add_post("/start_profile", profiles)
+    runner = web.AppRunner(engine)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        async with launch(decode_servers_urls=(url,), admin_api_key=ADMIN) as fleet:
+            assert await status_of(fleet, "POST", "/start_profile", headers) == 200
+    finally:
+        await runner.cleanup()
+
+    assert len(seen) == 1
+    assert ADMIN not in seen[0]
+
+
+@pytest.mark.security("S3")
+async def test_without_an_admin_key_this_machine_may(launch: Launch, keys: Path) -> None:
+    async with launch(api_keys_file=keys) as fleet:
+        for method, path in ADMIN_ROUTES:
+            assert await status_of(fleet, method, path) == 200
+
+
+@pytest.mark.security("S3")
+@pytest.mark.parametrize(
+    "headers",
+    [
+        *({name: "127.0.0.1"} for name in ON_BEHALF),
+        {"Host": "epd.example.com"},
+        {"Host": "127.0.0.1.example.com:8000"},
+        {"Host": "["},
+        {"X-Forwarded-For": "127.0.0.1", **bearer(ALICE)},
+    ],
+)
+async def test_who_is_here_on_behalf_of_another_may_not(
+    launch: Launch, keys: Path, headers: dict[str, str]
+) -> None:
+    """A reverse proxy on this machine, and a web page in a browser on it."""
+    async with launch(api_keys_file=keys) as fleet:
+        for method, path in ADMIN_ROUTES:
+            answer = await ask(fleet.url, f"{method} {path} HTTP/1.1", headers.items())
+            assert answer.status == 403
+            assert answer.error["type"] == "PermissionDeniedError"
+            assert answer.headers["x-epd-error"] == "admin_only"
+        assert asked_of_instances(fleet) == []
+
+
+def own_address() -> str:
+    """The address of this machine that is not loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing
+        except OSError:
+            pytest.skip("this machine has no address but loopback")
+        return str(probe.getsockname()[0])
+
+
+@pytest.mark.security("S3")
+@pytest.mark.parametrize("headers", [{}, {"X-Forwarded-For": "127.0.0.1"}, {"Host": "localhost"}])
+def test_without_an_admin_key_no_other_machine_may(headers: dict[str, str]) -> None:
+    host = own_address()
+    with serving(*INSTANCES, "--host", "0.0.0.0") as (url, _):  # noqa: S104
+        port = url.rpartition(":")[2]
+
+        async def both() -> tuple[Answer, Answer]:
+            line = "GET /metrics HTTP/1.1"
+            return (
+                await ask(f"http://{host}:{port}", line, headers.items()),
+                await ask(f"http://127.0.0.1:{port}", line),
+            )
+
+        there, here = asyncio.run(both())
+
+    assert (there.status, here.status) == (403, 200)
+    assert there.headers["x-epd-error"] == "admin_only"
+
+
+@pytest.mark.security("S3")
+async def test_a_peer_without_an_address_is_no_client_of_this_machine(tmp_path: Path) -> None:
+    """An application that mounts the proxy may listen where there are no addresses."""
+    config = epd.ProxyConfig(
+        encode_servers_urls=("http://e:1",), decode_servers_urls=("http://d:1",)
+    )
+    runner = web.AppRunner(epd.create_app(config, observers=[]))
+    await runner.setup()
+    path = str(tmp_path / "socket")
+    await web.UnixSite(runner, path).start()
+    try:
+        async with (
+            aiohttp.ClientSession(connector=aiohttp.UnixConnector(path)) as http,
+            http.get("http://localhost/metrics") as reply,
+        ):
+            assert reply.status == 403
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize("variable", ["EPD_ADMIN_API_KEY", "ADMIN_API_KEY"])
+@pytest.mark.security("S3")
+async def test_the_admin_key_comes_by_environment(variable: str) -> None:
+    with serving(*INSTANCES, env={variable: ADMIN}) as (url, _):
+        line = "GET /metrics HTTP/1.1"
+        assert (await ask(url, line)).status == 401
+        assert (await ask(url, line, [("X-API-Key", ADMIN)])).status == 200
+
+
+@pytest.mark.parametrize("variable", ["EPD_ADMIN_API_KEY", "ADMIN_API_KEY"])
+def test_a_short_admin_key_ends_the_start_in_one_line(variable: str) -> None:
+    ended = subprocess.run(
+        [*EPD, "serve", *INSTANCES],
+        env=os.environ | {variable: "sh0rt"},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+    assert ended.returncode == 2
+    assert f"{variable} must have 16 to 512" in ended.stderr
+    assert "sh0rt" not in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.security("S4")
+@pytest.mark.parametrize("path", ENGINE_ROUTES)
+async def test_no_other_route_of_an_engine_is_reached(launch: Launch, path: str) -> None:
+    async with (
+        silent() as instance,
+        launch(
+            encode_servers_urls=(instance.url,), decode_servers_urls=(f"{instance.url}/base",)
+        ) as fleet,
+    ):
+        for spelling in SPELLINGS:
+            target = spelling.format(path=path)
+            for method in ("GET", "POST"):
+                answer = await ask(fleet.url, f"{method} {target} HTTP/1.1", body=b"{}")
+                assert answer.status in {400, 404, 405}, target
+                if answer.status != 400:  # the parser's own, which is not ours to answer
+                    assert answer.error["message"]
+                    assert answer.headers["x-epd-error"] == "unknown_route"
+                assert instance.lines == [], target
+
+
+@pytest.mark.security("S4")
+@pytest.mark.parametrize(
+    "line",
+    [
+        "CONNECT instance:8001 HTTP/1.1",
+        "OPTIONS * HTTP/1.1",
+        "GET * HTTP/1.1",
+        *(
+            f"{method} {path} HTTP/1.1"
+            for method in ("TRACE", "OPTIONS", "PUT", "PATCH", "DELETE", "PROPFIND", "ODD")
+            for path in ("/v1/chat/completions", "/v1/models", "/start_profile", "/nothing")
+        ),
+        "HEAD /v1/chat/completions HTTP/1.1",
+        "HEAD /nothing HTTP/1.1",
+        "GET /v1/chat/completions HTTP/1.1",
+        "POST /v1/models HTTP/1.1",
+        "GET /v1/media/cat HTTP/1.1",
+        "DELETE /v1/media/ HTTP/1.1",
+        "DELETE /v1/media/a/b HTTP/1.1",
+        "GET /v1 HTTP/1.1",
+        "GET / HTTP/1.1",
+    ],
+)
+async def test_no_other_method_and_no_other_target_is_served(launch: Launch, line: str) -> None:
+    async with (
+        silent() as instance,
+        launch(encode_servers_urls=(instance.url,), decode_servers_urls=(instance.url,)) as fleet,
+    ):
+        answer = await ask(fleet.url, line)
+
+        assert answer.status in {400, 404, 405}
+        assert instance.lines == []
+        if answer.status == 405:
+            assert answer.headers["Allow"]
+
+
+@pytest.mark.security("S4")
+async def test_an_absolute_target_is_this_proxys_own(launch: Launch) -> None:
+    """RFC 9112, 3.2.2: it must be accepted. It chooses no host."""
+    async with silent() as other, launch() as fleet:
+        answer = await ask(fleet.url, f"GET {other.url}/v1/models HTTP/1.1")
+
+        assert answer.status == 200
+        assert fleet.d.other_calls == ["GET /v1/models"]
+        assert other.lines == []
+
+
+@pytest.mark.security("S6")
+@pytest.mark.parametrize("field", ["mm_processor_kwargs", "media_io_kwargs"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/media"])
+async def test_kwargs_of_the_media_processor_need_trust(
+    launch: Launch, tmp_path: Path, field: str, path: str
+) -> None:
+    asked: dict[str, Any] = {"model": "m", field: {"image": {"max_pixels": 10**9}}}
+    part = {"type": "image_url", "image_url": {"url": "https://host/cat.png"}}
+    more = {"content": [part]} if path == "/v1/media" else {"messages": [{"content": [part]}]}
+    async with launch(ec_store=f"file://{tmp_path}/store") as fleet:
+        async with fleet.http.post(fleet.url + path, json=asked | more) as reply:
+            error = (await reply.json())["error"]
+
+        assert (reply.status, error["param"]) == (400, field)
+        assert reply.headers["x-epd-error"] == "reserved_field"
+        assert fleet.e.calls == fleet.d.calls == []
+
+
+@pytest.mark.security("S6")
+@pytest.mark.parametrize("empty", [None, {}])
+async def test_empty_kwargs_pass_as_they_do_at_an_engine(
+    launch: Launch, empty: dict[str, Any] | None
+) -> None:
+    async with launch() as fleet:
+        body: dict[str, Any] = {
+            "messages": [],
+            "mm_processor_kwargs": empty,
+            "media_io_kwargs": empty,
+        }
+
+        assert (await fleet.chat(body))[0] == 200

@@ -1,0 +1,77 @@
+"""`/metrics` says how much, and of nobody."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.conftest import ROOT
+from tests.proxy.clients import ALICE, bearer
+from tests.proxy.fake_instance import refuses
+from tests.proxy.fleet import Fleet, Launch
+from tests.requests import image, request
+from tests.security.wire import ask
+
+LABELS = {
+    "path": re.compile(r"/[a-z1/_.]+(\{uuid\})?|unknown"),
+    "status": re.compile(r"[1-5]\d\d"),
+    "stage": re.compile("store|encode|prefill|decode"),
+    "failed": re.compile("true|false"),
+    "result": re.compile("hit|encoded|local"),
+    "le": re.compile(r"[\d.]+|\+Inf"),
+}
+"""All labels there are, and what they may say."""
+
+
+async def labels(fleet: Fleet) -> set[tuple[str, str]]:
+    async with fleet.http.get(f"{fleet.url}/metrics") as reply:
+        page = await reply.text()
+    return {
+        pair
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        for pair in sample.labels.items()
+    }
+
+
+@pytest.mark.security("S20")
+async def test_no_label_is_what_a_client_chose(launch: Launch, keys: Path) -> None:
+    async with launch(api_keys_file=keys) as fleet:
+        await labels(fleet)
+        for number in range(30):
+            headers = bearer(ALICE).items()
+            for line in (
+                f"GET /alice-{number} HTTP/1.1",
+                f"GET /v1/models?{number} HTTP/1.1",
+                f"DELETE /v1/media/cat-{number}?model=m{number} HTTP/1.1",
+                f"METHOD{number} /v1/models HTTP/1.1",
+                f"OPTIONS /v1/{number} HTTP/1.1",
+            ):
+                await ask(fleet.url, line, headers)
+            picture = image(b"cat", uuid=f"cat-{number}")
+            await fleet.chat(request(picture, model=f"m{number}"), bearer(ALICE))
+        fleet.d.chat = refuses(599)
+        await fleet.chat(request(image()), bearer(ALICE))
+        found = await labels(fleet)
+
+        assert [pair for pair in found if LABELS[pair[0]].fullmatch(pair[1]) is None] == []
+        assert {value for name, value in found if name == "path"} <= {
+            "unknown",
+            "/metrics",
+            "/v1/models",
+            "/v1/media/{uuid}",
+            "/v1/chat/completions",
+        }
+        assert ("status", "599") in found
+
+
+@pytest.mark.security("S22")
+def test_aiohttp_is_as_new_as_vllm_asks_for() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    [aiohttp] = [one for one in project["dependencies"] if one.startswith("aiohttp")]
+
+    for old in ("3.13.4", "3.14.3"):
+        assert not Requirement(aiohttp).specifier.contains(old)

@@ -1,0 +1,158 @@
+"""`GET /openapi.json` describes all there is, and every answer is as it describes."""
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis.errors import Unsatisfiable
+from schemathesis import Case, GenerationMode, Response
+from schemathesis.core.result import Ok
+from schemathesis.schemas import APIOperation
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+import epd
+from epd.access import Access
+from epd.version import __version__
+from epd.web import OPENAPI, ROUTES
+from tests.proxy.backed import Backed
+from tests.proxy.clients import bearer
+from tests.proxy.fleet import Launch
+from tests.security.wire import ask
+
+DOCUMENT = json.loads(OPENAPI)
+METHODS = {"get", "post", "put", "patch", "delete"}
+EXAMPLES = 12
+"""Of each kind, good and bad, for each operation."""
+ADMIN = "admin-key-0123456789"
+
+CONFORMS = [
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+]
+"""Not among them: that all is accepted that fits the schema, and nothing else. The proxy checks
+what it needs, and leaves the rest to the engines."""
+
+THEIRS = {502, 503, 504}
+"""What the fleet behind it may answer for; a 500 is the proxy's own fault."""
+
+
+def described() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for path, item in DOCUMENT["paths"].items():
+        for method in METHODS & item.keys():
+            yield method.upper(), path, item[method]
+
+
+def test_it_has_every_route_and_no_other() -> None:
+    app = epd.create_app(
+        epd.ProxyConfig(encode_servers_urls=("http://e:1",), decode_servers_urls=("http://d:1",))
+    )
+    served = {
+        (route.method, route.resource.canonical)
+        for route in app.router.routes()
+        if route.resource is not None and route.method != "HEAD"  # aiohttp's, with each GET
+    }
+
+    assert served == {(method, path) for method, path, _ in described()}
+
+
+@pytest.mark.security("S3")
+def test_it_says_whom_each_route_answers() -> None:
+    opened_by = {
+        Access.OPEN: set(),
+        Access.TENANT: {"apiKey"},
+        Access.ADMIN: {"adminKey", "adminBearer"},
+    }
+    said = {
+        (method, path): {
+            name for one in operation.get("security", DOCUMENT["security"]) for name in one
+        }
+        for method, path, operation in described()
+    }
+
+    assert said == {(route.method, route.path): opened_by[access] for access, route in ROUTES}
+
+
+def test_it_is_of_this_version() -> None:
+    assert DOCUMENT["info"]["version"] == __version__
+
+
+@pytest.mark.parametrize("key", [None, "wrong"])
+async def test_it_wants_no_key(launch: Launch, keys: Path, key: str | None) -> None:
+    async with launch(api_keys_file=keys, admin_api_key=ADMIN) as fleet:
+        answer = await ask(fleet.url, "GET /openapi.json HTTP/1.1", bearer(key or "").items())
+
+        assert (answer.status, answer.body) == (200, OPENAPI)
+
+
+def check(response: Response, case: Case[Any]) -> None:
+    """As described; and where it is no answer, an error that says whose."""
+    case.validate_response(response, checks=CONFORMS)
+    if response.status_code >= 400 and case.operation.path != "/health":
+        assert response.status_code < 500 or response.status_code in THEIRS
+        error = response.json()["error"]
+        assert error["code"] == response.status_code
+        assert re.search(r"Traceback|Error\(|0x[0-9a-f]{6}|<class", error["message"]) is None
+        assert "x-epd-error" in response.headers
+
+
+def ask_everything(url: str, headers: dict[str, str], examples: int = EXAMPLES) -> set[int]:
+    """Whatever schemathesis makes of the document, good and bad, and the statuses it gets."""
+    statuses = set()
+
+    def ask_one(operation: APIOperation[Any, Any, Any, Any], mode: GenerationMode) -> None:
+        @settings(
+            max_examples=examples,
+            derandomize=True,
+            database=None,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(case=operation.as_strategy(generation_mode=mode))
+        def run(case: Case[Any]) -> None:
+            response = case.call(base_url=url, headers=headers, timeout=30)
+            statuses.add(response.status_code)
+            check(response, case)
+
+        run()
+
+    for found in schemathesis.openapi.from_url(f"{url}/openapi.json").get_all_operations():
+        assert isinstance(found, Ok)
+        operation = found.ok()
+        ask_one(operation, GenerationMode.POSITIVE)
+        try:
+            ask_one(operation, GenerationMode.NEGATIVE)
+        except Unsatisfiable:  # a request in which nothing is described cannot be wrong
+            assert operation.path not in {"/v1/chat/completions", "/v1/media"}
+    return statuses
+
+
+@pytest.mark.fault(50, 52)
+async def test_every_answer_is_as_it_describes(launch: Launch, backed: Backed, url: str) -> None:
+    async with launch(ec_store=url) as fleet:
+        fleet.e.chat = backed.encodes
+        statuses = await asyncio.to_thread(ask_everything, fleet.url, {})
+
+        assert {200, 400, 404} <= statuses
+
+
+@pytest.mark.security("S3")
+async def test_every_refusal_is_as_it_describes(launch: Launch, keys: Path) -> None:
+    async with launch(api_keys_file=keys, admin_api_key=ADMIN) as fleet:
+        wrong = {"X-API-Key": "wrong"}
+        statuses = await asyncio.to_thread(ask_everything, fleet.url, wrong, examples=4)
+
+        assert 401 in statuses
+        assert fleet.e.calls == fleet.d.calls == []

@@ -1,0 +1,73 @@
+"""HTTP as bytes: requests that no client library would send, and a server that only listens."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from multidict import CIMultiDict
+
+TIMEOUT_S = 10
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: CIMultiDict[str]
+    body: bytes
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The `error` object, which has OpenAI's shape."""
+        error: dict[str, Any] = json.loads(self.body)["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["code"] == self.status
+        return error
+
+
+async def ask(
+    url: str, line: str, headers: Iterable[tuple[str, str]] = (), body: bytes = b""
+) -> Answer:
+    """Send one request on a connection of its own, such as `GET //x HTTP/1.1`."""
+    host, port = url.removeprefix("http://").split(":")
+    given = [("Host", f"{host}:{port}"), *headers, ("Content-Length", str(len(body)))]
+    last = {name.lower(): f"{name}: {value}" for name, value in given}
+    head = "\r\n".join([line, *last.values(), "Connection: close", "", ""])
+    async with asyncio.timeout(TIMEOUT_S):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(head.encode("utf-8", "surrogateescape") + body)
+        try:
+            return _answer(await reader.read())
+        finally:
+            writer.close()
+
+
+def _answer(raw: bytes) -> Answer:
+    head, _, body = raw.partition(b"\r\n\r\n")
+    status, *lines = head.decode("latin-1").split("\r\n")
+    headers = CIMultiDict(
+        (name, value.strip()) for name, _, value in (x.partition(":") for x in lines)
+    )
+    return Answer(int(status.split()[1]), headers, body)
+
+
+@dataclass
+class Silent:
+    """A server that answers nothing and keeps the first line of whatever comes."""
+
+    url: str
+    lines: list[bytes] = field(default_factory=list)
+
+
+@asynccontextmanager
+async def silent() -> AsyncIterator[Silent]:
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        here.lines.append(await reader.readline())
+        writer.close()
+
+    server = await asyncio.start_server(take, "127.0.0.1", 0)
+    here = Silent(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    async with server:
+        yield here
