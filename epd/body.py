@@ -1,6 +1,7 @@
 """A request's body, as far as it is accepted."""
 
 import asyncio
+from collections.abc import Callable
 
 from aiohttp import HttpVersion11, hdrs, web
 
@@ -11,8 +12,12 @@ GRACE_S = 5.0
 """Before a body must have come at the least rate: clients make up what they send as they go."""
 
 
-async def read_body(request: web.Request, config: ProxyConfig) -> bytes:
-    """The whole body, in time and within its limit.
+Grown = Callable[[int], None]
+"""Told how many bytes have come so far; what it raises ends the reading."""
+
+
+async def read_body(request: web.Request, config: ProxyConfig, grown: Grown) -> bytes:
+    """The whole body, in time and within the application's limit.
 
     Raises:
         RequestRefused: it is encoded (415), too large (413) or too slow (408).
@@ -22,24 +27,25 @@ async def read_body(request: web.Request, config: ProxyConfig) -> bytes:
         raise RequestRefused(
             415, "the body must have no Content-Encoding", slug="unsupported_encoding"
         )
-    if (request.content_length or 0) > config.max_body_bytes:
-        raise _too_large(config)
+    if (request.content_length or 0) > request.client_max_size:
+        raise too_large(request.client_max_size)
     await _ask_for(request)
     try:
-        return await _collect(request, config)
+        return await _collect(request, config, grown)
     except TimeoutError:
         raise RequestRefused(408, "the body did not come in time", slug="body_timeout") from None
 
 
-async def _collect(request: web.Request, config: ProxyConfig) -> bytes:
+async def _collect(request: web.Request, config: ProxyConfig, grown: Grown) -> bytes:
     started = asyncio.get_running_loop().time()
     latest = started + config.body_timeout_s
     body = bytearray()  # a list of parts would cost 40 times what a client sends byte by byte
     async with asyncio.timeout_at(min(latest, started + GRACE_S)) as deadline:
         while chunk := await request.content.readany():
             body += chunk
-            if len(body) > config.max_body_bytes:
-                raise _too_large(config)
+            if len(body) > request.client_max_size:
+                raise too_large(request.client_max_size)
+            grown(len(body))
             rate_s = len(body) / config.body_min_rate_bytes
             deadline.reschedule(min(latest, started + GRACE_S + rate_s))
     return bytes(body)
@@ -53,7 +59,6 @@ async def _ask_for(request: web.Request) -> None:
         request.writer.output_size = 0  # it is no part of the answer
 
 
-def _too_large(config: ProxyConfig) -> RequestRefused:
-    return RequestRefused(
-        413, f"the body is larger than {config.max_body_bytes} bytes", slug="body_too_large"
-    )
+def too_large(limit: int) -> RequestRefused:
+    """The answer to a body of more than `limit` bytes."""
+    return RequestRefused(413, f"the body is larger than {limit} bytes", slug="body_too_large")

@@ -7,6 +7,7 @@ wire is vLLM's chat completion API (`vllm/entrypoints/openai/chat_completion/pro
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import orjson
@@ -44,6 +45,18 @@ NOT_FOR_PREFILL = ("stream_options", "min_tokens")
 
 UUID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 """What a client may call its media: bounded, and nothing that anyone would have to escape."""
+
+MAX_DEPTH = 128
+"""Levels of a body. orjson reads 1024 of them and writes 254, so what it has read it might not be
+able to write; and other parsers recurse."""
+
+MAX_VALUES = 500_000
+"""Values in a body. An empty object is two bytes of JSON and over 64 of memory: without a limit, a
+body of the size that media need would become gigabytes, in seconds in which nothing else runs."""
+
+_OWN_PARTS = (*EMBEDS, "image_pil")
+_MARKED = frozenset({*MODALITY, *_OWN_PARTS, "uuid"})
+"""Types and keys by which a content part is more than words."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,27 +141,74 @@ def parse_json(raw: bytes) -> Any:
     """The value in a body.
 
     Raises:
-        BadRequest: not JSON.
+        BadRequest: not JSON, or too much of it.
     """
+    if _may_have_more_values(raw, MAX_VALUES):
+        raise BadRequest(f"the body has more than {MAX_VALUES} values", slug="invalid_json")
     try:
-        return orjson.loads(raw)
+        value = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raise BadRequest(
-            f"the body is not valid JSON: {error.msg} at byte {error.pos}", slug="invalid_json"
+            f"the body is not valid JSON: {error.msg} at character {error.pos}", slug="invalid_json"
         ) from None
+    if _deeper(value, MAX_DEPTH):
+        raise BadRequest(f"the body is nested deeper than {MAX_DEPTH} levels", slug="invalid_json")
+    return value
 
 
-def mm_items(body: Body) -> tuple[MMItem, ...]:
+def _may_have_more_values(raw: bytes, limit: int) -> bool:
+    """Whether a body may have more values: each but the first comes after a comma or a bracket.
+
+    Those in strings count too. In base64 there are none, and text with as many is longer than any
+    model reads. To find them costs less than to count them: a search skips what is none.
+    """
+    if len(raw) <= limit:
+        return False
+    left = limit
+    for character in (b",", b"[", b"{"):
+        at = raw.find(character)
+        while at >= 0 and left:
+            left -= 1
+            at = raw.find(character, at + 1)
+    return not left
+
+
+def _deeper(value: Any, limit: int) -> bool:
+    """Whether a value has more levels of lists and objects: level by level, as none may recurse."""
+    level = [value] if isinstance(value, list | dict) else []
+    for _ in range(limit):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, (list, dict))  # a union would take twice as long
+        ]
+    return bool(level)
+
+
+def mm_items(body: Body, most: int | None = None) -> tuple[MMItem, ...]:
     """The media parts of all messages, in order.
 
+    Args:
+        body: the request.
+        most: how many there may be; what comes after one too many is not looked at.
+
     Raises:
-        BadRequest: a message or a content part has the wrong shape.
+        BadRequest: a message or a content part has the wrong shape, or there are too many items.
     """
-    return tuple(
+    found = (
         MMItem(message, position, part["type"], part)
         for message, position, part in _content_parts(body)
         if part["type"] in MODALITY
     )
+    items = tuple(islice(found, None if most is None else most + 1))
+    if most is not None and len(items) > most:
+        raise BadRequest(
+            f"a request may have at most {most} media items",
+            slug="too_many_items",
+            param="messages",
+        )
+    return items
 
 
 def _content_parts(body: Body) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
@@ -161,17 +221,25 @@ def _content_parts(body: Body) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
         content = message.get("content")
         if isinstance(content, list):
             for position, part in enumerate(content):
-                _check_part(part, param=f"messages[{index}].content[{position}]")
-                if isinstance(part, dict):
-                    yield index, position, part
+                if isinstance(part, str):  # vLLM takes it for text
+                    continue
+                if not _is_plain(part):
+                    _check_part(part, param=f"messages[{index}].content[{position}]")
+                yield index, position, part
+
+
+def _is_plain(part: Any) -> bool:
+    """Whether a part needs no further look, as most of a long conversation's."""
+    if not isinstance(part, dict):
+        return False
+    kind = part.get("type")
+    return isinstance(kind, str) and kind not in _MARKED and _MARKED.isdisjoint(part)
 
 
 def _check_part(part: Any, *, param: str) -> None:
-    if isinstance(part, str):  # vLLM takes it for text
-        return
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
         raise BadRequest("a content part must be an object with a type", param=param)
-    for key in (*EMBEDS, "image_pil"):
+    for key in _OWN_PARTS:
         if key in part or part["type"] == key:
             raise BadRequest(
                 f"{key} parts are the proxy's own and not accepted from clients",

@@ -17,6 +17,7 @@ from epd.config import AdminKey, ProxyConfig
 from epd.descriptors import raise_limit
 from epd.server import serve
 from epd.tenants import KeysInvalid, key_line, new_key
+from epd.tls import TlsInvalid, server_context, upstream_context
 from epd.version import __version__
 from epd.web import create_app
 from epd.workers import WorkersFailed, supervise
@@ -26,15 +27,19 @@ USAGE_ERROR = 2
 GROUPS = {
     "*_urls": "instances",
     "log_*": "logging",
+    "tenant_*": "tenants",
     "eject_*": "health of instances",
     "probe_*": "health of instances",
     "*_s": "deadlines",
     "max_*": "limits",
     "*_rate_bytes": "limits",
+    "min_*": "limits",
     "*media*": "media",
     "trust_request_mm_kwargs": "media",
     "api_keys_file": "tenants",
     "isolation": "tenants",
+    "ssl_*": "TLS",
+    "upstream_ca_file": "TLS",
     "*": "server",
 }
 """Where a field's flag stands in the help: under the first pattern that fits."""
@@ -123,6 +128,8 @@ def _serve(parser: Parser, config: ProxyConfig) -> None:
     logs.configure(config.log_format, config.log_level)
     raise_limit()
     try:
+        server_context(config)
+        upstream_context(config.upstream_ca_file)
         if config.workers == 1:
             uvloop.run(serve(config))
         else:
@@ -130,6 +137,8 @@ def _serve(parser: Parser, config: ProxyConfig) -> None:
             asyncio.run(supervise(config))  # uvloop's processes have no process_group
     except KeysInvalid as error:
         parser.error(f"--api-keys-file {error}")
+    except TlsInvalid as error:
+        parser.error(str(error))
     except WorkersFailed as failure:
         sys.exit(f"epd serve: {failure}")
     except OSError as error:
@@ -185,12 +194,13 @@ def _metavar(name: str, field: FieldInfo) -> str:
         ("_urls", "URLS"),
         ("_s", "SECONDS"),
         ("_bytes", "BYTES"),
-        ("_file", "FILE"),
+        ("file", "FILE"),
+        ("_ca_certs", "FILE"),
         ("_domains", "HOSTS"),
     ):
         if name.endswith(suffix):
             return metavar
-    return {int: "N", str: "ADDRESS"}.get(field.annotation, "FOLDER")  # type: ignore[arg-type]
+    return {int: "N", int | None: "N", str: "ADDRESS"}.get(field.annotation, "FOLDER")  # type: ignore[arg-type]
 
 
 def _help(field: FieldInfo) -> str:

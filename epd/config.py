@@ -109,6 +109,7 @@ Domains = Annotated[
     BeforeValidator(lambda value: _split_domains(value) if value else ()),
 ]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+SecondsOrNone = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class ProxyConfig(BaseModel):
@@ -134,6 +135,27 @@ class ProxyConfig(BaseModel):
     port: int = Field(default=8000, ge=0, le=65535, description="port to listen on")
     workers: int = Field(
         default=1, ge=1, description="processes that serve it; one uses one core at most"
+    )
+    ssl_certfile: Path | None = Field(
+        default=None,
+        description="certificate, and its chain, that clients are served over TLS with",
+    )
+    ssl_keyfile: Path | None = Field(
+        default=None, description="its private key, without passphrase"
+    )
+    ssl_ca_certs: Path | None = Field(
+        default=None, description="CAs that clients' own certificates must be from"
+    )
+    ssl_cert_reqs: int = Field(
+        default=0,
+        ge=0,
+        le=2,
+        description="clients' own certificates: 0 none, 1 optional, 2 required",
+    )
+    upstream_ca_file: Path | None = Field(
+        default=None,
+        description="CAs that the certificates of https instances must be from; without it the "
+        "system's",
     )
 
     ec_store: StoreUrl = Field(
@@ -217,6 +239,25 @@ class ProxyConfig(BaseModel):
     media_cache_bytes: int = Field(
         default=256 * 1024**2, ge=0, description="memory for media that the proxy has fetched"
     )
+    max_requests: int = Field(
+        default=1024,
+        ge=1,
+        description="requests served at once, all workers together; more wait in a queue",
+    )
+    max_queue: int = Field(
+        default=256, ge=0, description="requests that wait for their turn; 429 above"
+    )
+    max_inflight_bytes: int = Field(
+        default=1024**3,
+        ge=1024,
+        description="request bodies in memory at once, all workers together; 503 above",
+    )
+    tenant_max_requests: int | None = Field(
+        default=None, ge=1, description="requests of one tenant at once, waiting ones included"
+    )
+    tenant_requests_per_minute: int | None = Field(
+        default=None, ge=1, description="requests of one tenant in a minute"
+    )
     max_items: int = Field(default=64, ge=1, description="media items in one request")
     max_body_bytes: int = Field(
         default=128 * 1024**2, ge=1024, description="size of a request body"
@@ -232,6 +273,12 @@ class ProxyConfig(BaseModel):
     body_min_rate_bytes: int = Field(
         default=64 * 1024, ge=1, description="of a request body, each second, after the first 5"
     )
+    max_image_pixels: int = Field(
+        default=178_956_970, ge=1, description="pixels of one picture; the default is vLLM's"
+    )
+    min_image_side: int = Field(
+        default=2, ge=0, description="width and height of one picture, in pixels"
+    )
 
     header_timeout_s: Seconds = Field(default=10.0, description="a request head's arrival")
     keep_alive_s: Seconds = Field(
@@ -239,6 +286,9 @@ class ProxyConfig(BaseModel):
     )
     write_timeout_s: Seconds = Field(
         default=60.0, description="a client that does not read its answer"
+    )
+    queue_timeout_s: Seconds = Field(
+        default=10.0, description="a request's wait for its turn; 503 after it"
     )
     body_timeout_s: Seconds = Field(default=60.0, description="a request body's arrival")
     connect_timeout_s: Seconds = Field(default=2.0, description="connecting to an instance")
@@ -274,6 +324,12 @@ class ProxyConfig(BaseModel):
         default=30.0, description="for how long, times how often it had to be of late"
     )
     eject_max_s: Seconds = Field(default=300.0, description="the longest such time")
+    drain_delay_s: SecondsOrNone = Field(
+        default=5.0, description="from SIGTERM, and /ready's 503, until no connection is taken"
+    )
+    drain_timeout_s: SecondsOrNone = Field(
+        default=300.0, description="from then until the requests that still run are ended"
+    )
 
     profile_timeout_s: Seconds = Field(
         default=300.0, description="an instance's answer to /start_profile and /stop_profile"
@@ -303,6 +359,19 @@ class ProxyConfig(BaseModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ValueError("--ssl-certfile and --ssl-keyfile need each other")
+        if (self.ssl_ca_certs is None) != (self.ssl_cert_reqs == 0):
+            raise ValueError(
+                "--ssl-ca-certs needs --ssl-cert-reqs 1 or 2, and they need it: one without the "
+                "other would verify nobody"
+            )
+        if self.ssl_ca_certs is not None and self.ssl_certfile is None:
+            raise ValueError("--ssl-ca-certs needs --ssl-certfile")
+        return self
+
     def to_json(self) -> bytes:
         """All of it, secrets in plain text: for another process of the same proxy alone."""
         values = {
@@ -324,6 +393,14 @@ class ProxyConfig(BaseModel):
                 "--allow-private-media needs --allowed-media-domains: without it a request could "
                 "reach every host inside"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_tenants(self) -> Self:
+        # Without keys all clients are one tenant, and any of them could shut out the others.
+        for flag in ("tenant_max_requests", "tenant_requests_per_minute"):
+            if getattr(self, flag) is not None and self.api_keys_file is None:
+                raise ValueError(f"{_flag(flag)} needs --api-keys-file")
         return self
 
     @property

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, Self
 
 import orjson
 
-Stage = Literal["proxy", "store", "encode", "prefill", "decode", "release"]
+Stage = Literal["proxy", "queue", "store", "encode", "prefill", "decode", "release"]
 
 TYPES = {
     403: "PermissionDeniedError",

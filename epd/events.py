@@ -20,10 +20,11 @@ class StageDone:
     """One request to an instance has been answered, or has failed.
 
     Attributes:
-        stage: store, encode, prefill, decode or release.
-        instance: base URL of the instance; of the store, what kind it is.
+        stage: queue, store, encode, prefill, decode or release.
+        instance: base URL of the instance; of the store, what kind it is; of the queue, "proxy".
         started_s: when it was sent, on the event loop's clock.
-        seconds: until its answer was read; for decode until the answer's head came.
+        seconds: until its answer was read; for decode until the answer's head came; in the queue
+            until the request's turn came.
         error: slug of the error, `cancelled`, or None.
     """
 
@@ -39,7 +40,7 @@ class RequestDone:
     """A client's request has ended, however it ended.
 
     Attributes:
-        request_id: the id sent to the instances.
+        request_id: what the client calls it, or the id sent to the instances.
         method: HTTP method.
         path: path of the route.
         status: HTTP status that was sent; 499 where the client left first.
@@ -50,6 +51,7 @@ class RequestDone:
         items: how many media items came from where.
         retries: how often the request was begun anew, unseen by the client.
         degraded: what was done in another stage than its own.
+        engine_id: the id sent to the instances.
     """
 
     request_id: str
@@ -63,6 +65,7 @@ class RequestDone:
     items: Mapping[ItemResult, int]
     retries: int
     degraded: frozenset[Degraded] = frozenset()
+    engine_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -229,7 +229,7 @@ class MediaFetcher:
         limit = self._config.max_media_bytes
         if (response.content_length or 0) > limit:
             raise _too_large(limit)
-        pieces, rest, size = [_data_url_head(response, modality).encode()], b"", 0
+        pieces, rest, size = [_data_url_head(response, modality)], b"", 0
         # Piece by piece: encoding all of it at once would hold the interpreter's lock.
         async for chunk in response.content.iter_any():
             size += len(chunk)
@@ -237,10 +237,10 @@ class MediaFetcher:
                 raise _too_large(limit)
             rest += chunk
             whole = len(rest) // BASE64_BYTES * BASE64_BYTES
-            pieces.append(base64.b64encode(rest[:whole]))
+            pieces.append(base64.b64encode(rest[:whole]).decode("ascii"))
             rest = rest[whole:]
-        pieces.append(base64.b64encode(rest))
-        return b"".join(pieces).decode("ascii")
+        pieces.append(base64.b64encode(rest).decode("ascii"))
+        return "".join(pieces)
 
 
 class CheckedResolver(AbstractResolver):

@@ -10,13 +10,13 @@ from epd.chat import MODALITY, Body, MMItem
 from epd.config import ProxyConfig
 from epd.errors import UnknownMedia, no_store
 from epd.identity import content_key, name_key
-from epd.media import Inline, Known, source
+from epd.media import Inline, Known, check_image, source
 from epd.names import Name, Names
 from epd.tenants import Scope, Tenant
 from epd.transfer import EncodedItem, metadata_uuid
 
-HASH_IN_THREAD_BYTES = 1024**2
-"""Media above this size are hashed off the event loop."""
+IN_THREAD = 64 * 1024
+"""Characters of base64 in a request above which its media are looked into off the event loop."""
 
 
 class Keys:
@@ -36,22 +36,33 @@ class Keys:
         """The key of each item; None where only the engine sees the content.
 
         Raises:
-            BadRequest: an item has no media, or has them where a request may not name them.
+            BadRequest: an item has no media, or such as a request may not have, or has them where a
+                request may not name them.
             UnknownMedia: nothing is known under a client's name for its media.
             RequestRefused: 503, the store that knows the names gives no answer.
         """
         sources = {item: source(item, self._config.allowed_local_media_path) for item in items}
         named = [item for item, media in sources.items() if isinstance(media, Known)]
         known = await self._recalled(body, named, tenant)
+        inline = {item: media for item, media in sources.items() if isinstance(media, Inline)}
         scope = self._config.scope_of(tenant)
-        return {
-            item: known[item]
-            if item in known
-            else await _content_key(scope, item, media)
-            if isinstance(media, Inline)
-            else None
-            for item, media in sources.items()
-        }
+        if sum(media.size for media in inline.values()) > IN_THREAD:
+            keys = await asyncio.to_thread(self._content_keys, scope, inline)
+        else:
+            keys = self._content_keys(scope, inline)
+        return {item: known.get(item) or keys.get(item) for item in items}
+
+    def _content_keys(self, scope: Scope, inline: Mapping[MMItem, Inline]) -> dict[MMItem, str]:
+        """The keys of media that are in the request, once all have been found fit for an engine."""
+        for item, media in inline.items():
+            if item.modality == "image":
+                check_image(
+                    media,
+                    min_side=self._config.min_image_side,
+                    max_pixels=self._config.max_image_pixels,
+                    param=item.param,
+                )
+        return {item: content_key(scope, item.modality, media) for item, media in inline.items()}
 
     async def remember(self, body: Body, encoded: Sequence[EncodedItem], tenant: Tenant) -> None:
         """Let clients name what they have sent: by their uuid, or by the key they were told.
@@ -118,9 +129,3 @@ class Keys:
                     "no media are known under this uuid: send them once more", param=item.param
                 )
         return {item: found[name].key for item, name in names.items()}
-
-
-async def _content_key(scope: Scope, item: MMItem, media: Inline) -> str:
-    if len(media.base64) <= HASH_IN_THREAD_BYTES:
-        return content_key(scope, item.modality, media)
-    return await asyncio.to_thread(content_key, scope, item.modality, media)

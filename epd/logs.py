@@ -79,6 +79,8 @@ class LogObserver:
             fields["retries"] = event.retries
         if event.degraded:
             fields["degraded"] = ",".join(sorted(event.degraded))
+        if event.engine_id != event.request_id:
+            fields["engine_id"] = event.engine_id
         if event.error is not None:
             level = "warning"
             fields |= {"error": event.error, "reason": event.reason}

@@ -1,5 +1,7 @@
-"""Where a media item's bytes are, and whether a request may name that place."""
+"""Where a media item's bytes are, and whether a request may have them, or name that place."""
 
+import binascii
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -7,6 +9,16 @@ from urllib.parse import unquote, urlsplit
 
 from epd.chat import MMItem
 from epd.errors import BadRequest
+from epd.image_header import image_size
+
+MAX_DATA_URL_HEAD = 1024
+"""Characters before the comma of a data: URL."""
+
+PIECE = 1024**2
+"""Characters that are encoded at a time, for as long as which nothing else runs."""
+
+GROUP, GROUP_BYTES = 4, 3
+"""Characters of base64, and what they stand for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,11 +27,34 @@ class Inline:
 
     Attributes:
         media_type: what the client says it is, such as `image/jpeg`; lower case.
-        base64: the bytes as base64 text.
+        text: where the bytes are as base64; as it came, since a copy of what may be 100 MB takes as
+            long as to hash it.
+        start: where in the text they begin.
     """
 
     media_type: str
-    base64: str
+    text: str
+    start: int = 0
+
+    @property
+    def size(self) -> int:
+        """Characters of base64."""
+        return len(self.text) - self.start
+
+    def pieces(self) -> Iterator[bytes]:
+        """The base64, piece by piece."""
+        for at in range(self.start, len(self.text), PIECE):
+            yield self.text[at : at + PIECE].encode()
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Some of the bytes; fewer where they end.
+
+        Raises:
+            ValueError: this is not base64.
+        """
+        first, end = offset // GROUP_BYTES, -(-(offset + size) // GROUP_BYTES)
+        groups = self.text[self.start + first * GROUP : self.start + end * GROUP]
+        return binascii.a2b_base64(groups, strict_mode=True)[offset % GROUP_BYTES :][:size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +94,38 @@ def source(item: MMItem, allowed_local_media_path: Path | None = None) -> Inline
     return _from_url(url, allowed_local_media_path, param=f"{item.param}.{item.kind}.url")
 
 
+def check_image(media: Inline, *, min_side: int, max_pixels: int, param: str) -> None:
+    """Refuse a picture that an engine must not be given.
+
+    One pixel has ended engines (CVE-2026-22773), and what is small as a file may be gigabytes as
+    pixels. Kinds of pictures that are not known here are the engine's to judge.
+
+    Raises:
+        BadRequest: it is too small, too large, or broken.
+    """
+    try:
+        size = image_size(media.read)
+    except ValueError as error:
+        # The base64 decoder's own words are about its argument.
+        reason = "it is not base64" if isinstance(error, binascii.Error) else str(error)
+        raise _invalid(f"the image cannot be read: {reason}", param) from None
+    if size is None:
+        return
+    width, height = size
+    if min(size) < min_side:
+        raise _invalid(
+            f"the image has {width} x {height} pixels, and less than {min_side} on a side", param
+        )
+    if width * height > max_pixels:
+        raise _invalid(
+            f"the image has {width} x {height} pixels, and more than {max_pixels} in all", param
+        )
+
+
+def _invalid(message: str, param: str) -> BadRequest:
+    return BadRequest(message, slug="invalid_media", param=param)
+
+
 def _input_audio(value: Any, param: str) -> Inline:
     match value:
         case {"data": str() as data, "format": str() as audio_format} if data:
@@ -92,15 +159,15 @@ def _from_url(url: str, allowed_local_media_path: Path | None, *, param: str) ->
 
 
 def _from_data_url(url: str, param: str) -> Inline:
-    header, comma, payload = url[5:].partition(",")
+    comma = url.find(",", 5, 5 + MAX_DATA_URL_HEAD)
     # As vLLM reads it (`vllm/multimodal/media/connector.py`, `_load_data_url`): parameters such as
     # `codecs=opus` may stand between the media type and `base64`.
-    media_type, semicolon, encoding = header.rpartition(";")
-    if not comma or not semicolon or encoding != "base64":
+    media_type, semicolon, encoding = url[5 : max(5, comma)].rpartition(";")
+    if not semicolon or encoding != "base64":
         raise BadRequest(
             "a data: URL must have the form data:<media type>;base64,<data>", param=param
         )
-    return Inline(media_type.partition(";")[0].lower(), payload)
+    return Inline(media_type.partition(";")[0].lower(), url, comma + 1)
 
 
 def _check_local(url: str, allowed: Path | None, param: str) -> None:

@@ -1,8 +1,13 @@
 """An observer that counts, for `GET /metrics` in Prometheus' text format."""
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from collections.abc import Iterator
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from epd.admission import REFUSALS, Admission
 from epd.events import InstanceChanged, RequestDone, StageDone
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -11,12 +16,40 @@ SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 1
 """Upper bounds of histogram buckets."""
 
 
+class AdmissionCollector(Collector):
+    """Who is in and who waits, read when the page is asked for."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+
+    def collect(self) -> Iterator[Metric]:
+        """The figures of this moment."""
+        door = self._admission.door
+        for name, documentation, value in (
+            ("epd_requests_in_flight", "Requests that are being served.", door.inside),
+            ("epd_requests_queued", "Requests that wait for their turn.", door.waiting),
+            (
+                "epd_body_bytes_in_flight",
+                "Bytes of the bodies of requests that are being served.",
+                self._admission.body_bytes,
+            ),
+        ):
+            yield GaugeMetricFamily(name, documentation, value)
+        refused = CounterMetricFamily(
+            "epd_requests_refused", "Requests that were sent away, by why.", labels=["reason"]
+        )
+        for reason in REFUSALS:
+            refused.add_metric([reason], self._admission.refused[reason])
+        yield refused
+
+
 class MetricsObserver:
     """Counts events in a registry of its own."""
 
-    def __init__(self) -> None:
-        """Begin at nothing."""
+    def __init__(self, admission: Admission) -> None:
+        """Begin at nothing; what `admission` counts is on the page too."""
         self._registry = CollectorRegistry()
+        self._registry.register(AdmissionCollector(admission))
         self._items = Counter(
             "epd_items",
             "Media items of answered requests, by where their encoder outputs came from.",
@@ -53,6 +86,22 @@ class MetricsObserver:
             buckets=SECONDS,
             registry=self._registry,
         )
+        self._reloaded = Gauge(
+            "epd_config_last_reload_success",
+            "1 where all files that were read last could be used; 0: older ones are in force.",
+            registry=self._registry,
+        )
+        self._reloaded.set(1)
+
+    def reloaded(self, success: bool) -> None:
+        """Say how it ended."""
+        self._reloaded.set(success)
+
+        self._loop_lag = Gauge(
+            "epd_event_loop_lag_seconds",
+            "The longest that the event loop kept others waiting, of the last 15 s.",
+            registry=self._registry,
+        )
 
     def stage_done(self, event: StageDone) -> None:
         """Add its time."""
@@ -72,6 +121,10 @@ class MetricsObserver:
     def instance_changed(self, event: InstanceChanged) -> None:
         """Count it."""
         self._instances.labels(event.role, event.state).inc()
+
+    def loop_lag(self, seconds: float) -> None:
+        """Show how long the event loop kept others waiting."""
+        self._loop_lag.set(seconds)
 
     def page(self) -> bytes:
         """All figures."""

@@ -2,8 +2,11 @@
 
 import asyncio
 import re
+import secrets
+import select
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import get_args
 
 import structlog
@@ -11,7 +14,10 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from epd.access import Access, Headers, bearer, check_admin
+from epd.admission import Admission, Held
+from epd.body import too_large
 from epd.config import ProxyConfig
+from epd.drain import end_in_time
 from epd.errors import (
     BadRequest,
     ProxyError,
@@ -30,13 +36,19 @@ KEYS = web.AppKey("keys", ApiKeys)
 """There only where keys are configured."""
 ACCESS = web.AppKey("access", Mapping[object, Access])
 """Whom each handler answers."""
+ADMISSION = web.AppKey("admission", Admission)
 OBSERVERS = web.AppKey("observers", Sequence[Observer])
 CONTEXT = web.RequestKey("context", RequestContext)
+BODY = web.RequestKey("body", Held)
+"""What the body is counted with as it is read."""
 OUTCOME = web.RequestKey("outcome", ProxyError)
 """Set where a stream broke after its status had gone out."""
 
 FORWARDED_HEADERS = ("traceparent", "tracestate")
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+LOOK_S = 0.1
+"""Between two looks at whether a client that waits is still there."""
 
 CLIENT_CLOSED = 499
 """nginx's status for a client that left before its answer; logged, never sent."""
@@ -48,8 +60,10 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     clock = asyncio.get_running_loop().time
     started = clock()
     config, observers = request.app[CONFIG], request.app[OBSERVERS]
+    client_id = _client_id(request.headers)
     context = RequestContext(
-        request_id=_request_id(request.headers),
+        request_id=_request_id(client_id),
+        client_id=client_id,
         headers=_forwarded(request.headers, config, own_keys=_keeps_keys(request)),
         clients_key=_passes_key(request, config),
         observers=observers,
@@ -62,7 +76,8 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
         return response
     finally:
         event = RequestDone(
-            request_id=context.request_id,
+            request_id=context.client_id or context.request_id,
+            engine_id=context.request_id,
             method=request.method,
             path=_route(request),
             status=status,
@@ -136,9 +151,53 @@ def _keeps_keys(request: web.Request) -> bool:
     return KEYS in request.app
 
 
+@web.middleware
+async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Let a request in when there is a place for it, and count its body while it is here."""
+    admission, context, route = request.app[ADMISSION], request[CONTEXT], _route(request)
+    with admission.body() as request[BODY]:
+        if not route.startswith("/v1/"):  # health and metrics are asked for when it matters most
+            return await handler(request)
+        admission.keep_pace(context.tenant)
+        if request.method != "POST":
+            return await handler(request)
+        if (size := request.content_length or 0) > request.client_max_size:
+            raise too_large(request.client_max_size)
+        with admission.arrive(context.tenant) as ticket:
+            if ticket.where == "queue":
+                with context.timed("queue", "proxy"):
+                    async with _watched(request):
+                        await admission.turn(ticket)
+            request[BODY].grow(size)
+            return await handler(request)
+
+
+@asynccontextmanager
+async def _watched(request: web.Request) -> AsyncIterator[None]:
+    """Notice that the client leaves, though nothing of its body is read.
+
+    aiohttp stops reading where a body comes that nobody takes, and then does not see its end.
+    """
+    watcher = asyncio.create_task(_watch(request))
+    try:
+        yield
+    finally:
+        watcher.cancel()
+
+
+async def _watch(request: web.Request) -> None:
+    if (transport := request.transport) is None:  # it has left
+        return
+    peer = select.poll()
+    peer.register(transport.get_extra_info("socket"), select.POLLRDHUP)
+    while not peer.poll(0):  # noqa: ASYNC110 - the loop watches no socket twice
+        await asyncio.sleep(LOOK_S)
+    transport.abort()  # at which aiohttp cancels the request
+
+
 def own_headers(context: RequestContext) -> dict[str, str]:
     """Headers of every answer."""
-    own = {"X-Request-Id": context.request_id, "Server": SERVER}
+    own = {"X-Request-Id": context.client_id or context.request_id, "Server": SERVER}
     timing = ", ".join(
         f"{stage};dur={seconds * 1000:.1f}"
         for stage, seconds in stage_seconds(context.stages).items()
@@ -158,9 +217,21 @@ def _passes_key(request: web.Request, config: ProxyConfig) -> bool:
     return KEYS not in request.app and given
 
 
-def _request_id(headers: Mapping[str, str]) -> str:
-    given = headers.get("x-request-id", "")
-    return given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+def _client_id(headers: Headers) -> str | None:
+    match headers.getall("x-request-id", ()):
+        case [given] if REQUEST_ID.fullmatch(given):
+            return given
+        case _:
+            return None
+
+
+def _request_id(client_id: str | None) -> str:
+    """An id of our own, which begins with the client's, so that a search for that finds it.
+
+    A client may use one id twice at a time. An engine or a KV connector that goes by the id would
+    take two such requests for one.
+    """
+    return uuid.uuid4().hex if client_id is None else f"{client_id}-{secrets.token_hex(4)}"
 
 
 def _forwarded(headers: Headers, config: ProxyConfig, *, own_keys: bool) -> dict[str, str]:
@@ -202,5 +273,5 @@ def _kind(cause: BaseException) -> str:
     return f"{name}: {cause}" if isinstance(cause, OSError) else name
 
 
-MIDDLEWARES = (observe, render_errors, authenticate)
+MIDDLEWARES = (observe, render_errors, end_in_time, authenticate, admit)
 """The outer one first."""

@@ -10,7 +10,7 @@ from epd.cache import EncoderCache
 from epd.chat import Body, MMItem, check_mm_kwargs, mm_items, names_entries
 from epd.config import ProxyConfig
 from epd.encoding import Encoder
-from epd.errors import BadRequest, ProxyError, Stage, UpstreamTimeout
+from epd.errors import ProxyError, Stage, UpstreamTimeout
 from epd.fetch import RemoteMedia
 from epd.health import BUSY
 from epd.instances import Instance, InstanceTable, Role
@@ -128,15 +128,11 @@ class Pipeline:
         """The request, with media in it that the proxy fetches, and the keys of its items."""
         if not self._config.trust_request_mm_kwargs:
             check_mm_kwargs(body)
-        items = mm_items(body)
-        if len(items) > self._config.max_items:
-            raise BadRequest(
-                f"{len(items)} media items, and at most {self._config.max_items} are allowed",
-                slug="too_many_items",
-                param="messages",
-            )
-        body = await self._media.inlined(body, items, context.tenant.name)
-        return body, await self._keys.of(body, mm_items(body), context.tenant)
+        items = mm_items(body, self._config.max_items)
+        inlined = await self._media.inlined(body, items, context.tenant.name)
+        if inlined is not body:
+            items = mm_items(inlined)
+        return inlined, await self._keys.of(inlined, items, context.tenant)
 
     async def _prepare(
         self,

@@ -2,74 +2,159 @@
 
 import asyncio
 import signal
+import ssl
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import structlog
 from aiohttp import web
 
 from epd.config import ProxyConfig
+from epd.drain import DRAIN
 from epd.middlewares import OBSERVERS
 from epd.protocol import Runner
+from epd.reload import RELOAD
+from epd.tls import renew, server_context
 from epd.web import create_app
 
-SHUTDOWN_TIMEOUT_S = 60.0
+CUT_S = 5.0
+"""For requests that were told to end to send their last words."""
+CLEANUP_S = 10.0
+"""For what the application still does upstream when no request runs any more."""
 AT_ONCE_S = 0.01
 """aiohttp takes 0 for no limit."""
+NOW_S = 1.0
+"""What cleaning up takes at most after a second signal."""
+
+
+class Orders:
+    """What a process has been told, by signals or by the process that started it.
+
+    Attributes:
+        drain: say that you are about to stop, and go on.
+        close: take no more connections, let requests end, and stop.
+        now: let nothing end.
+        reload: read files anew; whoever does clears it.
+    """
+
+    def __init__(self) -> None:
+        self.drain = asyncio.Event()
+        self.close = asyncio.Event()
+        self.now = asyncio.Event()
+        self.reload = asyncio.Event()
+
+    def stop(self) -> None:
+        """Close without delay."""
+        self.drain.set()
+        self.close.set()
+
+    def end(self, delay_s: float = 0) -> None:
+        """Drain, and close after a delay; told so once more, end now."""
+        if self.drain.is_set():
+            self.now.set()
+            self.stop()
+        else:
+            self.drain.set()
+            asyncio.get_running_loop().call_later(delay_s, self.close.set)
+
+
+def orders_by_signal(config: ProxyConfig) -> Orders:
+    """The orders of whoever sends this process signals."""
+    orders = Orders()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, orders.end, config.drain_delay_s)
+    # Ctrl-C: no load balancer has to learn of it, and somebody waits.
+    loop.add_signal_handler(signal.SIGINT, orders.end)
+    loop.add_signal_handler(signal.SIGHUP, orders.reload.set)
+    return orders
 
 
 async def serve(config: ProxyConfig) -> None:
-    """Serve until SIGINT or SIGTERM, then let running requests end; at the second, stop at once.
+    """Serve until SIGTERM or SIGINT, then let running requests end; at the second, stop at once.
 
     Raises:
         OSError: the address cannot be listened on.
+        KeysInvalid: the keys file cannot be used.
+        TlsInvalid: a certificate or a key cannot be used.
     """
     log = structlog.get_logger("epd")
-    stop, stop_now = stop_signals()
-    async with running(config, stop_now) as runner:
-        await web.TCPSite(runner, config.host, config.port).start()
+    orders, tls = orders_by_signal(config), server_context(config)
+    async with running(config, orders, tls) as runner:
+        await web.TCPSite(runner, config.host, config.port, ssl_context=tls).start()
         for host, port, *_ in runner.addresses:
-            log.info("listening", url=f"http://{host}:{port}", topology=topology(config))
-        await stop.wait()
+            log.info("listening", url=url(config, host, port), topology=topology(config))
+        await orders.drain.wait()
+        log.info("draining")
+        await orders.close.wait()
         log.info("stopping")
 
 
-def stop_signals() -> tuple[asyncio.Event, asyncio.Event]:
-    """What is set at the first SIGINT or SIGTERM, and what at the second."""
-    stop, stop_now = asyncio.Event(), asyncio.Event()
-
-    def on_signal() -> None:
-        (stop_now if stop.is_set() else stop).set()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
-    return stop, stop_now
-
-
 @asynccontextmanager
-async def running(config: ProxyConfig, stop_now: asyncio.Event) -> AsyncIterator[web.AppRunner]:
-    """The application, as yet without an address. Leaving waits for requests until `stop_now`."""
+async def running(
+    config: ProxyConfig, orders: Orders, tls: ssl.SSLContext | None
+) -> AsyncIterator[web.AppRunner]:
+    """The application, as yet without an address, that obeys orders to drain and to reload.
+
+    Leaving waits for the requests that run, within limits.
+    """
     app = create_app(config)
-    runner = Runner(app, config, app[OBSERVERS], shutdown_timeout=SHUTDOWN_TIMEOUT_S)
+    runner = Runner(app, config, app[OBSERVERS])
+    if tls is not None:
+        runner.app[RELOAD].add("certificate", partial(renew, tls, config))
     await runner.setup()
+    obeying = [asyncio.create_task(obey(runner.app, orders)) for obey in (_drain, _reload)]
     try:
         yield runner
     finally:
-        await _end(runner, stop_now)
+        await _end(runner, config.drain_timeout_s, orders.now)
+        for task in obeying:
+            task.cancel()
 
 
-async def _end(runner: web.AppRunner, stop_now: asyncio.Event) -> None:
+async def _drain(app: web.Application, orders: Orders) -> None:
+    await orders.drain.wait()
+    app[DRAIN].begin()
+
+
+async def _reload(app: web.Application, orders: Orders) -> None:
+    while True:
+        await orders.reload.wait()
+        orders.reload.clear()
+        app[RELOAD]()
+
+
+async def _end(runner: web.AppRunner, timeout_s: float, now: asyncio.Event) -> None:
+    for site in runner.sites:
+        await site.stop()
+    await asyncio.sleep(0)  # what has just been accepted is heard first
+    await first_of(_finished(runner), asyncio.sleep(timeout_s), now.wait())
+    if not now.is_set():
+        runner.app[DRAIN].cut()
+        await first_of(_finished(runner), asyncio.sleep(CUT_S), now.wait())
+    if runner.server is not None:
+        await runner.server.shutdown(AT_ONCE_S)
     cleanup = asyncio.create_task(runner.cleanup())
-    await first_of(asyncio.wait([cleanup]), stop_now.wait())
+    await first_of(asyncio.wait([cleanup], timeout=CLEANUP_S), _later(now, NOW_S))
     cleanup.cancel()
     await asyncio.wait([cleanup])
-    if cleanup.cancelled() and runner.server is not None:  # what it had left to do
-        await runner.server.shutdown(AT_ONCE_S)
-        await runner.app.cleanup()
-    else:
+    if not cleanup.cancelled():
         cleanup.result()
+
+
+async def _finished(runner: web.AppRunner) -> None:
+    """Wait until all requests have ended and their answers are sent."""
+    await runner.app[DRAIN].idle()
+    if runner.server is not None:
+        # Not before, as `runner.cleanup` does: it deafens connections that are sending a body.
+        runner.server.pre_shutdown()
+        await runner.server.shutdown(None)
+
+
+async def _later(event: asyncio.Event, delay_s: float) -> None:
+    await event.wait()
+    await asyncio.sleep(delay_s)
 
 
 async def first_of(*waits: Coroutine[Any, Any, object]) -> None:
@@ -78,6 +163,12 @@ async def first_of(*waits: Coroutine[Any, Any, object]) -> None:
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
         task.cancel()
+    await asyncio.wait(tasks)
+
+
+def url(config: ProxyConfig, host: str, port: int) -> str:
+    """Where clients reach it."""
+    return f"{'http' if config.ssl_certfile is None else 'https'}://{host}:{port}"
 
 
 def topology(config: ProxyConfig) -> str:

@@ -41,7 +41,7 @@ class RequestContext:
     """What a request carries through its stages beside its body.
 
     Attributes:
-        request_id: the id its instances see.
+        request_id: the id its instances see; no two requests have the same.
         headers: headers its instances are sent, but for the request id.
         tenant: whose request it is.
         clients_key: whether the instances judge the client's own key, and not the proxy's.
@@ -50,6 +50,7 @@ class RequestContext:
         items: how many items came from where.
         retries: how often the request was begun anew.
         degraded: what was done in another stage than its own.
+        client_id: what its client calls it, where it calls it anything.
     """
 
     request_id: str
@@ -61,6 +62,7 @@ class RequestContext:
     items: Counter[ItemResult] = field(default_factory=Counter)
     retries: int = 0
     degraded: set[Degraded] = field(default_factory=set)
+    client_id: str | None = None
     _children: Iterator[int] = field(default_factory=itertools.count)
 
     def headers_for(self, request_id: str) -> dict[str, str]:

@@ -50,6 +50,10 @@ class ApiKeys:
     def __init__(self, tenants: Mapping[bytes, Tenant]) -> None:
         self._tenants = dict(tenants)
 
+    def replace(self, others: "ApiKeys") -> None:
+        """Know those keys from now on, and no longer these."""
+        self._tenants = others._tenants  # noqa: SLF001 - of this class
+
     def tenant_of(self, key: str) -> Tenant | None:
         """The tenant a key belongs to, None where it is no key.
 

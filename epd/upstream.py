@@ -7,12 +7,14 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from io import BytesIO
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Self
 
 import aiohttp
 
 from epd.errors import Overloaded, Stage, UpstreamFailed, UpstreamTimeout, UpstreamUnreachable
+from epd.tls import upstream_context
 from epd.version import __version__
 
 KEEP_ALIVE_S = 2.0
@@ -125,11 +127,18 @@ class Upstream:
 
     @classmethod
     @asynccontextmanager
-    async def connect(cls, connect_timeout_s: float) -> AsyncIterator[Self]:
-        """A pool that is closed when the context is left."""
+    async def connect(
+        cls, connect_timeout_s: float, ca_file: Path | None = None
+    ) -> AsyncIterator[Self]:
+        """A pool that is closed when the context is left.
+
+        Raises:
+            TlsInvalid: the file of CAs cannot be used.
+        """
+        tls = upstream_context(ca_file)
         connectors = (
-            aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
-            aiohttp.TCPConnector(limit=0, force_close=True),
+            aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, ssl=tls),
+            aiohttp.TCPConnector(limit=0, force_close=True, ssl=tls),
         )
         pooled, fresh = (
             aiohttp.ClientSession(

@@ -19,6 +19,9 @@ STORED_WITHIN_S = 5.0
 
 POLL_S = 0.02
 
+MAX_NAME = 64
+"""Characters of an unknown field's name that are said back."""
+
 
 class Warmup:
     """Has media encoded ahead of the request that asks about them."""
@@ -75,7 +78,8 @@ def _chat_body(asked: Any) -> Body:
     if not isinstance(asked, dict):
         raise BadRequest("the body must be a JSON object")
     if unknown := sorted(asked.keys() - FIELDS):
-        raise BadRequest("the body has a field that is none of this route's", param=unknown[0])
+        name = unknown[0][:MAX_NAME]
+        raise BadRequest("the body has a field that is none of this route's", param=name)
     check_model(asked)
     content = asked.get("content")
     if not isinstance(content, list) or not content:

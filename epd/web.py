@@ -3,6 +3,7 @@
 import asyncio
 import re
 import stat
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import partial
@@ -15,11 +16,14 @@ from aiohttp import web
 from epd import chat
 from epd.access import Access
 from epd.admin import Admin
+from epd.admission import Admission, limits_of
 from epd.body import read_body
 from epd.cache import EncoderCache
 from epd.config import ProxyConfig
+from epd.drain import DRAIN, Drain, send_elsewhere
 from epd.errors import (
-    BadRequest,
+    NoInstance,
+    Overloaded,
     ProxyError,
     UpstreamFailed,
     UpstreamTimeout,
@@ -30,9 +34,12 @@ from epd.health import State
 from epd.identity import salted
 from epd.instances import Instance, InstanceTable
 from epd.logs import LogObserver
+from epd.loop_lag import watched
 from epd.metrics import CONTENT_TYPE, MetricsObserver
 from epd.middlewares import (
     ACCESS,
+    ADMISSION,
+    BODY,
     CONFIG,
     CONTEXT,
     KEYS,
@@ -44,6 +51,7 @@ from epd.middlewares import (
 from epd.pipeline import Pipeline
 from epd.probes import probing
 from epd.releases import Releases
+from epd.reload import RELOAD, Reload
 from epd.sse import EventAligner
 from epd.stages import RequestContext, Stages
 from epd.tenants import ApiKeys, KeysInvalid, parse_keys
@@ -82,13 +90,22 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
     Raises:
         KeysInvalid: the keys file cannot be used.
     """
-    app = web.Application(client_max_size=config.max_body_bytes, middlewares=MIDDLEWARES)
+    limits = limits_of(config)
+    app = web.Application(
+        client_max_size=min(config.max_body_bytes, limits.body_bytes), middlewares=MIDDLEWARES
+    )
     app[CONFIG] = config
+    app[ADMISSION] = Admission(limits, time.monotonic)
     if config.api_keys_file is not None:
         app[KEYS] = _read_keys(config.api_keys_file)
     app[ACCESS] = dict[object, Access]((route.handler, access) for access, route in ROUTES)
     app.add_routes([route for _, route in ROUTES])
-    app[METRICS] = MetricsObserver()
+    app[METRICS] = MetricsObserver(app[ADMISSION])
+    app[RELOAD] = Reload(app[METRICS].reloaded)
+    if config.api_keys_file is not None:
+        app[RELOAD].add("API keys", partial(_renew_keys, app[KEYS], config.api_keys_file))
+    app[DRAIN] = Drain()
+    app.on_response_prepare.append(send_elsewhere)
     app[OBSERVERS] = (
         app[METRICS],
         *((LogObserver(),) if observers is None else observers),
@@ -111,13 +128,18 @@ def _read_keys(path: Path) -> ApiKeys:
     return keys
 
 
+def _renew_keys(keys: ApiKeys, path: Path) -> None:
+    keys.replace(_read_keys(path))
+
+
 async def _connections(app: web.Application) -> AsyncIterator[None]:
     config = app[CONFIG]
     table = InstanceTable(
         config.instances, config.health, on_change=partial(_changed, app[OBSERVERS])
     )
     async with (
-        Upstream.connect(config.connect_timeout_s) as upstream,
+        watched(app[METRICS].loop_lag),
+        Upstream.connect(config.connect_timeout_s, config.upstream_ca_file) as upstream,
         remote_media(config) as media,
         _cache(config) as cache,
         probing(table, upstream, config.health_timeout_s),
@@ -150,7 +172,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     scope = request.app[CONFIG].scope_of(context.tenant)
     stream: web.StreamResponse | None = None
     try:
-        async with _deadline(request):
+        async with request.app[DRAIN].bounded(), _deadline(request):
             body = salted(chat.parse(await _read(request)), scope)
             async with request.app[PIPELINE].run(body, context) as reply:
                 headers = _answer_headers(reply, context)
@@ -212,7 +234,7 @@ async def _not_yet(_: web.Request) -> None:
 
 
 async def _read(request: web.Request) -> bytes:
-    return await read_body(request, request.app[CONFIG])
+    return await read_body(request, request.app[CONFIG], request[BODY].grow)
 
 
 async def _whole_events(reply: Reply, idle_s: float) -> AsyncIterator[bytes]:
@@ -278,6 +300,15 @@ async def openapi(request: web.Request) -> web.Response:
     return web.Response(body=OPENAPI, content_type="application/json", headers=headers)
 
 
+async def ready(request: web.Request) -> web.Response:
+    """`GET /ready`: whether to send requests here. It asks nobody, and may be asked often."""
+    if request.app[DRAIN].began:
+        raise Overloaded("the proxy is about to stop", slug="shutting_down")
+    if not request.app[TABLE].serves(request.app[CONFIG].decode_role):
+        raise NoInstance("no decode instance can be reached", slug="no_decode")
+    return _json({"status": "ready"}, request[CONTEXT])
+
+
 async def metrics(request: web.Request) -> web.Response:
     """`GET /metrics`, for Prometheus."""
     return web.Response(body=request.app[METRICS].page(), headers={"Content-Type": CONTENT_TYPE})
@@ -287,10 +318,7 @@ async def profile(command: str, request: web.Request) -> web.Response:
     """`POST /start_profile` and `/stop_profile`: tells every instance."""
     body = await _read(request)
     if body:
-        try:
-            orjson.loads(body)
-        except orjson.JSONDecodeError:
-            raise BadRequest("the body is not valid JSON", slug="invalid_json") from None
+        chat.parse_json(body)
     context = request[CONTEXT]
     headers = context.headers_for(context.request_id)
     return _json(await request.app[ADMIN].profile(command, headers, body), context)
@@ -307,6 +335,7 @@ def _json(body: object, context: RequestContext, status: int = 200) -> web.Respo
 
 ROUTES = (
     (Access.OPEN, web.get("/health", health)),  # a load balancer has no key
+    (Access.OPEN, web.get("/ready", ready)),
     (Access.OPEN, web.get("/openapi.json", openapi)),  # it says nothing of this fleet
     (Access.TENANT, web.post("/v1/chat/completions", chat_completions, expect_handler=_not_yet)),
     (Access.TENANT, web.post("/v1/media", push_media, expect_handler=_not_yet)),

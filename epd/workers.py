@@ -5,8 +5,8 @@ same port (`SO_REUSEPORT`): on one that all share, the first to wake takes every
 waits, and keeps it. The first process holds all of them too, so that connections that wait at a
 worker that dies are served by the next one.
 
-A worker's standard input is a pipe from the first process: the configuration comes by it, and its
-end, however the first process ended, tells the worker to stop.
+A worker's standard input is a pipe from the first process: the configuration comes by it, then
+orders; and its end, however the first process ended, tells the worker to stop.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import chain
 from typing import Any, cast
 
@@ -26,7 +26,17 @@ from aiohttp import web
 
 from epd import logs
 from epd.config import ProxyConfig
-from epd.server import SHUTDOWN_TIMEOUT_S, first_of, running, stop_signals, topology
+from epd.server import (
+    CLEANUP_S,
+    CUT_S,
+    Orders,
+    first_of,
+    orders_by_signal,
+    running,
+    topology,
+    url,
+)
+from epd.tls import server_context
 
 BACKLOG = 128
 STEADY_S = 30.0
@@ -38,6 +48,9 @@ RESTART_S = 0.25
 GRACE_S = 2.0
 """For a worker that was told to end by now."""
 
+DRAIN, RELOAD = b"d", b"r"
+"""Orders to a worker, by its pipe."""
+
 Sockets = tuple[socket.socket, ...]
 Address = tuple[Any, ...]
 """As the socket functions take it: host, port, and for IPv6 flow and scope."""
@@ -48,24 +61,29 @@ class WorkersFailed(Exception):
 
 
 async def supervise(config: ProxyConfig) -> None:
-    """Keep the workers running until SIGINT or SIGTERM, as `server.serve` does for one process.
+    """Keep the workers running until SIGTERM or SIGINT, as `server.serve` does for one process.
 
     Raises:
         OSError: the address cannot be listened on.
         WorkersFailed: they do not stay alive.
     """
     log = structlog.get_logger("epd")
-    stop, stop_now = stop_signals()
+    orders = orders_by_signal(config)
     with _listening(config) as groups:
         for listener in groups[0]:
             log.info(
-                "listening", url=_url(listener), topology=topology(config), workers=config.workers
+                "listening",
+                url=url(config, *listener.getsockname()[:2]),
+                topology=topology(config),
+                workers=config.workers,
             )
         keepers = [
-            asyncio.create_task(_keep(number, config, sockets, stop, stop_now))
+            asyncio.create_task(_keep(number, config, sockets, orders))
             for number, sockets in enumerate(groups, start=1)
         ]
-        await stop.wait()
+        await orders.drain.wait()
+        log.info("draining")
+        await orders.close.wait()
         log.info("stopping")
     # Closed here too, the port takes no connection that no worker would serve.
     ends = await asyncio.gather(*keepers, return_exceptions=True)
@@ -73,17 +91,15 @@ async def supervise(config: ProxyConfig) -> None:
         raise failure
 
 
-async def _keep(
-    number: int, config: ProxyConfig, sockets: Sockets, stop: asyncio.Event, stop_now: asyncio.Event
-) -> None:
-    """Run a worker, and another whenever it dies, until all are to stop."""
+async def _keep(number: int, config: ProxyConfig, sockets: Sockets, orders: Orders) -> None:
+    """Run a worker, and another whenever it dies, until all are to close."""
     clock = asyncio.get_running_loop().time
     deaths = 0
     try:
-        while not stop.is_set():
+        while not orders.close.is_set():
             started = clock()
-            end = await _run(number, config, sockets, stop, stop_now)
-            if stop.is_set():
+            end = await _run(number, config, sockets, orders)
+            if orders.close.is_set():
                 return
             deaths = deaths + 1 if clock() - started < STEADY_S else 1
             if deaths == MAX_DEATHS:
@@ -92,23 +108,21 @@ async def _keep(
             structlog.get_logger("epd").error(
                 "worker died", worker=number, of=end, restart_in_s=delay_s
             )
-            await first_of(stop.wait(), asyncio.sleep(delay_s))
+            await first_of(orders.close.wait(), asyncio.sleep(delay_s))
     finally:
-        stop.set()
+        orders.stop()
 
 
-async def _run(
-    number: int, config: ProxyConfig, sockets: Sockets, stop: asyncio.Event, stop_now: asyncio.Event
-) -> str:
+async def _run(number: int, config: ProxyConfig, sockets: Sockets, orders: Orders) -> str:
     """Run one worker to its end, and say what it died of."""
     try:
         process, pipe = await _start(number, config, sockets)
     except OSError as error:  # no process or no memory to be had at the moment
         return str(error)
-    await first_of(process.wait(), stop.wait())
-    pipe.close()
-    limit_s = SHUTDOWN_TIMEOUT_S + GRACE_S
-    await first_of(process.wait(), stop_now.wait(), asyncio.sleep(limit_s))
+    with closing(pipe):
+        await first_of(process.wait(), orders.close.wait(), _pass_on(orders, pipe))
+    limit_s = config.drain_timeout_s + CUT_S + CLEANUP_S + GRACE_S
+    await first_of(process.wait(), orders.now.wait(), asyncio.sleep(limit_s))
     with suppress(ProcessLookupError):
         process.send_signal(signal.SIGUSR1)
     await first_of(process.wait(), asyncio.sleep(GRACE_S))
@@ -116,6 +130,22 @@ async def _run(
         process.kill()
     code = await process.wait()
     return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+async def _pass_on(orders: Orders, pipe: asyncio.StreamWriter) -> None:
+    """Tell a worker what this process is told."""
+
+    async def drain() -> None:
+        await orders.drain.wait()
+        pipe.write(DRAIN)
+
+    async def reload() -> None:
+        while True:
+            await orders.reload.wait()
+            orders.reload.clear()
+            pipe.write(RELOAD)
+
+    await asyncio.gather(drain(), reload())
 
 
 async def _start(
@@ -185,11 +215,6 @@ def _bound(family: int, address: Address, *, shared: bool = False) -> socket.soc
     return opened
 
 
-def _url(listener: socket.socket) -> str:
-    host, port, *_ = listener.getsockname()
-    return f"http://{host}:{port}"
-
-
 async def work(config: ProxyConfig, descriptors: Sequence[int]) -> None:
     """Serve on sockets that are open already, until standard input ends.
 
@@ -197,27 +222,45 @@ async def work(config: ProxyConfig, descriptors: Sequence[int]) -> None:
     one to every process, and a worker that stopped alone would leave its connections waiting.
     SIGUSR1 ends it at once.
     """
-    stop, stop_now = asyncio.Event(), asyncio.Event()
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)
+    orders, tls = _orders_by_pipe(), server_context(config)
+    async with running(config, orders, tls) as runner:
+        for descriptor in descriptors:
+            site = web.SockSite(runner, socket.socket(fileno=descriptor), ssl_context=tls)
+            await site.start()
+        structlog.get_logger("epd").info("serving", pid=os.getpid())
+        await orders.close.wait()
+
+
+def _orders_by_pipe() -> Orders:
+    orders = Orders()
     loop, pipe = asyncio.get_running_loop(), sys.stdin.fileno()
 
-    def at_end_of_pipe() -> None:
-        loop.remove_reader(pipe)
-        stop.set()
+    def read() -> None:
+        said = os.read(pipe, 64)
+        if DRAIN in said:
+            orders.drain.set()
+        if RELOAD in said:
+            orders.reload.set()
+        if not said:
+            loop.remove_reader(pipe)
+            orders.stop()
 
-    for ignored in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(ignored, signal.SIG_IGN)
-    loop.add_signal_handler(signal.SIGUSR1, stop_now.set)
-    loop.add_reader(pipe, at_end_of_pipe)
-    async with running(config, stop_now) as runner:
-        for descriptor in descriptors:
-            await web.SockSite(runner, socket.socket(fileno=descriptor)).start()
-        structlog.get_logger("epd").info("serving", pid=os.getpid())
-        await first_of(stop.wait(), stop_now.wait())
+    def at_once() -> None:
+        orders.now.set()
+        orders.stop()
+
+    loop.add_signal_handler(signal.SIGUSR1, at_once)
+    loop.add_reader(pipe, read)
+    return orders
 
 
 def main() -> None:
     """Run the worker that standard input describes."""
-    described = orjson.loads(sys.stdin.buffer.readline())
+    # Unbuffered: what follows the line are orders.
+    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as pipe:
+        described = orjson.loads(pipe.readline())
     config = ProxyConfig.model_validate(described["config"])
     logs.configure(config.log_format, config.log_level, worker=described["worker"])
     uvloop.run(work(config, described["sockets"]))

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Style, types, and who may import whom.
+# Style, types, who may import whom, and a test for every fault.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 ./scripts/setup.sh
@@ -7,3 +7,4 @@ cd "$(dirname "$0")/.."
 .venv/bin/ruff check .
 .venv/bin/mypy
 .venv/bin/lint-imports
+.venv/bin/python scripts/fault_table.py --check

@@ -149,6 +149,7 @@ class Stack:
         return [
             *(sys.executable, "-m", "epd", "serve", "--host", "127.0.0.1"),
             *("--port", str(self._port)),
+            *("--drain-delay-s", "0"),
             *("--ec-store", self.store),
             *("--allowed-local-media-path", str(self._local_media)),
             *(

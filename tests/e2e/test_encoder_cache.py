@@ -113,6 +113,7 @@ def test_a_conversation_of_ten_turns_encodes_each_picture_once(stack: Served) ->
     assert metric(stack.encode, ENCODED) - before == 3
 
 
+@pytest.mark.fault(21)
 @on_stores
 def test_entries_that_go_between_look_up_and_load_are_not_missed(stack: Served) -> None:
     """Row 21, without a moment that a test would choose: they go all the time."""
@@ -137,6 +138,7 @@ def test_entries_that_go_between_look_up_and_load_are_not_missed(stack: Served) 
     stack.stack.check_alive()
 
 
+@pytest.mark.fault(16)
 @on(ON_REDIS)
 def test_the_store_stops_while_requests_run(stack: Served) -> None:
     item, words = unseen(stack), text("and now?")
@@ -174,6 +176,7 @@ def another_proxy(stack: Served, *flags: str) -> Iterator[str]:
         *("--encode-servers-urls", urls[Role.ENCODE]),
         *("--decode-servers-urls", urls[Role.PREFILL_DECODE]),
         *("--ec-store", stack.stack.store, "--ec-store-budget-s", "2", "--log-format", "json"),
+        *("--drain-delay-s", "0"),
         *flags,
     ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:

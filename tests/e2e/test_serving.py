@@ -52,6 +52,7 @@ def test_a_wrong_model_is_the_engines_404(stack: Served) -> None:
         )
 
 
+@pytest.mark.fault(45)
 def test_a_client_that_leaves_stops_the_engine(stack: Served) -> None:
     [decode] = [engine for engine in stack.consumers if "decode" in engine.name]
     stream = stack.client.chat.completions.create(

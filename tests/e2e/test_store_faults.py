@@ -122,6 +122,7 @@ def check_serving(stack: Served) -> None:
     assert to_decode(stack, text("hi")).status_code == 200
 
 
+@pytest.mark.fault(21)
 @on_both
 def test_metadata_for_an_entry_that_is_not_there_fails_alone(stack: Served) -> None:
     before = metric(stack.consumers[0], "vllm:ec_store_failed_requests_total")
@@ -140,6 +141,7 @@ def test_a_promised_entry_that_never_comes_fails_alone(stack: Served) -> None:
     check_serving(stack)
 
 
+@pytest.mark.fault(21)
 @on_both
 def test_an_entry_that_was_deleted_after_it_was_encoded(stack: Served) -> None:
     ask(stack.client, stack.model, picture("astronaut.jpg"), text("known"))
@@ -151,6 +153,7 @@ def test_an_entry_that_was_deleted_after_it_was_encoded(stack: Served) -> None:
     check_serving(stack)
 
 
+@pytest.mark.fault(20)
 @on_both
 def test_an_entry_of_another_shape_is_a_miss(stack: Served) -> None:
     ask(stack.client, stack.model, picture("coffee.jpg"), text("shape"))
@@ -166,6 +169,7 @@ def store_path(stack: Served) -> Path:
     return Path(urlsplit(stack.stack.store).path)
 
 
+@pytest.mark.fault(20)
 @on_disk
 def test_corrupt_entries_are_misses(stack: Served) -> None:
     ask(stack.client, stack.model, picture("cat.jpg"), text("corrupt"))
@@ -223,6 +227,7 @@ def test_two_requests_do_not_wait_for_one_that_waits_for_its_entry(stack: Served
     assert still
 
 
+@pytest.mark.fault(16)
 @on_redis
 def test_redis_is_paused_while_serving(stack: Served) -> None:
     [server] = stack.redis
@@ -235,6 +240,7 @@ def test_redis_is_paused_while_serving(stack: Served) -> None:
     check_serving_again(stack)
 
 
+@pytest.mark.fault(16)
 @on_redis
 def test_redis_is_stopped_while_serving_and_comes_back(stack: Served) -> None:
     [server] = stack.redis
@@ -293,6 +299,7 @@ def check_answered_without_writing(stack: Served, store: Store, spare: Entry) ->
     stack.stack.check_alive()
 
 
+@pytest.mark.fault(17)
 @on_disk
 def test_the_store_is_made_read_only_while_serving(stack: Served, disk: SmallDisk) -> None:
     with open_store(stack.stack.store) as store:
@@ -307,6 +314,7 @@ def test_the_store_is_made_read_only_while_serving(stack: Served, disk: SmallDis
     check_serving(stack)
 
 
+@pytest.mark.fault(17)
 @on_disk
 def test_the_store_is_full_while_serving(stack: Served, disk: SmallDisk) -> None:
     with open_store(stack.stack.store) as store:
@@ -348,6 +356,7 @@ def test_an_entry_is_deleted_while_its_request_waits_for_another(
         assert content(waiting.result()) == expected
 
 
+@pytest.mark.fault(21)
 @on_all
 def test_media_whose_entry_was_deleted_are_encoded_again(stack: Served) -> None:
     expected = content(to_decode(stack, *raw(picture("cat.jpg")), text()))
@@ -414,6 +423,7 @@ def test_entries_come_and_go_while_requests_want_them(stack: Served) -> None:
     assert metric(stack.consumers[0], exceptions) == before
 
 
+@pytest.mark.fault(16)
 @on_cluster
 def test_a_cluster_is_stopped_while_serving_and_comes_back(stack: Served) -> None:
     for name in PICTURES:

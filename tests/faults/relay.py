@@ -54,7 +54,7 @@ class Way:
 class Relay:
     """Connects whoever connects to it with `target`; who is connected stays where he is.
 
-    Everything may be changed at any moment, from another thread too.
+    Both ways may be changed at any moment, from another thread too.
 
     Attributes:
         target: where new connections lead.

@@ -56,7 +56,8 @@ def answer(body: bytes, status: int = 200, *, length: int | None = None) -> byte
 
 
 STREAM_HEAD = (
-    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n"
+    b"Connection: close\r\n\r\n"  # a script that has come to its end answers nobody else
 )
 LAST_CHUNK = b"0\r\n\r\n"
 

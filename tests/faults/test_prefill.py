@@ -249,7 +249,7 @@ async def test_no_decode_there(launch: Launch) -> None:
         assert len(decodes_tried) == 1
 
 
-@pytest.mark.fault(35)
+@pytest.mark.fault(15, 35)
 @pytest.mark.parametrize("prefill", [0, 1])
 async def test_an_entry_that_cannot_be_loaded_is_encoded_again_once(
     launch: Launch, prefill: int

@@ -7,6 +7,7 @@ import pytest
 
 from ec_store import Store, open_store
 from epd.tenants import key_line
+from tests.faults.invariants import WatchedLaunch
 from tests.proxy.backed import NAMESPACE, Backed
 from tests.proxy.clients import ALICE, ALICE_2, BOB
 from tests.proxy.fleet import Launch
@@ -14,7 +15,7 @@ from tests.proxy.fleet import Launch
 
 @pytest.fixture
 def launch() -> Launch:
-    return Launch()
+    return WatchedLaunch()
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ class FakeInstance:
         chat: answers `/v1/chat/completions`; replace it to make the instance misbehave.
         calls: the chat requests it was sent.
         aborted: how many of its answers were cancelled because nobody waited any more.
+        open: how many chat requests it has that have not ended.
     """
 
     chat: Handler
@@ -54,16 +56,20 @@ class FakeInstance:
     calls: list[Call] = field(default_factory=list)
     other_calls: list[str] = field(default_factory=list)
     aborted: int = 0
+    open: int = 0
     url: str = ""
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        self.calls.append(Call(request.path, request.headers, body))
+        self.open += 1
         try:
+            body = await request.json()
+            self.calls.append(Call(request.path, request.headers, body))
             return await self.chat(request, body)
         except (asyncio.CancelledError, ConnectionError):
             self.aborted += 1
             raise
+        finally:
+            self.open -= 1
 
     async def _other(self, request: web.Request) -> web.Response:
         if request.path == "/health":  # it is probed: not a call
@@ -74,7 +80,7 @@ class FakeInstance:
         return web.Response(status=200 if self.profiler else 404)
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator["FakeInstance"]:
+    async def running(self, context: ssl.SSLContext | None = None) -> AsyncIterator["FakeInstance"]:
         app = web.Application(client_max_size=2**30)
         app.router.add_post("/v1/chat/completions", self._chat)
         for path in ("/start_profile", "/stop_profile"):
@@ -83,8 +89,9 @@ class FakeInstance:
             app.router.add_get(path, self._other)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.2)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
+        scheme = "http" if context is None else "https"
+        self.url = f"{scheme}://127.0.0.1:{runner.addresses[0][1]}"
         try:
             yield self
         finally:

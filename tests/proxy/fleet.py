@@ -39,14 +39,25 @@ class Recorder:
 
 @dataclass
 class Fleet:
-    """A running proxy and what is behind it."""
+    """A running proxy and what is behind it.
 
+    Attributes:
+        runner: what serves the proxy.
+        unparsed: how many requests a test has sent that are no HTTP, and so are no requests.
+    """
+
+    runner: web.AppRunner
     url: str
     http: aiohttp.ClientSession
     events: Recorder
     encode: list[FakeInstance]
     prefill: list[FakeInstance]
     decode: list[FakeInstance]
+    unparsed: int = field(default=0, init=False)
+
+    @property
+    def instances(self) -> list[FakeInstance]:
+        return [*self.encode, *self.prefill, *self.decode]
 
     @property
     def e(self) -> FakeInstance:
@@ -100,7 +111,7 @@ class Launch:
             await web.TCPSite(runner, "127.0.0.1", 0).start()
             http = await stack.enter_async_context(aiohttp.ClientSession())
             url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-            yield Fleet(url, http, events, **groups)
+            yield Fleet(runner, url, http, events, **groups)
 
 
 async def until(condition: Callable[[], object], timeout_s: float = 5) -> None:

@@ -134,6 +134,7 @@ async def test_a_claim_whose_holder_died_is_waited_for_only_so_long(
         await until(lambda: backed.store.claim([key], "other", 1.0) == [True])
 
 
+@pytest.mark.fault(21)
 @pytest.mark.parametrize("prefill", [0, 1])
 @pytest.mark.parametrize("how", ["deleted", "corrupted"])
 async def test_an_entry_lost_between_look_up_and_load_is_invisible_to_the_client(
@@ -187,6 +188,7 @@ async def test_an_error_that_is_no_lost_entry_is_not_tried_again(
         assert len(fleet.d.calls) == 2
 
 
+@pytest.mark.fault(16)
 @pytest.mark.parametrize("away", ["redis://127.0.0.1:9", "file:///proc/nowhere/store"])
 async def test_without_the_store_requests_are_served(
     launch: Launch, backed: Backed, away: str
@@ -197,6 +199,7 @@ async def test_without_the_store_requests_are_served(
             assert await items_of(fleet, request(image())) == {"encoded": 1}
 
 
+@pytest.mark.fault(16)
 async def test_a_store_that_hangs_costs_its_budget_and_then_nothing(
     launch: Launch, backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -431,6 +434,7 @@ async def test_an_encode_that_stores_nothing_holds_nobody_up(
         assert asyncio.get_running_loop().time() - started < 10
 
 
+@pytest.mark.fault(21)
 async def test_what_a_consumer_cannot_load_is_encoded_anew(
     launch: Launch, backed: Backed, url: str
 ) -> None:

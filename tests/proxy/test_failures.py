@@ -152,6 +152,7 @@ async def test_a_prefill_without_kv_transfer_params_is_an_error(launch: Launch) 
         assert "--kv-transfer-config" in reply["error"]["message"]
 
 
+@pytest.mark.fault(36)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("status", [400, 404, 429, 500, 503])
 async def test_decodes_own_error_is_the_clients(launch: Launch, status: int, stream: bool) -> None:
@@ -197,6 +198,9 @@ async def test_retry_after_reaches_the_client(launch: Launch) -> None:
             assert reply.headers["Retry-After"] == "7"
 
 
+@pytest.mark.fault(37)
+@pytest.mark.fault(38)
+@pytest.mark.fault(39)
 @pytest.mark.parametrize(
     ("decode", "slug"),
     [
@@ -221,6 +225,7 @@ async def test_a_stream_that_breaks_ends_in_an_error_event_and_no_done(
         assert [event.error for event in fleet.events.requests] == [slug]
 
 
+@pytest.mark.fault(39)
 async def test_the_official_client_sees_a_broken_stream(launch: Launch) -> None:
     async with (
         launch() as fleet,
@@ -251,6 +256,7 @@ async def test_a_decode_that_stops_in_its_answer_is_an_error(launch: Launch, sta
         check_error(reply, code=504)
 
 
+@pytest.mark.fault(10)
 async def test_an_encode_answer_is_read_up_to_a_limit(launch: Launch) -> None:
     async def endless(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
         response = web.StreamResponse()
@@ -322,6 +328,7 @@ async def test_an_instances_text_is_not_logged(launch: Launch) -> None:
         assert unknown.path == "unknown"
 
 
+@pytest.mark.fault(40)
 async def test_an_error_event_of_decode_is_passed_on(launch: Launch) -> None:
     error = b'data: {"error": {"message": "late"}}\n\n'
     async with launch() as fleet:
@@ -343,6 +350,8 @@ async def leave(fleet: Fleet, at: FakeInstance, body: dict[str, Any]) -> None:
     await until(lambda: at.aborted >= begun)
 
 
+@pytest.mark.fault(43)
+@pytest.mark.fault(45)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("role", ["encode", "prefill", "decode"])
 async def test_a_client_that_leaves_cancels_what_runs_for_it(
@@ -359,6 +368,7 @@ async def test_a_client_that_leaves_cancels_what_runs_for_it(
         assert {event.error for event in left} == {"cancelled"}
 
 
+@pytest.mark.fault(45)
 async def test_a_client_that_leaves_in_the_stream_cancels_decode(launch: Launch) -> None:
     async with launch() as fleet:
         fleet.d.chat = streams(chunk("a"), then=hangs)
@@ -383,6 +393,8 @@ async def test_the_proxy_serves_on_after_failures(launch: Launch) -> None:
 # Requests that are wrong.
 
 
+@pytest.mark.fault(50)
+@pytest.mark.fault(52)
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -415,6 +427,7 @@ async def test_a_malformed_body_is_a_400(launch: Launch, body: bytes, param: str
         assert fleet.e.calls == fleet.d.calls == []
 
 
+@pytest.mark.fault(52)
 @pytest.mark.parametrize(
     ("part", "param"),
     [
@@ -452,6 +465,7 @@ async def test_a_part_that_cannot_be_served_is_a_400_that_names_it(
         assert fleet.e.calls == fleet.d.calls == []
 
 
+@pytest.mark.fault(53)
 @pytest.mark.security("S10")
 async def test_too_many_items(launch: Launch) -> None:
     async with launch(max_items=2) as fleet:
@@ -463,6 +477,7 @@ async def test_too_many_items(launch: Launch) -> None:
 
 
 @pytest.mark.security("S10")
+@pytest.mark.fault(49)
 async def test_a_body_that_is_too_large(launch: Launch) -> None:
     body = request(text("x" * 10_000))
     async with launch(max_body_bytes=10_000) as fleet, fleet.post(body) as reply:
@@ -495,6 +510,7 @@ async def test_what_is_not_served_is_an_openai_error_too(launch: Launch) -> None
                 check_error(await reply.json(), code=status)
 
 
+@pytest.mark.fault(56)
 @pytest.mark.security("S5")
 async def test_a_clients_reserved_fields_go_nowhere(launch: Launch) -> None:
     async with launch(prefill=1) as fleet:
@@ -509,6 +525,7 @@ async def test_a_clients_reserved_fields_go_nowhere(launch: Launch) -> None:
             assert "theirs" not in str(call.body)
 
 
+@pytest.mark.fault(12)
 async def test_ambiguous_metadata_is_refused(launch: Launch) -> None:
     async def two_features(_: web.Request, __: dict[str, Any]) -> web.Response:
         return web.json_response({"ec_transfer_params": {"a": {}, "b": {}}})

@@ -184,6 +184,9 @@ async def test_forgotten_media_are_not_known_any_more(
         ({"content": [image(b"1"), named("never")]}, "content[1]"),
         ({"content": [{"type": "image_url"}]}, "content[0].image_url"),
         ({"content": [image(b"1")], "max_tokens": 3}, "max_tokens"),
+        ({"content": [image(b"1")], "x" * 1000: 3}, "x" * 64),
+        ({"content": [image(b"1"), image(b"BM")]}, "content[1]"),
+        ({"content": [image(b"1")] * 65}, "messages"),
     ],
 )
 async def test_what_is_wrong_is_a_4xx_that_names_it(

@@ -22,6 +22,7 @@ from tests.proxy.fleet import until
 from tests.requests import data_url, image, request, text
 
 EPD = [sys.executable, "-m", "epd"]
+ADDRESS = ["--host", "127.0.0.1", "--port", "0"]
 INSTANCES = ["--encode-servers-urls", "http://e:1", "--decode-servers-urls", "http://d:1"]
 
 
@@ -35,7 +36,7 @@ def serving(
 ) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """`epd serve` on a free port, with JSON logs: its URL and its process."""
     process = subprocess.Popen(
-        [*EPD, "serve", "--host", "127.0.0.1", "--port", "0", "--log-format", "json", *args],
+        [*EPD, "serve", *ADDRESS, "--log-format", "json", "--drain-delay-s", "0", *args],
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | (env or {}),
@@ -187,6 +188,7 @@ async def test_a_client_that_leaves_it_cancels_what_runs_upstream() -> None:
     assert decode.aborted == 1
 
 
+@pytest.mark.fault(62)
 async def test_a_second_signal_ends_it_at_once() -> None:
     encode, decode = FakeInstance(encodes), FakeInstance(hangs)
     async with encode.running(), decode.running():
@@ -230,7 +232,7 @@ def test_a_store_that_hangs_does_not_keep_the_process_from_ending(tmp_path: Path
         "from epd.cli import main\n"
         "main(sys.argv[1:])\n"
     )
-    flags = ["--host", "127.0.0.1", "--port", "0", "--log-format", "json"]
+    flags = [*ADDRESS, "--log-format", "json", "--drain-delay-s", "0"]
     command = [
         *(sys.executable, "-c", code, "serve", *INSTANCES, *flags),
         *("--ec-store", f"file://{tmp_path}/store"),

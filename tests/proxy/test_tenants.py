@@ -31,6 +31,7 @@ async def names(fleet: Fleet, key: str, **more: Any) -> tuple[str, str | None]:
     return fleet.e.calls[-1].parts[0]["uuid"], fleet.d.calls[-1].body.get("cache_salt")
 
 
+@pytest.mark.security("S11")
 @pytest.mark.security("S12")
 async def test_tenants_have_keys_and_salts_of_their_own(launch: Launch, keys: Path) -> None:
     async with launch(prefill=1, api_keys_file=keys) as fleet:
@@ -118,8 +119,8 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("headers", WRONG)
 @pytest.mark.security("S1")
+@pytest.mark.parametrize("headers", WRONG)
 async def test_without_a_key_nothing_is_asked_of_an_instance(
     launch: Launch, keys: Path, headers: dict[str, str]
 ) -> None:
@@ -144,6 +145,7 @@ async def test_two_keys_are_none(launch: Launch, keys: Path) -> None:
             assert reply.status == 401
 
 
+@pytest.mark.security("S1")
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
@@ -158,7 +160,6 @@ async def test_two_keys_are_none(launch: Launch, keys: Path) -> None:
         ("GET", "/start_profile", 401),
     ],
 )
-@pytest.mark.security("S1")
 async def test_only_health_is_open(
     launch: Launch, keys: Path, method: str, path: str, status: int
 ) -> None:
@@ -219,8 +220,8 @@ async def test_a_client_that_waits_for_continue_is_served(launch: Launch, keys: 
             assert (await reply.json())["choices"]
 
 
-@pytest.mark.parametrize("own", [None, "own-key"])
 @pytest.mark.security("S2")
+@pytest.mark.parametrize("own", [None, "own-key"])
 async def test_a_clients_key_reaches_no_instance(
     launch: Launch, keys: Path, own: str | None
 ) -> None:

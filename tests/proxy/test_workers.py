@@ -133,6 +133,7 @@ def refuses_connections(url: str) -> bool:
         return client.connect_ex((host, int(port))) != 0
 
 
+@pytest.mark.fault(62)
 async def test_a_second_signal_ends_all_at_once() -> None:
     encode, decode = FakeInstance(encodes), FakeInstance(hangs)
     async with encode.running(), decode.running(), aiohttp.ClientSession() as http:

@@ -237,6 +237,7 @@ class StoreContract:
             True,
         ]
 
+    @pytest.mark.fault(29)
     def test_an_entry_that_was_returned_outlives_everything(self, opened: Opened) -> None:
         store = opened()
         store.put(key(), sized(2**20, 1))
@@ -302,6 +303,7 @@ class StoreContract:
         assert all(row.problem is None for row in rows)
         assert all(row.info is not None and row.size_bytes >= row.info.size_bytes for row in rows)
 
+    @pytest.mark.fault(20)
     def test_a_spoiled_entry_is_a_miss_and_is_counted_and_forgotten(
         self, opened: Opened, spoil: Spoil
     ) -> None:
@@ -370,6 +372,7 @@ class StoreContract:
             assert list(pool.map(work, range(8))) == [0] * 8
         assert store.stats().corrupt == 0
 
+    @pytest.mark.fault(22)
     def test_of_writers_of_one_key_one_writes(self, opened: Opened) -> None:
         stores = [opened() for _ in range(8)]
         started = threading.Barrier(8)

@@ -89,6 +89,7 @@ def test_no_claim_is_found_to_live_for_ever(
     assert disk.claim([key()], "a", 30) == [True]
 
 
+@pytest.mark.fault(27)
 def test_a_claim_from_the_future_is_nobodys(root: Path, disk: SharedDiskStore) -> None:
     disk.claim([key()], "other", 30)
     age(file_of(root, key()), -3600)
@@ -96,6 +97,7 @@ def test_a_claim_from_the_future_is_nobodys(root: Path, disk: SharedDiskStore) -
     assert disk.claim([key()], "a", 30) == [True]
 
 
+@pytest.mark.fault(27)
 @pytest.mark.parametrize("skew", [-7200, 7200])
 def test_claims_end_by_the_stores_clock(
     root: Path, disk: SharedDiskStore, monkeypatch: pytest.MonkeyPatch, skew: int

@@ -82,6 +82,7 @@ def test_a_process_ends_while_a_call_hangs() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=20)
 
 
+@pytest.mark.fault(25)
 def test_a_store_is_closed_while_a_read_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

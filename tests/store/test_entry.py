@@ -44,8 +44,9 @@ def test_any_entry_under_any_key_comes_back(key: EntryKey, value: Entry) -> None
     assert decode(key, memoryview(blob(key, value))) == value
 
 
-@pytest.mark.parametrize("flip", [0x01, 0x08, 0x20, 0x80, 0xFF])
+@pytest.mark.fault(20)
 @pytest.mark.security("S16")
+@pytest.mark.parametrize("flip", [0x01, 0x08, 0x20, 0x80, 0xFF])
 def test_every_changed_byte_is_corrupt(flip: int) -> None:
     whole = blob()
     for position in range(len(whole)):
@@ -65,6 +66,9 @@ def test_a_header_that_is_known_is_checked_all_the_same() -> None:
             decode(KEY, memoryview(changed))
 
 
+@pytest.mark.fault(20)
+@pytest.mark.fault(24)
+@pytest.mark.security("S16")
 def test_every_cut_and_every_addition_is_corrupt() -> None:
     whole = blob()
     for length in range(len(whole)):
@@ -81,12 +85,16 @@ def test_any_bytes_are_corrupt(raw: bytes) -> None:
         decode(KEY, memoryview(raw))
 
 
+@pytest.mark.fault(20)
+@pytest.mark.security("S16")
 @given(st.binary(max_size=200))
 def test_any_header_is_read_or_corrupt(text: bytes) -> None:
     with pytest.raises(CorruptEntry):
         read_header(memoryview(len(text).to_bytes(8, "little") + text))
 
 
+@pytest.mark.fault(20)
+@pytest.mark.fault(28)
 @pytest.mark.security("S16")
 def test_another_keys_entry_is_corrupt() -> None:
     for other in (EntryKey("ns", "other"), EntryKey("other", "k")):

@@ -85,6 +85,7 @@ def replica(tmp_path: Path, master: RedisServer) -> Iterator[RedisServer]:
         yield server
 
 
+@pytest.mark.fault(19)
 @pytest.mark.parametrize("how", ["demoted", "killed"])
 def test_the_replica_that_is_promoted_serves_on(
     master: RedisServer, replica: RedisServer, how: str
@@ -111,6 +112,7 @@ def test_the_replica_that_is_promoted_serves_on(
         )
 
 
+@pytest.mark.fault(19)
 def test_a_demoted_master_is_left_by_the_call_that_finds_out(
     master: RedisServer, replica: RedisServer
 ) -> None:
@@ -143,6 +145,7 @@ def test_a_connection_that_was_in_use_when_its_server_was_left_is_not_used_again
     node.forget()
 
 
+@pytest.mark.fault(19)
 def test_a_cluster_whose_masters_change_serves_on(tmp_path: Path) -> None:
     """First the replica is asked to take over, then its master, a replica now, finds it killed."""
     keys = [key(str(n)) for n in range(KEYS)]
@@ -189,6 +192,7 @@ SLOW: dict[str, Callable[[RedisStore], Any]] = {
 }
 
 
+@pytest.mark.fault(16)
 @pytest.mark.parametrize("tls", [False, True])
 def test_an_answer_that_comes_byte_by_byte_is_no_longer_waited_for_than_one_that_does_not_come(
     tmp_path: Path, tls: bool

@@ -52,6 +52,7 @@ def test_everything_in_redis_has_a_time_to_live(store: RedisStore, client: Any) 
     assert all(client.pttl(name) > 6 * 86_400_000 for name in client.scan_iter())
 
 
+@pytest.mark.fault(29)
 @pytest.mark.parametrize("which", ["first", "last", "manifest"])
 def test_an_entry_of_which_a_part_was_evicted_is_a_miss_and_can_be_put_again(
     store: RedisStore, client: Any, which: str
@@ -79,6 +80,7 @@ def test_an_entry_without_a_part_is_not_leased_and_is_put_again(
     assert_same(sized(1000, 2), store.get(key()))
 
 
+@pytest.mark.fault(20)
 @pytest.mark.parametrize("length", [20, 100])
 def test_every_flipped_byte_is_a_miss(store: RedisStore, client: Any, length: int) -> None:
     misses = corrupt = 0
@@ -97,6 +99,7 @@ def test_every_flipped_byte_is_a_miss(store: RedisStore, client: Any, length: in
     assert misses > 300
 
 
+@pytest.mark.fault(20)
 def test_every_cut_of_a_part_is_a_miss(store: RedisStore, client: Any) -> None:
     store.put(key(), sized(100))
     parts = {name: client.get(name) for name in client.scan_iter()}
@@ -109,6 +112,7 @@ def test_every_cut_of_a_part_is_a_miss(store: RedisStore, client: Any) -> None:
             assert store.get(key()) is None, (name, length)
 
 
+@pytest.mark.fault(28)
 def test_the_entry_of_another_key_is_a_miss(store: RedisStore, client: Any) -> None:
     for length in (10, 1000):
         store.put(key("theirs"), sized(length))
@@ -125,6 +129,7 @@ def test_the_entry_of_another_key_is_a_miss(store: RedisStore, client: Any) -> N
     assert store.stats().corrupt == 2
 
 
+@pytest.mark.fault(29)
 def test_an_entry_that_is_replaced_while_it_is_read_is_read_again(
     store: RedisStore, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +186,7 @@ def test_a_foreign_value_under_an_entrys_name_is_a_miss_and_is_replaced(
     assert_same(sized(100), store.get(key()))
 
 
+@pytest.mark.fault(22)
 def test_writers_of_one_key_never_mix(server: RedisServer, client: Any) -> None:
     """They delete and write again all the time, so that manifests and chunks of many meet."""
     rounds, length = 60, 2000
@@ -214,6 +220,7 @@ def test_writers_of_one_key_never_mix(server: RedisServer, client: Any) -> None:
     assert sum(hits for *_, hits in results) > 0
 
 
+@pytest.mark.fault(23)
 def test_a_writer_that_was_killed_leaves_what_expires_soon(
     store: RedisStore, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,6 +296,7 @@ def test_a_lease_marks_every_part_as_used_and_a_lookup_of_the_chunks_does_not(
     assert max(idle()) < 2
 
 
+@pytest.mark.fault(27)
 def test_an_entry_expires(server: RedisServer, client: Any) -> None:
     with RedisStore.from_url(server.url("ttl=50ms")) as store:
         store.put(key(), sized(1000))
@@ -337,6 +345,7 @@ def test_what_is_too_large_is_refused_and_not_read(server: RedisServer, store: R
     assert store.get(key()) is not None
 
 
+@pytest.mark.fault(18)
 def test_out_of_memory_stops_writing_for_a_while_and_reads_go_on(
     own_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -359,6 +368,7 @@ def test_out_of_memory_stops_writing_for_a_while_and_reads_go_on(
         assert store.put(key("new"), sized(8 * MIB)) is True
 
 
+@pytest.mark.fault(29)
 @pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-lru", "allkeys-random"])
 def test_under_eviction_every_entry_is_whole_or_a_miss(
     own_server: RedisServer, policy: str, monkeypatch: pytest.MonkeyPatch
@@ -386,6 +396,7 @@ def test_under_eviction_every_entry_is_whole_or_a_miss(
             assert store.namespaces() == {"model": "space"}
 
 
+@pytest.mark.fault(19)
 def test_a_read_only_replica_serves_reads_and_takes_no_writes(own_server: RedisServer) -> None:
     client: Any = own_server.client
     with RedisStore.from_url(own_server.url("ttl=1h")) as store:
@@ -401,6 +412,7 @@ def test_a_read_only_replica_serves_reads_and_takes_no_writes(own_server: RedisS
         assert store.put(key("new"), sized(10)) is True
 
 
+@pytest.mark.fault(19)
 def test_while_it_loads_its_data_a_get_is_a_miss(tmp_path: Path) -> None:
     delay = {"key-load-delay": "5000"}
     with (
@@ -421,6 +433,7 @@ def test_while_it_loads_its_data_a_get_is_a_miss(tmp_path: Path) -> None:
             store.put(key("new"), sized(10))
 
 
+@pytest.mark.fault(19)
 def test_after_a_restart_the_first_call_is_answered(own_server: RedisServer) -> None:
     with RedisStore.from_url(own_server.url()) as store:
         store.put(key(), sized(10))
@@ -431,6 +444,7 @@ def test_after_a_restart_the_first_call_is_answered(own_server: RedisServer) -> 
         assert store.put(key(), sized(10)) is True
 
 
+@pytest.mark.fault(16)
 def test_a_server_that_is_away_is_unavailable_at_once(own_server: RedisServer) -> None:
     with RedisStore.from_url(own_server.url()) as store:
         store.put(key(), sized(10))
@@ -490,6 +504,8 @@ def test_killed_while_entries_are_read_and_written(own_server: RedisServer) -> N
     assert sum(failures for _, failures in results) > 0
 
 
+@pytest.mark.fault(16)
+@pytest.mark.fault(28)
 def test_a_paused_server_costs_one_timeout_and_its_late_answers_reach_nobody(
     own_server: RedisServer,
 ) -> None:
@@ -515,6 +531,7 @@ class Interrupted(BaseException):
     """What a signal handler raises, anywhere."""
 
 
+@pytest.mark.fault(28)
 def test_an_interrupted_call_leaves_no_answer_for_the_next(
     server: RedisServer, store: RedisStore
 ) -> None:
@@ -571,6 +588,7 @@ def test_a_forked_child_has_connections_of_its_own(store: RedisStore) -> None:
     assert store.stats().corrupt == 0
 
 
+@pytest.mark.fault(19)
 def test_a_cluster_serves_on_while_slots_move_and_what_it_has_when_a_node_is_gone(
     tmp_path: Path,
 ) -> None:

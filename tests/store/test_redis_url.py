@@ -52,6 +52,7 @@ def test_a_cluster_with_several_nodes() -> None:
     assert list(map(str, options.addresses)) == ["a:1", "[::1]:2", "c:6379"]
 
 
+@pytest.mark.security("S18")
 @pytest.mark.parametrize(
     "url",
     [
@@ -133,8 +134,8 @@ def test_nobody_sees_the_password(
     assert SECRET[:6] not in caplog.text + "".join(seen)
 
 
-@pytest.mark.skipif(not has_tls(), reason="this redis-server was built without TLS")
 @pytest.mark.security("S18")
+@pytest.mark.skipif(not has_tls(), reason="this redis-server was built without TLS")
 def test_a_server_with_another_certificate_is_not_trusted(tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "ours").mkdir()

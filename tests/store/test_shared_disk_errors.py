@@ -83,6 +83,8 @@ def check(root: Path, store: SharedDiskStore, name: str) -> None:
     store.delete([key("new")])
 
 
+@pytest.mark.fault(17)
+@pytest.mark.fault(25)
 @pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.EDQUOT], ids=errno.errorcode.get)
 @pytest.mark.parametrize("name", [*READING, *WRITING])
 def test_whichever_call_fails_is_a_miss_or_unavailable_and_leaves_nothing(
@@ -107,6 +109,7 @@ def test_whichever_call_fails_is_a_miss_or_unavailable_and_leaves_nothing(
                     check(root, store, name)
 
 
+@pytest.mark.fault(25)
 def test_an_entry_whose_handle_is_stale_is_gone_and_not_corrupt(tmp_path: Path) -> None:
     root = tmp_path / "store"
     with opened(root) as store:
@@ -117,6 +120,7 @@ def test_an_entry_whose_handle_is_stale_is_gone_and_not_corrupt(tmp_path: Path) 
         assert store.get(key()) is not None
 
 
+@pytest.mark.fault(25)
 def test_after_a_stale_handle_every_call_begins_with_the_directory_anew(tmp_path: Path) -> None:
     with opened(tmp_path / "store") as store:
         for call in (store.stats, lambda: list(store.ls()), store.namespaces, store.evict):
@@ -156,6 +160,7 @@ def failing_disk(tmp_path: Path) -> Iterator[tuple[Path, Callable[[int], None]]]
     subprocess.run(["/bin/umount", "-l", str(mount)], check=True)
 
 
+@pytest.mark.fault(17)
 def test_on_a_disk_that_fails_what_can_be_read_is_and_the_rest_is_a_miss(
     failing_disk: tuple[Path, Callable[[int], None]],
 ) -> None:

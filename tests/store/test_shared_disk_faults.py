@@ -102,6 +102,7 @@ def test_modes_are_set_whatever_the_umask(root: Path) -> None:
 # Corruption
 
 
+@pytest.mark.fault(20)
 @pytest.mark.parametrize("large", [False, True])
 def test_every_flipped_byte_is_a_miss_and_put_aside(root: Path, large: bool) -> None:
     kept = sized(2**20 if large else 64)
@@ -123,6 +124,8 @@ def test_every_flipped_byte_is_a_miss_and_put_aside(root: Path, large: bool) -> 
         assert_same(kept, store.get(key()))
 
 
+@pytest.mark.fault(20)
+@pytest.mark.fault(24)
 def test_every_cut_is_a_miss_for_get_and_lookup_and_put_aside(
     root: Path, store: SharedDiskStore
 ) -> None:
@@ -151,6 +154,7 @@ def test_the_quarantine_is_bounded_and_swept(root: Path, store: SharedDiskStore)
     assert store.stats().entries == 0
 
 
+@pytest.mark.fault(20)
 def test_an_entry_under_the_wrong_name_is_corrupt(root: Path, store: SharedDiskStore) -> None:
     store.put(key("a"), entry())
     path_of(root, key("b")).parent.mkdir(parents=True)
@@ -204,6 +208,7 @@ def test_whichever_thread_reads_last_all_is_checked(
     assert store.get(key()) is None
 
 
+@pytest.mark.fault(20)
 def test_what_is_cut_while_two_threads_read_it_is_a_miss(
     root: Path, store: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,6 +226,7 @@ def test_what_is_cut_while_two_threads_read_it_is_a_miss(
     assert store.stats().corrupt == 1
 
 
+@pytest.mark.fault(29)
 def test_what_was_read_stays_when_its_file_is_cut(root: Path, store: SharedDiskStore) -> None:
     store.put(key(), sized(8 * 2**20, 5))
     found = store.get(key())
@@ -288,8 +294,8 @@ def test_a_link_in_place_of_an_entry_is_not_followed(
     assert elsewhere.exists()
 
 
-@pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.security("S14")
+@pytest.mark.parametrize("depth", [0, 1])
 def test_a_link_in_place_of_a_folder_is_not_followed(
     root: Path, store: SharedDiskStore, tmp_path: Path, depth: int
 ) -> None:
@@ -359,6 +365,7 @@ def test_a_lookup_is_no_use(root: Path, store: SharedDiskStore) -> None:
     assert path_of(root, key()).stat().st_mtime == before
 
 
+@pytest.mark.fault(27)
 def test_ages_are_measured_by_the_stores_clock(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(root, "ttl=1h") as store:
         store.put(key(), entry())
@@ -408,6 +415,7 @@ def test_writers_sweep_now_and_then_without_being_asked(root: Path) -> None:
         assert not path_of(root, key("old")).exists()
 
 
+@pytest.mark.fault(23)
 def test_what_writers_left_is_swept_after_an_hour(root: Path, store: SharedDiskStore) -> None:
     store.put(key(), sized(10_000))
     folder = path_of(root, key()).parent
@@ -423,6 +431,7 @@ def test_what_writers_left_is_swept_after_an_hour(root: Path, store: SharedDiskS
     assert store.stats().bytes == path_of(root, key()).stat().st_size + 2**20
 
 
+@pytest.mark.fault(27)
 def test_an_entry_from_the_future_is_not_kept_for_ever(root: Path, store: SharedDiskStore) -> None:
     store.put(key(), entry())
     age(path_of(root, key()), -1000 * HOUR)
@@ -576,6 +585,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["/bin/umount", "-l", str(mount)], check=True)
 
 
+@pytest.mark.fault(17)
 def test_a_full_disk_is_evicted_from(small_disk: Path) -> None:
     with opened(small_disk / "store") as store:
         for n in range(40):
@@ -585,6 +595,7 @@ def test_a_full_disk_is_evicted_from(small_disk: Path) -> None:
         assert store.stats().evictions > 20
 
 
+@pytest.mark.fault(17)
 def test_a_disk_that_others_filled_drops_the_entry(small_disk: Path) -> None:
     with opened(small_disk / "store") as store:
         store.put(key("kept"), sized(1000))
@@ -601,6 +612,7 @@ def test_a_disk_that_others_filled_drops_the_entry(small_disk: Path) -> None:
         assert store.get(key("kept")) is not None
 
 
+@pytest.mark.fault(17)
 def test_a_write_that_fails_leaves_nothing(root: Path, store: SharedDiskStore) -> None:
     store.put(key("kept"), sized(1000))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -684,6 +696,7 @@ def test_a_read_only_store_is_read_and_not_written(small_disk: Path) -> None:
             opened(small_disk / "store")
 
 
+@pytest.mark.fault(24)
 def test_durable_entries_are_synced(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[bool] = []
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(stat.S_ISDIR(os.fstat(fd).st_mode)))

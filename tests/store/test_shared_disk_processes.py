@@ -91,6 +91,8 @@ def entries_bytes(root: Path) -> int:
     return size
 
 
+@pytest.mark.fault(22)
+@pytest.mark.fault(23)
 def test_writers_and_readers_that_are_killed_tear_nothing_and_keep_the_quota(root: Path) -> None:
     rounds = [SPAWN.Value("q", 0) for _ in range(WRITERS + READERS)]
     torn = SPAWN.Value("q", 0)

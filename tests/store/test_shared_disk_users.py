@@ -149,6 +149,7 @@ def test_users_at_once_fill_and_evict_one_store(root: Path) -> None:
     assert [ended(child) for child in children] == [0] * 4
 
 
+@pytest.mark.fault(26)
 def test_another_users_private_store_is_unavailable_when_it_is_opened(root: Path) -> None:
     private = root.parent / "private"
 
@@ -164,6 +165,7 @@ def test_another_users_private_store_is_unavailable_when_it_is_opened(root: Path
     by(USERS[1], refused, ())
 
 
+@pytest.mark.fault(26)
 def test_what_becomes_private_later_is_a_miss(root: Path) -> None:
     """A user whose modes are the default ones writes into a store that is shared."""
 

@@ -116,6 +116,7 @@ def test_what_is_not_there_is_missing_and_looked_for_again(store: Store) -> None
     fetcher.close()
 
 
+@pytest.mark.fault(25)
 def test_a_paused_store_holds_nobody_up_and_ends_at_the_deadline(paused: Paused) -> None:
     clock = Clock()
     fetcher = make_fetcher(paused, timeout_s=1.0, clock=clock)
@@ -171,6 +172,7 @@ def test_a_promise_is_waited_for_only_so_long(store: Store) -> None:
     fetcher.close()
 
 
+@pytest.mark.fault(16)
 def test_a_store_that_keeps_failing_is_left_alone_for_a_while(paused: Paused) -> None:
     paused.failing = StoreUnavailable("away")
     clock = Clock()
@@ -259,6 +261,7 @@ def test_a_tensor_is_let_go_of_when_it_is_written(store: Store) -> None:
     writer.close()
 
 
+@pytest.mark.fault(17)
 @pytest.mark.parametrize("error", [StoreUnavailable("away"), RuntimeError("no memory")], ids=str)
 def test_a_write_that_fails_is_counted_and_the_next_one_is_tried(
     paused: Paused, error: Exception
@@ -277,6 +280,7 @@ def test_a_write_that_fails_is_counted_and_the_next_one_is_tried(
     assert told == [("a", False), ("b", True)]
 
 
+@pytest.mark.fault(17)
 def test_a_store_that_cannot_be_written_is_left_alone_for_a_while(paused: Paused) -> None:
     paused.go.set()
     paused.failing = StoreUnavailable("full")

@@ -18,6 +18,7 @@ part_like = st.dictionaries(
 )
 
 
+@pytest.mark.fault(52)
 @given(json_values | st.lists(st.dictionaries(st.just("content"), st.lists(part_like))))
 def test_any_messages_are_read_or_refused(messages: object) -> None:
     try:
@@ -32,6 +33,7 @@ def test_any_messages_are_read_or_refused(messages: object) -> None:
         assert all(item.kind in chat.MODALITY for item in items)
 
 
+@pytest.mark.fault(50)
 @given(st.binary())
 def test_any_bytes_are_read_or_refused(raw: bytes) -> None:
     try:
@@ -92,11 +94,13 @@ def test_metadata_is_flat_per_item() -> None:
     }
 
 
-@pytest.mark.parametrize("field", chat.RESERVED)
+@pytest.mark.fault(56)
 @pytest.mark.security("S5")
+@pytest.mark.parametrize("field", chat.RESERVED)
 def test_reserved_fields_are_dropped(field: str) -> None:
     assert field not in chat.parse(b'{"messages": [], "%s": {}}' % field.encode())
 
 
+@pytest.mark.fault(51)
 def test_the_last_of_duplicate_keys_wins_for_all() -> None:
     assert chat.parse(b'{"messages": [], "a": 1, "a": 2}')["a"] == 2

@@ -19,8 +19,8 @@ contents = st.tuples(scopes, words, media)
 aliases = st.tuples(scopes, words, words)
 
 
-@given(contents, contents)
 @pytest.mark.security("S11")
+@given(contents, contents)
 def test_content_keys_are_equal_exactly_where_all_they_cover_is(
     one: tuple[Scope, str, Inline], other: tuple[Scope, str, Inline]
 ) -> None:
@@ -65,6 +65,7 @@ def test_tenants_have_keys_of_their_own_and_share_where_they_shall() -> None:
     assert content_key(Scope(), "image", CAT) != content_key(Scope(Tenant("")), "image", CAT)
 
 
+@pytest.mark.security("S11")
 def test_without_the_secret_a_tenants_key_cannot_be_computed() -> None:
     known = Scope(Tenant("alice"), b"secret")
 

@@ -15,8 +15,8 @@ def test_there_are_sources() -> None:
     assert UNSAFE.search("import pickle")
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 @pytest.mark.security("S15")
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_nothing_is_unpickled(path: Path) -> None:
     """S15."""
     assert UNSAFE.search(path.read_text()) is None

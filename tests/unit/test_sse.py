@@ -23,6 +23,7 @@ def cut(data: bytes, points: list[int]) -> list[bytes]:
     return [data[a:b] for a, b in pairwise(edges)]
 
 
+@pytest.mark.fault(41)
 @given(st.lists(st.sampled_from(EVENTS), max_size=6), st.lists(st.integers(min_value=0)))
 def test_a_stream_cut_anywhere_comes_out_whole_in_whole_events(
     events: list[bytes], points: list[int]
@@ -40,6 +41,7 @@ def test_a_stream_cut_anywhere_comes_out_whole_in_whole_events(
     assert aligner.ended
 
 
+@pytest.mark.fault(41)
 def test_each_cut_point_of_a_stream() -> None:
     stream = EVENTS[0] + EVENTS[3] + DONE
     ends = {0, len(EVENTS[0]), len(EVENTS[0] + EVENTS[3]), len(stream)}

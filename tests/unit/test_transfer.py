@@ -46,6 +46,7 @@ def test_a_video_with_its_sound_is_two_features_and_stays_raw() -> None:
     assert read(params) == Encoded(params)
 
 
+@pytest.mark.fault(12)
 @pytest.mark.parametrize(
     "params",
     [

@@ -72,6 +72,7 @@ def test_an_entry_is_here_before_its_request_is_scheduled_and_stays(
     assert not connector.has_cache_item("a")
 
 
+@pytest.mark.fault(21)
 @pytest.mark.parametrize("media", [True, False])
 def test_a_miss_is_encoded_here_or_fails_alone(vllm: Any, connect: Connect, media: bool) -> None:
     connector = connect()
@@ -82,8 +83,9 @@ def test_a_miss_is_encoded_here_or_fails_alone(vllm: Any, connect: Connect, medi
     assert counted(connector).get("failed_requests", 0) == (0 if media else 1)
 
 
-@pytest.mark.parametrize("media", [True, False])
+@pytest.mark.fault(20)
 @pytest.mark.security("S16")
+@pytest.mark.parametrize("media", [True, False])
 def test_an_entry_of_another_shape_is_a_miss(
     vllm: Any, connect: Connect, url: str, media: bool
 ) -> None:
@@ -118,6 +120,7 @@ def test_a_preempted_request_begins_anew(vllm: Any, connect: Connect, url: str) 
     assert not connector.has_cache_item("a")
 
 
+@pytest.mark.fault(20)
 def test_a_corrupt_entry_is_a_miss_and_counted(
     vllm: Any, connect: Connect, url: str, tmp_path: Path
 ) -> None:
@@ -150,6 +153,8 @@ def test_an_exception_fails_the_request_alone(
     assert counted(connector) == {"exceptions": 1, "failed_requests": 1}
 
 
+@pytest.mark.fault(16)
+@pytest.mark.fault(25)
 def test_a_store_that_hangs_holds_no_call_up(
     vllm: Any, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -538,6 +543,7 @@ def test_what_is_written_during_a_step_leaves_room_for_what_the_step_tells(
         saver.close()
 
 
+@pytest.mark.security("S17")
 def test_encoders_that_compute_otherwise_share_nothing(vllm: Any, connect: Connect) -> None:
     derived = connect().namespace
     with vllm.encoder(mm_encoder_attn_dtype="fp8"):

@@ -1,0 +1,133 @@
+"""Say in docs/faults.md and SECURITY.md which tests show each row of their tables.
+
+    python scripts/fault_table.py          writes the last column of each table
+    python scripts/fault_table.py --check  fails where one is out of date or a row has no test
+
+A test shows a row if it is marked so, `@pytest.mark.fault(7)` or `@pytest.mark.security("S3")`, or
+its class, its module or one of its parameter sets is. A table stands between two comments,
+`<!-- tests of <marker> -->` and `<!-- end -->`; the first cell of a row is its number, the last one
+its tests, as files with the number of tests in each.
+"""
+
+import argparse
+import ast
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = ("docs/faults.md", "SECURITY.md")
+TABLE = re.compile(r"(<!-- tests of (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+HEADER_LINES = 2
+NOTHING = "none yet"
+
+Shown = Mapping[str, Counter[str]]
+"""By row: how many tests show it, by file."""
+
+
+def main() -> None:
+    """Write the tables, or check them."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing, fail instead")
+    check = parser.parse_args().check
+    problems = [
+        problem
+        for document in DOCUMENTS
+        if (ROOT / document).exists()
+        for problem in update(ROOT / document, ROOT / "tests", write=not check)
+    ]
+    print(*problems, sep="\n", end="\n" if problems else "")
+    sys.exit(check and bool(problems))
+
+
+def update(document: Path, tests: Path, *, write: bool) -> Iterator[str]:
+    """Bring a document's tables up to date, and tell what is wrong with them."""
+    old = document.read_text()
+    new = TABLE.sub(
+        lambda found: found[1] + table(found[3], shown(tests, found[2])) + found[4], old
+    )
+    if write:
+        document.write_text(new)
+    elif new != old:
+        yield f"{document.name}: out of date; run scripts/fault_table.py"
+    rows: dict[str, dict[str, str]] = {}
+    for found in TABLE.finditer(new):
+        lines = found[3].splitlines()[HEADER_LINES:]
+        rows.setdefault(found[2], {}).update(map(row_and_tests, lines))
+    for marker, cells in rows.items():
+        yield from (
+            f"{document.name}: no test shows {row}" for row in cells if cells[row] == NOTHING
+        )
+        unknown = sorted(set(shown(tests, marker)) - set(cells))
+        yield from (f"{document.name}: no row {row}, and tests for it" for row in unknown)
+
+
+def table(old: str, tests: Shown) -> str:
+    """A table with its last column made anew."""
+    lines = old.splitlines()
+    for number, line in enumerate(lines[HEADER_LINES:], HEADER_LINES):
+        row, _ = row_and_tests(line)
+        files = tests.get(row, Counter())
+        cell = ", ".join(f"{file} ({count})" for file, count in sorted(files.items())) or NOTHING
+        lines[number] = f"{line.rpartition('|')[0].rpartition('|')[0]}| {cell} |"
+    return "".join(f"{line}\n" for line in lines)
+
+
+def row_and_tests(line: str) -> tuple[str, str]:
+    """The first and the last cell of a line of a table."""
+    cells = line.strip().strip("|").split("|")
+    return cells[0].strip(), cells[-1].strip()
+
+
+def shown(tests: Path, marker: str) -> Shown:
+    """Which rows the tests in a folder are marked to show."""
+    rows: dict[str, Counter[str]] = {}
+    for path in sorted(tests.rglob("*.py")):
+        for row in rows_in(ast.parse(path.read_text()), marker):
+            rows.setdefault(row, Counter())[str(path.relative_to(tests))] += 1
+    return rows
+
+
+def rows_in(module: ast.Module, marker: str) -> Iterator[str]:
+    """The rows that each test of a module shows, once for each test."""
+    for_all = {row for name, value in assignments(module) if name == "pytestmark"
+               for row in marks(value, marker)}  # fmt: skip
+    for node in module.body:
+        if isinstance(node, ast.ClassDef):
+            of_class = for_all.union(*(marks(each, marker) for each in node.decorator_list))
+            yield from (row for each in node.body for row in rows_of(each, marker, of_class))
+        else:
+            yield from rows_of(node, marker, for_all)
+
+
+def rows_of(node: ast.stmt, marker: str, beside: set[str]) -> set[str]:
+    """The rows that a test shows; none for what is no test."""
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return set()
+    if not node.name.startswith("test_"):
+        return set()
+    return beside.union(*(marks(each, marker) for each in node.decorator_list))
+
+
+def assignments(module: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    """What is assigned to simple names at the top of a module."""
+    for node in module.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            yield node.targets[0].id, node.value
+
+
+def marks(expression: ast.expr, marker: str) -> set[str]:
+    """The arguments of all `pytest.mark.<marker>(…)` in an expression."""
+    return {
+        str(argument.value)
+        for node in ast.walk(expression)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == f"pytest.mark.{marker}"
+        for argument in node.args
+        if isinstance(argument, ast.Constant)
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""What must hold after every fault, whatever the fault was."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import orjson
+from prometheus_client.parser import text_string_to_metric_families
+
+from epd.web import METRICS
+from tests.proxy.fleet import Fleet, Launch, until
+
+GRACE_S = 10.0
+"""How long what was left behind may take to be gone: longer than decode may take to be told that
+a prefill is not wanted any more."""
+
+UNDER_WAY = re.compile(r"in_flight|queued|waiting")
+"""Gauges that are 0 when nothing is being done."""
+
+OF_STATE = {"/health", "/ready"}
+"""Answer 503 with what they have to tell, and not with an error."""
+
+PYTHONS_WORDS = re.compile(r"Traceback|Error\(|object at 0x|has no attribute|NoneType|\.py\b")
+
+
+class WatchedLaunch(Launch):
+    """Starts fleets, and sees to it that each leaves nothing behind."""
+
+    def __init__(self) -> None:
+        self._running = 0
+
+    @asynccontextmanager
+    async def __call__(
+        self, encode: int = 1, prefill: int = 0, decode: int = 1, **config: Any
+    ) -> AsyncIterator[Fleet]:
+        tasks, files = asyncio.all_tasks(), open_files()
+        self._running += 1
+        launched = super().__call__(encode, prefill, decode, **config)
+        async with launched as fleet:
+            fleet.http.trace_configs.append(checks_answers_of(fleet))
+            yield fleet
+            await becomes(lambda: under_way(fleet), {})
+            await becomes(lambda: lost(fleet), 0)
+            errors = [event.error for event in fleet.events.requests]
+            assert "internal_error" not in errors, errors
+        self._running -= 1
+        if self._running == 0:  # those of a fleet that goes on are nobody's fault
+            await becomes(lambda: asyncio.all_tasks() - {*tasks, asyncio.current_task()}, set())
+            await becomes(lambda: max(0, len(open_files()) - len(files)), 0)
+
+
+async def becomes(found: Callable[[], object], expected: object) -> None:
+    """Wait for what may take a moment; show what it is where it does not come."""
+    with suppress(TimeoutError):
+        await until(lambda: found() == expected, GRACE_S)
+    left = found()
+    assert left == expected, left
+
+
+def under_way(fleet: Fleet) -> dict[str, float]:
+    """What instances still do for the proxy, and what the proxy believes to be doing."""
+    calls = {instance.url: float(instance.open) for instance in fleet.instances}
+    page = fleet.runner.app[METRICS].page().decode()
+    gauges = {
+        f"{sample.name}{sample.labels}": sample.value
+        for family in text_string_to_metric_families(page)
+        if family.type == "gauge" and UNDER_WAY.search(family.name)
+        for sample in family.samples
+    }
+    return {name: value for name, value in (calls | gauges).items() if value}
+
+
+def lost(fleet: Fleet) -> int:
+    """How many requests have not come to exactly one end."""
+    assert fleet.runner.server is not None
+    received = fleet.runner.server.requests_count - fleet.unparsed
+    return received - len(fleet.events.requests)
+
+
+def open_files() -> list[Path]:
+    return list(Path("/proc/self/fd").iterdir())
+
+
+def checks_answers_of(fleet: Fleet) -> aiohttp.TraceConfig:
+    """Have every answer of a fleet's proxy checked, as it comes."""
+
+    async def check(
+        _: aiohttp.ClientSession, __: SimpleNamespace, end: aiohttp.TraceRequestEndParams
+    ) -> None:
+        ours = str(end.url).startswith(fleet.url) and end.url.path not in OF_STATE
+        if ours and not end.response.ok:
+            check_error(end.response, await end.response.read())
+
+    trace = aiohttp.TraceConfig()
+    trace.on_request_end.append(check)
+    trace.freeze()
+    return trace
+
+
+def check_error(reply: aiohttp.ClientResponse, content: bytes) -> None:
+    """An error is OpenAI's in shape, and says who failed; the proxy's own has no Python in it."""
+    said = orjson.loads(content)
+    assert set(said) == {"error"}, said
+    assert {"message", "type", "param", "code"} <= set(said["error"]), said
+    assert said["error"]["code"] == reply.status, said
+    for name in ("x-request-id", "x-epd-stage", "x-epd-error"):
+        assert name in reply.headers, (name, reply.headers)
+    assert reply.headers["x-epd-error"] != "internal_error", said
+    if reply.headers["x-epd-stage"] == "proxy":
+        assert not PYTHONS_WORDS.search(said["error"]["message"]), said

@@ -1,0 +1,221 @@
+"""Answers of instances that are late, endless, or cut anywhere."""
+
+import asyncio
+from itertools import accumulate
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from epd.sse import EventAligner
+from tests.faults.relay import End, Relay
+from tests.faults.scripted import (
+    LAST_CHUNK,
+    STREAM_HEAD,
+    Scripted,
+    answer,
+    chunked,
+    close,
+    hold,
+    read_request,
+    reset,
+    send,
+    send_for_ever,
+    send_slowly,
+    wait,
+)
+from tests.proxy.fake_instance import STREAM, chunk
+from tests.proxy.fleet import Launch, until
+from tests.requests import image, request, text
+
+DONE = b"data: [DONE]\n\n"
+EVENTS = [
+    "data: é漢🙂\n\n".encode(),
+    b"data: 1\r\n\r\n",
+    b"data: 1\r\r",
+    b": comment\n\n",
+    b"event: x\r\ndata: 1\r\ndata: 2\r\n\r\n",
+    b"data: a\ndata: b\n\n",
+]
+
+
+async def refused(launch: Launch, encoder: Scripted, **config: Any) -> tuple[int, str]:
+    """What becomes of a picture whose one encode instance follows a script."""
+    urls = (encoder.url,)
+    async with (
+        launch(encode_servers_urls=urls, on_encode_failure="fail", **config) as fleet,
+        fleet.post(request(image())) as reply,
+    ):
+        assert fleet.d.calls == []
+        return reply.status, reply.headers["x-epd-error"]
+
+
+@pytest.mark.fault(9)
+async def test_an_answer_that_comes_a_byte_at_a_time_is_not_waited_for(launch: Launch) -> None:
+    script = [read_request(), send_slowly(answer(b" " * 1000), 0.05)]
+    async with Scripted(script).running() as encoder:
+        asked = refused(launch, encoder, encode_timeout_s=0.5)
+
+        assert await asyncio.wait_for(asked, 10) == (504, "encode_timeout")
+        await until(lambda: encoder.aborted)
+
+
+@pytest.mark.fault(10)
+@pytest.mark.parametrize("head", [answer(b"", length=2**30), STREAM_HEAD])
+async def test_of_a_huge_answer_little_is_read(launch: Launch, head: bytes) -> None:
+    piece = chunked(b" " * 2**16) if head == STREAM_HEAD else b" " * 2**16
+    async with Scripted([read_request(), send(head), send_for_ever(piece)]).running() as encoder:
+        assert await refused(launch, encoder) == (502, "encode_bad_response")
+        await until(lambda: encoder.aborted)
+
+
+@pytest.mark.fault(36)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_decode_refuses_arrives_as_it_said_it(launch: Launch, stream: bool) -> None:
+    said = b'{"error": { "message":"no", "type":"BadRequestError", "param":null, "code":422 }}'
+    async with Scripted([read_request(), send(answer(said, 422)), hold()]).running() as decode:
+        async with (
+            launch(decode_servers_urls=(decode.url,)) as fleet,
+            fleet.post(request(text(), stream=stream)) as reply,
+        ):
+            assert (reply.status, await reply.read()) == (422, said)
+        assert len(decode.exchanges) == 1
+
+
+BROKEN: dict[str, Any] = {
+    "reset": (reset(), "decode_died"),
+    "closed": (close(), "decode_died"),
+    # aiohttp closes the connection and tells nobody who is reading: it is noticed as silence.
+    "bad chunk": (send(b"zz\r\n"), "decode_stalled"),
+    "silent": (hold(), "decode_stalled"),
+    "ended": (send(LAST_CHUNK), "decode_truncated"),
+}
+
+
+@pytest.mark.fault(37)
+@pytest.mark.fault(38)
+@pytest.mark.fault(39)
+@pytest.mark.parametrize("how", BROKEN)
+async def test_a_stream_that_breaks_is_ended_by_an_error_and_not_begun_again(
+    launch: Launch, how: str
+) -> None:
+    step, slug = BROKEN[how]
+    begun = send(STREAM_HEAD + chunked(chunk("a"), b'data: {"half'))
+    # What comes at once with a broken chunk or RST may never be seen.
+    async with Scripted([read_request(), begun, wait(0.1), step]).running() as decode:
+        async with (
+            launch(decode_servers_urls=(decode.url,), idle_timeout_s=0.3) as fleet,
+            fleet.post(request(text(), stream=True)) as reply,
+        ):
+            content = await reply.read()
+        assert content.startswith(chunk("a") + b'data: {"error":')
+        assert content.endswith(b"}\n\n")
+        assert b"[DONE]" not in content
+        assert b"half" not in content
+        assert [done.error for done in fleet.events.requests] == [slug]
+        assert len(decode.exchanges) == 1
+
+
+@pytest.mark.fault(37)
+@pytest.mark.parametrize("end", ["close", "reset", "half_close"])
+async def test_wherever_the_network_cuts_a_stream_it_ends_in_an_error_and_never_as_if_whole(
+    launch: Launch, end: End
+) -> None:
+    whole = b"".join(STREAM)
+    script = [read_request(), send(STREAM_HEAD + chunked(*STREAM) + LAST_CHUNK), hold()]
+    async with Scripted(script).running() as decode, Relay(decode.listener).running() as relay:
+        relay.answers.end = end
+        urls = (relay.url(scheme="http"),)
+        async with launch(decode_servers_urls=urls) as fleet:
+            # From the first byte after the head to the last one before `[DONE]` is whole.
+            for cut in range(len(STREAM_HEAD) + 1, len(STREAM_HEAD + chunked(*STREAM)) - 3, 23):
+                relay.answers.cut_after = cut
+                async with fleet.post(request(text(), stream=True)) as reply:
+                    content = await reply.read()
+                if end == "reset" and reply.status == 502:
+                    continue  # RST overtook the head
+                assert reply.status == 200
+                events, _, error = content.partition(b'data: {"error":')
+                assert whole.startswith(events)
+                assert error
+                assert b"[DONE]" not in content
+
+
+@pytest.mark.fault(40)
+async def test_an_error_event_of_decode_arrives_as_it_was_sent(launch: Launch) -> None:
+    said = chunk("a") + b'data: {"error": {"message": "late", "code": 400}}\n\n'
+    script = [read_request(), send(STREAM_HEAD + chunked(said) + LAST_CHUNK), hold()]
+    async with (
+        Scripted(script).running() as decode,
+        launch(decode_servers_urls=(decode.url,)) as fleet,
+        fleet.post(request(text(), stream=True)) as reply,
+    ):
+        assert await reply.read() == said
+
+
+@pytest.mark.fault(41)
+def test_every_cut_of_every_pair_of_events_gives_whole_events() -> None:
+    for first in EVENTS:
+        for second in EVENTS:
+            check_cuts([first, second, DONE])
+
+
+def check_cuts(events: list[bytes]) -> None:
+    stream = b"".join(events)
+    ends = {0, *accumulate(map(len, events))}
+    # An event that ends in CRLF may be let go of at its last CR: that is a blank line already.
+    ends |= {end - 1 for end in ends if stream[:end].endswith(b"\r\n\r\n")}
+    for point in range(len(stream) + 1):
+        aligner = EventAligner()
+        begin = aligner.feed(stream[:point])
+
+        assert len(begin) in ends
+        assert begin + aligner.feed(stream[point:]) == stream
+        assert aligner.ended
+
+
+@pytest.mark.fault(41)
+@given(st.lists(st.sampled_from(EVENTS), max_size=4))
+@settings(max_examples=50, deadline=None)
+def test_a_stream_of_any_events_is_the_same_byte_for_byte_however_it_comes(
+    events: list[bytes],
+) -> None:
+    stream = b"".join([*events, DONE])
+    aligner = EventAligner()
+
+    assert b"".join(aligner.feed(bytes([byte])) for byte in stream) == stream
+    assert aligner.ended
+
+
+@pytest.mark.fault(41)
+async def test_a_stream_cut_at_any_byte_arrives_byte_for_byte(launch: Launch) -> None:
+    stream = b"".join([*EVENTS, DONE])
+    scripts = [
+        [
+            read_request(),
+            send(STREAM_HEAD + chunked(stream[:cut])),
+            send(chunked(stream[cut:]) + LAST_CHUNK),
+            hold(),
+        ]
+        for cut in range(1, len(stream))
+    ]
+    async with Scripted(*scripts).running() as decode:
+        async with launch(decode_servers_urls=(decode.url,)) as fleet:
+            for _ in scripts:
+                async with fleet.post(request(text(), stream=True)) as reply:
+                    assert await reply.read() == stream
+        assert len(decode.exchanges) == len(scripts)
+
+
+@pytest.mark.fault(41)
+async def test_a_stream_that_comes_byte_by_byte_arrives_byte_for_byte(launch: Launch) -> None:
+    stream = b"".join([*EVENTS, DONE])
+    pieces = [chunked(bytes([byte])) for byte in stream]
+    script = [read_request(), send(STREAM_HEAD), *map(send, pieces), send(LAST_CHUNK), hold()]
+    async with (
+        Scripted(script).running() as decode,
+        launch(decode_servers_urls=(decode.url,)) as fleet,
+        fleet.post(request(text(), stream=True)) as reply,
+    ):
+        assert await reply.read() == stream

@@ -1,0 +1,40 @@
+"""Row 66: a clock that jumps moves no deadline, as nothing is timed by it."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import epd
+
+WALL_CLOCK = {
+    *("time.time", "time.time_ns", "time.localtime", "time.gmtime", "time.ctime"),
+    *("datetime.now", "datetime.utcnow", "datetime.today", "date.today"),
+}
+"""Log lines have their time from structlog, and no other use of it."""
+
+
+@pytest.mark.fault(66)
+def test_nothing_asks_the_wall_clock() -> None:
+    modules = [*Path(epd.__file__).parent.rglob("*.py")]
+    found = [
+        f"{module.name}: {name}"
+        for module in modules
+        for node in ast.walk(ast.parse(module.read_text()))
+        for name in names(node)
+        if any(name == clock or name.endswith(f".{clock}") for clock in WALL_CLOCK)
+    ]
+
+    assert len(modules) > 30
+    assert found == []
+
+
+def names(node: ast.AST) -> list[str]:
+    """What a node names, with its module: `from time import time` counts as `time.time`."""
+    match node:
+        case ast.Attribute():
+            return [ast.unparse(node)]
+        case ast.ImportFrom(module=str() as module):
+            return [f"{module}.{alias.name}" for alias in node.names]
+        case _:
+            return []

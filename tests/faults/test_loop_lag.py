@@ -1,0 +1,79 @@
+"""An event loop that is held up is seen."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+import structlog
+
+from epd import identity, keys
+from epd.loop_lag import watched
+from epd.media import Inline
+from epd.tenants import Scope
+from tests.proxy.fleet import Launch, until
+from tests.requests import image, input_audio, request
+
+pytestmark = pytest.mark.fault(65)
+
+
+async def test_what_holds_the_loop_up_is_measured_and_logged_once() -> None:
+    lags: list[float] = []
+    with structlog.testing.capture_logs() as lines:
+        async with watched(lags.append, window_s=0.5):
+            for _ in range(2):
+                await asyncio.sleep(0.05)
+                time.sleep(0.2)  # noqa: ASYNC251 - the fault
+            await until(lambda: lags)
+
+    assert 0.15 < lags[0] < 5
+    [line] = [line for line in lines if line["event"] == "the event loop was held up"]
+    assert line["log_level"] == "warning"
+    assert line["seconds"] == round(lags[0], 3)
+
+
+async def test_a_window_forgets_the_one_before() -> None:
+    lags: list[float] = []
+    async with watched(lags.append, window_s=0.3):
+        await asyncio.sleep(0)
+        time.sleep(1)  # noqa: ASYNC251 - the fault
+        await until(lambda: len(lags) > 1)
+
+    assert lags[0] > 0.9
+    assert lags[1] < lags[0]
+
+
+async def test_nothing_is_told_once_the_context_is_left() -> None:
+    lags: list[float] = []
+    async with watched(lags.append, window_s=0.05):
+        await until(lambda: lags)
+    told = len(lags)
+    await asyncio.sleep(0.2)
+
+    assert len(lags) == told
+
+
+async def test_metrics_have_it() -> None:
+    async with Launch()() as fleet, fleet.http.get(f"{fleet.url}/metrics") as reply:
+        assert "\nepd_event_loop_lag_seconds 0.0\n" in await reply.text()
+
+
+@pytest.mark.parametrize(("items", "off_the_loop"), [(2, False), (40, True)])
+async def test_media_are_looked_into_off_the_loop_by_what_they_are_in_all(
+    monkeypatch: pytest.MonkeyPatch, items: int, off_the_loop: bool
+) -> None:
+    """A limit for each would let many that are just under it hold the loop up together."""
+    threads = set[threading.Thread]()
+
+    def content_key(scope: Scope, modality: str, media: Inline) -> str:
+        threads.add(threading.current_thread())
+        return identity.content_key(scope, modality, media)
+
+    monkeypatch.setattr(keys, "content_key", content_key)
+    async with Launch()() as fleet:
+        content = b"x" * (keys.IN_THREAD // 32)
+        parts = [image(content), *[input_audio(content)] * (items - 1)]
+        assert (await fleet.chat(request(*parts)))[0] == 200
+
+    assert len(threads) == 1
+    assert (threading.main_thread() not in threads) is off_the_loop

@@ -1,0 +1,90 @@
+"""The proxy in front of a store that is late, dribbles, or is not there."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ec_store import open_store
+from tests.faults.relay import Relay, Way
+from tests.proxy.backed import NAMESPACE, Backed, caching, items_of
+from tests.proxy.fleet import Launch
+from tests.requests import image, request
+from tests.store.redis_server import RedisServer
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def launch() -> Launch:
+    """Fleets that are not looked after.
+
+    A call to Redis that is under way when its store is closed may try again on a new connection,
+    which then stays until the process ends.
+    """
+    return Launch()
+
+
+@pytest.fixture
+def in_redis(redis: RedisServer, tmp_path: Path) -> Iterator[Backed]:
+    """Instances that reach Redis directly; only the proxy goes by a relay."""
+    with open_store(redis.url()) as store:
+        store.register_namespace("m", NAMESPACE)
+        yield Backed(store, tmp_path)
+
+
+FAULTS: dict[str, Way] = {
+    "late": Way(latency_s=60),
+    "dribbling": Way(bytes_per_s=0.1),
+    "silent": Way(cut_after=0, end="silence"),
+    "reset": Way(cut_after=0, end="reset"),
+    "closed": Way(cut_after=0, end="close"),
+}
+
+
+@pytest.mark.fault(16)
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_redis_that_turns_bad_costs_its_budget_and_then_is_left_alone(
+    launch: Launch,
+    redis: RedisServer,
+    in_redis: Backed,
+    fault: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    picture = request(image(fault.encode()))
+    async with Relay(redis).running() as relay:
+        url = relay.url("timeout=2s")
+        async with caching(launch, in_redis, url, ec_store_budget_s=1.0) as fleet:
+            assert await items_of(fleet, picture) == {"encoded": 1}
+            await asyncio.gather(*in_redis.writes)
+            assert await items_of(fleet, picture) == {"hit": 1}
+            relay.answers = FAULTS[fault]
+            relay.listener.reset_all()
+            # None of them waits for Redis longer than its budget.
+            async with asyncio.timeout(30):
+                for _ in range(6):
+                    assert await items_of(fleet, picture) == {"encoded": 1}
+
+        assert "reading from the encoder cache: left alone" in caplog.text
+
+
+@pytest.mark.fault(16)
+@pytest.mark.fault(19)
+async def test_a_redis_that_recovers_is_used_again(
+    launch: Launch, redis: RedisServer, in_redis: Backed
+) -> None:
+    picture = request(image(b"again"))
+    async with (
+        Relay(redis).running() as relay,
+        caching(launch, in_redis, relay.url("timeout=1s")) as fleet,
+    ):
+        assert await items_of(fleet, picture) == {"encoded": 1}
+        await asyncio.gather(*in_redis.writes)
+        for _ in range(3):  # a connection that breaks between two requests is no fault at all
+            relay.listener.reset_all()
+            assert await items_of(fleet, picture) == {"hit": 1}

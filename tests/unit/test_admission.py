@@ -1,0 +1,370 @@
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from epd.admission import Admission, Door, Limits, Pace, QueueFull, Ticket, limits_of
+from epd.config import ProxyConfig
+from epd.errors import Overloaded, TooManyRequests, TryLater
+from epd.tenants import Tenant
+
+ALICE, BOB, CAROL = (Tenant(name) for name in ("alice", "bob", "carol"))
+TENANTS = (ALICE, BOB, CAROL)
+LIMITS = Limits(requests=2, queue=2, queue_timeout_s=10, body_bytes=100)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1e6
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def admission(**limits: float) -> Admission:
+    changed = {name: getattr(LIMITS, name) for name in LIMITS.__slots__} | limits
+    return Admission(Limits(**changed), Clock())
+
+
+def refusal(act: Callable[[], object]) -> TryLater | None:
+    try:
+        act()
+    except TryLater as refused:
+        return refused
+    return None
+
+
+class DoorMachine(RuleBasedStateMachine):
+    """Requests that come and go in any order, and a list of those that wait beside the door."""
+
+    tickets = Bundle[Ticket]("tickets")
+
+    @initialize(places=st.integers(1, 4), queue=st.integers(0, 6))
+    def open(self, places: int, queue: int) -> None:
+        self.door, self.places, self.queue = Door(places, queue), places, queue
+        self.here: list[Ticket] = []
+        self.waited: list[Ticket] = []
+        self.passed_by = dict.fromkeys(TENANTS, 0)
+
+    @rule(target=tickets, tenant=st.sampled_from(TENANTS))
+    def arrive(self, tenant: Tenant) -> Ticket:
+        mine = sum(ticket.tenant == tenant for ticket in self.waited)
+        lines = [sum(t.tenant == other for t in self.waited) for other in TENANTS]
+        try:
+            ticket = self.door.arrive(tenant)
+        except QueueFull:
+            assert len(self.waited) == self.queue
+            assert max(lines) <= mine + 1
+            return Ticket(tenant, "sent_away")
+        self.here.append(ticket)
+        for other in [other for other in self.waited if other.where == "sent_away"]:
+            assert len(self.waited) == self.queue
+            last = [one for one in self.waited if one.tenant == other.tenant][-1]
+            assert other is last
+            assert other.tenant != tenant
+            self.waited.remove(other)
+        if ticket.where == "queue":
+            self.waited.append(ticket)
+        return ticket
+
+    @rule(ticket=consumes(tickets))
+    def leave(self, ticket: Ticket) -> None:
+        if ticket not in self.here:  # it had not come in at all
+            return
+        self.here.remove(ticket)
+        was_inside = ticket.where == "inside"
+        self.door.leave(ticket)
+        if ticket in self.waited:
+            self.waited.remove(ticket)
+        entered = [other for other in self.waited if other.where == "inside"]
+        assert len(entered) == (1 if was_inside and self.waited else 0)
+        for one in entered:
+            assert one is next(other for other in self.waited if other.tenant == one.tenant)
+            self.waited.remove(one)
+            self._count_turn(one.tenant)
+
+    def _count_turn(self, tenant: Tenant) -> None:
+        self.passed_by[tenant] = 0
+        for other in {ticket.tenant for ticket in self.waited} - {tenant}:
+            self.passed_by[other] += 1
+            assert self.passed_by[other] < len(TENANTS)
+
+    @invariant()
+    @precondition(lambda self: hasattr(self, "door"))
+    def is_consistent(self) -> None:
+        inside = [ticket for ticket in self.here if ticket.where == "inside"]
+        assert self.door.inside == len(inside) <= self.places
+        assert self.door.waiting == len(self.waited) <= self.queue
+        assert all(ticket.where == "queue" for ticket in self.waited)
+        assert not self.waited or len(inside) == self.places
+        waiting = {ticket.tenant for ticket in self.waited}
+        # Who leaves the queue and comes again is behind all others.
+        self.passed_by = {one: n if one in waiting else 0 for one, n in self.passed_by.items()}
+
+    def teardown(self) -> None:
+        if hasattr(self, "door"):
+            for ticket in self.here:
+                self.door.leave(ticket)
+            assert (self.door.inside, self.door.waiting) == (0, 0)
+
+
+TestDoor = DoorMachine.TestCase
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("come"), st.sampled_from(TENANTS)),
+        st.tuples(st.sampled_from(["end", "cancel"]), st.integers(0, 20)),
+        st.tuples(st.sampled_from(["tick", "late"]), st.none()),
+    ),
+    max_size=40,
+)
+
+
+class Visits:
+    """Requests as tasks, and how each of them ended."""
+
+    def __init__(self, admission: Admission) -> None:
+        self.admission = admission
+        self.ends: list[asyncio.Event] = []
+        self.tasks: list[asyncio.Task[None]] = []
+        self.outcomes: list[str] = []
+
+    def come(self, tenant: Tenant) -> None:
+        end = asyncio.Event()
+        self.ends.append(end)
+        self.tasks.append(asyncio.create_task(self._visit(tenant, end)))
+
+    async def _visit(self, tenant: Tenant, end: asyncio.Event) -> None:
+        outcome = "cancelled"
+        try:
+            with self.admission.body() as held, self.admission.arrive(tenant) as ticket:
+                await self.admission.turn(ticket)
+                held.grow(40)
+                await end.wait()
+                outcome = "served"
+        except TryLater as refused:
+            outcome = refused.slug
+        finally:
+            self.outcomes.append(outcome)
+
+    async def step(self, act: str, which: Tenant | int | None) -> None:
+        match act, which:
+            case "come", Tenant():
+                self.come(which)
+            case "end", int() if which < len(self.ends):
+                self.ends[which].set()
+            case "cancel", int() if which < len(self.tasks):
+                self.tasks[which].cancel()
+            case "tick", _:
+                await asyncio.sleep(0)
+            case "late", _:
+                await asyncio.sleep(0.002)
+
+
+@settings(deadline=None)
+@given(STEPS)
+def test_whatever_happens_each_request_ends_once_and_gives_back_what_it_had(
+    steps: Sequence[tuple[str, Tenant | int | None]],
+) -> None:
+    async def run() -> None:
+        admitted = admission(queue_timeout_s=0.001, tenant_requests=3)
+        visits = Visits(admitted)
+        for act, which in steps:
+            await visits.step(act, which)
+            assert 0 <= admitted.door.inside <= 2
+            assert 0 <= admitted.door.waiting <= 2
+            assert 0 <= admitted.body_bytes <= 100
+        for task in visits.tasks:
+            task.cancel()
+        await asyncio.gather(*visits.tasks, return_exceptions=True)
+
+        # A task that is cancelled before it began leaves no outcome.
+        assert len(visits.outcomes) <= len(visits.tasks)
+        refused = sum(outcome not in {"served", "cancelled"} for outcome in visits.outcomes)
+        assert refused == sum(admitted.refused.values())
+        assert (admitted.door.inside, admitted.door.waiting, admitted.body_bytes) == (0, 0, 0)
+        for tenant in TENANTS:  # all may come again
+            with ExitStack() as stack:
+                for _ in range(2):
+                    stack.enter_context(admitted.arrive(tenant))
+
+    asyncio.run(run())
+
+
+async def test_a_place_that_is_given_to_one_who_leaves_at_that_moment_goes_on() -> None:
+    visits = Visits(admission(requests=1))
+    for tenant in TENANTS:
+        visits.come(tenant)
+    await asyncio.sleep(0)
+    visits.ends[0].set()
+    visits.tasks[1].cancel()
+    visits.ends[2].set()
+    await asyncio.wait(visits.tasks, timeout=5)
+
+    assert visits.outcomes == ["served", "cancelled", "served"]
+
+
+async def test_one_who_waits_too_long_is_told_to_try_later() -> None:
+    admitted = admission(requests=1, queue_timeout_s=0.001)
+    with admitted.arrive(ALICE):
+        with admitted.arrive(BOB) as ticket, pytest.raises(Overloaded, match="in time"):
+            await admitted.turn(ticket)
+
+        assert (admitted.door.inside, admitted.door.waiting) == (1, 0)
+    assert admitted.refused == {"queue_timeout": 1}
+
+
+def test_tenants_take_turns_and_each_comes_in_its_own_order() -> None:
+    door = Door(1, 9)
+    first = door.arrive(ALICE)
+    alice = [door.arrive(ALICE) for _ in range(3)]
+    bob = [door.arrive(BOB) for _ in range(2)]
+    carol = door.arrive(CAROL)
+    order = []
+    inside = first
+    while door.waiting:
+        door.leave(inside)
+        inside = next(t for t in (*alice, *bob, carol) if t.where == "inside" and t not in order)
+        order.append(inside)
+
+    assert order == [alice[0], bob[0], carol, alice[1], bob[1], alice[2]]
+
+
+async def test_in_a_full_queue_the_longest_line_makes_room() -> None:
+    admitted = admission(requests=1, queue=4)
+    with ExitStack() as stack:
+        alice = [stack.enter_context(admitted.arrive(ALICE)) for _ in range(5)]
+        bob = [stack.enter_context(admitted.arrive(BOB)) for _ in range(2)]
+
+        assert [ticket.where for ticket in alice[1:]] == ["queue"] * 2 + ["sent_away"] * 2
+        assert [ticket.where for ticket in bob] == ["queue"] * 2
+        for tenant in (ALICE, BOB):
+            with pytest.raises(TooManyRequests) as refused:
+                stack.enter_context(admitted.arrive(tenant))
+            assert refused.value.slug == "queue_full"
+        with pytest.raises(TooManyRequests, match="waiting already"):
+            await admitted.turn(alice[4])
+
+
+def test_a_tenant_has_so_many_at_once_those_that_wait_included() -> None:
+    admitted = admission(requests=1, queue=9, tenant_requests=2)
+    with ExitStack() as stack:
+        stack.enter_context(admitted.arrive(ALICE))
+        with admitted.arrive(ALICE):
+            refused = refusal(lambda: stack.enter_context(admitted.arrive(ALICE)))
+            assert isinstance(refused, TooManyRequests)
+            assert refused.slug == "rate_limited"
+            stack.enter_context(admitted.arrive(BOB))
+        stack.enter_context(admitted.arrive(ALICE))
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 70), st.booleans()), max_size=20))
+def test_bodies_are_never_more_than_the_budget_and_all_is_given_back(
+    growths: list[tuple[int, bool]],
+) -> None:
+    admitted = admission()
+    with ExitStack() as stack:
+        bodies = [stack.enter_context(admitted.body()) for _ in range(2)]
+        for size, second in growths:
+            held = bodies[second]
+            before, other = held.size, bodies[not second].size
+            refused = refusal(partial(held.grow, size))
+            assert (refused is not None) == (max(before, size) + other > 100)
+            assert held.size == (before if refused else max(before, size))
+            assert admitted.body_bytes == held.size + other <= 100
+    assert admitted.body_bytes == 0
+
+
+@settings(deadline=None)
+@given(st.integers(1, 200), st.lists(st.floats(0, 40), max_size=120))
+def test_in_no_minute_a_tenant_has_more_than_twice_its_limit(limit: int, gaps: list[float]) -> None:
+    pace, now_s, admitted = Pace(limit), 1e6, list[float]()
+    for gap_s in gaps:
+        now_s += gap_s
+        if not pace.take(ALICE, now_s):
+            admitted.append(now_s)
+    for start_s in admitted:
+        assert sum(start_s <= at < start_s + 60 for at in admitted) <= 2 * limit
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=120))
+def test_who_keeps_to_its_limit_in_every_minute_is_never_refused(gaps: list[int]) -> None:
+    times = [1e6 + sum(gaps[: n + 1]) for n in range(len(gaps))]
+    busiest = max(sum(start <= at <= start + 60 for at in times) for start in times)
+    pace = Pace(busiest)
+
+    assert [pace.take(ALICE, at) for at in times] == [0.0] * len(times)
+
+
+@settings(deadline=None)
+@given(st.floats(0.1, 500), st.integers(1, 40))
+def test_the_wait_that_is_told_is_enough_and_not_too_long(per_minute: float, count: int) -> None:
+    pace, now_s, waits = Pace(per_minute), 0.0, list[float]()
+    for _ in range(count):
+        while (wait_s := pace.take(ALICE, now_s)) > 0:
+            waits.append(wait_s)
+            now_s += wait_s + 1e-9
+    assert all(wait_s <= 60 / per_minute * (1 + 1e-6) for wait_s in waits)
+    assert len(waits) <= count
+    assert pace.take(BOB, now_s) == 0.0
+
+
+@pytest.mark.fault(66)
+def test_a_request_that_is_too_soon_is_told_when_by_a_clock_that_never_goes_back() -> None:
+    clock = Clock()
+    admitted = Admission(
+        Limits(requests=9, queue=0, queue_timeout_s=1, body_bytes=1, tenant_per_minute=2), clock
+    )
+    for _ in range(2):
+        admitted.keep_pace(ALICE)
+    refused = refusal(lambda: admitted.keep_pace(ALICE))
+    admitted.keep_pace(BOB)
+
+    assert isinstance(refused, TooManyRequests)
+    assert refused.headers["Retry-After"] == "30"
+    clock.now += 30
+    admitted.keep_pace(ALICE)
+
+
+def config(**more: int) -> ProxyConfig:
+    urls = {"encode_servers_urls": "http://e:1", "decode_servers_urls": "http://d:1"}
+    return ProxyConfig.model_validate(urls | {"api_keys_file": "keys"} | more)
+
+
+def test_workers_share_the_limits() -> None:
+    limits = limits_of(
+        config(
+            workers=4,
+            max_requests=400,
+            max_queue=3,
+            max_inflight_bytes=4096,
+            tenant_max_requests=2,
+            tenant_requests_per_minute=2,
+        )
+    )
+
+    assert limits == Limits(
+        requests=100,
+        queue=0,
+        queue_timeout_s=10,
+        body_bytes=1024,
+        tenant_requests=1,
+        tenant_per_minute=0.5,
+    )
+    assert limits_of(config()).tenant_requests is None

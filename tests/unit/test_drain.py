@@ -1,0 +1,90 @@
+"""`Drain`: what runs ends by itself, or is told to."""
+
+import asyncio
+
+import pytest
+
+from epd.drain import Drain
+from epd.errors import Overloaded
+
+
+async def runs(drain: Drain, seconds: float = 60) -> str:
+    async with drain.bounded():
+        await asyncio.sleep(seconds)
+    return "ended"
+
+
+async def test_idle_waits_for_the_last_request() -> None:
+    drain = Drain()
+    await drain.idle()
+    first, second = asyncio.create_task(runs(drain, 0.01)), asyncio.create_task(runs(drain, 0.05))
+    await asyncio.sleep(0)
+    await drain.idle()
+
+    assert (await first, await second) == ("ended", "ended")
+
+
+async def test_what_runs_is_cut_and_so_is_what_comes_later() -> None:
+    drain = Drain()
+    early = asyncio.create_task(runs(drain))
+    await asyncio.sleep(0)
+    drain.cut()
+    late = asyncio.create_task(runs(drain))
+
+    for task in (early, late):
+        with pytest.raises(Overloaded) as raised:
+            await task
+        assert (raised.value.status, raised.value.slug) == (503, "shutting_down")
+    async with asyncio.timeout(5):
+        await drain.idle()
+
+
+async def test_the_inner_part_of_a_request_is_told_and_may_say_its_last_words() -> None:
+    drain = Drain()
+    said = []
+
+    async def streams() -> None:
+        async with drain.bounded():
+            try:
+                await runs(drain)
+            except Overloaded:
+                await asyncio.sleep(0.01)
+                said.append("sorry")
+
+    task = asyncio.create_task(streams())
+    await asyncio.sleep(0)
+    drain.cut()
+    await task
+
+    assert said == ["sorry"]
+
+
+async def test_after_its_inner_part_a_request_is_cut_all_the_same() -> None:
+    drain = Drain()
+
+    async def goes_on() -> None:
+        async with drain.bounded():
+            await runs(drain, 0)
+            await asyncio.sleep(60)
+
+    task = asyncio.create_task(goes_on())
+    await asyncio.sleep(0.01)
+    drain.cut()
+
+    with pytest.raises(Overloaded):
+        await task
+
+
+async def test_other_ends_are_left_as_they_are() -> None:
+    drain = Drain()
+    cancelled = asyncio.create_task(runs(drain))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+
+    with pytest.raises(TimeoutError):
+        async with drain.bounded(), asyncio.timeout(0):
+            await asyncio.sleep(60)
+    async with asyncio.timeout(5):
+        await drain.idle()

@@ -1,0 +1,168 @@
+"""Sizes as Pillow finds them, whatever is in the file."""
+
+import io
+import warnings
+from functools import cache
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from PIL import ExifTags, Image, UnidentifiedImageError
+
+from epd.image_header import MAX_STEPS, Size, image_size
+
+KINDS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+
+
+def size_of(content: bytes) -> Size | None:
+    return image_size(lambda offset, size: content[offset : offset + size])
+
+
+def pillows(content: bytes) -> Size | None:
+    """The size that an engine would see; None where it would see no picture."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with Image.open(io.BytesIO(content), formats=KINDS) as opened:
+                return opened.size
+    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, ValueError, SyntaxError):
+        return None
+
+
+@cache
+def picture(kind: str, size: Size = (7, 5), **options: object) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", size).save(file, kind, **options)
+    return file.getvalue()
+
+
+def with_exif() -> bytes:
+    exif = Image.Exif()
+    exif[ExifTags.Base.ImageDescription] = "x" * 60_000
+    return picture("JPEG", exif=exif.tobytes())
+
+
+def animated(kind: str) -> bytes:
+    file = io.BytesIO()
+    frames = [Image.new("RGB", (7, 5), colour) for colour in ("red", "green")]
+    frames[0].save(file, kind, save_all=True, append_images=frames[1:])
+    return file.getvalue()
+
+
+WEBP_KINDS = [
+    picture("WEBP"),
+    picture("WEBP", lossless=True),
+    picture("WEBP", exif=b"Exif\0\0MM\0*\0\0\0\x08\0\0"),
+    animated("WEBP"),
+]
+PICTURES = [
+    *map(picture, KINDS),
+    *WEBP_KINDS,
+    with_exif(),
+    picture("JPEG", progressive=True),
+    picture("TIFF", compression="tiff_lzw"),
+    picture("TIFF", big_tiff=True),
+    animated("PNG"),
+    animated("GIF"),
+    animated("TIFF"),
+]
+
+
+@pytest.mark.security("S10")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [(1, 1), (1, 900), (640, 480), (3, 16_000)])
+def test_a_pictures_size_is_found(kind: str, size: Size) -> None:
+    assert size_of(picture(kind, size)) == size
+
+
+@pytest.mark.security("S10")
+@pytest.mark.parametrize("content", PICTURES, ids=lambda content: f"{content[:12]!r}")
+def test_variants_of_a_kind_are_known(content: bytes) -> None:
+    assert size_of(content) == pillows(content) == (7, 5)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"picture", b"RIFF\0\0\0\0WAVEfmt ", b"P6 1 1 255\n\0\0\0", b"\0\0\0\x1cftypavif"],
+)
+def test_other_kinds_are_left_to_the_engine(content: bytes) -> None:
+    assert size_of(content) is None
+
+
+@pytest.mark.security("S10")
+@pytest.mark.parametrize("content", PICTURES, ids=lambda content: f"{content[:12]!r}")
+def test_a_picture_cut_anywhere_is_a_picture_or_refused(content: bytes) -> None:
+    for end in range(16, min(len(content), 400)):
+        try:
+            found = size_of(content[:end])
+        except ValueError:
+            continue
+        assert found == (7, 5)
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> bytes:
+    """A picture with bytes replaced, put in or taken out."""
+    content = bytearray(draw(st.sampled_from(PICTURES)))
+    for _ in range(draw(st.integers(1, 3))):
+        # Most of it near the front, where headers are; a TIFF's may be at the end.
+        at = draw(st.integers(0, min(64, len(content))) | st.integers(0, len(content)))
+        width = draw(st.sampled_from([0, 1, 2, 4]))
+        content[at : at + width] = draw(st.binary(max_size=4))
+    return bytes(content)
+
+
+@pytest.mark.security("S10")
+@settings(max_examples=500, deadline=None)
+@given(damaged())
+@example(picture("PNG")[:33] + picture("PNG", (1, 1))[8:])
+@example(picture("JPEG", (640, 480))[:-2] + picture("JPEG", (1, 1)))
+def test_what_an_engine_would_open_has_the_size_it_would_see(content: bytes) -> None:
+    """Nobody gets a picture past the limits by a file that two parsers read differently."""
+    try:
+        found = size_of(content)
+    except ValueError:
+        return
+    seen = pillows(content)
+    if found is None or seen is None:
+        return
+    if content.startswith(b"GIF"):  # a frame may enlarge it
+        assert all(mine <= engines for mine, engines in zip(found, seen, strict=True))
+    else:
+        assert sorted(found) == sorted(seen)  # TIFF: or turned
+
+
+@given(
+    st.sampled_from([b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"II*\0", b"II+\0", b"BM", b"RIFF"]),
+    st.binary(),
+)
+def test_any_bytes_have_a_size_or_are_refused(magic: bytes, rest: bytes) -> None:
+    try:
+        size = size_of(magic + rest)
+    except ValueError:
+        return
+    assert size is None or all(side >= 0 for side in size)
+
+
+@pytest.mark.security("S10")
+@pytest.mark.parametrize(
+    "endless",
+    [
+        b"\x89PNG\r\n\x1a\n" + b"\0\0\0\0teXt\0\0\0\0" * MAX_STEPS * 4,
+        b"\xff\xd8\xff" + b"\xff" * MAX_STEPS * 4,
+        b"\xff\xd8\xff\xfe\0\2" + b"\xff\xfe\0\2" * MAX_STEPS * 4,
+        b"II*\0\x08\0\0\0\xff\xff" + b"\0" * MAX_STEPS * 100,
+        b"II+\0\x08\0\0\0\x10" + b"\0" * 7 + b"\xff" * 8 + b"\0" * MAX_STEPS * 100,
+    ],
+)
+def test_a_header_without_end_is_given_up(endless: bytes) -> None:
+    reads = 0
+
+    def read(offset: int, size: int) -> bytes:
+        nonlocal reads
+        reads += 1
+        return endless[offset : offset + size]
+
+    with pytest.raises(ValueError, match=r"does not end|too many tags"):
+        image_size(read)
+    assert reads < 4 * MAX_STEPS
