@@ -33,10 +33,10 @@ from scripts.chaos_load import MAX_BODY_BYTES, Clients, Questions, ask
 from scripts.chaos_report import MORE_FDS, Figures, Left, figures
 
 PROXY_FLAGS = {
-    "--encode-timeout-s": 3,
-    "--prefill-timeout-s": 4,
-    "--first-byte-timeout-s": 8,
-    "--idle-timeout-s": 3,
+    "--encode-timeout-s": 4,
+    "--prefill-timeout-s": 6,
+    "--first-byte-timeout-s": 12,
+    "--idle-timeout-s": 8,
     "--connect-timeout-s": 2,
     "--ec-store-budget-s": 0.5,
     "--max-body-bytes": MAX_BODY_BYTES,
@@ -48,7 +48,8 @@ PROXY_FLAGS = {
     "--health-timeout-s": 2,
     "--log-format": "json",
 }
-"""Deadlines short enough for a fault to end in one, and rests for it to be over."""
+"""Deadlines short enough for a fault to end in one, and long enough for a busy machine; rests short
+enough to be over soon."""
 
 SERVES_WITHIN_S = 60.0
 SETTLES_WITHIN_S = 20.0

@@ -124,6 +124,7 @@ def figures(
     errors = [one for one in outcomes if one.result in {"error", "broken off"}]
     felt = {one: [fault for fault in faults if fault.felt(one)] for one in errors}
     inexcusable = [one for one in errors if not excuse(one, felt[one])]
+    needless = [one for one in errors if had_another(one, felt[one])]
     bad = [one for one in outcomes if one.result in {"wrong", "lost", "misshapen"}]
     return Figures(
         seconds=round(memory[-1][0] - memory[0][0], 1),
@@ -135,11 +136,19 @@ def figures(
         lost=results["lost"],
         misshapen=results["misshapen"],
         not_excused=len(inexcusable),
-        had_another=sum(had_another(one, felt[one]) for one in errors),
+        had_another=len(needless),
         rss_mb=(memory[0][1], memory[-1][1]),
         rss_mb_per_min=_slope(memory),
         left=left,
-        examples=[_example(one, faults) for one in (*bad, *inexcusable)[:EXAMPLES]],
+        examples=[
+            f"{label}: {_example(one, faults)}"
+            for label, several in (
+                ("bad", bad),
+                ("not excused", inexcusable),
+                ("needless", needless),
+            )
+            for one in several[:EXAMPLES]
+        ],
     )
 
 
@@ -167,6 +176,6 @@ def _example(outcome: Outcome, faults: Sequence[Fault]) -> str:
     took_s = outcome.ended_s - outcome.began_s
     stream = " stream" if outcome.stream else ""
     return (
-        f"! {outcome.kind}: {outcome.name}{stream}, {took_s:.2f} s, "
+        f"{outcome.kind}: {outcome.name}{stream}, {took_s:.2f} s, "
         f"{outcome.request_id}, {outcome.detail!r}; felt: {'; '.join(felt) or 'nothing'}"
     )
