@@ -178,8 +178,13 @@ class Health:
         self._probe_s = math.inf
         return True
 
-    def probed(self, now_s: float, *, well: bool) -> None:
-        """A probe was answered well, or not."""
+    def probed(self, now_s: float, *, well: bool | None) -> None:
+        """A probe was answered well, or not, or could not be made."""
+        if well is not None:
+            self._judge_probe(now_s, well=well)
+        self._probe_s = now_s + self._next_probe_s()
+
+    def _judge_probe(self, now_s: float, *, well: bool) -> None:
         self._failed_probes = 0 if well else self._failed_probes + 1
         if well and self._state is State.DOWN:
             self._become(State.TRIAL, now_s)
@@ -188,7 +193,6 @@ class Health:
             self._state is State.EJECTED or self._failed_probes >= self._policy.down_after
         ):
             self._become(State.DOWN, now_s)
-        self._probe_s = now_s + self._next_probe_s()
 
     def _next_probe_s(self) -> float:
         if self._state is not State.DOWN:

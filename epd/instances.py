@@ -150,7 +150,7 @@ class InstanceTable:
         now_s = self._clock()
         return [instance for instance, health in self._health.items() if health.probe_due(now_s)]
 
-    def probed(self, instance: Instance, *, well: bool) -> None:
-        """An instance has said that it is well, or has not."""
+    def probed(self, instance: Instance, *, well: bool | None) -> None:
+        """An instance has said that it is well, or has not; None: it could not be asked."""
         if instance in self._health:
             self._health[instance].probed(self._clock(), well=well)

@@ -92,16 +92,15 @@ class MetricsObserver:
             registry=self._registry,
         )
         self._reloaded.set(1)
-
-    def reloaded(self, success: bool) -> None:
-        """Say how it ended."""
-        self._reloaded.set(success)
-
         self._loop_lag = Gauge(
             "epd_event_loop_lag_seconds",
             "The longest that the event loop kept others waiting, of the last 15 s.",
             registry=self._registry,
         )
+
+    def reloaded(self, success: bool) -> None:
+        """Say how it ended."""
+        self._reloaded.set(success)
 
     def stage_done(self, event: StageDone) -> None:
         """Add its time."""
@@ -114,7 +113,6 @@ class MetricsObserver:
         self._retries.inc(event.retries)
         for result, count in event.items.items():
             self._items.labels(result).inc(count)
-
         for kind in event.degraded:
             self._degraded.labels(kind).inc()
 

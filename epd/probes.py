@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
-from epd.errors import ProxyError
+from epd.errors import Overloaded
 from epd.instances import Instance, InstanceTable
 from epd.upstream import Upstream
 
@@ -43,12 +43,7 @@ async def _probe_all(table: InstanceTable, upstream: Upstream, timeout_s: float)
 async def _probe(
     instance: Instance, table: InstanceTable, upstream: Upstream, timeout_s: float
 ) -> None:
-    try:
-        answer = await upstream.fetch(
-            instance.url + "/health", stage="proxy", headers={}, timeout_s=timeout_s
-        )
-    except ProxyError:
-        well = False
-    else:
-        well = answer.ok
+    well = None
+    with suppress(Overloaded):  # that says nothing of the instance
+        well = await upstream.probe(instance.url + "/health", timeout_s=timeout_s)
     table.probed(instance, well=well)

@@ -222,6 +222,24 @@ class Upstream:
             ):
                 return Answer(reply.status, reply.headers, await reply.read())
 
+    async def probe(self, url: str, *, timeout_s: float) -> bool:
+        """Whether a GET is answered with 2xx, over a connection of its own.
+
+        One that is open already says nothing of whether a new one would be accepted.
+
+        Raises:
+            Overloaded: there is no descriptor left to find out with.
+        """
+        try:
+            with _translated("proxy", broken="unreachable"):
+                async with (
+                    asyncio.timeout(timeout_s),
+                    await _request(self._fresh, url, {}, None, _Sending()) as response,
+                ):
+                    return is_success(response.status)
+        except (UpstreamFailed, UpstreamTimeout):
+            return False
+
 
 async def _request(
     session: aiohttp.ClientSession,

@@ -87,7 +87,7 @@ def test_a_process_raises_its_limit_and_keeps_descriptors_back_for_instances() -
         limits = Path(f"/proc/{process.pid}/limits").read_text()
         clients = [stack.enter_context(opened(url)) for _ in range(40)]
         for client in clients:
-            client.sendall(b"GET /metrics HTTP/1.1\r\nHost: epd\r\n\r\n")
+            client.sendall(b"GET /ready HTTP/1.1\r\nHost: epd\r\n\r\n")
         said = [client.recv(12) for client in clients]
 
     assert "Max open files            160                  160" in limits
@@ -137,7 +137,7 @@ async def _chat(url: str) -> int | None:
 async def test_no_descriptor_for_an_instance_is_no_fault_of_the_instance() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     async with launch() as fleet, connected(fleet.url) as (reader, writer):
-        writer.write(b"GET /metrics HTTP/1.1\r\nHost: epd\r\n\r\n")
+        writer.write(b"GET /ready HTTP/1.1\r\nHost: epd\r\n\r\n")
         await answer(reader)
         resource.setrlimit(resource.RLIMIT_NOFILE, (highest_open() + 20, hard))
         held = []

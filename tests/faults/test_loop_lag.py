@@ -55,7 +55,7 @@ async def test_nothing_is_told_once_the_context_is_left() -> None:
 
 async def test_metrics_have_it() -> None:
     async with Launch()() as fleet, fleet.http.get(f"{fleet.url}/metrics") as reply:
-        assert "\nepd_event_loop_lag_seconds 0.0\n" in await reply.text()
+        assert "\nepd_event_loop_lag_seconds " in await reply.text()
 
 
 @pytest.mark.parametrize(("items", "off_the_loop"), [(2, False), (40, True)])

@@ -22,7 +22,7 @@ class Closing:
         self.answered = answered
         self.reset = reset
         self.always = always
-        self.connections = 0
+        self.connections = -1  # the probe's
         self.requests = 0
         self.url = ""
 
@@ -31,6 +31,9 @@ class Closing:
         end = self.always
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
+                if head.startswith(b"GET /health "):
+                    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+                    break  # a probe, which comes by a connection of its own
                 [length] = [
                     int(line.split(b":")[1])
                     for line in head.lower().split(b"\r\n")
@@ -75,7 +78,10 @@ async def test_a_connection_that_ends_when_it_is_used_again_is_replaced_unseen(r
 
 
 @pytest.mark.fault(48)
-async def test_an_answer_that_has_begun_is_not_asked_for_again() -> None:
+async def test_an_answer_that_has_begun_is_not_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("epd.pipeline.MAX_DECODES", 1)  # the request's own further try
     instance = Closing(b"HTTP/1.1 200 OK\r\nX: ")
 
     assert await _with_closing(instance, 2) == [200, 502]
@@ -83,7 +89,10 @@ async def test_an_answer_that_has_begun_is_not_asked_for_again() -> None:
 
 
 @pytest.mark.fault(48)
-async def test_a_new_connection_that_ends_is_the_instances_failure() -> None:
+async def test_a_new_connection_that_ends_is_the_instances_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("epd.pipeline.MAX_DECODES", 1)
     instance = Closing(always=True)
 
     assert await _with_closing(instance, 1) == [502]

@@ -18,9 +18,13 @@ from tests.security.wire import ask
 LABELS = {
     "path": re.compile(r"/[a-z1/_.]+(\{uuid\})?|unknown"),
     "status": re.compile(r"[1-5]\d\d"),
-    "stage": re.compile("store|encode|prefill|decode"),
+    "stage": re.compile("store|queue|encode|prefill|decode|release"),
     "failed": re.compile("true|false"),
     "result": re.compile("hit|encoded|local"),
+    "kind": re.compile("(encode|prefill)-local"),
+    "reason": re.compile("[a-z_]+"),
+    "role": re.compile("encode|prefill|decode|prefill_decode"),
+    "state": re.compile("healthy|ejected|down|trial"),
     "le": re.compile(r"[\d.]+|\+Inf"),
 }
 """All labels there are, and what they may say."""

@@ -55,7 +55,7 @@ def _answer(raw: bytes) -> Answer:
 
 @dataclass
 class Silent:
-    """A server that answers nothing and keeps the first line of whatever comes."""
+    """A server that answers nothing and keeps the first line of whatever comes but probes."""
 
     url: str
     lines: list[bytes] = field(default_factory=list)
@@ -64,7 +64,9 @@ class Silent:
 @asynccontextmanager
 async def silent() -> AsyncIterator[Silent]:
     async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        here.lines.append(await reader.readline())
+        line = await reader.readline()
+        if not line.endswith(b"/health HTTP/1.1\r\n"):
+            here.lines.append(line)
         writer.close()
 
     server = await asyncio.start_server(take, "127.0.0.1", 0)
