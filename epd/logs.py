@@ -38,6 +38,16 @@ def configure(log_format: str, level: str, *, worker: int | None = None) -> None
         # A line is one write: several workers share stderr, and print writes the line's end apart.
         logger_factory=structlog.WriteLoggerFactory(sys.stderr),
     )
+    # Else Python writes what libraries warn of as plain text between the lines.
+    logging.basicConfig(handlers=[_Relay(logging.WARNING)], force=True)
+
+
+class _Relay(logging.Handler):
+    """Passes on what libraries log, to be written as our own lines are."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        log = structlog.get_logger("epd")
+        log.log(record.levelno, record.getMessage(), logger=record.name, exc_info=record.exc_info)
 
 
 class LogObserver:

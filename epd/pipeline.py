@@ -10,7 +10,7 @@ from epd.cache import EncoderCache
 from epd.chat import Body, MMItem, check_mm_kwargs, mm_items, names_entries
 from epd.config import ProxyConfig
 from epd.encoding import Encoder
-from epd.errors import ProxyError, Stage, UpstreamTimeout
+from epd.errors import ProxyError, Stage, UpstreamTimeout, UpstreamUnreachable
 from epd.fetch import RemoteMedia
 from epd.health import BUSY
 from epd.instances import Instance, InstanceTable, Role
@@ -38,7 +38,9 @@ class Attempts:
     Attributes:
         prefills: prefill instances that it was sent to.
         decodes: decode instances that it was sent to.
-        failures: how often each stage has failed.
+        failures: how often each stage has failed; who was not reached has not been asked.
+        doubtful: a decode instance that failed as one does that cannot load what it was named:
+            who made that may be at fault.
         encoded: its items, once they are encoded.
         sent: what prefill and decode were sent.
         anew: whether entries may have been lost: all is encoded again, and the media go along.
@@ -49,6 +51,7 @@ class Attempts:
     prefills: list[Instance] = field(default_factory=list)
     decodes: list[Instance] = field(default_factory=list)
     failures: Counter[Stage] = field(default_factory=Counter)
+    doubtful: Instance | None = None
     encoded: list[EncodedItem] | None = None
     sent: Body = field(default_factory=dict)
     anew: bool = False
@@ -192,7 +195,9 @@ class Pipeline:
         """Prepare for the next attempt: how long until then, in seconds; None: there is none."""
         if error.stage not in {"prefill", "decode"}:
             return None
-        attempts.failures[error.stage] += 1
+        attempts.failures[error.stage] += not isinstance(error, UpstreamUnreachable)
+        if error.stage == "decode" and error.answered == HTTPStatus.INTERNAL_SERVER_ERROR:
+            attempts.doubtful = attempts.decodes[-1]
         # An engine that cannot load what it was named fails the request and says no more than that.
         lost = error.answered == HTTPStatus.INTERNAL_SERVER_ERROR and not attempts.anew
         if lost and names_entries(attempts.sent):
@@ -219,7 +224,13 @@ class Pipeline:
         # Prefill's blocks could not be fetched, with vLLM's `kv_load_failure_policy` "fail".
         if error.answered == HTTPStatus.INTERNAL_SERVER_ERROR and attempts.prefilled:
             return 0.0
-        return retry_delay_s(error, others=self._decodes.others(attempts.decodes))
+        delay_s = retry_delay_s(error, others=self._decodes.others(attempts.decodes))
+        unreached = isinstance(error, UpstreamUnreachable)
+        if delay_s is None and unreached and attempts.doubtful in attempts.decodes:
+            # Better than nobody: what it could not load has been made again.
+            attempts.decodes.remove(attempts.doubtful)
+            return 0.0
+        return delay_s
 
 
 def _was_answered(error: BaseException) -> bool:

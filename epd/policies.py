@@ -105,12 +105,19 @@ class Choice:
         usable = self._table.usable(self._role)
         if not usable:
             raise NoInstance(f"there is no {self._role} instance", slug=f"no_{self._role}")
-        fresh = [instance for instance in usable if instance not in tried]
-        return self._policy.order(fresh or usable, key, self._table.load)[0]
+        return self._policy.order(self._fresh(tried) or usable, key, self._table.load)[0]
 
     def others(self, tried: Collection[Instance]) -> bool:
         """Whether there is one that has not been tried."""
-        return any(instance not in tried for instance in self._table.usable(self._role))
+        return bool(self._fresh(tried))
+
+    def _fresh(self, tried: Collection[Instance]) -> list[Instance]:
+        """Those that have not been tried: the usable ones, and where there are none all others.
+
+        Who was left alone may be back and not yet have been asked, and costs little to find away.
+        """
+        usable = [one for one in self._table.usable(self._role) if one not in tried]
+        return usable or [one for one in self._table.of(self._role) if one not in tried]
 
 
 def _score(instance: Instance, key: str) -> bytes:

@@ -106,6 +106,22 @@ class Stack:
         """Stop everything."""
         self.stop()
 
+    def kill(self, engine: Engine) -> None:
+        """End an engine at once, with all its children, as a crash may."""
+        [process] = [one for one in self._processes if one.name == engine.name]
+        process.kill()
+        self._processes.remove(process)
+
+    def restart(self, engine: Engine) -> None:
+        """Start an engine that was killed, and wait until it serves.
+
+        Raises:
+            ProcessDied: it ended meanwhile.
+            TimeoutError: it did not serve in time.
+        """
+        self._start(engine.name, engine.url, engine.command(), engine.environment())
+        wait_until_ready(self._processes[-1:], READY_TIMEOUT_S, self._report)
+
     def check_alive(self) -> None:
         """Raise `ProcessDied` where a process has ended."""
         for process in self._processes:

@@ -148,6 +148,20 @@ async def test_a_prefill_that_transfers_nothing_is_an_error_where_one_wants_that
             assert (reply.status, reply.headers["x-epd-error"]) == (502, "prefill_no_kv")
 
 
+@pytest.mark.fault(32, 34)
+async def test_decode_that_could_not_fetch_is_asked_again_where_the_other_is_away(
+    launch: Launch,
+) -> None:
+    """Prefill and one decode instance die at once: what is left of them serves the request."""
+    async with launch(prefill=2, decode=1) as fleet:
+        fleet.d.chat = fails_first(1, refuses(500), decodes)
+        urls = (fleet.d.url, NOBODY)
+        async with launch(prefill=2, decode_servers_urls=urls) as proxy:
+            for _ in range(2):
+                async with proxy.post(request(text())) as reply:
+                    assert reply.status == 200, await reply.text()
+
+
 @pytest.mark.fault(32, 33)
 async def test_where_decode_cannot_fetch_what_prefill_made_it_is_made_again(
     launch: Launch,

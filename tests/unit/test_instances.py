@@ -48,6 +48,18 @@ def test_one_that_was_tried_is_chosen_again_only_where_there_is_no_other() -> No
     assert choice.best(tried=[A, B]) in {A, B}
 
 
+@pytest.mark.fault(5, 34)
+def test_one_that_is_left_alone_is_asked_before_a_request_fails() -> None:
+    table, _ = table_of(A, B)
+    fails(table, A, UpstreamUnreachable("x"))
+    choice = Choice(table, Role.DECODE, "least_load")
+
+    assert [choice.best() for _ in range(3)] == [B] * 3
+    assert choice.others([B])
+    assert choice.best(tried=[B]) == A
+    assert not choice.others([A, B])
+
+
 def test_one_that_fails_is_left_out() -> None:
     table, _ = table_of(A, B)
     fails(table, A, UpstreamFailed("x"))

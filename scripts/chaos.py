@@ -1,0 +1,243 @@
+"""The proxy under load while instances, store and clients fail at random.
+
+    .venv/bin/python scripts/chaos.py --seconds 60 --seed 1
+    .venv/bin/python scripts/chaos.py --kill-every 5 --concurrency 200 --seconds 120
+
+Starts fake instances, a store and `epd serve`, each a process; asks, breaks, and looks at every
+answer. Ends with figures, and with code 1 where a request was lost, an answer wrong, an error not
+excused by what was broken at that moment, or something left behind.
+
+With --kill-every, one instance of each role is killed and comes back, again and again, and that is
+all: every request must be served but those whose answer had begun.
+"""
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from epd.fleet import Topology
+from epd.fleet.stack import free_ports
+from epd.instances import Role
+from scripts.chaos_faults import Faults, excused, excused_by_a_kill, kills, plan, storm
+from scripts.chaos_fleet import DiskStore, Instance, Proxy, RedisStore
+from scripts.chaos_load import MAX_BODY_BYTES, Clients, Questions, ask
+from scripts.chaos_report import MORE_FDS, Figures, Left, figures
+
+PROXY_FLAGS = {
+    "--encode-timeout-s": 4,
+    "--prefill-timeout-s": 6,
+    "--first-byte-timeout-s": 12,
+    "--idle-timeout-s": 8,
+    "--connect-timeout-s": 2,
+    "--ec-store-budget-s": 0.5,
+    "--max-body-bytes": MAX_BODY_BYTES,
+    "--eject-s": 2,
+    "--eject-max-s": 8,
+    "--probe-interval-s": 1,
+    "--probe-backoff-s": 0.5,
+    "--probe-backoff-max-s": 4,
+    "--health-timeout-s": 2,
+    "--log-format": "json",
+}
+"""Deadlines short enough for a fault to end in one, and long enough for a busy machine; rests short
+enough to be over soon."""
+
+SERVES_WITHIN_S = 60.0
+SETTLES_WITHIN_S = 20.0
+IN_A_ROW = 8
+
+
+@dataclass
+class Stand:
+    """What stands there to be broken, and what is known of it.
+
+    Attributes:
+        proxy: the proxy.
+        instances: what is behind it.
+        store: the encoder cache.
+        memory: seconds, and megabytes that the proxy had then.
+    """
+
+    proxy: Proxy
+    instances: Sequence[Instance]
+    store: DiskStore | RedisStore
+    memory: list[tuple[float, float]] = field(default_factory=list)
+
+    async def watch(self, until: asyncio.Event) -> None:
+        """Take down the proxy's memory, once a second."""
+        clock = asyncio.get_running_loop().time
+        while not until.is_set():
+            self.proxy.check_alive()
+            self.memory.append((clock(), self.proxy.rss_mb))
+            await asyncio.sleep(1.0)
+
+    async def sum(self, what: str) -> int:
+        """Of what each instance says of itself."""
+        return sum([(await one.state())[what] for one in self.instances])
+
+
+@asynccontextmanager
+async def standing(args: argparse.Namespace, folder: Path) -> AsyncIterator[Stand]:
+    """Everything, serving."""
+    roles: Sequence[Role] = args.topology.roles
+    port, *ports = free_ports(1 + len(roles))
+    async with AsyncExitStack() as stack:
+        store = (DiskStore if args.store == "file" else RedisStore)(folder / "store")
+        stack.callback(store.close)
+        instances = []
+        for role, at in zip(roles, ports, strict=True):
+            flags = {"--role": role, "--port": at, "--store": store.url, "--token-s": args.token_s}
+            command = _command("scripts.chaos_instance", flags=flags)
+            instances.append(Instance(role, at, command, folder / f"{role}-{at}.log"))
+            stack.callback(instances[-1].kill)
+        command = _command("epd", "serve", flags=_proxy_flags(instances, store.url, port))
+        proxy = Proxy(command, port, folder / "proxy.log")
+        stack.callback(proxy.stop)
+        for one in instances:
+            await one.ready()
+        await proxy.ready()
+        yield Stand(proxy, instances, store)
+
+
+def _command(*words: str, flags: dict[str, Any]) -> list[str]:
+    pairs = [str(word) for pair in flags.items() for word in pair]
+    return [sys.executable, "-m", *words, *pairs]
+
+
+def _proxy_flags(instances: Sequence[Instance], store: str, port: int) -> dict[str, Any]:
+    def urls(*roles: Role) -> str:
+        return ",".join(one.url for one in instances if one.role in roles)
+
+    return {
+        "--host": "127.0.0.1",
+        "--port": port,
+        "--encode-servers-urls": urls(Role.ENCODE),
+        "--prefill-servers-urls": urls(Role.PREFILL),
+        "--decode-servers-urls": urls(Role.DECODE, Role.PREFILL_DECODE),
+        "--ec-store": store,
+        **PROXY_FLAGS,
+    }
+
+
+async def run(args: argparse.Namespace, folder: Path) -> Figures:
+    """Ask and break for a while, then look at what is left."""
+    async with standing(args, folder) as stand:
+        clients = Clients(stand.proxy.url, Questions(random.Random(args.seed)))  # noqa: S311
+        if not await serves(clients):
+            raise TimeoutError(f"the proxy does not serve to begin with: see {folder}")
+        fds, faults = stand.proxy.fds, Faults()
+        await weather(args, stand, clients, faults)
+        left = await remains(stand, clients, fds)
+        excuse = excused_by_a_kill if args.kill_every else excused
+        return figures(clients.outcomes, faults.seen, excuse, stand.memory, left)
+
+
+async def weather(args: argparse.Namespace, stand: Stand, clients: Clients, faults: Faults) -> None:
+    """Ask and break, for as long as is asked for."""
+    until = asyncio.Event()
+    asyncio.get_running_loop().call_later(args.seconds, until.set)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(stand.watch(until))
+        if args.kill_every:
+            group.create_task(kills(faults, stand.instances, args.kill_every, until))
+            group.create_task(clients.run(args.concurrency, until, clients.questions.plain))
+        else:
+            rng = random.Random(args.seed)  # noqa: S311 - a schedule, no secret
+            planned = plan((*stand.instances, stand.store), rng, args.seconds)
+            group.create_task(storm(faults, planned))
+            group.create_task(clients.run(args.concurrency, until, clients.questions.any))
+
+
+async def remains(stand: Stand, clients: Clients, fds: int) -> Left:
+    """What is left, once the proxy had time to get over it."""
+    recovered = await serves(clients)
+    idle = await not_asked(stand, clients)
+    clock = asyncio.get_running_loop().time
+    deadline_s = clock() + SETTLES_WITHIN_S
+    while clock() < deadline_s:
+        if stand.proxy.fds <= fds + MORE_FDS and not await stand.sum("open"):
+            break
+        await asyncio.sleep(0.5)
+    open_, kept = await stand.sum("open"), await stand.sum("kept")
+    return Left(recovered, idle, open_, kept, (fds, stand.proxy.fds))
+
+
+async def serves(clients: Clients) -> bool:
+    """Whether several requests in a row are answered, sooner or later."""
+    clock = asyncio.get_running_loop().time
+    deadline_s = clock() + SERVES_WITHIN_S
+    right = 0
+    async with aiohttp.ClientSession() as http:
+        while right < IN_A_ROW and clock() < deadline_s:
+            outcome = await ask(http, clients.url, clients.questions.plain())
+            right = right + 1 if outcome.result == "right" else 0
+    return right == IN_A_ROW
+
+
+async def not_asked(stand: Stand, clients: Clients) -> list[str]:
+    """The instances that get no request any more, however long they are waited for."""
+    before = {one: (await one.state())["asked"] for one in stand.instances}
+    idle = list(stand.instances)
+    clock = asyncio.get_running_loop().time
+    deadline_s = clock() + SERVES_WITHIN_S
+    async with aiohttp.ClientSession() as http:
+        while idle and clock() < deadline_s:
+            await ask(http, clients.url, clients.questions.plain())
+            idle = [one for one in idle if (await one.state())["asked"] == before[one]]
+    return [one.name for one in idle]
+
+
+def arguments() -> argparse.Namespace:
+    """What the command line says."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--concurrency", "--requests-in-flight", type=int, default=24, help="clients at once"
+    )
+    parser.add_argument("--topology", type=Topology.parse, default="2e2p2d", help="or 2e2pd")
+    parser.add_argument("--store", choices=("file", "redis"), default="file")
+    parser.add_argument(
+        "--kill-every", type=float, metavar="SECONDS", help="kill one of each role, and that alone"
+    )
+    parser.add_argument(
+        "--token-s", type=float, default=0.03, help="what a word of an answer takes"
+    )
+    parser.add_argument("--json", action="store_true", help="figures for machines")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where logs stay")
+    return parser.parse_args()
+
+
+@contextmanager
+def folder_of(args: argparse.Namespace) -> Iterator[Path]:
+    """Where logs and the store go."""
+    if args.keep is None:
+        with tempfile.TemporaryDirectory() as name:
+            yield Path(name)
+    else:
+        args.keep.mkdir(parents=True)
+        yield args.keep
+
+
+def main() -> None:
+    """Print the figures."""
+    args = arguments()
+    with folder_of(args) as folder:
+        seen = asyncio.run(run(args, folder))
+    print(seen.to_json().decode() if args.json else seen)
+    sys.exit(1 if seen.broken else 0)
+
+
+if __name__ == "__main__":
+    main()

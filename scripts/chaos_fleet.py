@@ -1,0 +1,291 @@
+"""What `chaos.py` runs: fake instances, a store, the proxy; each a process that can be broken."""
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+from typing import Protocol
+
+import aiohttp
+import redis
+
+from epd.fleet import Process
+from epd.fleet.stack import free_ports
+from epd.instances import Role
+
+ROOT = Path(__file__).resolve().parents[1]
+ENVIRONMENT = {"PYTHONPATH": str(ROOT)}
+BIN = Path(sys.executable).parent
+READY_S = 60.0
+ASKED_WITHIN_S = 5.0
+
+KINDS = ("kill", "stop", "sick", "error", "busy", "overloaded", "hang", "reset")
+HALFWAY = ("break", "stall", "truncate", "dribble")
+ROLE_KINDS: Mapping[Role, Sequence[str]] = {
+    Role.ENCODE: (*KINDS, *HALFWAY, "nonsense"),
+    Role.PREFILL: (*KINDS, *HALFWAY, "nonsense"),
+    # What decode says in a whole answer is passed on as it is.
+    Role.DECODE: (*KINDS, *HALFWAY),
+    Role.PREFILL_DECODE: (*KINDS, *HALFWAY),
+}
+
+
+class Breakable(Protocol):
+    """What can be broken for a while."""
+
+    @property
+    def name(self) -> str:
+        """What figures call it."""
+
+    @property
+    def role(self) -> str:
+        """An instance's role, or `store`."""
+
+    @property
+    def kinds(self) -> Sequence[str]:
+        """The ways in which it breaks."""
+
+    def broken(self, kind: str) -> AbstractAsyncContextManager[None]:
+        """Broken in this way until the context is left."""
+
+
+class Instance:
+    """A fake instance."""
+
+    def __init__(self, role: Role, port: int, command: Sequence[str], log: Path) -> None:
+        """Start it.
+
+        Args:
+            role: its role.
+            port: where it listens, whenever it is started.
+            command: its command line.
+            log: where its output goes.
+        """
+        self.name, self.role, self.kinds = f"{role}-{port}", role.value, ROLE_KINDS[role]
+        self.url = f"http://127.0.0.1:{port}"
+        self._command, self._log = command, log
+        self._process = self._started()
+
+    def _started(self) -> Process:
+        return Process(self.name, self.url, self._command, ENVIRONMENT, self._log)
+
+    async def ready(self) -> None:
+        """Wait until it serves."""
+        await wait_for(self._process)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+
+    async def restart(self) -> None:
+        """Start it again, where it was."""
+        self._process = self._started()
+        await self.ready()
+
+    @asynccontextmanager
+    async def broken(self, kind: str) -> AsyncIterator[None]:
+        """See `Breakable`."""
+        if kind == "kill":
+            self.kill()
+            yield
+            await self.restart()
+        elif kind == "stop":
+            os.killpg(self._process.pid, signal.SIGSTOP)
+            try:
+                yield
+            finally:
+                os.killpg(self._process.pid, signal.SIGCONT)
+        else:
+            await self._told(kind)
+            yield
+            await self._told("")
+
+    async def _told(self, kind: str) -> None:
+        async with aiohttp.ClientSession() as http:
+            await http.post(f"{self.url}/fault", data=kind, raise_for_status=True)
+
+    async def state(self) -> Mapping[str, int]:
+        """What it has open, has kept, has been asked."""
+        timeout = aiohttp.ClientTimeout(ASKED_WITHIN_S)
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as http,
+            http.get(f"{self.url}/state") as reply,
+        ):
+            said: Mapping[str, int] = await reply.json()
+            return said
+
+
+class DiskStore:
+    """A shared directory; on a small disk of its own where one may be mounted."""
+
+    name = role = "store"
+
+    def __init__(self, folder: Path) -> None:
+        """Make it."""
+        folder.mkdir()
+        self._disk, self._store = folder, folder / "store"
+        self.url = f"file://{self._store}?max_bytes=16MiB"
+        mounted = _ran("mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(folder))
+        self._mounted = mounted
+        self.kinds = ("removed", "corrupt", *(("full", "read-only") if mounted else ()))
+
+    @asynccontextmanager
+    async def broken(self, kind: str) -> AsyncIterator[None]:
+        """See `Breakable`."""
+        match kind:
+            case "removed":
+                shutil.rmtree(self._store, ignore_errors=True)
+                yield
+            case "corrupt":
+                self._corrupt()
+                yield
+            case "full":
+                with self._filled():
+                    yield
+            case _:
+                _ran("mount", "-o", "remount,bind,ro", str(self._disk))
+                yield
+                _ran("mount", "-o", "remount,bind,rw", str(self._disk))
+
+    def _corrupt(self) -> None:
+        """Change the last byte of every entry."""
+        for path in (self._store / "entries").rglob("*"):
+            with suppress(OSError):  # evicted meanwhile, or a directory
+                content = bytearray(path.read_bytes())
+                content[-1] ^= 1
+                path.chmod(0o600)
+                path.write_bytes(content)
+
+    @contextmanager
+    def _filled(self) -> Iterator[None]:
+        filler = self._disk / "filler"
+        with suppress(OSError), filler.open("wb", buffering=0) as file:  # ENOSPC
+            while True:
+                file.write(bytes(4096))
+        try:
+            yield
+        finally:
+            filler.unlink()
+
+    def close(self) -> None:
+        """Unmount it."""
+        if self._mounted:
+            _ran("umount", "-l", str(self._disk))
+
+
+class RedisStore:
+    """A Redis server of its own, without persistence."""
+
+    name = role = "store"
+    kinds = ("kill", "stop", "flush", "out of memory")
+
+    def __init__(self, folder: Path) -> None:
+        """Start it."""
+        folder.mkdir()
+        self._folder = folder
+        [self._port] = free_ports(1)
+        self.url = f"redis://127.0.0.1:{self._port}"
+        self._process = self._started()
+
+    def _started(self) -> "subprocess.Popen[bytes]":
+        found = shutil.which("redis-server", path=f"{os.environ['PATH']}:{BIN}")
+        if found is None:
+            raise FileNotFoundError("no redis-server: install it, or use --store file")
+        flags = {"port": self._port, "bind": "127.0.0.1", "save": "", "dir": self._folder}
+        words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+        process = subprocess.Popen([found, *words], stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + READY_S
+        while not self._answers():
+            if time.monotonic() > deadline:
+                raise TimeoutError("redis-server does not come up")
+            time.sleep(0.02)
+        return process
+
+    def _answers(self) -> bool:
+        try:
+            return bool(redis.Redis(port=self._port, protocol=2).ping())
+        except redis.ConnectionError:
+            return False
+
+    @asynccontextmanager
+    async def broken(self, kind: str) -> AsyncIterator[None]:
+        """See `Breakable`."""
+        client = redis.Redis(port=self._port, protocol=2)
+        match kind:
+            case "kill":
+                self._process.kill()
+                self._process.wait()
+                yield
+                self._process = self._started()
+            case "stop":
+                self._process.send_signal(signal.SIGSTOP)
+                try:
+                    yield
+                finally:
+                    self._process.send_signal(signal.SIGCONT)
+            case "flush":
+                client.flushall()
+                yield
+            case _:
+                client.config_set("maxmemory", 1)
+                yield
+                client.config_set("maxmemory", 0)
+
+    def close(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.wait()
+
+
+class Proxy:
+    """`epd serve`."""
+
+    def __init__(self, command: Sequence[str], port: int, log: Path) -> None:
+        """Start it."""
+        self.log = log
+        self.url = f"http://127.0.0.1:{port}"
+        self._process = Process("proxy", self.url, command, ENVIRONMENT, log)
+        self._proc = Path(f"/proc/{self._process.pid}")
+
+    async def ready(self) -> None:
+        """Wait until it serves."""
+        await wait_for(self._process)
+
+    def check_alive(self) -> None:
+        """Raise `ProcessDied` where it has ended."""
+        self._process.check_alive()
+
+    @property
+    def rss_mb(self) -> float:
+        """Memory that it has resident."""
+        status = (self._proc / "status").read_text()
+        return int(status.partition("VmRSS:")[2].split()[0]) / 1024
+
+    @property
+    def fds(self) -> int:
+        """Descriptors that it has open."""
+        return len(list((self._proc / "fd").iterdir()))
+
+    def stop(self) -> None:
+        """End it."""
+        self._process.kill()
+
+
+async def wait_for(process: Process) -> None:
+    """Wait until a process serves."""
+    async with asyncio.timeout(READY_S):
+        while not await asyncio.to_thread(process.is_ready):
+            process.check_alive()
+            await asyncio.sleep(0.05)
+
+
+def _ran(*command: str) -> bool:
+    if shutil.which(command[0]) is None:
+        return False
+    return subprocess.run(command, check=False, capture_output=True).returncode == 0
