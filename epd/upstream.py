@@ -143,7 +143,7 @@ class Upstream:
         pooled, fresh = (
             aiohttp.ClientSession(
                 connector=connector,
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s),
+                timeout=aiohttp.ClientTimeout(total=None, connect=connect_timeout_s),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 headers={"User-Agent": f"epd/{__version__}", "Accept-Encoding": "identity"},
                 trace_configs=[_noting_reuse()],
