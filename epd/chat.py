@@ -177,6 +177,8 @@ def deeper(value: Any, limit: int) -> bool:
     """Whether a value has more levels of lists and objects: level by level, as none may recurse."""
     level = [value] if isinstance(value, list | dict) else []
     for _ in range(limit):
+        if not level:
+            return False
         level = [
             inner
             for outer in level

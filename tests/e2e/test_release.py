@@ -5,6 +5,7 @@ import signal
 import time
 
 import httpx
+import openai
 import pytest
 
 from epd.fleet import Engine
@@ -16,6 +17,8 @@ from tests.requests import request, text
 
 BLOCKS = "vllm:kv_cache_usage_perc"
 DONE = "vllm:request_success_total"
+LEASE_S = 30
+"""After which vLLM's NIXL connector frees blocks that nobody has fetched."""
 
 
 def kept(stack: Served, prefill: Engine) -> float:
@@ -50,6 +53,23 @@ def test_a_client_that_leaves_between_prefill_and_decode_leaves_no_blocks(stack:
         stack.stack.signal(decode, signal.SIGCONT)
 
     deadline = time.monotonic() + 30
+    while kept(stack, prefill) > at_rest:
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+
+
+@pytest.mark.fault(36, 44)
+@on(Spec(VISION, E_P_D, DISK))
+def test_a_prefill_of_what_only_decode_refuses_leaves_no_blocks(stack: Served) -> None:
+    [prefill] = stack.stack.of(Role.PREFILL)
+    ask(stack.client, stack.model, text("warm"))
+    at_rest = kept(stack, prefill)
+    before = metric(prefill, DONE)
+    with pytest.raises(openai.BadRequestError):
+        ask(stack.client, stack.model, text("long " * 400), max_tokens=0)
+    assert metric(prefill, DONE) == before + 1
+
+    deadline = time.monotonic() + LEASE_S / 2
     while kept(stack, prefill) > at_rest:
         assert time.monotonic() < deadline
         time.sleep(0.5)
