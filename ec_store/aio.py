@@ -107,9 +107,12 @@ class AsyncStore:
 
     async def close(self) -> None:
         """As `Store.close`. A store that hangs is left to itself after a while."""
+        # On a thread of its own: calls that hang may have all those of the pool.
+        closing = DaemonPool(1, "ec-store-close")
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
-                await self._call(self._store.close)
+                await asyncio.wrap_future(closing.submit(self._store.close))
+        closing.close()
         self._pool.close()
 
     async def __aenter__(self) -> Self:

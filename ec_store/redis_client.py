@@ -35,6 +35,7 @@ class RedisClient:
         self._nodes = {address: Node(address, options) for address in options.addresses}
         self._slots: Sequence[Node | None] = ()
         self._bound = _Bound()
+        self._closed = False
 
     @contextmanager
     def bounded(self) -> Iterator[None]:
@@ -107,9 +108,10 @@ class RedisClient:
         raise AssertionError
 
     def close(self) -> None:
-        """Close the idle connections."""
+        """Let go of connections: those of calls that are under way are closed after them."""
+        self._closed = True
         for node in list(self._nodes.values()):
-            node.forget()
+            node.close()
 
     def _deadline_s(self) -> float:
         bound = self._bound.deadline_s
@@ -194,7 +196,8 @@ class RedisClient:
 
     def _renew(self) -> None:
         """Let go of what may be out of date: connections, and which node has which slot."""
-        self.close()
+        for node in list(self._nodes.values()):
+            node.forget()
         self._slots = ()
 
     def _refresh(self, deadline_s: float) -> Sequence[Node | None]:
@@ -219,7 +222,10 @@ class RedisClient:
         raise problem
 
     def _node(self, address: Address) -> Node:
-        return self._nodes.setdefault(address, Node(address, self._options))
+        node = self._nodes.setdefault(address, Node(address, self._options))
+        if self._closed:
+            node.close()
+        return node
 
 
 class _Bound(threading.local):

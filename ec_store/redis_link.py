@@ -9,7 +9,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import redis
@@ -177,6 +177,7 @@ class Node:
         # A deque needs no lock, which a fork could leave taken.
         self._idle: deque[Link] = deque()
         self._generation = 0
+        self._closed = False
         self._pid = os.getpid()
         self.failed_s = 0.0
         """When a call last broke off, by the monotonic clock."""
@@ -199,10 +200,13 @@ class Node:
             if link.owed:
                 self.failed_s = time.monotonic()
                 link.close()
-            elif link.generation == self._generation and len(self._idle) < MAX_IDLE:
-                self._idle.append(link)
             else:
-                link.close()
+                self._keep(link)
+
+    def close(self) -> None:
+        """Close the idle connections, and from now on each when its call is done."""
+        self._closed = True
+        self.forget()
 
     def forget(self) -> None:
         """Close the idle connections, and those in use after it: they may lead to an old server."""
@@ -213,6 +217,14 @@ class Node:
                 self._idle.pop().close()
             except IndexError:
                 return
+
+    def _keep(self, link: Link) -> None:
+        # Kept before it is looked at: whoever closes or forgets after the look finds it.
+        self._idle.append(link)
+        if self._closed or link.generation != self._generation or len(self._idle) > MAX_IDLE:
+            with suppress(ValueError):  # another thread has taken or closed it
+                self._idle.remove(link)
+                link.close()
 
     def _take(self, deadline_s: float) -> Link:
         self._own()

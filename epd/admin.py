@@ -1,7 +1,6 @@
 """What is asked of all instances at once: health, profiling; and the models they serve."""
 
 import asyncio
-import itertools
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -9,6 +8,8 @@ from typing import Any
 from epd.config import ProxyConfig
 from epd.errors import ProxyError, RequestRefused, Stage, UpstreamRejected
 from epd.instances import Instance, InstanceTable, Role
+from epd.policies import Choice
+from epd.retries import Retries, retry_delay_s
 from epd.upstream import Answer, Upstream
 
 CLUSTERS: Mapping[str, tuple[Stage, tuple[Role, ...]]] = {
@@ -21,6 +22,10 @@ CLUSTERS: Mapping[str, tuple[Stage, tuple[Role, ...]]] = {
 STAGE: Mapping[Role, Stage] = {role: stage for stage, roles in CLUSTERS.values() for role in roles}
 
 
+MODELS_TRIES = 2
+"""Decode instances that are asked which models they serve."""
+
+
 class Admin:
     """Fans requests out to the instances of a table."""
 
@@ -28,7 +33,9 @@ class Admin:
         self._table = table
         self._upstream = upstream
         self._timeout_s = config.health_timeout_s
-        self._turns = itertools.count()
+        # A choice of its own: whose turn it is to decode is not for this to move.
+        self._models = Choice(table, config.decode_role, "round_robin")
+        self._retries = Retries()
         self._profile_timeout_s = config.profile_timeout_s
 
     async def health(self) -> tuple[int, dict[str, Any]]:
@@ -84,12 +91,21 @@ class Admin:
         Raises:
             ProxyError: it failed, or answered anything but 2xx.
         """
-        # Not `pick`: whose turn it is to decode is not for this to move.
-        decode = self._table.of(*CLUSTERS["decode_cluster"][1])
-        instance = decode[next(self._turns) % len(decode)]
-        answer = await self._upstream.fetch(
-            instance.url + "/v1/models", stage="decode", headers=headers, timeout_s=self._timeout_s
-        )
+        tried: list[Instance] = []
+
+        async def attempt() -> Answer:
+            tried.append(self._models.best(tried=tried))
+            return await self._upstream.fetch(
+                tried[-1].url + "/v1/models",
+                stage="decode",
+                headers=headers,
+                timeout_s=self._timeout_s,
+            )
+
+        def again(error: ProxyError) -> float | None:
+            return retry_delay_s(error, others=self._models.others(tried))
+
+        answer = await self._retries.run(attempt, tries=MODELS_TRIES, again=again)
         if not answer.ok:
             raise UpstreamRejected(
                 answer.status, answer.body, stage="decode", headers=answer.headers

@@ -151,7 +151,7 @@ def parse_json(raw: bytes) -> Any:
         raise BadRequest(
             f"the body is not valid JSON: {error.msg} at character {error.pos}", slug="invalid_json"
         ) from None
-    if _deeper(value, MAX_DEPTH):
+    if deeper(value, MAX_DEPTH):
         raise BadRequest(f"the body is nested deeper than {MAX_DEPTH} levels", slug="invalid_json")
     return value
 
@@ -173,7 +173,7 @@ def _may_have_more_values(raw: bytes, limit: int) -> bool:
     return not left
 
 
-def _deeper(value: Any, limit: int) -> bool:
+def deeper(value: Any, limit: int) -> bool:
     """Whether a value has more levels of lists and objects: level by level, as none may recurse."""
     level = [value] if isinstance(value, list | dict) else []
     for _ in range(limit):

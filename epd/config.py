@@ -295,6 +295,11 @@ class ProxyConfig(BaseModel):
     media_timeout_s: Seconds = Field(default=30.0, description="fetching one item")
     encode_timeout_s: Seconds = Field(default=30.0, description="encoding one item")
     prefill_timeout_s: Seconds = Field(default=120.0, description="the prefill stage")
+    kv_lease_s: Seconds = Field(
+        default=30.0,
+        description="how long prefill keeps its blocks for decode (vLLM's kv_lease_duration); a "
+        "request that takes half of it is logged as a warning",
+    )
     first_byte_timeout_s: Seconds = Field(
         default=300.0, description="from the decode request to the first byte of its answer"
     )

@@ -231,6 +231,9 @@ class UpstreamRejected(ProxyError):
     """An instance answered with an error that is the client's to see.
 
     What the instance said is kept; its shape is made OpenAI's where it was not.
+
+    Attributes:
+        retry_after_s: when the instance may be asked again, where it says so.
     """
 
     def __init__(
@@ -251,6 +254,9 @@ class UpstreamRejected(ProxyError):
             for name in ("Retry-After", "WWW-Authenticate")
             if name in headers and headers[name].isprintable()
         }
+        self.retry_after_s = said_retry_after_s(self._passed_headers)
+        if status in {HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE}:
+            self._passed_headers.setdefault("Retry-After", "1")
 
     @property
     def detail(self) -> dict[str, Any]:
@@ -265,11 +271,6 @@ class UpstreamRejected(ProxyError):
     def headers(self) -> dict[str, str]:
         """As for every error, and what tells a client when and how to try again."""
         return {**super().headers, **self._passed_headers}
-
-    @property
-    def retry_after_s(self) -> float | None:
-        """When the instance may be asked again, where it says so."""
-        return said_retry_after_s(self._passed_headers)
 
 
 def no_store(message: str) -> RequestRefused:

@@ -52,6 +52,8 @@ class RequestDone:
         retries: how often the request was begun anew, unseen by the client.
         degraded: what was done in another stage than its own.
         engine_id: the id sent to the instances.
+        kv_wait_s: from prefill's answer to decode's first event, in a stream: for so long prefill
+            kept its blocks at most.
     """
 
     request_id: str
@@ -65,6 +67,7 @@ class RequestDone:
     items: Mapping[ItemResult, int]
     retries: int
     degraded: frozenset[Degraded] = frozenset()
+    kv_wait_s: float | None = None
     engine_id: str = ""
 
 

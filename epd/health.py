@@ -131,6 +131,7 @@ class Health:
         self._failed_probes = 0
         self._ejections = 0
         self._under_way = 0
+        self._changes = 0
 
     def state(self, now_s: float) -> State:
         """What it is thought to be."""
@@ -147,24 +148,39 @@ class Health:
         """Whether it has asked to be left alone."""
         return now_s < self._busy_until_s
 
-    def begun(self) -> None:
-        """A request goes to it."""
+    def begun(self) -> int:
+        """A request goes to it: what it is begun under, for `ended`."""
         self._under_way += 1
+        return self._changes
 
     def answered(self, now_s: float) -> None:
         """An answer has begun well, or a request has ended so: a trial is passed."""
         if self.state(now_s) in {State.TRIAL, State.DOWN}:
             self._become(State.HEALTHY, now_s)
 
-    def ended(self, outcome: Outcome, now_s: float, *, rest_s: float | None = None) -> None:
-        """A request of it has ended; where it has too much to do, it is left alone for `rest_s`."""
-        self._under_way = max(0, self._under_way - 1)
+    def ended(
+        self, outcome: Outcome, now_s: float, *, begun: int, rest_s: float | None = None
+    ) -> None:
+        """A request of it has ended.
+
+        Args:
+            outcome: how.
+            now_s: when.
+            begun: what `begun` said. A failure counts that began since the last change: what an
+                outage has left behind fails long after it, and says nothing of now.
+            rest_s: for how long it asks to be left alone, where it has too much to do.
+        """
+        if begun == self._changes:
+            self._under_way -= 1
+        elif outcome in {Outcome.BAD, Outcome.UNREACHABLE}:
+            return
         match outcome:
             case Outcome.GOOD:
                 self._failures = 0
                 self.answered(now_s)
             case Outcome.BUSY:
-                self._busy_until_s = now_s + (BUSY_S if rest_s is None else rest_s)
+                rest_s = BUSY_S if rest_s is None else min(rest_s, self._policy.max_eject_s)
+                self._busy_until_s = now_s + rest_s
                 self.answered(now_s)
             case Outcome.BAD | Outcome.UNREACHABLE:
                 self._failed(now_s, unreachable=outcome is Outcome.UNREACHABLE)
@@ -228,4 +244,5 @@ class Health:
         self._since_s = now_s
         self._failures = 0
         self._under_way = 0
+        self._changes += 1
         self._on_change(state)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from http import HTTPStatus
 
 from epd.errors import ProxyError
 from epd.health import DEFAULT_HEALTH, Health, HealthPolicy, Outcome, State, asked_rest_s, judged
@@ -117,28 +118,34 @@ class InstanceTable:
         return [instance for instance, _ in rested or fit]
 
     @contextmanager
-    def using(self, instance: Instance) -> Iterator[None]:
+    def using(self, instance: Instance, *, alone: bool = True) -> Iterator[None]:
         """A request of this instance, under way until the context is left.
 
         How it is left is what the instance is judged by; a cancelled request says nothing.
+
+        Args:
+            instance: the one.
+            alone: whether a 500 is the instance's own. It may be due to what others have made, and
+                could not be loaded.
         """
         health = self._health.get(instance)
         if health is None:  # removed since it was chosen
             health = Health(self._policy, self._clock(), lambda _: None)
-        health.begun()
+        begun = health.begun()
         self._load[instance] += 1
         outcome, error = Outcome.NOTHING, None
         try:
             yield
             outcome = Outcome.GOOD
         except ProxyError as failure:
-            outcome, error = judged(failure), failure
+            excused = not alone and failure.answered == HTTPStatus.INTERNAL_SERVER_ERROR
+            outcome, error = Outcome.NOTHING if excused else judged(failure), failure
             raise
         finally:
             self._load[instance] -= 1
             if not self._load[instance]:
                 del self._load[instance]
-            health.ended(outcome, self._clock(), rest_s=asked_rest_s(error))
+            health.ended(outcome, self._clock(), begun=begun, rest_s=asked_rest_s(error))
 
     def answered(self, instance: Instance) -> None:
         """An instance has begun to answer well; its answer may yet take long."""

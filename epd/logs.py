@@ -53,8 +53,14 @@ class _Relay(logging.Handler):
 class LogObserver:
     """Logs each client's request, and each request to an instance at level debug."""
 
-    def __init__(self) -> None:
+    def __init__(self, kv_lease_s: float) -> None:
+        """Log from now on.
+
+        Args:
+            kv_lease_s: how long prefill keeps its blocks; what takes half of it is a warning.
+        """
         self._log = structlog.get_logger("epd")
+        self._long_s = kv_lease_s / 2
 
     def stage_done(self, event: StageDone) -> None:
         """One line at level debug."""
@@ -81,6 +87,9 @@ class LogObserver:
             fields["degraded"] = ",".join(sorted(event.degraded))
         if event.engine_id != event.request_id:
             fields["engine_id"] = event.engine_id
+        if event.kv_wait_s is not None and event.kv_wait_s > self._long_s:
+            level = "warning"
+            fields["kv_wait_s"] = round(event.kv_wait_s, 4)
         if event.error is not None:
             level = "warning"
             fields |= {"error": event.error, "reason": event.reason}

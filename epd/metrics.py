@@ -86,6 +86,12 @@ class MetricsObserver:
             buckets=SECONDS,
             registry=self._registry,
         )
+        self._kv_waits = Histogram(
+            "epd_kv_wait_seconds",
+            "From prefill's answer to decode's first event, in streams.",
+            buckets=SECONDS,
+            registry=self._registry,
+        )
         self._reloaded = Gauge(
             "epd_config_last_reload_success",
             "1 where all files that were read last could be used; 0: older ones are in force.",
@@ -113,6 +119,8 @@ class MetricsObserver:
         self._retries.inc(event.retries)
         for result, count in event.items.items():
             self._items.labels(result).inc(count)
+        if event.kv_wait_s is not None:
+            self._kv_waits.observe(event.kv_wait_s)
         for kind in event.degraded:
             self._degraded.labels(kind).inc()
 

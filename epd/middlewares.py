@@ -24,6 +24,7 @@ from epd.errors import (
     RequestRefused,
     Unauthorized,
     UpstreamRejected,
+    UpstreamTimeout,
     WrongMethod,
 )
 from epd.events import ItemResult, Observer, RequestDone, stage_seconds
@@ -41,10 +42,14 @@ OBSERVERS = web.AppKey("observers", Sequence[Observer])
 CONTEXT = web.RequestKey("context", RequestContext)
 BODY = web.RequestKey("body", Held)
 """What the body is counted with as it is read."""
+STARTED_S = web.RequestKey("started_s", float)
+"""When it came, on the event loop's clock."""
 OUTCOME = web.RequestKey("outcome", ProxyError)
 """Set where a stream broke after its status had gone out."""
 
 FORWARDED_HEADERS = ("traceparent", "tracestate")
+TIMEOUT = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
+"""A client's x-request-timeout, in seconds."""
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 LOOK_S = 0.1
@@ -69,6 +74,7 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
         observers=observers,
     )
     request[CONTEXT] = context
+    request[STARTED_S] = started
     status, error = CLIENT_CLOSED, None
     try:
         response = await handler(request)
@@ -88,6 +94,7 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
             items=dict(context.items),
             retries=context.retries,
             degraded=frozenset(context.degraded),
+            kv_wait_s=context.kv_wait_s,
         )
         for observer in observers:
             observer.request_done(event)
@@ -166,10 +173,32 @@ async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
         with admission.arrive(context.tenant) as ticket:
             if ticket.where == "queue":
                 with context.timed("queue", "proxy"):
-                    async with _watched(request):
+                    async with _watched(request), deadline(request):
                         await admission.turn(ticket)
             request[BODY].grow(size)
             return await handler(request)
+
+
+@asynccontextmanager
+async def deadline(request: web.Request) -> AsyncIterator[None]:
+    """The whole request's, its wait for its turn included.
+
+    Raises:
+        UpstreamTimeout: it has passed.
+    """
+    limit_s = request.app[CONFIG].request_timeout_s
+    asked = request.headers.get("x-request-timeout", "")
+    if TIMEOUT.fullmatch(asked):
+        limit_s = min(limit_s, float(asked))
+    try:
+        async with asyncio.timeout_at(request[STARTED_S] + limit_s) as limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise UpstreamTimeout(
+            "the request did not end in time", slug="request_timeout", stage="proxy"
+        ) from None
 
 
 @asynccontextmanager

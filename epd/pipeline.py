@@ -12,7 +12,6 @@ from epd.config import ProxyConfig
 from epd.encoding import Encoder
 from epd.errors import ProxyError, Stage, UpstreamTimeout, UpstreamUnreachable
 from epd.fetch import RemoteMedia
-from epd.health import BUSY
 from epd.instances import Instance, InstanceTable, Role
 from epd.keys import Keys
 from epd.policies import Choice
@@ -57,6 +56,11 @@ class Attempts:
     anew: bool = False
     prefilled: bool = False
     without_prefill: bool = False
+
+    def alone(self, stage: Stage) -> bool:
+        """Whether a stage that fails now does so by itself: the first time, others may have."""
+        depends = names_entries(self.sent) or (stage == "decode" and self.prefilled)
+        return not depends or self.failures[stage] > 0
 
 
 class Pipeline:
@@ -165,13 +169,13 @@ class Pipeline:
         instance = self._decodes.best(tried=attempts.decodes)
         attempts.decodes.append(instance)
         async with AsyncExitStack() as stack:
-            stack.enter_context(self._table.using(instance))
+            stack.enter_context(self._table.using(instance, alone=attempts.alone("decode")))
             try:
                 reply = await stack.enter_async_context(
                     self._stages.decode(instance, sent, context)
                 )
             except BaseException as error:
-                if params is not None and not _was_answered(error):
+                if params is not None and not _was_begun(error):
                     self._releases.begin(self._releaser(attempts, error), sent, context)
                 raise
             self._table.answered(instance)
@@ -183,7 +187,7 @@ class Pipeline:
             return None
         instance = self._prefills.best(tried=attempts.prefills)
         attempts.prefills.append(instance)
-        with self._table.using(instance):
+        with self._table.using(instance, alone=attempts.alone("prefill")):
             return await self._stages.prefill(instance, attempts.sent, context)
 
     def _releaser(self, attempts: Attempts, error: BaseException) -> Instance:
@@ -233,7 +237,9 @@ class Pipeline:
         return delay_s
 
 
-def _was_answered(error: BaseException) -> bool:
-    """Whether decode has had the request, and has told prefill itself."""
-    answered = error.answered if isinstance(error, ProxyError) else None
-    return answered is not None and answered not in BUSY
+def _was_begun(error: BaseException) -> bool:
+    """Whether decode's engine has had the request, and has told prefill itself.
+
+    What is refused is refused before, and a 4xx too: prefill is sent less than decode is.
+    """
+    return isinstance(error, ProxyError) and error.answered == HTTPStatus.INTERNAL_SERVER_ERROR

@@ -26,6 +26,8 @@ SHARE = 0.2
 """Of the requests under way, how many may be at a further try at once (Envoy's retry budget)."""
 LEAST = 3
 """So many may be, however few are under way."""
+HELD_S = 1.0
+"""How long a further try counts at most: a whole answer takes as long as its tokens."""
 PATIENCE_S = 30.0
 """How long a further try waits for others to end before it is given up."""
 JITTER_S = 0.05
@@ -86,14 +88,20 @@ class Retries:
             await asyncio.sleep(delay_s + random.uniform(0, JITTER_S * 2**number))  # noqa: S311
             if not await self._admitted():
                 break
+            release = asyncio.get_running_loop().call_later(HELD_S, self._leave)
             try:
                 return await attempt()
             except ProxyError as error:
                 failure = error
             finally:
-                self._again -= 1
-                self._admit()
+                if release.when() > asyncio.get_running_loop().time():  # it has not been called
+                    release.cancel()
+                    self._leave()
         raise failure
+
+    def _leave(self) -> None:
+        self._again -= 1
+        self._admit()
 
     async def _admitted(self) -> bool:
         """Wait for a place in the budget; False where none came free in time."""

@@ -51,6 +51,8 @@ class RequestContext:
         retries: how often the request was begun anew.
         degraded: what was done in another stage than its own.
         client_id: what its client calls it, where it calls it anything.
+        prefilled_s: when prefill had answered, on the event loop's clock.
+        kv_wait_s: from then until decode's first event, in a stream.
     """
 
     request_id: str
@@ -63,6 +65,8 @@ class RequestContext:
     retries: int = 0
     degraded: set[Degraded] = field(default_factory=set)
     client_id: str | None = None
+    prefilled_s: float | None = None
+    kv_wait_s: float | None = None
     _children: Iterator[int] = field(default_factory=itertools.count)
 
     def headers_for(self, request_id: str) -> dict[str, str]:
@@ -72,6 +76,11 @@ class RequestContext:
     def child_id(self) -> str:
         """An id for a request that is made on behalf of this one."""
         return f"{self.request_id}:{next(self._children)}:{secrets.token_hex(3)}"
+
+    def first_event(self) -> None:
+        """Decode has sent something: it has what prefill kept for it."""
+        if self.prefilled_s is not None and self.kv_wait_s is None:
+            self.kv_wait_s = asyncio.get_running_loop().time() - self.prefilled_s
 
     @contextmanager
     def timed(self, stage: Stage, where: str) -> Iterator[None]:
@@ -136,7 +145,9 @@ class Stages:
                 body=orjson.dumps(prefill_body(body, NIXL_PREFILL)),
                 timeout_s=self._config.prefill_timeout_s,
             )
-            return read_prefilled(_accepted(answer, "prefill", context))
+            params = read_prefilled(_accepted(answer, "prefill", context))
+        context.prefilled_s = asyncio.get_running_loop().time()
+        return params
 
     @asynccontextmanager
     async def decode(
@@ -167,9 +178,10 @@ class Stages:
     async def release(self, instance: Instance, body: Body, context: RequestContext) -> None:
         """Tell decode of a prefill that nobody waits for any more.
 
-        It then tells the prefill instance, which would else keep the request's KV blocks until its
-        own time-out (vLLM's NIXL connector, `request_finished`; `VLLM_NIXL_ABORT_REQUEST_TIMEOUT`,
-        480 s). One token is asked for; leaving at the answer's head aborts the rest.
+        It then tells the prefill instance, which would else keep the request's KV blocks until
+        their lease ends (vLLM's NIXL connector, `request_finished`; `kv_lease_duration`, in older
+        versions `VLLM_NIXL_ABORT_REQUEST_TIMEOUT`). One token is asked for; leaving at the
+        answer's head aborts the rest.
 
         Raises:
             ProxyError: it could not be told.

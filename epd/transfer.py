@@ -8,7 +8,16 @@ from typing import Any
 import orjson
 
 from ec_store import EntryInfo
-from epd.chat import MM_KWARGS, Body, MMItem, metadata_part, raw_part, with_parts
+from epd.chat import (
+    MAX_DEPTH,
+    MM_KWARGS,
+    Body,
+    MMItem,
+    deeper,
+    metadata_part,
+    raw_part,
+    with_parts,
+)
 from epd.errors import Stage, UnknownMedia, UpstreamFailed
 from epd.events import ItemResult
 
@@ -72,7 +81,7 @@ def read_encoded(reply: bytes, modality: str) -> Encoded:
         raise _ambiguous("an entry is not an object")
     if len(params) > 1:
         # A video with its sound (use_audio_in_video) makes two features of one part.
-        if len({entry.get("modality") for entry in params.values()}) != len(params):
+        if len({str(entry.get("modality")) for entry in params.values()}) != len(params):
             raise _ambiguous("several features for one item")
         return Encoded(params)
     [(identifier, entry)] = params.items()
@@ -212,7 +221,7 @@ def _reply_field(reply: bytes, name: str, *, stage: Stage) -> dict[str, Any]:
     value = parsed.get(name) if isinstance(parsed, dict) else ...
     if value is None:
         return {}
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or deeper(value, MAX_DEPTH):
         raise UpstreamFailed(
             f"the {stage} instance's answer is not what vLLM sends",
             slug=f"{stage}_bad_response",

@@ -143,7 +143,7 @@ class Upstream:
         pooled, fresh = (
             aiohttp.ClientSession(
                 connector=connector,
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s),
+                timeout=aiohttp.ClientTimeout(total=None, connect=connect_timeout_s),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 headers={"User-Agent": f"epd/{__version__}", "Accept-Encoding": "identity"},
                 trace_configs=[_noting_reuse()],
@@ -176,7 +176,8 @@ class Upstream:
             async with asyncio.timeout(head_timeout_s):
                 response = await self._send(url, headers, body)
         async with response:
-            yield Reply(response, stage)
+            with _told_of_the_end(response):
+                yield Reply(response, stage)
 
     async def _send(
         self, url: str, headers: Mapping[str, str], body: bytes | None
@@ -257,6 +258,39 @@ async def _request(
         allow_redirects=False,
         trace_request_ctx=sending,
     )
+
+
+@contextmanager
+def _told_of_the_end(response: aiohttp.ClientResponse) -> Iterator[None]:
+    """Have whoever reads the body told when its connection is closed.
+
+    aiohttp closes it where a chunk is malformed, and then its C parser leaves the reader waiting.
+    """
+    content = response.content
+
+    def tell(_: object = None) -> None:
+        if not content.is_eof() and content.exception() is None:
+            content.set_exception(aiohttp.ClientPayloadError("the connection was closed"))
+
+    protocol = None if response.connection is None else response.connection.protocol
+    closed = None if protocol is None else protocol.closed
+    if closed is None:  # it has ended by now, or this answer has
+        tell()
+        yield
+        return
+    closed.remove_done_callback(_seen)  # once for a connection, however many answers it brings
+    closed.add_done_callback(_seen)
+    closed.add_done_callback(tell)
+    try:
+        yield
+    finally:
+        closed.remove_done_callback(tell)
+
+
+def _seen(closed: asyncio.Future[None]) -> None:
+    """Take note of a connection's error: asyncio logs those that nobody asks for."""
+    if not closed.cancelled():
+        closed.exception()
 
 
 def _noting_reuse() -> aiohttp.TraceConfig:

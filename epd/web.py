@@ -1,11 +1,9 @@
 """The aiohttp application: routes, and the answer relayed to the client."""
 
-import asyncio
-import re
 import stat
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +24,6 @@ from epd.errors import (
     Overloaded,
     ProxyError,
     UpstreamFailed,
-    UpstreamTimeout,
 )
 from epd.events import InstanceChanged, Observer
 from epd.fetch import remote_media
@@ -46,6 +43,7 @@ from epd.middlewares import (
     MIDDLEWARES,
     OBSERVERS,
     OUTCOME,
+    deadline,
     own_headers,
 )
 from epd.pipeline import Pipeline
@@ -65,8 +63,8 @@ METRICS = web.AppKey("metrics", MetricsObserver)
 
 TABLE = web.AppKey("table", InstanceTable)
 
-TIMEOUT = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
-"""A client's x-request-timeout, in seconds."""
+AFTER_END_S = 1.0
+"""Silence after a stream's `[DONE]`, until its connection is closed rather than kept."""
 
 MAX_DECODE_BYTES = 256 * 1024**2
 """Largest answer of decode that is no stream: it is whole before the first byte goes out, so that
@@ -108,7 +106,7 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
     app.on_response_prepare.append(send_elsewhere)
     app[OBSERVERS] = (
         app[METRICS],
-        *((LogObserver(),) if observers is None else observers),
+        *((LogObserver(config.kv_lease_s),) if observers is None else observers),
     )
     app.cleanup_ctx.append(_connections)
     return app
@@ -172,7 +170,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     scope = request.app[CONFIG].scope_of(context.tenant)
     stream: web.StreamResponse | None = None
     try:
-        async with request.app[DRAIN].bounded(), _deadline(request):
+        async with request.app[DRAIN].bounded(), deadline(request):
             body = salted(chat.parse(await _read(request)), scope)
             async with request.app[PIPELINE].run(body, context) as reply:
                 headers = _answer_headers(reply, context)
@@ -183,6 +181,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
                 )
                 await stream.prepare(request)
                 async for events in _whole_events(reply, request.app[CONFIG].idle_timeout_s):
+                    context.first_event()
                     await stream.write(events)
     except ProxyError as error:
         if stream is None or not stream.prepared:
@@ -192,28 +191,6 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         await stream.write(b"data: " + error.body() + b"\n\n")
     await stream.write_eof()
     return stream
-
-
-@asynccontextmanager
-async def _deadline(request: web.Request) -> AsyncIterator[None]:
-    """The whole request's.
-
-    Raises:
-        UpstreamTimeout: it has passed.
-    """
-    limit_s = request.app[CONFIG].request_timeout_s
-    asked = request.headers.get("x-request-timeout", "")
-    if TIMEOUT.fullmatch(asked):
-        limit_s = min(limit_s, float(asked))
-    try:
-        async with asyncio.timeout(limit_s) as deadline:
-            yield
-    except TimeoutError:
-        if not deadline.expired():
-            raise
-        raise UpstreamTimeout(
-            "the request did not end in time", slug="request_timeout", stage="proxy"
-        ) from None
 
 
 def _answer_headers(reply: Reply, context: RequestContext) -> dict[str, str]:
@@ -245,29 +222,40 @@ async def _whole_events(reply: Reply, idle_s: float) -> AsyncIterator[bytes]:
     """
     aligner = EventAligner()
     async for chunk in reply.chunks(idle_s):
-        try:
-            events = aligner.feed(chunk)
-        except ValueError as error:
-            raise UpstreamFailed(
-                "the decode instance sent an event without end",
-                slug="decode_bad_response",
-                stage="decode",
-            ) from error
-        if events:
+        if events := _aligned(aligner, chunk):
             yield events
-    if not aligner.ended:
+        if aligner.ended:
+            break
+    else:
         raise UpstreamFailed(
             "the decode instance ended the stream before its end",
             slug="decode_truncated",
             stage="decode",
         )
+    # It is complete. What still comes is sent on, and what breaks off now breaks nothing.
+    with suppress(ProxyError):
+        async for chunk in reply.chunks(AFTER_END_S):
+            if events := _aligned(aligner, chunk):
+                yield events
+
+
+def _aligned(aligner: EventAligner, chunk: bytes) -> bytes:
+    try:
+        return aligner.feed(chunk)
+    except ValueError as error:
+        raise UpstreamFailed(
+            "the decode instance sent an event without end",
+            slug="decode_bad_response",
+            stage="decode",
+        ) from error
 
 
 async def push_media(request: web.Request) -> web.Response:
     """`POST /v1/media`: has media encoded ahead of the request that asks about them."""
-    asked = chat.parse_json(await _read(request))
     context = request[CONTEXT]
-    answer = await request.app[WARMUP].push(asked, context)
+    async with deadline(request):
+        asked = chat.parse_json(await _read(request))
+        answer = await request.app[WARMUP].push(asked, context)
     return _json(answer, context)
 
 

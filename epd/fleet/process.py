@@ -84,7 +84,7 @@ class Process:
 
     def terminate(self) -> None:
         """Ask it and its children to end."""
-        self._signal(signal.SIGTERM)
+        self.signal(signal.SIGTERM)
 
     def join(self, deadline_s: float) -> None:
         """Wait until it has ended, at most until a time on the monotonic clock."""
@@ -93,10 +93,11 @@ class Process:
 
     def kill(self) -> None:
         """End what is left of it and its children."""
-        self._signal(signal.SIGKILL)
+        self.signal(signal.SIGKILL)
         self._popen.wait()
 
-    def _signal(self, number: signal.Signals) -> None:
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to it and its children."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from signal import Signals
 from types import MappingProxyType, TracebackType
 from typing import Self
 
@@ -108,9 +109,13 @@ class Stack:
 
     def kill(self, engine: Engine) -> None:
         """End an engine at once, with all its children, as a crash may."""
-        [process] = [one for one in self._processes if one.name == engine.name]
+        process = self._process(engine)
         process.kill()
         self._processes.remove(process)
+
+    def signal(self, engine: Engine, number: Signals) -> None:
+        """Send a signal to an engine and all its children."""
+        self._process(engine).signal(number)
 
     def restart(self, engine: Engine) -> None:
         """Start an engine that was killed, and wait until it serves.
@@ -121,6 +126,10 @@ class Stack:
         """
         self._start(engine.name, engine.url, engine.command(), engine.environment())
         wait_until_ready(self._processes[-1:], READY_TIMEOUT_S, self._report)
+
+    def _process(self, engine: Engine) -> Process:
+        [process] = [one for one in self._processes if one.name == engine.name]
+        return process
 
     def check_alive(self) -> None:
         """Raise `ProcessDied` where a process has ended."""

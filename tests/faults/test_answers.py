@@ -1,6 +1,7 @@
 """Answers of instances that are late, endless, or cut anywhere."""
 
 import asyncio
+import gc
 from itertools import accumulate
 from typing import Any
 
@@ -70,6 +71,29 @@ async def test_of_a_huge_answer_little_is_read(launch: Launch, head: bytes) -> N
         await until(lambda: encoder.aborted)
 
 
+@pytest.mark.fault(8)
+async def test_an_answer_with_a_malformed_chunk_is_not_waited_for(launch: Launch) -> None:
+    script = [read_request(), send(STREAM_HEAD + chunked(b"{")), wait(0.1), send(b"zz\r\n"), hold()]
+    async with Scripted(script).running() as encoder:
+        status, _ = await refused(launch, encoder)
+
+        assert status == 502  # and not 504
+
+
+async def test_an_idle_connection_that_is_reset_is_not_worth_a_word(
+    launch: Launch, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = [read_request(), send(answer(b'{"choices": []}')), wait(0.1), reset()]
+    async with Scripted(script).running() as decode:
+        async with launch(decode_servers_urls=(decode.url,)) as fleet:
+            assert (await fleet.chat(request(text())))[0] == 200
+            await until(lambda: decode.exchanges[0].done)
+            await asyncio.sleep(0.1)
+        gc.collect()
+
+        assert "never retrieved" not in caplog.text
+
+
 @pytest.mark.fault(36)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_decode_refuses_arrives_as_it_said_it(launch: Launch, stream: bool) -> None:
@@ -86,8 +110,7 @@ async def test_what_decode_refuses_arrives_as_it_said_it(launch: Launch, stream:
 BROKEN: dict[str, Any] = {
     "reset": (reset(), "decode_died"),
     "closed": (close(), "decode_died"),
-    # aiohttp closes the connection and tells nobody who is reading: it is noticed as silence.
-    "bad chunk": (send(b"zz\r\n"), "decode_stalled"),
+    "bad chunk": (send(b"zz\r\n"), "decode_died"),
     "silent": (hold(), "decode_stalled"),
     "ended": (send(LAST_CHUNK), "decode_truncated"),
 }

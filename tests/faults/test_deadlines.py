@@ -1,5 +1,6 @@
 """The whole request's deadline, the operator's and the client's."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -47,6 +48,18 @@ async def test_a_client_can_only_shorten_it(launch: Launch) -> None:
         fleet.d.chat = hangs
         async with fleet.post(request(text()), {"x-request-timeout": "0.2"}) as reply:
             assert reply.status == 504
+
+
+async def test_the_wait_for_its_turn_is_a_part_of_it(launch: Launch) -> None:
+    async with launch(max_requests=1) as fleet:
+        fleet.d.chat = hangs
+        first = asyncio.create_task(fleet.chat(request(text())))
+        await until(lambda: fleet.d.calls)
+        async with fleet.post(request(text()), {"x-request-timeout": "0.3"}) as reply:
+            assert (reply.status, reply.headers["x-epd-error"]) == (504, "request_timeout")
+
+        assert len(fleet.d.calls) == 1
+        first.cancel()
 
 
 @pytest.mark.parametrize("wrong", ["", "soon", "-1", "nan", "inf", "1e9", "9" * 400, "0x1"])

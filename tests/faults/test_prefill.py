@@ -184,6 +184,30 @@ async def test_where_decode_cannot_fetch_what_prefill_made_it_is_made_again(
         assert [len(one.calls) for one in fleet.prefill] == [1, 1]  # not where it came from
 
 
+@pytest.mark.fault(33)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_how_long_prefill_keeps_its_blocks_is_measured(launch: Launch, stream: bool) -> None:
+    async with launch(prefill=1) as fleet:
+
+        async def queues(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            await asyncio.sleep(0.2)
+            return await decodes(http, body)
+
+        fleet.d.chat = queues
+        async with fleet.post(request(text(), stream=stream)) as reply:
+            await reply.read()
+        async with fleet.http.get(f"{fleet.url}/metrics") as page:
+            figures = await page.text()
+
+        done = fleet.events.requests[0]
+        if stream:
+            assert done.kv_wait_s is not None
+            assert done.kv_wait_s >= 0.2
+        else:  # its first byte comes with its last token
+            assert done.kv_wait_s is None
+        assert f"epd_kv_wait_seconds_count {float(stream)}" in figures
+
+
 @pytest.mark.fault(32)
 async def test_it_is_made_again_once(launch: Launch) -> None:
     async with launch(prefill=2) as fleet:
@@ -342,6 +366,27 @@ async def test_the_end_of_the_proxy_waits_until_it_is_told(launch: Launch) -> No
     assert len(releases(fleet.d)) == 1
     assert fleet.events.stages[-1].stage == "release"
     assert fleet.events.stages[-1].error is None
+
+
+@pytest.mark.fault(36, 44)
+async def test_a_prefill_of_what_only_decode_refuses_is_given_back(launch: Launch) -> None:
+    async with launch(prefill=1) as fleet:
+        fleet.d.chat = fails_first(1, refuses(400, "max_tokens must be at least 1"), decodes)
+        status, _ = await fleet.chat(request(text(), max_tokens=0))
+
+        assert status == 400
+        await until(lambda: releases(fleet.d))
+        assert releases(fleet.d)[0]["kv_transfer_params"] == KV_PARAMS
+
+
+@pytest.mark.fault(32)
+async def test_decode_is_not_blamed_for_what_prefill_made(launch: Launch) -> None:
+    async with launch(prefill=1, decode=2, eject_after=2) as fleet:
+        fleet.decode[0].chat = fails_first(6, refuses(500, "KV load failed"), decodes)
+        for _ in range(6):
+            assert (await fleet.chat(request(text())))[0] == 200
+
+        assert fleet.events.changes == []
 
 
 @pytest.mark.fault(43)

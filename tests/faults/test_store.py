@@ -1,15 +1,17 @@
 """The proxy in front of a store that is late, dribbles, or is not there."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ec_store import open_store
 from tests.faults.relay import Relay, Way
 from tests.proxy.backed import NAMESPACE, Backed, caching, items_of
-from tests.proxy.fleet import Launch
+from tests.proxy.fleet import Fleet, Launch, until
 from tests.requests import image, request
 from tests.store.redis_server import RedisServer
 
@@ -21,16 +23,6 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 
 @pytest.fixture
-def launch() -> Launch:
-    """Fleets that are not looked after.
-
-    A call to Redis that is under way when its store is closed may try again on a new connection,
-    which then stays until the process ends.
-    """
-    return Launch()
-
-
-@pytest.fixture
 def in_redis(redis: RedisServer, tmp_path: Path) -> Iterator[Backed]:
     """Instances that reach Redis directly; only the proxy goes by a relay."""
     with open_store(redis.url()) as store:
@@ -38,9 +30,19 @@ def in_redis(redis: RedisServer, tmp_path: Path) -> Iterator[Backed]:
         yield Backed(store, tmp_path)
 
 
+@asynccontextmanager
+async def served(launch: Launch, in_redis: Backed, url: str, **config: Any) -> AsyncIterator[Fleet]:
+    """A fleet, with whose end the instances' connections to Redis end too."""
+    async with caching(launch, in_redis, url, **config) as fleet:
+        yield fleet
+        await asyncio.gather(*in_redis.writes)
+        in_redis.store.close()
+
+
 FAULTS: dict[str, Way] = {
-    "late": Way(latency_s=60),
-    "dribbling": Way(bytes_per_s=0.1),
+    # Later than a call gives up, and not much more: the relay has to be done soon after the fleet.
+    "late": Way(latency_s=3),
+    "dribbling": Way(bytes_per_s=0.5),
     "silent": Way(cut_after=0, end="silence"),
     "reset": Way(cut_after=0, end="reset"),
     "closed": Way(cut_after=0, end="close"),
@@ -59,7 +61,7 @@ async def test_a_redis_that_turns_bad_costs_its_budget_and_then_is_left_alone(
     picture = request(image(fault.encode()))
     async with Relay(redis).running() as relay:
         url = relay.url("timeout=2s")
-        async with caching(launch, in_redis, url, ec_store_budget_s=1.0) as fleet:
+        async with served(launch, in_redis, url, ec_store_budget_s=1.0) as fleet:
             assert await items_of(fleet, picture) == {"encoded": 1}
             await asyncio.gather(*in_redis.writes)
             assert await items_of(fleet, picture) == {"hit": 1}
@@ -81,10 +83,27 @@ async def test_a_redis_that_recovers_is_used_again(
     picture = request(image(b"again"))
     async with (
         Relay(redis).running() as relay,
-        caching(launch, in_redis, relay.url("timeout=1s")) as fleet,
+        served(launch, in_redis, relay.url("timeout=1s")) as fleet,
     ):
         assert await items_of(fleet, picture) == {"encoded": 1}
         await asyncio.gather(*in_redis.writes)
         for _ in range(3):  # a connection that breaks between two requests is no fault at all
             relay.listener.reset_all()
             assert await items_of(fleet, picture) == {"hit": 1}
+
+
+async def test_a_call_that_is_under_way_when_its_store_is_closed_leaves_no_connection(
+    redis: RedisServer,
+) -> None:
+    async with Relay(redis).running() as relay:
+        store = open_store(relay.url("timeout=5s"))
+        relay.answers = Way(cut_after=0, end="silence")
+        asked = asyncio.create_task(asyncio.to_thread(store.namespaces))
+        await until(lambda: relay.listener.connections == 1)
+        store.close()
+        relay.answers = Way()
+        relay.listener.reset_all()
+
+        await asked  # it is tried once more, on a new connection
+        assert relay.listener.connections == 2
+        await until(lambda: relay.listener.open == 0)

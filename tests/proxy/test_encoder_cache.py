@@ -582,7 +582,7 @@ async def test_where_items_came_from_is_counted_and_logged(
         async with fleet.http.get(f"{fleet.url}/metrics") as page:
             text = await page.text()
         with capture_logs() as lines:
-            LogObserver().request_done(fleet.events.requests[-2])
+            LogObserver(30.0).request_done(fleet.events.requests[-2])
 
     assert stages == {"store", "encode", "decode"}
     values = {

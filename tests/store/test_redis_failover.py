@@ -145,6 +145,19 @@ def test_a_connection_that_was_in_use_when_its_server_was_left_is_not_used_again
     node.forget()
 
 
+def test_calls_after_a_close_leave_no_connection_to_any_node(tmp_path: Path) -> None:
+    keys = [key(str(n)) for n in range(KEYS)]
+    with cluster(tmp_path) as servers:
+        clients: list[Any] = [server.client for server in servers]
+        before = [len(client.client_list()) for client in clients]
+        url = f"redis+cluster://127.0.0.1:{servers[0].port}"
+        with RedisStore.from_url(url) as store:
+            store.close()
+            assert store.lookup(keys) == [None] * KEYS
+
+            wait_until(lambda: [len(client.client_list()) for client in clients] == before)
+
+
 @pytest.mark.fault(19)
 def test_a_cluster_whose_masters_change_serves_on(tmp_path: Path) -> None:
     """First the replica is asked to take over, then its master, a replica now, finds it killed."""

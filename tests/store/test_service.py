@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from ec_store import EntryKey, open_store
-from ec_store.aio import AsyncStore
+from ec_store import EntryKey, StoreUnavailable, open_store
+from ec_store.aio import CLOSE_S, AsyncStore
 from ec_store.cli import main
 from ec_store.service import create_app
+from ec_store.threads import DaemonPool
 from tests.store.entries import entry
 
 KEY = EntryKey("ns", "k")
@@ -44,6 +46,18 @@ async def test_the_same_calls_awaited(url: str) -> None:
         assert await store.evict() == 0
         assert await store.delete([KEY]) == 1
         assert await store.purge("ns") == 0
+
+
+async def test_a_store_is_closed_while_every_thread_hangs(url: str) -> None:
+    store, pool, go = open_store(url), DaemonPool(1, "test"), threading.Event()
+    hanging = pool.submit(go.wait)
+    try:
+        await asyncio.wait_for(AsyncStore(store, pool).close(), CLOSE_S / 2)
+        with pytest.raises(StoreUnavailable, match="closed"):
+            store.get(KEY)
+    finally:
+        go.set()
+        hanging.result(5)
 
 
 async def test_calls_leave_the_event_loop_free(url: str) -> None:

@@ -33,8 +33,7 @@ class Watched:
 
     def ends(self, *outcomes: Outcome) -> None:
         for outcome in outcomes:
-            self.health.begun()
-            self.health.ended(outcome, self.now_s)
+            self.health.ended(outcome, self.now_s, begun=self.health.begun())
 
     def probe(self, *, well: bool) -> None:
         assert self.health.probe_due(self.now_s)
@@ -84,6 +83,29 @@ def test_a_trial_that_was_cancelled_is_followed_by_another(one: Watched) -> None
 
     assert one.state() is State.TRIAL
     assert one.health.fit(one.now_s)
+
+
+@pytest.mark.fault(14)
+def test_what_an_outage_has_left_behind_says_nothing_of_now(one: Watched) -> None:
+    old = [one.health.begun() for _ in range(9)]
+    one.ends(*[Outcome.UNREACHABLE] * 5)
+    one.probe(well=True)
+    assert one.state() is State.TRIAL
+
+    trial = one.health.begun()
+    for begun in old:
+        one.health.ended(Outcome.BAD, one.now_s, begun=begun)
+    assert one.state() is State.TRIAL
+    assert not one.health.fit(one.now_s)  # the trial is still under way, and the only one
+    one.health.ended(Outcome.GOOD, one.now_s, begun=trial)
+    assert one.state() is State.HEALTHY
+
+
+def test_nobody_is_left_alone_for_as_long_as_he_likes(one: Watched) -> None:
+    one.health.ended(Outcome.BUSY, 0.0, begun=one.health.begun(), rest_s=999_999)
+
+    assert one.health.busy(299.0)
+    assert not one.health.busy(300.0)
 
 
 def test_each_ejection_is_longer_up_to_a_limit(one: Watched) -> None:
@@ -161,8 +183,7 @@ def test_a_probe_is_asked_for_once(one: Watched) -> None:
 
 def test_who_has_too_much_to_do_is_left_alone_and_not_ejected(one: Watched) -> None:
     for _ in range(10):
-        one.health.begun()
-        one.health.ended(Outcome.BUSY, one.now_s, rest_s=7.0)
+        one.health.ended(Outcome.BUSY, one.now_s, begun=one.health.begun(), rest_s=7.0)
 
     assert one.state() is State.HEALTHY
     assert one.health.busy(6.9)
@@ -213,18 +234,16 @@ class AnyHistory(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.one = Watched()
-        self.under_way = 0
+        self.under_way: list[int] = []
 
     @rule()
     def begin(self) -> None:
-        self.one.health.begun()
-        self.under_way += 1
+        self.under_way.append(self.one.health.begun())
 
     @rule(outcome=st.sampled_from(Outcome))
     def end(self, outcome: Outcome) -> None:
         if self.under_way:
-            self.under_way -= 1
-            self.one.health.ended(outcome, self.one.now_s)
+            self.one.health.ended(outcome, self.one.now_s, begun=self.under_way.pop(0))
 
     @rule()
     def answer(self) -> None:

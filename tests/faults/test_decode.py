@@ -1,0 +1,94 @@
+"""Rows 4, 5, 34 and 37 to 39: what decode instances do that a client must not suffer from."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from tests.faults.scripted import STREAM_HEAD, Scripted, chunked, hold, read_request, reset, send
+from tests.proxy.fake_instance import STREAM, refuses
+from tests.proxy.fleet import Launch
+from tests.requests import image, request, text
+
+NOBODY = "http://127.0.0.1:9"
+
+
+@pytest.mark.fault(37, 38, 39)
+@pytest.mark.parametrize("end", [reset(), hold()])
+async def test_what_breaks_after_the_end_breaks_nothing(launch: Launch, end: Any) -> None:
+    whole = b"".join(STREAM)
+    script = [read_request(), send(STREAM_HEAD + chunked(whole)), end]
+    decode = Scripted(script)
+    async with decode.running(), launch(decode_servers_urls=(decode.url,)) as fleet:
+        async with fleet.post(request(text(), stream=True)) as reply:
+            assert await asyncio.wait_for(reply.read(), 10) == whole
+
+        assert [event.error for event in fleet.events.requests] == [None]
+
+
+@pytest.mark.fault(34)
+@pytest.mark.parametrize("status", [429, 503])
+async def test_a_decode_that_has_too_much_to_do_says_when_to_come_again(
+    launch: Launch, status: int
+) -> None:
+    async with launch() as fleet:
+        fleet.d.chat = refuses(status)
+        async with fleet.post(request(text())) as reply:
+            assert (reply.status, reply.headers["Retry-After"]) == (status, "1")
+
+
+@pytest.mark.fault(5)
+async def test_a_name_that_is_looked_up_for_ever_is_passed_over(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = asyncio.get_running_loop()
+    lookup = loop.getaddrinfo
+
+    async def getaddrinfo(host: str, *args: Any, **more: Any) -> Any:
+        if host == "slow.test":
+            await asyncio.sleep(60)
+        return await lookup(host, *args, **more)
+
+    monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
+    async with launch() as up:
+        urls = ("http://slow.test:1", up.d.url)
+        async with launch(decode_servers_urls=urls, connect_timeout_s=0.3) as fleet:
+            for _ in range(2):
+                assert (await asyncio.wait_for(fleet.chat(request(text())), 10))[0] == 200
+
+
+async def test_models_are_asked_of_who_is_there(launch: Launch) -> None:
+    async with launch() as up, launch(decode_servers_urls=(NOBODY, up.d.url)) as fleet:
+        for _ in range(4):
+            async with fleet.http.get(f"{fleet.url}/v1/models") as reply:
+                assert reply.status == 200
+
+
+@pytest.mark.fault(8, 12)
+@pytest.mark.parametrize("modality", [["image"], {}, 7])
+async def test_a_modality_that_is_none_is_refused(launch: Launch, modality: Any) -> None:
+    two = {key: {"modality": modality, "metadata": {}} for key in "ab"}
+
+    async def chat(_: web.Request, __: dict[str, Any]) -> web.Response:
+        return web.json_response({"choices": [], "ec_transfer_params": two})
+
+    async with launch() as fleet:
+        fleet.e.chat = chat
+        async with fleet.post(request(image())) as reply:
+            assert (reply.status, reply.headers["x-epd-error"]) == (502, "encode_metadata")
+
+
+@pytest.mark.fault(31)
+async def test_params_of_any_depth_are_no_bug(launch: Launch) -> None:
+    deep: Any = {}
+    for _ in range(300):
+        deep = {"a": deep}
+
+    async def chat(_: web.Request, __: dict[str, Any]) -> web.Response:
+        return web.json_response({"choices": [], "kv_transfer_params": deep})
+
+    async with launch(prefill=1, on_prefill_failure="fail") as fleet:
+        fleet.p.chat = chat
+        async with fleet.post(request(text())) as reply:
+            assert (reply.status, reply.headers["x-epd-error"]) == (502, "prefill_bad_response")
