@@ -92,10 +92,6 @@ class Faults:
             await asyncio.sleep(seconds)
         fault.ended_s = clock()
 
-    def felt(self, outcome: Outcome) -> list[Fault]:
-        """What a request may have felt."""
-        return [fault for fault in self.seen if fault.felt(outcome)]
-
 
 @dataclass(frozen=True)
 class Planned:
@@ -202,10 +198,10 @@ def excused_by_a_kill(outcome: Outcome, faults: Iterable[Fault]) -> bool:
 
     It may where its answer had begun, and where it lived to see another kill than the first.
     """
-    began = {
-        round(fault.began_s)
+    kills_of = Counter(
+        fault.role
         for fault in faults
         if outcome.began_s - AFTERMATH_S <= fault.began_s <= outcome.ended_s
-    }
+    )
     begun = outcome.result == "broken off" or outcome.slug == "decode_died"
-    return bool(began) if begun else len(began) > 1
+    return max(kills_of.values(), default=0) > (0 if begun else 1)

@@ -88,9 +88,10 @@ def test_an_error_is_excused_by_what_may_cause_it(
 
 def test_one_kill_excuses_no_request_whose_answer_had_not_begun() -> None:
     first, second = Fault("kill", "decode", "d1", 9.0), Fault("kill", "decode", "d2", 11.0)
+    beside = Fault("kill", "prefill", "p1", 9.6)
     refused, broken = outcome("error", 502, "decode_failed"), outcome("broken off", 502)
 
-    assert not excused_by_a_kill(refused, [first])
+    assert not excused_by_a_kill(refused, [first, beside])
     assert excused_by_a_kill(refused, [first, second])
     assert excused_by_a_kill(broken, [first])
     assert not excused_by_a_kill(broken, [])
