@@ -42,8 +42,8 @@ class LastGood:
 
     @property
     def descriptors(self) -> Mapping[str, int]:
-        """The copies, by the fields that name the files."""
-        return self._copies
+        """The copies of this moment, by the fields that name the files."""
+        return dict(self._copies)
 
     def renew(self) -> None:
         """Take what can be used of the files as they are now, and keep the rest as it was.

@@ -190,7 +190,7 @@ async def _start(
     described = {
         "worker": seat.number,
         "sockets": descriptors,
-        "files": dict(files),
+        "files": files,
         "config": orjson.Fragment(config.to_json()),
     }
     pipe.write(orjson.dumps(described) + b"\n")
