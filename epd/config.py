@@ -121,9 +121,7 @@ class ProxyConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    encode_servers_urls: Urls = Field(
-        description="encode instances, comma-separated; items are spread over them in turn"
-    )
+    encode_servers_urls: Urls = Field(description="encode instances, comma-separated")
     prefill_servers_urls: Urls = Field(
         default=(),
         description="prefill instances; 'disable', 'none' or empty: no prefill stage (E+PD)",

@@ -13,11 +13,12 @@ from aiohttp import web
 
 from epd.config import ProxyConfig
 from epd.drain import DRAIN
-from epd.middlewares import OBSERVERS
+from epd.middlewares import KEYS, OBSERVERS
 from epd.protocol import Runner
 from epd.reload import RELOAD
+from epd.tenants import ApiKeys
 from epd.tls import renew, server_context
-from epd.web import create_app
+from epd.web import create_app, read_keys
 
 CUT_S = 5.0
 """For requests that were told to end to send their last words."""
@@ -93,16 +94,27 @@ async def serve(config: ProxyConfig) -> None:
 
 @asynccontextmanager
 async def running(
-    config: ProxyConfig, orders: Orders, tls: ssl.SSLContext | None
+    config: ProxyConfig,
+    orders: Orders,
+    tls: ssl.SSLContext | None,
+    first: ProxyConfig | None = None,
 ) -> AsyncIterator[web.AppRunner]:
     """The application, as yet without an address, that obeys orders to drain and to reload.
 
     Leaving waits for the requests that run, within limits.
+
+    Args:
+        config: where files are read anew.
+        orders: what to obey.
+        tls: the context that clients are served with.
+        first: where files are read at the start, if that is elsewhere.
     """
-    app = create_app(config)
+    app = create_app(first or config)
     runner = Runner(app, config, app[OBSERVERS])
+    if config.api_keys_file is not None:
+        app[RELOAD].add("API keys", partial(_renew_keys, app[KEYS], config))
     if tls is not None:
-        runner.app[RELOAD].add("certificate", partial(renew, tls, config))
+        app[RELOAD].add("certificate", partial(renew, tls, config))
     await runner.setup()
     obeying = [asyncio.create_task(obey(runner.app, orders)) for obey in (_drain, _reload)]
     try:
@@ -111,6 +123,11 @@ async def running(
         await _end(runner, config.drain_timeout_s, orders.now)
         for task in obeying:
             task.cancel()
+
+
+def _renew_keys(keys: ApiKeys, config: ProxyConfig) -> None:
+    if (others := read_keys(config)) is not None:
+        keys.replace(others)
 
 
 async def _drain(app: web.Application, orders: Orders) -> None:

@@ -63,7 +63,7 @@ def _load_certificate(context: ssl.SSLContext, certificate: Path, key: Path) -> 
     try:
         # With a passphrase given, even an empty one, OpenSSL does not ask the terminal for it.
         context.load_cert_chain(certificate, key, password="")
-    except ssl.SSLError as error:
+    except OSError as error:  # one of them may have gone since
         raise TlsInvalid(
             f"--ssl-certfile {certificate} with --ssl-keyfile {key}: {_said(error)}"
         ) from None
@@ -73,7 +73,7 @@ def _trust(context: ssl.SSLContext, flag: str, certificates: Path) -> None:
     _readable(flag, certificates)
     try:
         context.load_verify_locations(certificates)
-    except ssl.SSLError as error:
+    except OSError as error:
         raise TlsInvalid(f"{flag} {certificates}: {_said(error)}") from None
 
 
@@ -85,7 +85,9 @@ def _readable(flag: str, path: Path) -> None:
         raise TlsInvalid(f"{flag} {path}: {error.strerror}") from None
 
 
-def _said(error: ssl.SSLError) -> str:
+def _said(error: OSError) -> str:
+    if not isinstance(error, ssl.SSLError):
+        return error.strerror or type(error).__name__
     if error.reason is None:
         return "not a PEM file, or a key with a passphrase"
     return error.reason.lower().replace("_", " ")

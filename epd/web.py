@@ -94,14 +94,13 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
     )
     app[CONFIG] = config
     app[ADMISSION] = Admission(limits, time.monotonic)
-    if config.api_keys_file is not None:
-        app[KEYS] = _read_keys(config.api_keys_file)
+    keys = read_keys(config)
+    if keys is not None:
+        app[KEYS] = keys
     app[ACCESS] = dict[object, Access]((route.handler, access) for access, route in ROUTES)
     app.add_routes([route for _, route in ROUTES])
     app[METRICS] = MetricsObserver(app[ADMISSION])
     app[RELOAD] = Reload(app[METRICS].reloaded)
-    if config.api_keys_file is not None:
-        app[RELOAD].add("API keys", partial(_renew_keys, app[KEYS], config.api_keys_file))
     app[DRAIN] = Drain()
     app.on_response_prepare.append(send_elsewhere)
     app[OBSERVERS] = (
@@ -112,7 +111,15 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
     return app
 
 
-def _read_keys(path: Path) -> ApiKeys:
+def read_keys(config: ProxyConfig) -> ApiKeys | None:
+    """The known API keys; None where clients need none.
+
+    Raises:
+        KeysInvalid: the keys file cannot be used.
+    """
+    path = config.api_keys_file
+    if path is None:
+        return None
     try:
         keys, mode = parse_keys(path.read_bytes()), path.stat().st_mode
     except OSError as error:
@@ -124,10 +131,6 @@ def _read_keys(path: Path) -> ApiKeys:
             "others may read or write the keys file", path=str(path), mode=f"{mode & 0o777:o}"
         )
     return keys
-
-
-def _renew_keys(keys: ApiKeys, path: Path) -> None:
-    keys.replace(_read_keys(path))
 
 
 async def _connections(app: web.Application) -> AsyncIterator[None]:

@@ -14,8 +14,9 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
 
@@ -26,6 +27,7 @@ from aiohttp import web
 
 from epd import logs
 from epd.config import ProxyConfig
+from epd.last_good import LastGood, read_from
 from epd.server import (
     CLEANUP_S,
     CUT_S,
@@ -60,6 +62,14 @@ class WorkersFailed(Exception):
     """A worker died again and again, as soon as it was started."""
 
 
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """What a worker and its replacements have in common."""
+
+    number: int
+    sockets: Sockets
+
+
 async def supervise(config: ProxyConfig) -> None:
     """Keep the workers running until SIGTERM or SIGINT, as `server.serve` does for one process.
 
@@ -69,7 +79,8 @@ async def supervise(config: ProxyConfig) -> None:
     """
     log = structlog.get_logger("epd")
     orders = orders_by_signal(config)
-    with _listening(config) as groups:
+    with _listening(config) as groups, closing(LastGood(config)) as files:
+        reloading = asyncio.create_task(_reload(orders, files))
         for listener in groups[0]:
             log.info(
                 "listening",
@@ -78,49 +89,60 @@ async def supervise(config: ProxyConfig) -> None:
                 workers=config.workers,
             )
         keepers = [
-            asyncio.create_task(_keep(number, config, sockets, orders))
+            asyncio.create_task(_keep(Seat(number, sockets), config, files, orders))
             for number, sockets in enumerate(groups, start=1)
         ]
         await orders.drain.wait()
         log.info("draining")
         await orders.close.wait()
         log.info("stopping")
+        reloading.cancel()
     # Closed here too, the port takes no connection that no worker would serve.
     ends = await asyncio.gather(*keepers, return_exceptions=True)
     for failure in filter(None, ends):
         raise failure
 
 
-async def _keep(number: int, config: ProxyConfig, sockets: Sockets, orders: Orders) -> None:
+async def _reload(orders: Orders, files: LastGood) -> None:
+    while True:
+        await orders.reload.wait()
+        orders.reload.clear()
+        files.renew()
+
+
+async def _keep(seat: Seat, config: ProxyConfig, files: LastGood, orders: Orders) -> None:
     """Run a worker, and another whenever it dies, until all are to close."""
     clock = asyncio.get_running_loop().time
     deaths = 0
     try:
         while not orders.close.is_set():
             started = clock()
-            end = await _run(number, config, sockets, orders)
+            end = await _run(seat, config, files, orders)
             if orders.close.is_set():
                 return
             deaths = deaths + 1 if clock() - started < STEADY_S else 1
             if deaths == MAX_DEATHS:
-                raise WorkersFailed(f"worker {number} died {deaths} times in a row, last of {end}")
+                raise WorkersFailed(
+                    f"worker {seat.number} died {deaths} times in a row, last of {end}"
+                )
             delay_s = RESTART_S * 2 ** (deaths - 1)
             structlog.get_logger("epd").error(
-                "worker died", worker=number, of=end, restart_in_s=delay_s
+                "worker died", worker=seat.number, of=end, restart_in_s=delay_s
             )
             await first_of(orders.close.wait(), asyncio.sleep(delay_s))
     finally:
         orders.stop()
 
 
-async def _run(number: int, config: ProxyConfig, sockets: Sockets, orders: Orders) -> str:
+async def _run(seat: Seat, config: ProxyConfig, files: LastGood, orders: Orders) -> str:
     """Run one worker to its end, and say what it died of."""
+    reloaded = files.reloaded  # a reload while it starts comes too late for its copies
     try:
-        process, pipe = await _start(number, config, sockets)
+        process, pipe = await _start(seat, config, files.descriptors)
     except OSError as error:  # no process or no memory to be had at the moment
         return str(error)
     with closing(pipe):
-        await first_of(process.wait(), orders.close.wait(), _pass_on(orders, pipe))
+        await first_of(process.wait(), orders.close.wait(), _pass_on(orders, files, reloaded, pipe))
     limit_s = config.drain_timeout_s + CUT_S + CLEANUP_S + GRACE_S
     await first_of(process.wait(), orders.now.wait(), asyncio.sleep(limit_s))
     with suppress(ProcessLookupError):
@@ -132,7 +154,9 @@ async def _run(number: int, config: ProxyConfig, sockets: Sockets, orders: Order
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
-async def _pass_on(orders: Orders, pipe: asyncio.StreamWriter) -> None:
+async def _pass_on(
+    orders: Orders, files: LastGood, reloaded: asyncio.Event, pipe: asyncio.StreamWriter
+) -> None:
     """Tell a worker what this process is told."""
 
     async def drain() -> None:
@@ -140,22 +164,23 @@ async def _pass_on(orders: Orders, pipe: asyncio.StreamWriter) -> None:
         pipe.write(DRAIN)
 
     async def reload() -> None:
+        turn = reloaded
         while True:
-            await orders.reload.wait()
-            orders.reload.clear()
+            await turn.wait()
+            turn = files.reloaded
             pipe.write(RELOAD)
 
     await asyncio.gather(drain(), reload())
 
 
 async def _start(
-    number: int, config: ProxyConfig, sockets: Sockets
+    seat: Seat, config: ProxyConfig, files: Mapping[str, int]
 ) -> tuple[asyncio.subprocess.Process, asyncio.StreamWriter]:
-    descriptors = tuple(listener.fileno() for listener in sockets)
+    descriptors = tuple(listener.fileno() for listener in seat.sockets)
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "epd.workers"),
         stdin=asyncio.subprocess.PIPE,
-        pass_fds=descriptors,
+        pass_fds=(*descriptors, *files.values()),
         # The modules of this process, wherever it was started.
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         # A terminal sends SIGINT to a whole group; here only the first process acts on it.
@@ -163,8 +188,9 @@ async def _start(
     )
     pipe = cast("asyncio.StreamWriter", process.stdin)
     described = {
-        "worker": number,
+        "worker": seat.number,
         "sockets": descriptors,
+        "files": files,
         "config": orjson.Fragment(config.to_json()),
     }
     pipe.write(orjson.dumps(described) + b"\n")
@@ -215,8 +241,10 @@ def _bound(family: int, address: Address, *, shared: bool = False) -> socket.soc
     return opened
 
 
-async def work(config: ProxyConfig, descriptors: Sequence[int]) -> None:
+async def work(config: ProxyConfig, descriptors: Sequence[int], files: Mapping[str, int]) -> None:
     """Serve on sockets that are open already, until standard input ends.
+
+    Files are read from their copies at the start, and from where they are at each reload.
 
     Signals to stop are for the first process, which tells the workers: a service manager may send
     one to every process, and a worker that stopped alone would leave its connections waiting.
@@ -224,8 +252,9 @@ async def work(config: ProxyConfig, descriptors: Sequence[int]) -> None:
     """
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
-    orders, tls = _orders_by_pipe(), server_context(config)
-    async with running(config, orders, tls) as runner:
+    first = read_from(config, files)
+    orders, tls = _orders_by_pipe(), server_context(first)
+    async with running(config, orders, tls, first) as runner:
         for descriptor in descriptors:
             site = web.SockSite(runner, socket.socket(fileno=descriptor), ssl_context=tls)
             await site.start()
@@ -263,7 +292,7 @@ def main() -> None:
         described = orjson.loads(pipe.readline())
     config = ProxyConfig.model_validate(described["config"])
     logs.configure(config.log_format, config.log_level, worker=described["worker"])
-    uvloop.run(work(config, described["sockets"]))
+    uvloop.run(work(config, described["sockets"], described["files"]))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import pytest
 from pydantic import ValidationError
 
 import epd
+from epd import tls
 from epd.tls import TlsInvalid, server_context, upstream_context
 from tests.certificates import Authority, Certificate, encrypted
 from tests.proxy.fake_instance import FakeInstance, decodes, encodes
@@ -183,6 +184,25 @@ def test_files_that_cannot_be_used_are_named(
     for ca_file in (tmp_path / "none", garbage):
         with pytest.raises(TlsInvalid, match=f"--upstream-ca-file {ca_file}: "):
             upstream_context(ca_file)
+
+
+@pytest.mark.parametrize("gone", ["ssl_certfile", "ssl_keyfile", "ssl_ca_certs"])
+def test_a_file_that_goes_between_two_looks_cannot_be_used(
+    tmp_path: Path,
+    authority: Authority,
+    issued: Certificate,
+    monkeypatch: pytest.MonkeyPatch,
+    gone: str,
+) -> None:
+    """Of anything but TlsInvalid a reload would be the last."""
+    monkeypatch.setattr(tls, "_readable", lambda flag, path: None)
+    files: dict[str, Any] = {
+        "ssl_certfile": issued.chain,
+        "ssl_keyfile": issued.key,
+        "ssl_ca_certs": authority.ca,
+    }
+    with pytest.raises(TlsInvalid, match="No such file"):
+        server_context(config(**files | {gone: tmp_path / "none"}, ssl_cert_reqs=2))
 
 
 def test_flags_that_need_each_other_are_refused_alone() -> None:
