@@ -7,6 +7,7 @@ from typing import Any
 
 from epd.config import ProxyConfig
 from epd.errors import ProxyError, RequestRefused, Stage, UpstreamRejected
+from epd.flights import Flights
 from epd.instances import Instance, InstanceTable, Role
 from epd.policies import Choice
 from epd.retries import Retries, retry_delay_s
@@ -24,6 +25,12 @@ STAGE: Mapping[Role, Stage] = {role: stage for stage, roles in CLUSTERS.values()
 
 MODELS_TRIES = 2
 """Decode instances that are asked which models they serve."""
+HEALTH_KEPT_S = 1.0
+"""How old the answer to `GET /health` may be. The route is open: without this, each who asks opens
+a connection to every instance."""
+
+Health = tuple[int, dict[str, Any]]
+"""Status and body."""
 
 
 class Admin:
@@ -37,14 +44,22 @@ class Admin:
         self._models = Choice(table, config.decode_role, "round_robin")
         self._retries = Retries()
         self._profile_timeout_s = config.profile_timeout_s
+        self._flights: Flights[str, Health] = Flights()
+        self._kept: Health | None = None
+        self._kept_until_s = 0.0
 
-    async def health(self) -> tuple[int, dict[str, Any]]:
-        """Status and body of `GET /health`.
+    async def health(self) -> Health:
+        """Status and body of `GET /health`, at most `HEALTH_KEPT_S` old.
 
         A stage is `healthy`, `degraded` (some of its instances are not), `unhealthy` (none is) or
         `empty`. 503 when a stage that has instances has no healthy one. An instance's `state` is
         what it says now; `routing`, by role, whether requests go to it (`health.State`).
         """
+        if self._kept is not None and asyncio.get_running_loop().time() < self._kept_until_s:
+            return self._kept
+        return await self._flights.join("health", self._ask_health)
+
+    async def _ask_health(self) -> Health:
         groups = {name: self._table.of(*roles) for name, (_, roles) in CLUSTERS.items()}
         results = await self._ask_all("/health", headers={}, body=None, timeout_s=self._timeout_s)
         clusters = {
@@ -58,7 +73,9 @@ class Admin:
             state["routing"][one.role.value] = self._table.state(one)
             state["state"] = "healthy" if _is_healthy(result) else "unhealthy"
         status = 503 if "unhealthy" in clusters.values() else 200
-        return status, {"proxy": "healthy", **clusters, "instances": states}
+        self._kept = status, {"proxy": "healthy", **clusters, "instances": states}
+        self._kept_until_s = asyncio.get_running_loop().time() + HEALTH_KEPT_S
+        return self._kept
 
     async def profile(
         self, command: str, headers: Mapping[str, str], body: bytes

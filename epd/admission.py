@@ -11,7 +11,9 @@ from epd.config import ProxyConfig
 from epd.errors import Overloaded, TooManyRequests, TryLater
 from epd.tenants import Tenant
 
-Reason = Literal["tenant_rate", "tenant_requests", "queue_full", "queue_timeout", "body_bytes"]
+Reason = Literal[
+    "tenant_rate", "tenant_requests", "queue_full", "queue_timeout", "body_bytes", "tenant_bytes"
+]
 
 REFUSALS: Mapping[Reason, tuple[type[TryLater], str, str]] = {
     "tenant_rate": (TooManyRequests, "rate_limited", "your key has had its requests per minute"),
@@ -23,6 +25,11 @@ REFUSALS: Mapping[Reason, tuple[type[TryLater], str, str]] = {
     "queue_full": (TooManyRequests, "queue_full", "too many requests are waiting already"),
     "queue_timeout": (Overloaded, "overloaded", "no place became free in time"),
     "body_bytes": (Overloaded, "overloaded", "the bodies of other requests take all the memory"),
+    "tenant_bytes": (
+        TooManyRequests,
+        "rate_limited",
+        "the bodies of your key's other requests take all the memory it may have",
+    ),
 }
 """What each is answered: the error, its slug, its message."""
 
@@ -40,6 +47,7 @@ class Limits:
         body_bytes: so many bytes of bodies at once.
         tenant_requests: so many of a tenant at once, those that wait included.
         tenant_per_minute: so many of a tenant in a minute.
+        tenant_body_bytes: so many bytes of a tenant's bodies at once.
     """
 
     requests: int
@@ -48,6 +56,7 @@ class Limits:
     body_bytes: int
     tenant_requests: int | None = None
     tenant_per_minute: float | None = None
+    tenant_body_bytes: int | None = None
 
 
 def limits_of(config: ProxyConfig) -> Limits:
@@ -57,13 +66,17 @@ def limits_of(config: ProxyConfig) -> Limits:
         config.tenant_max_requests,
         config.tenant_requests_per_minute,
     )
+    body_bytes = max(1, config.max_inflight_bytes // share)
+    # Half, or what is announced and never sent could shut all others out; but one body always fits.
+    tenants = max(body_bytes // 2, min(config.max_body_bytes, body_bytes))
     return Limits(
         requests=max(1, config.max_requests // share),
         queue=config.max_queue // share,
         queue_timeout_s=config.queue_timeout_s,
-        body_bytes=max(1, config.max_inflight_bytes // share),
+        body_bytes=body_bytes,
         tenant_requests=None if most is None else max(1, most // share),
         tenant_per_minute=None if pace is None else pace / share,
+        tenant_body_bytes=None if config.api_keys_file is None else tenants,
     )
 
 
@@ -184,8 +197,9 @@ class Pace:
 class Held:
     """The bytes that one request's body is counted with."""
 
-    def __init__(self, admission: "Admission") -> None:
+    def __init__(self, admission: "Admission", tenant: Tenant) -> None:
         self._admission = admission
+        self.tenant = tenant
         self.size = 0
 
     def grow(self, size: int) -> None:
@@ -193,9 +207,10 @@ class Held:
 
         Raises:
             Overloaded: with those of all others they would be too many.
+            TooManyRequests: with the tenant's others they would be.
         """
         more = max(0, size - self.size)
-        self._admission.take_bytes(more)
+        self._admission.take_bytes(self.tenant, more)
         self.size += more
 
 
@@ -214,6 +229,7 @@ class Admission:
         self._clock = clock
         self._pace = None if limits.tenant_per_minute is None else Pace(limits.tenant_per_minute)
         self._present = Counter[Tenant]()
+        self._tenant_bytes = Counter[Tenant]()
         self.door = Door(limits.requests, limits.queue)
         self.body_bytes = 0
         self.refused: Counter[Reason] = Counter()
@@ -263,23 +279,31 @@ class Admission:
             raise self._refusal("queue_timeout" if ticket.where == "queue" else "queue_full")
 
     @contextmanager
-    def body(self) -> Iterator[Held]:
+    def body(self, tenant: Tenant) -> Iterator[Held]:
         """What a body is counted with, until the context is left."""
-        held = Held(self)
+        held = Held(self, tenant)
         try:
             yield held
         finally:
-            self.body_bytes -= held.size
+            self._count_bytes(tenant, -held.size)
 
-    def take_bytes(self, size: int) -> None:
+    def take_bytes(self, tenant: Tenant, size: int) -> None:
         """Count more bytes, for `Held` alone.
 
         Raises:
             Overloaded: they would be too many.
+            TooManyRequests: they would be too many of this tenant's.
         """
+        most = self._limits.tenant_body_bytes
+        if most is not None and self._tenant_bytes[tenant] + size > most:
+            raise self._refusal("tenant_bytes")
         if self.body_bytes + size > self._limits.body_bytes:
             raise self._refusal("body_bytes")
+        self._count_bytes(tenant, size)
+
+    def _count_bytes(self, tenant: Tenant, size: int) -> None:
         self.body_bytes += size
+        self._tenant_bytes[tenant] += size
 
     def _refusal(self, reason: Reason, retry_after_s: float = 1.0) -> TryLater:
         self.refused[reason] += 1

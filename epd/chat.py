@@ -4,8 +4,10 @@ Bodies are read-only; every function returns a new one that shares what it did n
 wire is vLLM's chat completion API (`vllm/entrypoints/openai/chat_completion/protocol.py`).
 """
 
+import gc
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -50,9 +52,13 @@ MAX_DEPTH = 128
 """Levels of a body. orjson reads 1024 of them and writes 254, so what it has read it might not be
 able to write; and other parsers recurse."""
 
-MAX_VALUES = 500_000
-"""Values in a body. An empty object is two bytes of JSON and over 64 of memory: without a limit, a
-body of the size that media need would become gigabytes, in seconds in which nothing else runs."""
+MAX_VALUES = 200_000
+"""Values in a body: enough for a bias of every token of a vocabulary. Small values take many times
+their bytes of memory, and time in which nothing else runs."""
+
+MAX_CONTAINERS = 50_000
+"""Lists and objects in a body: ten thousand messages of several parts. They cost most: an empty
+object is two bytes of JSON and over 64 of memory, and the garbage collector looks at each."""
 
 _OWN_PARTS = (*EMBEDS, "image_pil")
 _MARKED = frozenset({*MODALITY, *_OWN_PARTS, "uuid"})
@@ -143,34 +149,66 @@ def parse_json(raw: bytes) -> Any:
     Raises:
         BadRequest: not JSON, or too much of it.
     """
-    if _may_have_more_values(raw, MAX_VALUES):
-        raise BadRequest(f"the body has more than {MAX_VALUES} values", slug="invalid_json")
+    if _has_too_many(raw):
+        raise BadRequest(
+            f"the body has more than {MAX_CONTAINERS} lists and objects or {MAX_VALUES} values",
+            slug="invalid_json",
+        )
+    with _no_collection():
+        value = _loads(raw)
+        if deeper(value, MAX_DEPTH):
+            raise BadRequest(
+                f"the body is nested deeper than {MAX_DEPTH} levels", slug="invalid_json"
+            )
+    return value
+
+
+def _loads(raw: bytes) -> Any:
     try:
-        value = orjson.loads(raw)
+        return orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raise BadRequest(
             f"the body is not valid JSON: {error.msg} at character {error.pos}", slug="invalid_json"
         ) from None
-    if deeper(value, MAX_DEPTH):
-        raise BadRequest(f"the body is nested deeper than {MAX_DEPTH} levels", slug="invalid_json")
-    return value
 
 
-def _may_have_more_values(raw: bytes, limit: int) -> bool:
-    """Whether a body may have more values: each but the first comes after a comma or a bracket.
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection: it would look at all that was parsed again and again, for nothing."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
-    Those in strings count too. In base64 there are none, and text with as many is longer than any
-    model reads. To find them costs less than to count them: a search skips what is none.
+
+def _has_too_many(raw: bytes) -> bool:
+    """Whether a body has too many values, which is found out before memory is taken for them.
+
+    Words may have commas and brackets too: where there are many, those in strings are left out.
     """
-    if len(raw) <= limit:
+    return _count_too_many(raw) and _count_too_many(_without_strings(raw))
+
+
+def _count_too_many(json: bytes) -> bool:
+    """Each value but the first comes after a comma or a bracket."""
+    if len(json) <= MAX_CONTAINERS:
         return False
-    left = limit
-    for character in (b",", b"[", b"{"):
-        at = raw.find(character)
-        while at >= 0 and left:
-            left -= 1
-            at = raw.find(character, at + 1)
-    return not left
+    containers = json.count(b"[") + json.count(b"{")
+    return containers > MAX_CONTAINERS or containers + json.count(b",") >= MAX_VALUES
+
+
+def _without_strings(raw: bytes) -> bytes:
+    """JSON without what is in its strings.
+
+    A value has at most four quotation marks, with its key's: what comes after as many as there may
+    be is left as it is, or a body of nothing else would become too many pieces.
+    """
+    quotes = raw.replace(rb"\\", b"").replace(rb"\"", b"")
+    pieces = quotes.split(b'"', 4 * MAX_VALUES)
+    return b"".join(pieces[::2])
 
 
 def deeper(value: Any, limit: int) -> bool:

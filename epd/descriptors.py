@@ -5,7 +5,8 @@ import resource
 RESERVED = 64
 """Descriptors for what is no connection: the listeners, logs, the event loop, the store."""
 PER_CLIENT = 3
-"""A client's own, and two to instances: items of a request are encoded at once."""
+"""A client's own, and two to instances: most requests have one there at a time, and idle ones are
+kept. One with many items has more (`encoding.AT_ONCE`) for as long as they are encoded."""
 
 
 def raise_limit() -> None:

@@ -29,6 +29,10 @@ from epd.transfer import Encoded, EncodedItem, from_entry
 TRIES = 3
 """How many encode instances an item is sent to at most."""
 
+AT_ONCE = 16
+"""How many items of one request are encoded at once: connections are shared with all others, and
+few fleets have more encode instances."""
+
 MAX_LEARNED = 65536
 """How many identifiers are remembered that an engine made of a uuid and something else."""
 
@@ -88,7 +92,7 @@ class Encoder:
         *,
         anew: bool = False,
     ) -> list[EncodedItem]:
-        """The encoder outputs of all items; those that are missing are encoded, all at once.
+        """The encoder outputs of all items; those that are missing are encoded, `AT_ONCE`.
 
         Args:
             body: the request.
@@ -100,12 +104,15 @@ class Encoder:
             ProxyError: the first item that failed; the others are cancelled.
         """
         looked = await self._look_up(body, uuids, context, anew=anew)
+        places = asyncio.Semaphore(AT_ONCE)
+
+        async def one(item: MMItem, uuid: str | None) -> EncodedItem:
+            async with places:
+                return await self._one(body, item, uuid, looked, context)
+
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self._one(body, item, uuid, looked, context))
-                    for item, uuid in uuids.items()
-                ]
+                tasks = [group.create_task(one(item, uuid)) for item, uuid in uuids.items()]
         except ExceptionGroup as failures:
             first = failures.exceptions[0]
             raise first from first.__cause__

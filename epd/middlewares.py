@@ -162,7 +162,7 @@ def _keeps_keys(request: web.Request) -> bool:
 async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Let a request in when there is a place for it, and count its body while it is here."""
     admission, context, route = request.app[ADMISSION], request[CONTEXT], _route(request)
-    with admission.body() as request[BODY]:
+    with admission.body(context.tenant) as request[BODY]:
         if not route.startswith("/v1/"):  # health and metrics are asked for when it matters most
             return await handler(request)
         admission.keep_pace(context.tenant)

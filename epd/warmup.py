@@ -85,7 +85,8 @@ def _chat_body(asked: Any) -> Body:
     if not isinstance(content, list) or not content:
         raise BadRequest("content must be a list of media parts", param="content")
     for position, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") not in MODALITY:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str) or kind not in MODALITY:
             raise BadRequest(
                 f"content parts must be of the types {', '.join(MODALITY)}",
                 param=f"content[{position}]",

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from multidict import CIMultiDict
 
-from epd.chat import MAX_DEPTH, MAX_VALUES
+from epd.chat import MAX_CONTAINERS, MAX_DEPTH, MAX_VALUES
 from tests.proxy.fake_instance import decodes
 from tests.proxy.fleet import Fleet, Launch
 from tests.requests import audio_url, image, input_audio, request, text, video
@@ -64,8 +64,11 @@ def nested(depth: int) -> bytes:
         b"[" * 100_000,
         b'{"messages":' * 100_000,
         b'{"messages": [], "x": [%s 1]}' % (b"1," * MAX_VALUES),
-        b'{"messages": [], "x": [%s {}]}' % (b"{}," * MAX_VALUES),
-        b'{"messages": [], "x": %s}' % (b"[" * (MAX_VALUES + 1)),
+        b'{"messages": [], "x": [%s {}]}' % (b"{}," * MAX_CONTAINERS),
+        b'{"messages": [], "x": [%s 1]}' % (b'{"a": "b"},' * MAX_CONTAINERS),
+        b'{"messages": [], "x": {%s}}' % b",".join(b'"%d": "b"' % i for i in range(MAX_VALUES)),
+        b'{"messages": [], "x": %s}' % (b"[" * (MAX_CONTAINERS + 1)),
+        b'"",' * 4 * MAX_VALUES,
     ],
     ids=lambda body: f"{body[:30]!r}-{len(body)}",
 )
@@ -106,9 +109,24 @@ async def test_a_body_as_deep_as_is_allowed_goes_through_every_stage(launch: Lau
 @pytest.mark.fault(50)
 async def test_brackets_and_commas_in_media_and_words_are_no_structure(launch: Launch) -> None:
     async with launch() as fleet:
-        words = "[{" * MAX_DEPTH + "," * (MAX_VALUES // 2)
+        words = '[{"' * MAX_CONTAINERS + ",\\" * MAX_VALUES
         assert (await fleet.chat(request(text(words), image())))[0] == 200
         assert fleet.d.calls[0].parts[0]["text"] == words
+
+
+@pytest.mark.fault(50)
+@pytest.mark.parametrize(
+    "body",
+    [
+        request(text(), logit_bias={str(token): -100 for token in range(152_000)}),
+        {"messages": [{"role": "user", "content": [text("a"), text("b")]}] * 10_000},
+        {"messages": [], "tools": [{"type": "function", "function": {"x": [[], {}]}}] * 5_000},
+    ],
+    ids=["a bias for every token", "a long talk", "many tools"],
+)
+async def test_what_is_large_and_meant_well_is_read(launch: Launch, body: dict[str, Any]) -> None:
+    async with launch() as fleet:
+        assert (await fleet.chat(body))[0] == 200
 
 
 @pytest.mark.fault(51)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from epd.encoding import AT_ONCE
 from tests.faults.scripted import Scripted, answer, read_head, read_request, reset, send, wait
 from tests.proxy.fake_instance import FakeInstance, Handler, encodes, hangs, refuses
 from tests.proxy.fleet import Launch, until
@@ -361,3 +362,33 @@ async def test_on_trial_it_gets_one_request_at_a_time(launch: Launch) -> None:
         assert encoded(fleet.encode[0]) == 1
         go_on.set()
         assert {status for status, _ in await asyncio.gather(*tasks)} == {200}
+
+
+@pytest.mark.fault(53, 58)
+async def test_a_request_of_many_items_encodes_some_at_once_and_all_in_the_end(
+    launch: Launch,
+) -> None:
+    """Each is a connection, and the descriptors are everybody's."""
+    at_once: list[int] = []
+    go_on = asyncio.Event()
+
+    async def chat(asked: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        at_once.append(fleet.e.open)
+        await go_on.wait()
+        return await encodes(asked, body)
+
+    async with launch(max_items=64) as fleet:
+        fleet.e.chat = chat
+        other = image(b"another's")
+        asking = [
+            asyncio.create_task(fleet.chat(request(*(image(b"%d" % i) for i in range(64))))),
+        ]
+        await until(lambda: fleet.e.open == AT_ONCE)
+        asking.append(asyncio.create_task(fleet.chat(request(other))))
+        await until(lambda: fleet.e.open == AT_ONCE + 1)
+        await asyncio.sleep(0.1)
+        go_on.set()
+
+        assert [(await task)[0] for task in asking] == [200, 200]
+        assert max(at_once) == AT_ONCE + 1
+        assert len(at_once) == 65

@@ -6,7 +6,7 @@ import re
 import socket
 import struct
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.faults.raw import connected, post
 from tests.proxy.clients import ALICE, BOB, bearer
 from tests.proxy.fake_instance import FakeInstance, decodes, encodes
 from tests.proxy.fleet import Fleet, Launch, until
@@ -362,6 +363,32 @@ async def test_a_tenant_cannot_keep_another_out_of_the_queue(launch: Launch, key
         assert (refused[0], refused[1]["error"]["code"]) == (429, 429)
         assert [(await task)[0] for task in (inside, bob, *alice)] == [200] * 4
         assert served(fleet) == ["inside", "alice 0", "bob", "alice 1"]
+
+
+@pytest.mark.security("S24")
+@pytest.mark.fault(59)
+async def test_bodies_that_one_tenant_announces_shut_no_other_out(
+    launch: Launch, keys: Path
+) -> None:
+    budget = {"max_body_bytes": 2 * MIB, "max_inflight_bytes": 8 * MIB}
+    async with (
+        busy(launch, api_keys_file=keys, **budget) as (fleet, gate),
+        AsyncExitStack() as heads,
+    ):
+        head = post(2 * MIB, Authorization=f"Bearer {ALICE}")
+        for _ in range(2):
+            _, writer = await heads.enter_async_context(connected(fleet.url))
+            writer.write(head)
+        await shows(fleet, epd_body_bytes_in_flight=4 * MIB)
+        status, headers = await answer_to_head(
+            fleet, f"Content-Length: {2 * MIB}", f"Authorization: Bearer {ALICE}"
+        )
+        assert (status, headers[b"x-epd-error"]) == (b"429", b"rate_limited")
+        assert headers[b"retry-after"] == b"1"
+        gate.open.set()
+
+        assert (await ask(fleet, "bob", BOB))[0] == 200
+        await shows(fleet, tenant_bytes=1, body_bytes=0)
 
 
 @pytest.mark.security("S24")

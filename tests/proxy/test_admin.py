@@ -2,11 +2,13 @@
 
 import asyncio
 
+import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 import epd
-from tests.proxy.fleet import Launch
+from epd.admin import HEALTH_KEPT_S
+from tests.proxy.fleet import Fleet, Launch, until
 from tests.requests import request, text
 
 
@@ -76,6 +78,42 @@ async def test_an_instance_that_does_not_answer_is_unhealthy_by_the_deadline(
         assert accepted
         assert (reply.status, body["encode_cluster"]) == (503, "unhealthy")
         assert body["decode_cluster"] == "healthy"
+
+
+@pytest.mark.fault(58)
+async def test_many_who_ask_for_health_ask_each_instance_once(launch: Launch) -> None:
+    asked: list[str] = []
+    answer = asyncio.Event()
+
+    async def health(_: web.Request) -> web.Response:
+        asked.append("health")
+        await answer.wait()
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_get("/health", health)
+
+    async def status(fleet: Fleet) -> int:
+        async with fleet.http.get(fleet.url + "/health") as reply:
+            return reply.status
+
+    async with TestServer(app) as instance:
+        url = str(instance.make_url("")).rstrip("/")
+        async with launch(encode_servers_urls=(url,), probe_interval_s=60) as fleet:
+            await until(lambda: asked)  # the proxy's own probe
+            asking = [asyncio.create_task(status(fleet)) for _ in range(30)]
+            await until(lambda: len(asked) == 2)
+            gone = asking.pop()
+            gone.cancel()
+            await asyncio.sleep(0.1)
+            answer.set()
+            assert await asyncio.gather(*asking) == [200] * 29
+            assert [await status(fleet) for _ in range(5)] == [200] * 5
+            assert len(asked) == 2
+
+            await asyncio.sleep(HEALTH_KEPT_S)
+            assert await status(fleet) == 200
+            assert len(asked) == 3
 
 
 async def test_models_are_the_decode_sides(launch: Launch) -> None:

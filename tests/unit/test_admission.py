@@ -151,7 +151,7 @@ class Visits:
     async def _visit(self, tenant: Tenant, end: asyncio.Event) -> None:
         outcome = "cancelled"
         try:
-            with self.admission.body() as held, self.admission.arrive(tenant) as ticket:
+            with self.admission.body(tenant) as held, self.admission.arrive(tenant) as ticket:
                 await self.admission.turn(ticket)
                 held.grow(40)
                 await end.wait()
@@ -279,7 +279,7 @@ def test_bodies_are_never_more_than_the_budget_and_all_is_given_back(
 ) -> None:
     admitted = admission()
     with ExitStack() as stack:
-        bodies = [stack.enter_context(admitted.body()) for _ in range(2)]
+        bodies = [stack.enter_context(admitted.body(ALICE)) for _ in range(2)]
         for size, second in growths:
             held = bodies[second]
             before, other = held.size, bodies[not second].size
@@ -288,6 +288,23 @@ def test_bodies_are_never_more_than_the_budget_and_all_is_given_back(
             assert held.size == (before if refused else max(before, size))
             assert admitted.body_bytes == held.size + other <= 100
     assert admitted.body_bytes == 0
+
+
+@pytest.mark.security("S24")
+def test_a_tenants_bodies_leave_room_for_anothers() -> None:
+    admitted = admission(tenant_body_bytes=50)
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(admitted.body(ALICE)) for _ in range(2))
+        first.grow(40)
+        refused = refusal(partial(second.grow, 11))
+        second.grow(10)
+        stack.enter_context(admitted.body(BOB)).grow(50)
+
+        assert isinstance(refused, TooManyRequests)
+        assert refused.slug == "rate_limited"
+        assert admitted.refused == {"tenant_bytes": 1}
+    with admitted.body(ALICE) as held:
+        held.grow(50)
 
 
 @settings(deadline=None)
@@ -366,5 +383,13 @@ def test_workers_share_the_limits() -> None:
         body_bytes=1024,
         tenant_requests=1,
         tenant_per_minute=0.5,
+        tenant_body_bytes=1024,
     )
     assert limits_of(config()).tenant_requests is None
+
+
+def test_a_tenant_may_have_half_of_the_bytes_and_one_body_at_least() -> None:
+    assert limits_of(config(max_body_bytes=1024)).tenant_body_bytes == 2**29
+    assert limits_of(config(workers=8)).tenant_body_bytes == 2**27
+    assert limits_of(config(workers=16)).tenant_body_bytes == 2**26
+    assert limits_of(config().model_copy(update={"api_keys_file": None})).tenant_body_bytes is None
