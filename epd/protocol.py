@@ -87,13 +87,13 @@ class Connection(web.RequestHandler):
         """Parse, and see to it that a head that has begun ends in time."""
         if self._refused:
             return
-        parsed = self._request_count
+        parsed, in_body = self._request_count, not self._last_payload.is_eof()
         super().data_received(data)
         if self._request_count > parsed:
             self._head_has_come()
-        elif data and self._last_payload.is_eof():
+        elif not in_body and data.strip(b"\r\n"):  # empty lines before a head are none of it
             self._begun = True
-            if self._head_timer is None:
+            if self._waiter is not None:  # no request is being served
                 self._await_head()
 
     def _head_has_come(self) -> None:
@@ -108,6 +108,8 @@ class Connection(web.RequestHandler):
         self._last_payload = payload
 
     def _await_head(self) -> None:
+        if self._head_timer is not None:
+            return
         self._head_timer = self._loop.call_later(self._config.header_timeout_s, self._head_is_late)
 
     def _head_is_late(self) -> None:
@@ -181,11 +183,16 @@ class Connection(web.RequestHandler):
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
         """Send the answer; after the last one, leave the client time to read it."""
+        parsed = self._request_count
         sent, lost = await super().finish_response(request, resp, start_time)
+        if self._request_count > parsed:  # requests behind one that asked for an upgrade
+            self._head_has_come()
         if self.transport is not None and not sent.keep_alive:
             _half_close(self.transport)
             if self._refused:  # for the rest of a body, aiohttp waits
                 await asyncio.sleep(LINGER_S)  # cancelled when the client closes
+        elif self._begun and not self._messages:  # its time begins when its turn has come
+            self._await_head()
         return sent, lost
 
     def _turn_away(self, transport: asyncio.Transport) -> None:

@@ -248,6 +248,48 @@ async def test_half_a_head_behind_a_request_does_not_harm_it() -> None:
 
 
 @pytest.mark.fault(47)
+@pytest.mark.parametrize("trailing", [b"", b"\r\n"], ids=["nothing", "an empty line"])
+async def test_the_end_of_a_body_is_no_head_that_has_begun(trailing: bytes) -> None:
+    """Clients send a large body in packets of its own; some send an empty line after it."""
+    body = chat()
+    async with launch(header_timeout_s=0.2) as fleet, connected(fleet.url) as (reader, writer):
+
+        async def slowly(got: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            await asyncio.sleep(0.6)
+            return await decodes(got, body)
+
+        fleet.d.chat = slowly
+        for _ in range(2):
+            for part in (post(len(body)), body[:10], body[10:], trailing):
+                writer.write(part)
+                await asyncio.sleep(0.05)
+            assert (await answer(reader)).status == 200
+            await asyncio.sleep(0.3)
+
+    assert slugs(fleet) == [(200, None)] * 2
+
+
+@pytest.mark.fault(47)
+async def test_a_request_behind_an_upgrade_that_is_declined_is_no_head_that_has_begun() -> None:
+    async with launch(header_timeout_s=0.2) as fleet, connected(fleet.url) as (reader, writer):
+
+        async def slowly(got: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            await asyncio.sleep(0.2)
+            return await decodes(got, body)
+
+        fleet.d.chat = slowly
+        writer.write(post(chat(), Connection="Upgrade", Upgrade="h2c"))
+        await until(lambda: fleet.d.calls)
+        writer.write(post(chat()))
+        for _ in range(2):
+            assert (await answer(reader)).status == 200
+        await asyncio.sleep(0.4)
+        writer.write(post(chat()))
+
+        assert (await answer(reader)).status == 200
+
+
+@pytest.mark.fault(47)
 async def test_a_body_that_comes_too_slowly_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("epd.body.GRACE_S", 0.3)
     async with launch(body_min_rate_bytes=10_000) as fleet:
