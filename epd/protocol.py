@@ -7,6 +7,7 @@ for errors that no handler sees. Nothing of a request is logged or quoted: its h
 
 import asyncio
 import logging
+import ssl
 import uuid
 from collections.abc import Sequence
 from http import HTTPStatus
@@ -276,7 +277,11 @@ class Server(web.Server):
 
 
 class Runner(web.AppRunner):
-    """Runs the application on `Connection`s; a client that leaves cancels what runs for it."""
+    """Runs the application on `Connection`s; a client that leaves cancels what runs for it.
+
+    Attributes:
+        config: what connections are limited by.
+    """
 
     def __init__(
         self,
@@ -287,20 +292,50 @@ class Runner(web.AppRunner):
     ) -> None:
         """Take what `web.AppRunner` takes, and who is told of requests no handler sees."""
         super().__init__(app, handler_cancellation=True, **kwargs)
-        self._config = config
+        self.config = config
         self._observers = observers
 
     async def _make_server(self) -> Server:
         return Server(
             await super()._make_server(),
-            self._config,
+            self.config,
             self._observers,
-            keepalive_timeout=self._config.keep_alive_s,
+            keepalive_timeout=self.config.keep_alive_s,
             lingering_time=LINGER_S,
             auto_decompress=False,
             access_log=None,
             # aiohttp logs headers that it cannot parse as they came, keys and all.
             logger=_silent(),
+        )
+
+
+class Site(web.BaseSite):
+    """Where clients connect. A TLS handshake has as long as a head, and not asyncio's 60 s."""
+
+    def __init__(self, runner: Runner, tls: ssl.SSLContext | None, **where: Any) -> None:
+        """Take what `loop.create_server` takes: `host` and `port`, or a `sock`."""
+        super().__init__(runner, ssl_context=tls)
+        self._where = where
+        self._handshake_s = None if tls is None else runner.config.header_timeout_s
+
+    @property
+    def name(self) -> str:
+        """What aiohttp calls it."""
+        return f"epd {self._where}"
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            OSError: the address cannot be listened on.
+        """
+        await super().start()
+        self._server = await asyncio.get_running_loop().create_server(
+            cast("Server", self._runner.server),
+            **self._where,
+            ssl=self._ssl_context,
+            ssl_handshake_timeout=self._handshake_s,
+            backlog=self._backlog,
         )
 
 

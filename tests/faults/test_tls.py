@@ -18,6 +18,7 @@ from pydantic import ValidationError
 import epd
 from epd.tls import TlsInvalid, server_context, upstream_context
 from tests.certificates import Authority, Certificate, encrypted
+from tests.faults.raw import connected, ended
 from tests.proxy.fake_instance import FakeInstance, decodes, encodes
 from tests.proxy.test_process import INSTANCES, run, serving
 from tests.requests import request, text
@@ -161,6 +162,18 @@ async def test_what_does_not_speak_tls_does_no_harm(
     assert not answer.startswith(b"HTTP")
     assert "SECRET" not in logged
     assert "Traceback" not in logged
+
+
+@pytest.mark.fault(47)
+@pytest.mark.parametrize("workers", ["1", "2"])
+async def test_a_handshake_that_does_not_end_is_given_up(issued: Certificate, workers: str) -> None:
+    flags = [*issued.flags, "--header-timeout-s", "0.5", "--workers", workers]
+    with serving(*INSTANCES, *flags) as (url, _):
+        for said in (b"", b"\x16\x03\x01\x02\x00\x01"):  # nothing; part of a ClientHello
+            async with connected(url) as (reader, writer):
+                writer.write(said)
+
+                assert await ended(reader)
 
 
 def test_files_that_cannot_be_used_are_named(
