@@ -7,6 +7,7 @@ for errors that no handler sees. Nothing of a request is logged or quoted: its h
 
 import asyncio
 import logging
+import re
 import ssl
 import uuid
 from collections.abc import Sequence
@@ -35,6 +36,8 @@ MAX_REFUSALS = 64
 """Connections above the limit that are told so at one time; others are closed without a word."""
 MAX_CONTENT_LENGTH = 2**63 - 1
 """llhttp takes 2**64 - 1 for no length at all, and so a body for the next request."""
+ABSOLUTE = re.compile(r"[a-z][a-z0-9+.-]*://([^/?#]*)", re.IGNORECASE)
+"""A request target that names its host (RFC 9112, 3.2.2)."""
 
 
 class Connection(web.RequestHandler):
@@ -119,7 +122,7 @@ class Connection(web.RequestHandler):
             self.force_close()
             return
         error = RequestRefused(
-            HTTPStatus.REQUEST_TIMEOUT,
+            408,
             "the request's head did not come in time",
             slug="header_timeout",
         )
@@ -255,6 +258,7 @@ class Server(web.Server):
         request_id = uuid.uuid4().hex
         event = RequestDone(
             request_id=request_id,
+            engine_id=request_id,
             method="unknown",
             path="unknown",
             status=error.status,
@@ -270,8 +274,7 @@ class Server(web.Server):
         return {**error.headers, "X-Request-Id": request_id, "Server": SERVER}
 
     async def _checked(self, request: web.BaseRequest) -> web.StreamResponse:
-        if _is_ambiguous(request):
-            error = _invalid("the request's length or version is ambiguous")
+        if (error := _refusal(request)) is not None:
             return request.protocol.handle_error(request, error.status, error)
         return await self._handler(request)
 
@@ -337,6 +340,25 @@ class Site(web.BaseSite):
             ssl_handshake_timeout=self._handshake_s,
             backlog=self._backlog,
         )
+
+
+def _refusal(request: web.BaseRequest) -> ProxyError | None:
+    """What is wrong with a request, whichever route it is for."""
+    if _is_ambiguous(request):
+        return _invalid("the request's length or version is ambiguous")
+    if _is_elsewhere(request):
+        return _invalid("the request's target is on another host than its Host says")
+    if any(it and it.lower() != "100-continue" for it in request.headers.getall(hdrs.EXPECT, [])):
+        return RequestRefused(
+            417, "nothing can be expected but 100-continue", slug="unsupported_expectation"
+        )
+    return None
+
+
+def _is_elsewhere(request: web.BaseRequest) -> bool:
+    """Whether it names two hosts. aiohttp goes by its target; a check of `Host` would be passed."""
+    target = ABSOLUTE.match(request.raw_path)
+    return target is not None and target[1].lower() != request.headers.get(hdrs.HOST, "").lower()
 
 
 def _is_ambiguous(request: web.BaseRequest) -> bool:
