@@ -1,11 +1,12 @@
 """TLS, with real certificates, processes and handshakes."""
 
 import asyncio
+import select
 import shutil
 import socket
 import ssl
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from pydantic import ValidationError
 
 import epd
+from epd.protocol import MAX_REFUSALS
 from epd.tls import TlsInvalid, server_context, upstream_context
 from tests.certificates import Authority, Certificate, encrypted
 from tests.faults.raw import connected, ended
@@ -174,6 +176,36 @@ async def test_a_handshake_that_does_not_end_is_given_up(issued: Certificate, wo
                 writer.write(said)
 
                 assert await ended(reader)
+
+
+@pytest.mark.fault(58)
+@pytest.mark.parametrize("workers", ["1", "2"])
+async def test_handshakes_are_counted_among_the_connections(
+    authority: Authority, issued: Certificate, workers: str
+) -> None:
+    """Those for which there is no room are closed at once, and hold no descriptors."""
+    flags = [*issued.flags, "--header-timeout-s", "3", "--workers", workers]
+    with serving(*INSTANCES, *flags, "--max-connections", "1") as (url, _), ExitStack() as stack:
+        clients = of(url, authority)
+        async with asyncio.timeout(WAIT_S):
+            while not await served(clients):  # noqa: ASYNC110 - it is another process
+                await asyncio.sleep(0.1)
+        address = ("127.0.0.1", clients.port)
+        held = int(workers) * (1 + MAX_REFUSALS)
+        silent = [stack.enter_context(socket.create_connection(address)) for _ in range(3 * held)]
+        await asyncio.sleep(1)
+        closed = [it for it in silent if select.select([it], [], [], 0)[0]]
+
+        assert len(closed) >= len(silent) - held
+        await asyncio.sleep(4)
+        assert await served(clients)
+
+
+async def served(clients: Clients) -> bool:
+    try:
+        return await clients.status("/openapi.json") == 200
+    except aiohttp.ClientError:
+        return False
 
 
 def test_files_that_cannot_be_used_are_named(
