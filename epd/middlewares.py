@@ -47,6 +47,9 @@ STARTED_S = web.RequestKey("started_s", float)
 OUTCOME = web.RequestKey("outcome", ProxyError)
 """Set where a stream broke after its status had gone out."""
 
+UNKNOWN = "unknown"
+"""The name of what is no route."""
+
 FORWARDED_HEADERS = ("traceparent", "tracestate")
 TIMEOUT = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 """A client's x-request-timeout, in seconds."""
@@ -276,7 +279,7 @@ def _forwarded(headers: Headers, config: ProxyConfig, *, own_keys: bool) -> dict
 def _route(request: web.Request) -> str:
     """The route's path as it was declared: what a client asked for could be anything."""
     resource = request.match_info.route.resource
-    return "unknown" if resource is None else resource.canonical
+    return UNKNOWN if resource is None or resource.name == UNKNOWN else resource.canonical
 
 
 def _left(request: web.Request) -> str:

@@ -7,8 +7,12 @@ for errors that no handler sees. Nothing of a request is logged or quoted: its h
 
 import asyncio
 import logging
+import re
+import socket
+import ssl
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -32,8 +36,14 @@ LINGER_S = 5.0
 connection closed on unread bytes is reset, and the answer may be lost with it."""
 MAX_REFUSALS = 64
 """Connections above the limit that are told so at one time; others are closed without a word."""
+BACKLOG = 128
+"""Connections that the kernel holds until they are accepted; aiohttp's default."""
+ACCEPT_AGAIN_S = 0.5
+"""After a connection could not be accepted."""
 MAX_CONTENT_LENGTH = 2**63 - 1
 """llhttp takes 2**64 - 1 for no length at all, and so a body for the next request."""
+ABSOLUTE = re.compile(r"[a-z][a-z0-9+.-]*://([^/?#]*)", re.IGNORECASE)
+"""A request target that names its host (RFC 9112, 3.2.2)."""
 
 
 class Connection(web.RequestHandler):
@@ -87,13 +97,13 @@ class Connection(web.RequestHandler):
         """Parse, and see to it that a head that has begun ends in time."""
         if self._refused:
             return
-        parsed = self._request_count
+        parsed, in_body = self._request_count, not self._last_payload.is_eof()
         super().data_received(data)
         if self._request_count > parsed:
             self._head_has_come()
-        elif data and self._last_payload.is_eof():
+        elif not in_body and data.strip(b"\r\n"):  # empty lines before a head are none of it
             self._begun = True
-            if self._head_timer is None:
+            if self._waiter is not None:  # no request is being served
                 self._await_head()
 
     def _head_has_come(self) -> None:
@@ -108,6 +118,8 @@ class Connection(web.RequestHandler):
         self._last_payload = payload
 
     def _await_head(self) -> None:
+        if self._head_timer is not None:
+            return
         self._head_timer = self._loop.call_later(self._config.header_timeout_s, self._head_is_late)
 
     def _head_is_late(self) -> None:
@@ -116,7 +128,7 @@ class Connection(web.RequestHandler):
             self.force_close()
             return
         error = RequestRefused(
-            HTTPStatus.REQUEST_TIMEOUT,
+            408,
             "the request's head did not come in time",
             slug="header_timeout",
         )
@@ -181,11 +193,16 @@ class Connection(web.RequestHandler):
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
         """Send the answer; after the last one, leave the client time to read it."""
+        parsed = self._request_count
         sent, lost = await super().finish_response(request, resp, start_time)
+        if self._request_count > parsed:  # requests behind one that asked for an upgrade
+            self._head_has_come()
         if self.transport is not None and not sent.keep_alive:
             _half_close(self.transport)
             if self._refused:  # for the rest of a body, aiohttp waits
                 await asyncio.sleep(LINGER_S)  # cancelled when the client closes
+        elif self._begun and not self._messages:  # its time begins when its turn has come
+            self._await_head()
         return sent, lost
 
     def _turn_away(self, transport: asyncio.Transport) -> None:
@@ -230,6 +247,11 @@ class Server(web.Server):
         self._open.add(connection)
         return True
 
+    def has_room(self, handshakes: int) -> bool:
+        """Whether one more may begin a handshake, be it only to be told that there are too many."""
+        here = len(self._open) + len(self._turned_away) + handshakes
+        return here < self._limit + MAX_REFUSALS
+
     def answers_refusal(self, connection: Connection) -> bool:
         """Whether a client that is turned away is told so."""
         if len(self._turned_away) >= MAX_REFUSALS:
@@ -247,6 +269,7 @@ class Server(web.Server):
         request_id = uuid.uuid4().hex
         event = RequestDone(
             request_id=request_id,
+            engine_id=request_id,
             method="unknown",
             path="unknown",
             status=error.status,
@@ -262,14 +285,17 @@ class Server(web.Server):
         return {**error.headers, "X-Request-Id": request_id, "Server": SERVER}
 
     async def _checked(self, request: web.BaseRequest) -> web.StreamResponse:
-        if _is_ambiguous(request):
-            error = _invalid("the request's length or version is ambiguous")
+        if (error := _refusal(request)) is not None:
             return request.protocol.handle_error(request, error.status, error)
         return await self._handler(request)
 
 
 class Runner(web.AppRunner):
-    """Runs the application on `Connection`s; a client that leaves cancels what runs for it."""
+    """Runs the application on `Connection`s; a client that leaves cancels what runs for it.
+
+    Attributes:
+        config: what connections are limited by.
+    """
 
     def __init__(
         self,
@@ -280,21 +306,131 @@ class Runner(web.AppRunner):
     ) -> None:
         """Take what `web.AppRunner` takes, and who is told of requests no handler sees."""
         super().__init__(app, handler_cancellation=True, **kwargs)
-        self._config = config
+        self.config = config
         self._observers = observers
 
     async def _make_server(self) -> Server:
         return Server(
             await super()._make_server(),
-            self._config,
+            self.config,
             self._observers,
-            keepalive_timeout=self._config.keep_alive_s,
+            keepalive_timeout=self.config.keep_alive_s,
             lingering_time=LINGER_S,
             auto_decompress=False,
             access_log=None,
             # aiohttp logs headers that it cannot parse as they came, keys and all.
             logger=_silent(),
         )
+
+
+class Handshakes:
+    """Accepts TLS connections, and counts those whose handshake has not ended.
+
+    A loop's own server says nothing of a connection before that, and takes as many as come.
+
+    Attributes:
+        sockets: what it listens on.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        sockets: Sequence[socket.socket],
+        tls: ssl.SSLContext,
+        timeout_s: float,
+    ) -> None:
+        """Begin to accept: handshakes may take `timeout_s`."""
+        self.sockets = sockets
+        self._server = server
+        self._tls = tls
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._begun = set[asyncio.Task[None]]()
+        for listener in sockets:
+            listener.setblocking(False)
+            listener.listen(BACKLOG)
+        self._accepting = [self._loop.create_task(self._accept(it)) for it in sockets]
+
+    def close(self) -> None:
+        """Accept no more. Handshakes that have begun go on."""
+        for accepting in self._accepting:
+            accepting.cancel()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        with listener:
+            while True:
+                try:
+                    client, _ = await self._loop.sock_accept(listener)
+                except OSError:  # no descriptor is left, or the client is gone
+                    await asyncio.sleep(ACCEPT_AGAIN_S)
+                else:
+                    self._begin(client)
+
+    def _begin(self, client: socket.socket) -> None:
+        if not self._server.has_room(len(self._begun)):
+            client.close()
+            return
+        shaking = self._loop.create_task(self._shake(client))
+        self._begun.add(shaking)
+        shaking.add_done_callback(self._begun.discard)
+
+    async def _shake(self, client: socket.socket) -> None:
+        with suppress(OSError):  # what is wrong with a handshake; the loop has closed it
+            await self._loop.connect_accepted_socket(
+                self._server, client, ssl=self._tls, ssl_handshake_timeout=self._timeout_s
+            )
+
+
+class Site(web.BaseSite):
+    """Where clients connect. A TLS handshake has as long as a head, and not asyncio's 60 s."""
+
+    def __init__(self, runner: Runner, tls: ssl.SSLContext | None, **where: Any) -> None:
+        """Take what `loop.create_server` takes: `host` and `port`, or a `sock`."""
+        super().__init__(runner, ssl_context=tls)
+        self._where = where
+        self._handshake_s = runner.config.header_timeout_s
+
+    @property
+    def name(self) -> str:
+        """What aiohttp calls it."""
+        return f"epd {self._where}"
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            OSError: the address cannot be listened on.
+        """
+        await super().start()
+        loop, server = asyncio.get_running_loop(), cast("Server", self._runner.server)
+        plain = self._ssl_context is None
+        self._server = await loop.create_server(
+            server, **self._where, backlog=self._backlog, start_serving=plain
+        )
+        if self._ssl_context is not None:
+            bound, listeners = self._server, [it.dup() for it in self._server.sockets]
+            accepting = Handshakes(server, listeners, self._ssl_context, self._handshake_s)
+            self._server = cast("asyncio.AbstractServer", accepting)
+            bound.close()
+
+
+def _refusal(request: web.BaseRequest) -> ProxyError | None:
+    """What is wrong with a request, whichever route it is for."""
+    if _is_ambiguous(request):
+        return _invalid("the request's length or version is ambiguous")
+    if _is_elsewhere(request):
+        return _invalid("the request's target is on another host than its Host says")
+    if any(it and it.lower() != "100-continue" for it in request.headers.getall(hdrs.EXPECT, [])):
+        return RequestRefused(
+            417, "nothing can be expected but 100-continue", slug="unsupported_expectation"
+        )
+    return None
+
+
+def _is_elsewhere(request: web.BaseRequest) -> bool:
+    """Whether it names two hosts. aiohttp goes by its target; a check of `Host` would be passed."""
+    target = ABSOLUTE.match(request.raw_path)
+    return target is not None and target[1].lower() != request.headers.get(hdrs.HOST, "").lower()
 
 
 def _is_ambiguous(request: web.BaseRequest) -> bool:

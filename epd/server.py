@@ -15,7 +15,7 @@ from aiohttp import web
 from epd.config import ProxyConfig
 from epd.drain import DRAIN
 from epd.middlewares import KEYS, OBSERVERS
-from epd.protocol import Runner
+from epd.protocol import Runner, Site
 from epd.reload import RELOAD
 from epd.tenants import ApiKeys
 from epd.tls import renew, server_context
@@ -84,7 +84,7 @@ async def serve(config: ProxyConfig) -> None:
     log = structlog.get_logger("epd")
     orders, tls = orders_by_signal(config), server_context(config)
     async with running(config, orders, tls) as runner:
-        await web.TCPSite(runner, config.host, config.port, ssl_context=tls).start()
+        await Site(runner, tls, host=config.host, port=config.port).start()
         for host, port, *_ in runner.addresses:
             log.info("listening", url=url(config, host, port), topology=topology(config))
         await orders.drain.wait()
@@ -99,7 +99,7 @@ async def running(
     orders: Orders,
     tls: ssl.SSLContext | None,
     first: ProxyConfig | None = None,
-) -> AsyncIterator[web.AppRunner]:
+) -> AsyncIterator[Runner]:
     """The application, as yet without an address, that obeys orders to drain and to reload.
 
     Leaving waits for the requests that run, within limits.

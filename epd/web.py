@@ -43,6 +43,7 @@ from epd.middlewares import (
     MIDDLEWARES,
     OBSERVERS,
     OUTCOME,
+    UNKNOWN,
     deadline,
     own_headers,
 )
@@ -99,6 +100,7 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
         app[KEYS] = keys
     app[ACCESS] = dict[object, Access]((route.handler, access) for access, route in ROUTES)
     app.add_routes([route for _, route in ROUTES])
+    app.add_routes([_any("/{anything:.*}", nothing, name=UNKNOWN)])
     app[METRICS] = MetricsObserver(app[ADMISSION])
     app[RELOAD] = Reload(app[METRICS].reloaded)
     app[DRAIN] = Drain()
@@ -302,7 +304,8 @@ async def ready(request: web.Request) -> web.Response:
 
 async def metrics(request: web.Request) -> web.Response:
     """`GET /metrics`, for Prometheus."""
-    return web.Response(body=request.app[METRICS].page(), headers={"Content-Type": CONTENT_TYPE})
+    headers = own_headers(request[CONTEXT]) | {"Content-Type": CONTENT_TYPE}
+    return web.Response(body=request.app[METRICS].page(), headers=headers)
 
 
 async def profile(command: str, request: web.Request) -> web.Response:
@@ -324,17 +327,28 @@ def _json(body: object, context: RequestContext, status: int = 200) -> web.Respo
     )
 
 
+async def nothing(request: web.Request) -> web.StreamResponse:
+    """What is no route, or has other methods. aiohttp's own answer begins with `100 Continue`."""
+    routes = [it for it in request.app.router.resources() if it.name != UNKNOWN]
+    methods = {method for it in routes for method in (await it.resolve(request))[1]}
+    raise web.HTTPMethodNotAllowed(request.method, methods) if methods else web.HTTPNotFound()
+
+
+_get, _post, _delete, _any = (
+    partial(declare, expect_handler=_not_yet)
+    for declare in (web.get, web.post, web.delete, partial(web.route, "*"))
+)
 ROUTES = (
-    (Access.OPEN, web.get("/health", health)),  # a load balancer has no key
-    (Access.OPEN, web.get("/ready", ready)),
-    (Access.OPEN, web.get("/openapi.json", openapi)),  # it says nothing of this fleet
-    (Access.TENANT, web.post("/v1/chat/completions", chat_completions, expect_handler=_not_yet)),
-    (Access.TENANT, web.post("/v1/media", push_media, expect_handler=_not_yet)),
-    (Access.TENANT, web.delete("/v1/media/{uuid}", forget_media)),
-    (Access.TENANT, web.get("/v1/models", models)),
-    (Access.ADMIN, web.get("/metrics", metrics)),
-    (Access.ADMIN, web.post("/start_profile", partial(profile, "start"), expect_handler=_not_yet)),
-    (Access.ADMIN, web.post("/stop_profile", partial(profile, "stop"), expect_handler=_not_yet)),
+    (Access.OPEN, _get("/health", health)),  # a load balancer has no key
+    (Access.OPEN, _get("/ready", ready)),
+    (Access.OPEN, _get("/openapi.json", openapi)),  # it says nothing of this fleet
+    (Access.TENANT, _post("/v1/chat/completions", chat_completions)),
+    (Access.TENANT, _post("/v1/media", push_media)),
+    (Access.TENANT, _delete("/v1/media/{uuid}", forget_media)),
+    (Access.TENANT, _get("/v1/models", models)),
+    (Access.ADMIN, _get("/metrics", metrics)),
+    (Access.ADMIN, _post("/start_profile", partial(profile, "start"))),
+    (Access.ADMIN, _post("/stop_profile", partial(profile, "stop"))),
 )
 """All there is, and whom it answers. Nothing else reaches an instance: many of vLLM's routes, those
 that change its weights or let it sleep among them, want no key of their own."""

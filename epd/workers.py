@@ -23,11 +23,11 @@ from typing import Any, cast
 import orjson
 import structlog
 import uvloop
-from aiohttp import web
 
 from epd import logs
 from epd.config import ProxyConfig
 from epd.last_good import LastGood, read_from
+from epd.protocol import Site
 from epd.server import (
     CLEANUP_S,
     CUT_S,
@@ -256,8 +256,7 @@ async def work(config: ProxyConfig, descriptors: Sequence[int], files: Mapping[s
     orders, tls = _orders_by_pipe(), server_context(first)
     async with running(config, orders, tls, first) as runner:
         for descriptor in descriptors:
-            site = web.SockSite(runner, socket.socket(fileno=descriptor), ssl_context=tls)
-            await site.start()
+            await Site(runner, tls, sock=socket.socket(fileno=descriptor)).start()
         structlog.get_logger("epd").info("serving", pid=os.getpid())
         await orders.close.wait()
 

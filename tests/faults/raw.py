@@ -12,8 +12,8 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @asynccontextmanager
 async def connected(url: str) -> AsyncIterator[Connection]:
-    """A connection to a server."""
-    host, port = url.removeprefix("http://").split(":")
+    """A connection to a server, without TLS."""
+    host, _, port = url.partition("://")[2].partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
         yield reader, writer

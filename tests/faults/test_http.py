@@ -163,7 +163,7 @@ async def test_damaged_requests_end_in_our_errors_or_in_answers() -> None:
 
         await asyncio.gather(*(send(_damaged(dice.choice(whole), dice)) for _ in range(300)))
 
-        assert {status for status, _ in slugs(fleet)} <= {200, 400, 404, 405, 408, 413, 415}
+        assert {status for status, _ in slugs(fleet)} <= {200, 400, 404, 405, 408, 413, 415, 417}
         assert (await fleet.chat(request(text())))[0] == 200
 
 
@@ -188,6 +188,71 @@ def _damaged(sent: bytes, dice: random.Random) -> bytes:
     return bytes(damaged)
 
 
+@pytest.mark.fault(57)
+@pytest.mark.security("S19")
+@pytest.mark.parametrize("path", ["/health", "/v1/chat/completions", "/nothing"])
+@pytest.mark.parametrize("expected", [SECRET, f"100-continue, {SECRET}"])
+async def test_what_cannot_be_expected_is_a_417(path: str, expected: str) -> None:
+    async with launch() as fleet, connected(fleet.url) as (reader, writer):
+        writer.write(post(chat(), path, Expect=expected))
+        said = await answer(reader)
+
+        assert (said.status, said.error["slug"]) == (417, "unsupported_expectation")
+        assert said.headers["server"] == "epd"
+        assert await ended(reader)
+        assert SECRET not in f"{said} {fleet.events}"
+        assert slugs(fleet) == [(417, "unsupported_expectation")]
+        assert fleet.d.calls == []
+
+
+ROUTELESS = {
+    "POST /nothing": 404,
+    "PUT /v1/media/one": 405,
+    "GET /v1/chat/completions": 405,
+    "DELETE /v1/media/one": 503,  # there is no store
+    "POST /": 404,
+}
+
+
+@pytest.mark.fault(57)
+@pytest.mark.parametrize("asked", ROUTELESS)
+async def test_a_body_that_nobody_reads_is_not_asked_for(asked: str) -> None:
+    async with launch() as fleet, connected(fleet.url) as (reader, writer):
+        sent = post(1000, asked.partition(" ")[2], Expect="100-continue")
+        writer.write(sent.replace(b"POST", asked.partition(" ")[0].encode(), 1))
+        said = await answer(reader)
+
+        assert said.status == ROUTELESS[asked]
+        assert said.headers.get("allow") == {
+            "PUT /v1/media/one": "delete",
+            "GET /v1/chat/completions": "post",
+        }.get(asked)
+        paths = [event.path for event in fleet.events.requests]
+        assert (paths == ["unknown"]) == (said.status != 503)
+
+
+@pytest.mark.fault(57)
+@pytest.mark.security("S19")
+@pytest.mark.parametrize("target", ["http://other", "http://epd:8000", "http://a@epd", "HTTP://x"])
+async def test_a_target_on_another_host_than_the_host_header_is_a_400(target: str) -> None:
+    """A check of `Host`, such as the one for clients on this machine, would look at the wrong."""
+    async with launch() as fleet, connected(fleet.url) as (reader, writer):
+        writer.write(post(chat(), f"{target}/v1/chat/completions"))
+        said = await answer(reader)
+
+        assert (said.status, said.error["slug"]) == (400, "invalid_http")
+        assert slugs(fleet) == [(400, "invalid_http")]
+
+
+@pytest.mark.fault(57)
+@pytest.mark.parametrize("target", ["http://epd", "HTTP://EPD"])
+async def test_a_target_on_the_host_that_the_header_names_is_served(target: str) -> None:
+    async with launch() as fleet, connected(fleet.url) as (reader, writer):
+        writer.write(post(chat(), f"{target}/v1/chat/completions"))
+
+        assert (await answer(reader)).status == 200
+
+
 # Slow.
 
 
@@ -208,6 +273,9 @@ async def test_a_head_that_does_not_end_is_a_408(first: bytes) -> None:
         assert said.error["type"] == "RequestTimeoutError"
         assert await ended(reader)
         assert slugs(fleet)[-1] == (408, "header_timeout")
+        refused = fleet.events.requests[-1]
+        assert repr(refused.status) == "408"  # and not the name of an enum, in logs
+        assert refused.engine_id == refused.request_id
 
 
 @pytest.mark.fault(47)
@@ -245,6 +313,48 @@ async def test_half_a_head_behind_a_request_does_not_harm_it() -> None:
 
         assert (await answer(reader)).status == 200
         assert (await answer(reader)).status == 408
+
+
+@pytest.mark.fault(47)
+@pytest.mark.parametrize("trailing", [b"", b"\r\n"], ids=["nothing", "an empty line"])
+async def test_the_end_of_a_body_is_no_head_that_has_begun(trailing: bytes) -> None:
+    """Clients send a large body in packets of its own; some send an empty line after it."""
+    body = chat()
+    async with launch(header_timeout_s=0.2) as fleet, connected(fleet.url) as (reader, writer):
+
+        async def slowly(got: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            await asyncio.sleep(0.6)
+            return await decodes(got, body)
+
+        fleet.d.chat = slowly
+        for _ in range(2):
+            for part in (post(len(body)), body[:10], body[10:], trailing):
+                writer.write(part)
+                await asyncio.sleep(0.05)
+            assert (await answer(reader)).status == 200
+            await asyncio.sleep(0.3)
+
+    assert slugs(fleet) == [(200, None)] * 2
+
+
+@pytest.mark.fault(47)
+async def test_a_request_behind_an_upgrade_that_is_declined_is_no_head_that_has_begun() -> None:
+    async with launch(header_timeout_s=0.2) as fleet, connected(fleet.url) as (reader, writer):
+
+        async def slowly(got: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            await asyncio.sleep(0.2)
+            return await decodes(got, body)
+
+        fleet.d.chat = slowly
+        writer.write(post(chat(), Connection="Upgrade", Upgrade="h2c"))
+        await until(lambda: fleet.d.calls)
+        writer.write(post(chat()))
+        for _ in range(2):
+            assert (await answer(reader)).status == 200
+        await asyncio.sleep(0.4)
+        writer.write(post(chat()))
+
+        assert (await answer(reader)).status == 200
 
 
 @pytest.mark.fault(47)

@@ -1,11 +1,12 @@
 """TLS, with real certificates, processes and handshakes."""
 
 import asyncio
+import select
 import shutil
 import socket
 import ssl
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from pydantic import ValidationError
 
 import epd
 from epd import tls
+from epd.protocol import MAX_REFUSALS
 from epd.tls import TlsInvalid, server_context, upstream_context
 from tests.certificates import Authority, Certificate, encrypted
+from tests.faults.raw import connected, ended
 from tests.proxy.fake_instance import FakeInstance, decodes, encodes
 from tests.proxy.test_process import INSTANCES, run, serving
 from tests.requests import request, text
@@ -162,6 +165,48 @@ async def test_what_does_not_speak_tls_does_no_harm(
     assert not answer.startswith(b"HTTP")
     assert "SECRET" not in logged
     assert "Traceback" not in logged
+
+
+@pytest.mark.fault(47)
+@pytest.mark.parametrize("workers", ["1", "2"])
+async def test_a_handshake_that_does_not_end_is_given_up(issued: Certificate, workers: str) -> None:
+    flags = [*issued.flags, "--header-timeout-s", "0.5", "--workers", workers]
+    with serving(*INSTANCES, *flags) as (url, _):
+        for said in (b"", b"\x16\x03\x01\x02\x00\x01"):  # nothing; part of a ClientHello
+            async with connected(url) as (reader, writer):
+                writer.write(said)
+
+                assert await ended(reader)
+
+
+@pytest.mark.fault(58)
+@pytest.mark.parametrize("workers", ["1", "2"])
+async def test_handshakes_are_counted_among_the_connections(
+    authority: Authority, issued: Certificate, workers: str
+) -> None:
+    """Those for which there is no room are closed at once, and hold no descriptors."""
+    flags = [*issued.flags, "--header-timeout-s", "3", "--workers", workers]
+    with serving(*INSTANCES, *flags, "--max-connections", "1") as (url, _), ExitStack() as stack:
+        clients = of(url, authority)
+        async with asyncio.timeout(WAIT_S):
+            while not await served(clients):  # noqa: ASYNC110 - it is another process
+                await asyncio.sleep(0.1)
+        address = ("127.0.0.1", clients.port)
+        held = int(workers) * (1 + MAX_REFUSALS)
+        silent = [stack.enter_context(socket.create_connection(address)) for _ in range(3 * held)]
+        await asyncio.sleep(1)
+        closed = [it for it in silent if select.select([it], [], [], 0)[0]]
+
+        assert len(closed) >= len(silent) - held
+        await asyncio.sleep(4)
+        assert await served(clients)
+
+
+async def served(clients: Clients) -> bool:
+    try:
+        return await clients.status("/openapi.json") == 200
+    except aiohttp.ClientError:
+        return False
 
 
 def test_files_that_cannot_be_used_are_named(

@@ -15,7 +15,7 @@ from aiohttp import web
 import epd
 from epd.events import InstanceChanged, RequestDone, StageDone
 from epd.middlewares import CONFIG, OBSERVERS
-from epd.protocol import Runner
+from epd.protocol import Runner, Site
 from tests.proxy.fake_instance import FakeInstance, decodes, encodes, prefills
 
 
@@ -108,7 +108,7 @@ class Launch:
             runner = Runner(app, app[CONFIG], app[OBSERVERS])
             await runner.setup()
             stack.push_async_callback(runner.cleanup)
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            await Site(runner, None, host="127.0.0.1", port=0).start()
             http = await stack.enter_async_context(aiohttp.ClientSession())
             url = f"http://127.0.0.1:{runner.addresses[0][1]}"
             yield Fleet(runner, url, http, events, **groups)

@@ -313,11 +313,32 @@ async def test_no_other_method_and_no_other_target_is_served(launch: Launch, lin
 async def test_an_absolute_target_is_this_proxys_own(launch: Launch) -> None:
     """RFC 9112, 3.2.2: it must be accepted. It chooses no host."""
     async with silent() as other, launch() as fleet:
-        answer = await ask(fleet.url, f"GET {other.url}/v1/models HTTP/1.1")
+        there = await ask(fleet.url, f"GET {other.url}/v1/models HTTP/1.1")
+        here = await ask(fleet.url, f"GET {fleet.url}/v1/models HTTP/1.1")
 
-        assert answer.status == 200
+        assert (there.status, here.status) == (400, 200)  # Host names this proxy in both
         assert fleet.d.other_calls == ["GET /v1/models"]
         assert other.lines == []
+
+
+@pytest.mark.security("S3")
+async def test_a_target_on_this_machine_does_not_hide_a_host_elsewhere(launch: Launch) -> None:
+    """And the other way round: a web page's requests name the page's own host."""
+    async with launch() as fleet:
+        for named, host in (("evil.example", "127.0.0.1"), ("127.0.0.1", "evil.example")):
+            said = await ask(fleet.url, f"GET http://{named}/metrics HTTP/1.1", [("Host", host)])
+            assert said.status == 400
+
+
+@pytest.mark.security("S3")
+async def test_the_page_of_metrics_has_the_headers_of_every_answer(launch: Launch) -> None:
+    async with launch() as fleet:
+        said = await ask(fleet.url, "GET /metrics HTTP/1.1")
+
+        assert said.status == 200
+        assert said.headers["Server"] == "epd"
+        assert said.headers["X-Request-Id"]
+        assert said.headers["Content-Type"].startswith("text/plain")
 
 
 @pytest.mark.security("S6")
