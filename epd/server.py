@@ -14,8 +14,9 @@ from aiohttp import web
 
 from epd.config import ProxyConfig
 from epd.drain import DRAIN
+from epd.listening import Site
 from epd.middlewares import KEYS, OBSERVERS
-from epd.protocol import Runner, Site
+from epd.protocol import Runner
 from epd.reload import RELOAD
 from epd.tenants import ApiKeys
 from epd.tls import renew, server_context

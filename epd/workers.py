@@ -27,7 +27,7 @@ import uvloop
 from epd import logs
 from epd.config import ProxyConfig
 from epd.last_good import LastGood, read_from
-from epd.protocol import Site
+from epd.listening import Site
 from epd.server import (
     CLEANUP_S,
     CUT_S,

@@ -8,7 +8,15 @@ from aiohttp import web
 
 from epd.encoding import AT_ONCE
 from tests.faults.scripted import Scripted, answer, read_head, read_request, reset, send, wait
-from tests.proxy.fake_instance import FakeInstance, Handler, encodes, hangs, refuses
+from tests.proxy.fake_instance import (
+    FakeInstance,
+    Handler,
+    drops,
+    encodes,
+    fails_first,
+    hangs,
+    refuses,
+)
 from tests.proxy.fleet import Launch, until
 from tests.requests import image, request, text
 
@@ -21,24 +29,6 @@ def busy(retry_after: str | None, status: int = 503) -> Handler:
         return web.json_response({"error": "busy"}, status=status, headers=headers)
 
     return chat
-
-
-def fails_first(times: int, fault: Handler) -> Handler:
-    """Fail some times, then encode."""
-    calls = 0
-
-    async def chat(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        nonlocal calls
-        calls += 1
-        return await (fault if calls <= times else encodes)(request, body)
-
-    return chat
-
-
-async def drops(request: web.Request, _: dict[str, Any]) -> web.Response:
-    assert request.transport is not None
-    request.transport.abort()
-    return web.Response()
 
 
 def encoded(*instances: FakeInstance) -> int:
@@ -152,7 +142,7 @@ async def test_one_that_has_too_much_to_do_is_left_alone_while_another_has_not(
 @pytest.mark.fault(4)
 async def test_the_only_one_is_asked_again_when_it_said(launch: Launch) -> None:
     async with launch() as fleet:
-        fleet.e.chat = fails_first(1, busy("1"))
+        fleet.e.chat = fails_first(1, busy("1"), encodes)
         async with fleet.post(request(image())) as reply:
             assert reply.headers["x-epd-items"] == "hit=0,encoded=1,local=0"
 

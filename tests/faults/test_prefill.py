@@ -11,6 +11,8 @@ from tests.proxy.fake_instance import (
     FakeInstance,
     Handler,
     decodes,
+    drops,
+    fails_first,
     hangs,
     prefills,
     refuses,
@@ -22,25 +24,8 @@ NOBODY = "http://127.0.0.1:9"
 FAIL: Any = {"on_prefill_failure": "fail"}
 
 
-async def drops(request: web.Request, _: dict[str, Any]) -> web.Response:
-    assert request.transport is not None
-    request.transport.abort()
-    return web.Response()
-
-
 async def forgets(_: web.Request, __: dict[str, Any]) -> web.Response:
     return web.json_response({"choices": [], "kv_transfer_params": None})
-
-
-def fails_first(times: int, fault: Handler, then: Handler) -> Handler:
-    calls = 0
-
-    async def chat(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        nonlocal calls
-        calls += 1
-        return await (fault if calls <= times else then)(request, body)
-
-    return chat
 
 
 def given(instance: FakeInstance) -> list[Any]:

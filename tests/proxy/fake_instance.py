@@ -168,6 +168,25 @@ async def hangs(_: web.Request, __: dict[str, Any]) -> web.Response:
     raise AssertionError("nobody cancelled this")
 
 
+async def drops(request: web.Request, _: dict[str, Any]) -> web.Response:
+    """End the connection without an answer."""
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+def fails_first(times: int, fault: Handler, then: Handler) -> Handler:
+    """Fail some times, and never again."""
+    calls = 0
+
+    async def chat(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        nonlocal calls
+        calls += 1
+        return await (fault if calls <= times else then)(request, body)
+
+    return chat
+
+
 def refuses(status: int, message: str = "no") -> Handler:
     """Answer with vLLM's error body."""
 

@@ -14,8 +14,9 @@ from aiohttp import web
 
 import epd
 from epd.events import InstanceChanged, RequestDone, StageDone
+from epd.listening import Site
 from epd.middlewares import CONFIG, OBSERVERS
-from epd.protocol import Runner, Site
+from epd.protocol import Runner
 from tests.proxy.fake_instance import FakeInstance, decodes, encodes, prefills
 
 
