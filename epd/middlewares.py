@@ -44,6 +44,8 @@ BODY = web.RequestKey("body", Held)
 """What the body is counted with as it is read."""
 STARTED_S = web.RequestKey("started_s", float)
 """When it came, on the event loop's clock."""
+ANSWERED = web.RequestKey("answered", int)
+"""Its status, set once the client has all of its answer and may leave."""
 OUTCOME = web.RequestKey("outcome", ProxyError)
 """Set where a stream broke after its status had gone out."""
 
@@ -84,6 +86,8 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
         status, error = response.status, request.get(OUTCOME)
         return response
     finally:
+        if status == CLIENT_CLOSED:
+            status = request.get(ANSWERED, CLIENT_CLOSED)
         event = RequestDone(
             request_id=context.client_id or context.request_id,
             engine_id=context.request_id,

@@ -7,17 +7,20 @@ MAX_EVENT_BYTES = 16 * 1024**2
 
 # Two ends of line in a row. A lone CR must not match where it is half of a CRLF.
 _BLANK_LINE = re.compile(rb"(?:\r\n|\n|\r(?!\n)){2}")
-_END = re.compile(rb"(?:^|[\r\n])data: ?(?:\[DONE\]\s|\{\s*\"error\")")
+_DONE = re.compile(rb"(?:^|[\r\n])data: ?\[DONE\]\s")
+_ERROR = re.compile(rb"(?:^|[\r\n])data: ?\{\s*\"error\"")
 
 
 class EventAligner:
     """Holds back the last, incomplete event of a stream, so that only whole ones go on.
 
     Attributes:
-        ended: the stream said that it is over: `data: [DONE]`, OpenAI's end, or an error.
+        done: the stream said that it is over: `data: [DONE]`, OpenAI's end.
+        ended: it said that, or an error.
     """
 
     def __init__(self) -> None:
+        self.done = False
         self.ended = False
         self._held = bytearray()
 
@@ -35,7 +38,8 @@ class EventAligner:
             raise ValueError("event too large")
         events = bytes(self._held[:end])
         del self._held[:end]
-        self.ended = self.ended or _END.search(events) is not None
+        self.done = self.done or _DONE.search(events) is not None
+        self.ended = self.ended or self.done or _ERROR.search(events) is not None
         return events
 
 

@@ -36,6 +36,7 @@ from epd.metrics import CONTENT_TYPE, MetricsObserver
 from epd.middlewares import (
     ACCESS,
     ADMISSION,
+    ANSWERED,
     BODY,
     CONFIG,
     CONTEXT,
@@ -188,6 +189,9 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
                 async for events in _whole_events(reply, request.app[CONFIG].idle_timeout_s):
                     context.first_event()
                     await stream.write(events)
+                await stream.write_eof()
+                request[ANSWERED] = stream.status
+                await _drained(reply)
     except ProxyError as error:
         if stream is None or not stream.prepared:
             raise
@@ -196,6 +200,12 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         await stream.write(b"data: " + error.body() + b"\n\n")
     await stream.write_eof()
     return stream
+
+
+async def _drained(reply: Reply) -> None:
+    """Wait for the end of an answer that is complete, so that its connection can be used again."""
+    with suppress(ProxyError):
+        await reply.read(idle_s=AFTER_END_S)
 
 
 def _answer_headers(reply: Reply, context: RequestContext) -> dict[str, str]:
@@ -237,9 +247,9 @@ async def _whole_events(reply: Reply, idle_s: float) -> AsyncIterator[bytes]:
             slug="decode_truncated",
             stage="decode",
         )
-    # It is complete. What still comes is sent on, and what breaks off now breaks nothing.
+    # What breaks off now breaks nothing. An error may be followed by `[DONE]`.
     with suppress(ProxyError):
-        async for chunk in reply.chunks(AFTER_END_S):
+        while not aligner.done and (chunk := await anext(reply.chunks(AFTER_END_S), b"")):
             if events := _aligned(aligner, chunk):
                 yield events
 

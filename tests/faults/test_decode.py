@@ -8,7 +8,7 @@ from aiohttp import web
 
 from tests.faults.scripted import STREAM_HEAD, Scripted, chunked, hold, read_request, reset, send
 from tests.proxy.fake_instance import STREAM, refuses
-from tests.proxy.fleet import Launch
+from tests.proxy.fleet import Launch, until
 from tests.requests import image, request, text
 
 NOBODY = "http://127.0.0.1:9"
@@ -24,7 +24,23 @@ async def test_what_breaks_after_the_end_breaks_nothing(launch: Launch, end: Any
         async with fleet.post(request(text(), stream=True)) as reply:
             assert await asyncio.wait_for(reply.read(), 10) == whole
 
+        await until(lambda: fleet.events.requests)
         assert [event.error for event in fleet.events.requests] == [None]
+
+
+@pytest.mark.fault(45)
+async def test_a_client_that_leaves_when_it_has_all_has_not_left_early(launch: Launch) -> None:
+    script = [read_request(), send(STREAM_HEAD + chunked(b"".join(STREAM))), hold()]
+    decode = Scripted(script)
+    async with decode.running(), launch(decode_servers_urls=(decode.url,)) as fleet:
+        async with fleet.post(request(text(), stream=True)) as reply:
+            assert (await reply.read()).endswith(b"data: [DONE]\n\n")
+        await fleet.http.close()
+
+        await until(lambda: fleet.events.requests)
+        [done] = fleet.events.requests
+        assert (done.status, done.error) == (200, None)
+        await until(lambda: decode.aborted)
 
 
 @pytest.mark.fault(34)
