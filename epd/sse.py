@@ -38,8 +38,10 @@ class EventAligner:
             raise ValueError("event too large")
         events = bytes(self._held[:end])
         del self._held[:end]
-        self.done = self.done or _DONE.search(events) is not None
-        self.ended = self.ended or self.done or _ERROR.search(events) is not None
+        # Most events hold neither word, and to find a word costs less than to match a line.
+        self.done = self.done or (b"[DONE]" in events and _DONE.search(events) is not None)
+        failed = b'"error"' in events and _ERROR.search(events) is not None
+        self.ended = self.ended or self.done or failed
         return events
 
 
