@@ -247,11 +247,15 @@ async def _whole_events(reply: Reply, idle_s: float) -> AsyncIterator[bytes]:
             slug="decode_truncated",
             stage="decode",
         )
-    # What breaks off now breaks nothing. An error may be followed by `[DONE]`.
+    if aligner.done:
+        return
+    # An error has ended it, which `[DONE]` may follow. What breaks off now breaks nothing.
     with suppress(ProxyError):
-        while not aligner.done and (chunk := await anext(reply.chunks(AFTER_END_S), b"")):
+        async for chunk in reply.chunks(AFTER_END_S):
             if events := _aligned(aligner, chunk):
                 yield events
+            if aligner.done:
+                return
 
 
 def _aligned(aligner: EventAligner, chunk: bytes) -> bytes:
