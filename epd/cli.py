@@ -5,24 +5,24 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from fnmatch import fnmatch
-from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
+from functools import partial
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import uvloop
 from pydantic import AliasChoices, BeforeValidator, Field, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from epd import logs
+from epd import bench, logs
 from epd.config import AdminKey, ProxyConfig
 from epd.descriptors import raise_limit
+from epd.parser import Parser
 from epd.server import serve
 from epd.tenants import KeysInvalid, key_line, new_key
 from epd.tls import TlsInvalid, server_context, upstream_context
 from epd.version import __version__
 from epd.web import create_app
 from epd.workers import WorkersFailed, supervise
-
-USAGE_ERROR = 2
 
 GROUPS = {
     "*_urls": "instances",
@@ -58,14 +58,6 @@ class Settings(ProxyConfig, BaseSettings):
     )
 
 
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Exit with code 2 and the message alone."""
-        self.exit(USAGE_ERROR, f"{self.prog}: error: {message} (--help lists the flags)\n")
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. Exits with 2 where its flags are wrong, with 1 where it fails."""
     parser = Parser(prog="epd", description="Multimodal EPD proxy for vLLM.", allow_abbrev=False)
@@ -84,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         allow_abbrev=False,
     )
     _add_flags(serve_parser)
+    serve_parser.set_defaults(run=partial(_serve, serve_parser))
     key_parser = commands.add_parser(
         "hash-key",
         help="make an API key, or hash one",
@@ -94,11 +87,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     key_parser.add_argument("tenant", metavar="TENANT", help="whose key it is")
     key_parser.add_argument("--stdin", action="store_true", help="hash the key in stdin's line")
+    key_parser.set_defaults(run=partial(_hash_key, key_parser))
+    bench.command.add_parser(commands)
     flags = vars(parser.parse_args(argv))
-    if flags.pop("command") == "hash-key":
-        _hash_key(key_parser, **flags)
-    else:
-        _serve(serve_parser, _settings(serve_parser, flags))
+    del flags["command"]
+    flags.pop("run")(**flags)
 
 
 def _hash_key(parser: Parser, tenant: str, *, stdin: bool) -> None:
@@ -124,7 +117,8 @@ def _settings(parser: Parser, flags: dict[str, Any]) -> ProxyConfig:
         return parser.error(f"{_setting(field)} {message}" if field else message)
 
 
-def _serve(parser: Parser, config: ProxyConfig) -> None:
+def _serve(parser: Parser, **flags: Any) -> None:
+    config = _settings(parser, flags)
     logs.configure(config.log_format, config.log_level)
     raise_limit()
     try:
