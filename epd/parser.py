@@ -1,7 +1,7 @@
 """The parser that all commands share."""
 
 import argparse
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 USAGE_ERROR = 2
 
@@ -14,5 +14,5 @@ class Parser(argparse.ArgumentParser):
         self.exit(USAGE_ERROR, f"{self.prog}: error: {message} (--help lists the flags)\n")
 
 
-Commands = argparse._SubParsersAction[Parser]  # noqa: SLF001 - it has no public name
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 """Where a command adds its own. Each sets `run`, which is called with the flags by name."""
