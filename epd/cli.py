@@ -13,7 +13,7 @@ from pydantic import AliasChoices, BeforeValidator, Field, SecretStr, Validation
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from epd import bench, logs
+from epd import bench, fleet, logs
 from epd.config import AdminKey, ProxyConfig
 from epd.descriptors import raise_limit
 from epd.parser import Parser
@@ -88,6 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     key_parser.add_argument("tenant", metavar="TENANT", help="whose key it is")
     key_parser.add_argument("--stdin", action="store_true", help="hash the key in stdin's line")
     key_parser.set_defaults(run=partial(_hash_key, key_parser))
+    fleet.command.add_parser(commands)
     bench.command.add_parser(commands)
     flags = vars(parser.parse_args(argv))
     del flags["command"]

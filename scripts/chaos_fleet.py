@@ -16,7 +16,7 @@ import aiohttp
 import redis
 
 from epd.fleet import Process
-from epd.fleet.stack import free_ports
+from epd.fleet.ports import free_ports
 from epd.instances import Role
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,81 +1,61 @@
 """The command line and environment of a vLLM server, by the stage it serves."""
 
 import json
-import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Self
+from dataclasses import dataclass, field
+from typing import Any
 
+from epd.fleet.devices import Devices
+from epd.fleet.platforms import CPU, Platform
+from epd.fleet.server import Server
 from epd.instances import Role
 
-_TOPOLOGY = re.compile(r"(?P<e>[1-9]\d?)e(?:(?P<pd>[1-9]\d?)pd|(?P<p>[1-9]\d?)p(?P<d>[1-9]\d?)d)")
-
-ENVIRONMENT: Mapping[str, str] = {
-    # Nothing is fetched and nothing is sent: models are local.
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    # Instances share the cores of one machine: one thread each, bound to none.
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "UCX_TLS": "tcp,self,sm,cma",
-}
-"""Environment of an instance on a CPU."""
+VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
+"""The `vllm` command of the environment that this process runs in."""
 
 
-@dataclass(frozen=True, slots=True)
-class Topology:
-    """How many instances serve each stage.
-
-    Attributes:
-        roles: the role of each instance.
-    """
-
-    roles: tuple[Role, ...]
-
-    @classmethod
-    def parse(cls, name: str) -> Self:
-        """Read a name such as `1e1pd` or `2e1p2d`.
-
-        Raises:
-            ValueError: it is no such name.
-        """
-        match = _TOPOLOGY.fullmatch(name.lower())
-        if match is None:
-            raise ValueError(f"{name!r} is not a topology such as 1e1pd or 1e1p1d")
-        counts = {
-            Role.ENCODE: match["e"],
-            Role.PREFILL: match["p"],
-            Role.DECODE: match["d"],
-            Role.PREFILL_DECODE: match["pd"],
-        }
-        return cls(tuple(role for role, count in counts.items() for _ in range(int(count or 0))))
+TRANSFERS_KV = frozenset({Role.PREFILL, Role.DECODE})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """A vLLM server on this machine's CPU.
+    """A vLLM server on this machine, which the proxy alone reaches.
 
     Attributes:
         role: the stage it serves.
-        model: directory of the model; its name is the model's served name.
+        model: directory of the model, or its name on the hub.
         port: port of its API, on the loopback address.
         store: URL of the shared encoder cache.
+        side_channel_port: port of NIXL's handshake, its own in every instance that has one.
+        platform: what it runs on.
+        devices: the devices it runs on, where the platform has any.
+        affinity: the variable that names them to it, if not the platform's own.
+        served_name: what requests call the model; none: as it is named here.
         local_media: folder that file:// media may come from.
-        side_channel_port: port of NIXL's handshake, its own in every instance.
+        memory: part of the devices' memory that it takes; none: vLLM's own choice.
+        max_model_len, max_num_seqs: tokens of a request, requests at once; none: the platform's.
+        program: what starts vLLM.
         flags: more of the command line; where a flag is given twice, vLLM takes the last one.
+        inherited: the caller's environment, which goes before the platform's defaults.
     """
 
     role: Role
-    model: Path
+    model: str
     port: int
     store: str
-    local_media: Path
-    side_channel_port: int
+    side_channel_port: int = 0
+    platform: Platform = CPU
+    devices: Devices = ()
+    affinity: str | None = None
+    served_name: str | None = None
+    local_media: str | None = None
+    memory: float | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    program: tuple[str, ...] = VLLM
     flags: tuple[str, ...] = ()
+    inherited: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -87,43 +67,59 @@ class Engine:
         """Base URL of its API."""
         return f"http://127.0.0.1:{self.port}"
 
-    def command(self) -> list[str]:
+    @property
+    def transfers_kv(self) -> bool:
+        """Whether it sends or gets KV cache, through NIXL."""
+        return self.role in TRANSFERS_KV
+
+    def server(self) -> Server:
+        """What is started."""
+        return Server(self.name, self.url, self.command(), self.environment())
+
+    def command(self) -> tuple[str, ...]:
         """The command line."""
-        flags: dict[str, Any] = {
-            "--served-model-name": self.model.name,
+        values: dict[str, Any] = {
+            "--served-model-name": self.served_name,
             "--host": "127.0.0.1",
             "--port": self.port,
             "--allowed-local-media-path": self.local_media,
-            # In bfloat16 vLLM picks an AMX attention kernel where the CPU has AMX, which dies of an
-            # illegal instruction in a process that has run no large matrix product yet: in a
-            # decode instance, whose prompts come through NIXL.
-            "--dtype": "float32",
-            "--max-model-len": 4096,
-            "--max-num-seqs": 16,
-            **self._role_flags(),
+            "--gpu-memory-utilization": self.memory,
+            "--max-model-len": self.max_model_len or self.platform.max_model_len,
+            "--max-num-seqs": self.max_num_seqs or self.platform.max_num_seqs,
+            "--tensor-parallel-size": len(self.devices) if len(self.devices) > 1 else None,
+            **self._role_values(),
         }
-        return [
-            sys.executable,
-            *("-m", "vllm.entrypoints.cli.main", "serve", str(self.model)),
-            *("--enforce-eager", "--enable-request-id-headers"),
-            *(str(word) for flag in flags.items() for word in flag),
+        given = ((flag, str(value)) for flag, value in values.items() if value is not None)
+        return (
+            *(*self.program, "serve", self.model),
+            "--enable-request-id-headers",
+            *(["--enforce-eager"] if self.role in self.platform.eager else []),
             # An encode instance keeps no KV cache worth looking into.
             *(["--no-enable-prefix-caching"] if self.role is Role.ENCODE else []),
+            *self.platform.flags,
+            *(word for pair in given for word in pair),
             *self.flags,
-        ]
+        )
 
     def environment(self) -> dict[str, str]:
         """The environment it needs beside the caller's."""
-        return {**ENVIRONMENT, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_channel_port)}
+        affinity = self.affinity or self.platform.affinity
+        own = {affinity: ",".join(self.devices)} if affinity and self.devices else {}
+        defaults = dict(self.platform.environment)
+        if self.transfers_kv:
+            own["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(self.side_channel_port)
+            defaults |= self.platform.ucx
+        return own | {name: self.inherited.get(name, value) for name, value in defaults.items()}
 
-    def _role_flags(self) -> dict[str, Any]:
+    def _role_values(self) -> dict[str, Any]:
         match self.role:
             case Role.ENCODE:
-                return self._ec("ec_producer") | {"--max-num-batched-tokens": 16384}
+                tokens = {"--max-num-batched-tokens": self.platform.encode_tokens}
+                return tokens | self._ec("ec_producer")
             case Role.PREFILL:
-                return self._ec("ec_consumer") | _kv("kv_producer")
+                return self._ec("ec_consumer") | self._kv("kv_producer")
             case Role.DECODE:
-                return _kv("kv_consumer")
+                return self._kv("kv_consumer")
             case Role.PREFILL_DECODE:
                 return self._ec("ec_consumer")
 
@@ -136,7 +132,8 @@ class Engine:
         }
         return {"--ec-transfer-config": json.dumps(config)}
 
-
-def _kv(role: str) -> dict[str, str]:
-    config = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
-    return {"--kv-transfer-config": json.dumps(config)}
+    def _kv(self, role: str) -> dict[str, str]:
+        config = {"kv_connector": "NixlConnector", "kv_role": role}
+        if self.platform.kv_buffer is not None:
+            config["kv_buffer_device"] = self.platform.kv_buffer
+        return {"--kv-transfer-config": json.dumps(config)}

@@ -1,6 +1,7 @@
 """A server process with its children and its log."""
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -15,6 +16,13 @@ STOP_TIMEOUT_S = 20.0
 POLL_S = 0.25
 PROGRESS_S = 15.0
 TAIL_LINES = 25
+TAIL_BYTES = 65536
+DOING_CHARACTERS = 100
+_LOG_PREFIX = re.compile(
+    r"(?:\([^)]*\) )*"  # the process
+    r"(?:[A-Z]+ [\d-]+ [\d:]+ (?:\[[^]]*\] )?"  # vLLM's level, time, and place in the source
+    r"|[\d-]+T[\d:.]+Z \[\w+ *\] )?"  # the proxy's
+)
 
 
 class ProcessDied(Exception):
@@ -63,9 +71,8 @@ class Process:
         """Raise `ProcessDied` where it has ended."""
         code = self._popen.poll()
         if code is not None:
-            raise ProcessDied(
-                f"{self.name} ended with code {code}. The end of {self.log}:\n{self.tail()}"
-            )
+            how = f"with code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
+            raise ProcessDied(f"{self.name} ended {how}. The end of {self.log}:\n{self.tail()}")
 
     def is_ready(self) -> bool:
         """Whether `/health` answers 200."""
@@ -80,7 +87,18 @@ class Process:
 
     def tail(self) -> str:
         """The last lines of its log."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
+        return "\n".join(self._last_lines()[-TAIL_LINES:])
+
+    def doing(self) -> str:
+        """What the last line of its log says, without the time and the place in the source."""
+        lines = [line for line in self._last_lines() if line.strip()]
+        said = _LOG_PREFIX.sub("", lines[-1], count=1) if lines else "its log is empty"
+        return "".join(filter(str.isprintable, said)).strip()[:DOING_CHARACTERS]
+
+    def _last_lines(self) -> list[str]:
+        with self.log.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
+            return log.read().decode(errors="replace").splitlines()
 
     def terminate(self) -> None:
         """Ask it and its children to end."""
@@ -111,23 +129,49 @@ def wait_until_ready(
         ProcessDied: one ended.
         TimeoutError: they did not serve within `timeout_s` seconds.
     """
-    started = time.monotonic()
-    reported = started
+    progress = _Progress(report)
     waiting = list(processes)
     while waiting:
         for process in processes:
             process.check_alive()
         for process in [one for one in waiting if one.is_ready()]:
             waiting.remove(process)
-            report(f"{process.name} is ready after {time.monotonic() - started:.0f} s")
-        now = time.monotonic()
-        names = ", ".join(process.name for process in waiting)
-        if waiting and now - started > timeout_s:
-            raise TimeoutError(f"not ready after {timeout_s:.0f} s: {names}\n{waiting[0].tail()}")
-        if waiting and now - reported > PROGRESS_S:
-            report(f"waiting for {names}: {now - started:.0f} s")
-            reported = now
+            report(f"{process.name} is ready after {progress.seconds:.0f} s")
+        if waiting and progress.seconds > timeout_s:
+            names = ", ".join(process.name for process in waiting)
+            raise TimeoutError(
+                f"not ready after {timeout_s:.0f} s: {names}. The end of {waiting[0].log}:\n"
+                f"{waiting[0].tail()}"
+            )
+        progress.tell(waiting)
         time.sleep(POLL_S)
+
+
+class _Progress:
+    """Tells every `PROGRESS_S` seconds what those do that are waited for, where it is news."""
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
+        self._started = self._told = time.monotonic()
+        self._said: dict[str, str] = {}
+
+    @property
+    def seconds(self) -> float:
+        """How long it has taken."""
+        return time.monotonic() - self._started
+
+    def tell(self, waiting: Sequence[Process]) -> None:
+        """Report, where it is time."""
+        if time.monotonic() - self._told < PROGRESS_S:
+            return
+        self._told = time.monotonic()
+        doing = {process.name: process.doing() for process in waiting}
+        news = {name: said for name, said in doing.items() if self._said.get(name) != said}
+        for name, said in news.items():
+            self._report(f"{name} after {self.seconds:.0f} s: {said}")
+        if doing and not news:
+            self._report(f"waiting for {', '.join(doing)}: {self.seconds:.0f} s")
+        self._said |= news
 
 
 def stop(processes: Sequence[Process]) -> None:

@@ -1,31 +1,170 @@
-"""Engines and a proxy in front of them, as one context."""
+"""The servers of a fleet, as one context."""
 
-import random
-import socket
-import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from signal import Signals
 from types import MappingProxyType, TracebackType
 from typing import Self
 
-from epd.fleet.engine import Engine, Topology
-from epd.fleet.process import Process, stop, wait_until_ready
+from epd.fleet.engine import Engine
+from epd.fleet.guarding import Guard
+from epd.fleet.plan import Plan
+from epd.fleet.platforms import CPU
+from epd.fleet.ports import free_ports
+from epd.fleet.process import POLL_S, Process, ProcessDied, stop, wait_until_ready
+from epd.fleet.server import Server
+from epd.fleet.topology import Topology
 from epd.instances import Role
 
 READY_TIMEOUT_S = 600.0
-EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
-class Stack:
-    """A model served by a topology of engines behind a proxy; stopped when the context is left.
+class Fleet:
+    """Running servers; stopped when the context is left, or when this process is gone.
 
     Attributes:
-        engines: the engines, once the context is entered.
-        url: base URL of the proxy.
-        store: URL of the encoder cache.
+        plan: the servers.
     """
+
+    def __init__(
+        self,
+        plan: Plan,
+        logs: Path,
+        *,
+        timeout_s: float = READY_TIMEOUT_S,
+        report: Callable[[str], None] = print,
+    ) -> None:
+        """Describe it; entering the context starts it.
+
+        Args:
+            plan: the servers.
+            logs: folder of their logs, a file each; it is made.
+            timeout_s: how long they may take to serve.
+            report: is told of progress, a line at a time.
+        """
+        self.plan = plan
+        self._logs = logs
+        self._timeout_s = timeout_s
+        self._report = report
+        self._processes: list[Process] = []
+        self._guard: Guard | None = None
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        """The vLLM instances."""
+        return self.plan.engines
+
+    @property
+    def store(self) -> str:
+        """URL of the encoder cache."""
+        return self.plan.store
+
+    @property
+    def url(self) -> str:
+        """Base URL of the proxy."""
+        return self.plan.url
+
+    def of(self, role: Role) -> list[Engine]:
+        """The engines of a role."""
+        return self.plan.of(role)
+
+    def __enter__(self) -> Self:
+        """Start everything and wait until it serves.
+
+        Raises:
+            ProcessDied: one ended meanwhile.
+            TimeoutError: one did not serve in time.
+        """
+        self._logs.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as undo:
+            undo.callback(self.stop)
+            self._guard = Guard()
+            for server in self.plan.servers():
+                self._start(server)
+            wait_until_ready(self._processes, self._timeout_s, self._report)
+            undo.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Stop everything."""
+        self.stop()
+
+    def kill(self, engine: Engine) -> None:
+        """End an engine at once, with all its children, as a crash may."""
+        self._end(self._process(engine))
+
+    def signal(self, engine: Engine, number: Signals) -> None:
+        """Send a signal to an engine and all its children."""
+        self._process(engine).signal(number)
+
+    def restart(self, engine: Engine) -> None:
+        """Start an engine that was killed, and wait until it serves.
+
+        Raises:
+            ProcessDied: it ended meanwhile.
+            TimeoutError: it did not serve in time.
+        """
+        self._start(engine.server())
+        wait_until_ready(self._processes[-1:], self._timeout_s, self._report)
+
+    def _process(self, engine: Engine) -> Process:
+        [process] = [one for one in self._processes if one.name == engine.name]
+        return process
+
+    def check_alive(self) -> None:
+        """Raise `ProcessDied` where a process has ended."""
+        for process in self._processes:
+            process.check_alive()
+
+    def watch(self) -> None:
+        """Report each process that ends, and return never but by an error.
+
+        Raises:
+            ProcessDied: without this one, no request is answered any more.
+        """
+        while True:
+            for process in tuple(self._processes):
+                try:
+                    process.check_alive()
+                except ProcessDied as death:
+                    self._end(process)
+                    if not self.plan.answers([one.name for one in self._processes]):
+                        raise
+                    self._report(f"{death}\nThe others go on without {process.name}.")
+            time.sleep(POLL_S)
+
+    def stop(self) -> None:
+        """Stop everything, and return when no process is left."""
+        stop(self._processes)
+        self._processes.clear()
+        if self._guard is not None:
+            self._guard.close()
+            self._guard = None
+
+    def _start(self, server: Server) -> None:
+        log = self._logs / f"{server.name}.log"
+        self._report(f"starting {server.name}: {server.url}, log in {log}")
+        process = Process(server.name, server.url, server.command, server.environment, log)
+        self._processes.append(process)
+        if self._guard is not None:
+            self._guard.watch(process.pid)
+
+    def _end(self, process: Process) -> None:
+        process.kill()
+        self._processes.remove(process)
+        if self._guard is not None:
+            self._guard.forget(process.pid)
+
+
+class Stack(Fleet):
+    """A model in a directory, served on this machine's CPU by a topology, on free ports."""
 
     def __init__(  # noqa: PLR0913 - what a stack is made of
         self,
@@ -42,7 +181,7 @@ class Stack:
         """Describe it; entering the context starts it.
 
         Args:
-            model: directory of the model.
+            model: directory of the model; its name is the model's served name.
             topology: how many engines of each role.
             directory: where logs go, and the encoder cache where it has no URL.
             local_media: folder that file:// media may come from.
@@ -51,140 +190,27 @@ class Stack:
             proxy_flags: more of the proxy's command line.
             report: is told of progress, a line at a time.
         """
-        self.store = store or f"file://{directory.resolve()}/ec-store?max_bytes=1GiB"
-        self._proxy_flags = proxy_flags
-        self._logs = directory / "logs"
-        self._report = report
-        self._processes: list[Process] = []
-        ports = iter(free_ports(2 * len(topology.roles) + 1))
-        self._local_media = local_media
-        self._port = next(ports)
-        self.engines = tuple(
+        store = store or f"file://{directory.resolve()}/ec-store?max_bytes=1GiB"
+        port, *ports = free_ports(2 * len(topology.roles) + 1)
+        engines = (
             Engine(
-                role,
-                model,
-                next(ports),
-                self.store,
-                local_media,
-                next(ports),
-                tuple(flags.get(role, ())),
+                role=role,
+                model=str(model),
+                served_name=model.name,
+                port=api,
+                store=store,
+                side_channel_port=side_channel,
+                platform=CPU.offline(),
+                local_media=str(local_media),
+                flags=tuple(flags.get(role, ())),
             )
-            for role in topology.roles
+            for role, api, side_channel in zip(topology.roles, ports[::2], ports[1::2], strict=True)
         )
-
-    @property
-    def url(self) -> str:
-        """Base URL of the proxy."""
-        return f"http://127.0.0.1:{self._port}"
-
-    def of(self, role: Role) -> list[Engine]:
-        """The engines of a role."""
-        return [engine for engine in self.engines if engine.role is role]
-
-    def __enter__(self) -> Self:
-        """Start everything and wait until it serves.
-
-        Raises:
-            ProcessDied: one ended meanwhile.
-            TimeoutError: one did not serve in time.
-        """
-        self._logs.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as undo:
-            undo.callback(self.stop)
-            for engine in self.engines:
-                self._start(engine.name, engine.url, engine.command(), engine.environment())
-            self._start("proxy", self.url, self._proxy_command(), {})
-            wait_until_ready(self._processes, READY_TIMEOUT_S, self._report)
-            undo.pop_all()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Stop everything."""
-        self.stop()
-
-    def kill(self, engine: Engine) -> None:
-        """End an engine at once, with all its children, as a crash may."""
-        process = self._process(engine)
-        process.kill()
-        self._processes.remove(process)
-
-    def signal(self, engine: Engine, number: Signals) -> None:
-        """Send a signal to an engine and all its children."""
-        self._process(engine).signal(number)
-
-    def restart(self, engine: Engine) -> None:
-        """Start an engine that was killed, and wait until it serves.
-
-        Raises:
-            ProcessDied: it ended meanwhile.
-            TimeoutError: it did not serve in time.
-        """
-        self._start(engine.name, engine.url, engine.command(), engine.environment())
-        wait_until_ready(self._processes[-1:], READY_TIMEOUT_S, self._report)
-
-    def _process(self, engine: Engine) -> Process:
-        [process] = [one for one in self._processes if one.name == engine.name]
-        return process
-
-    def check_alive(self) -> None:
-        """Raise `ProcessDied` where a process has ended."""
-        for process in self._processes:
-            process.check_alive()
-
-    def stop(self) -> None:
-        """Stop everything, and return when no process is left."""
-        stop(self._processes)
-        self._processes.clear()
-
-    def _start(
-        self, name: str, url: str, command: Sequence[str], environment: dict[str, str]
-    ) -> None:
-        log = self._logs / f"{name}.log"
-        self._report(f"starting {name}: {url}, log in {log}")
-        self._processes.append(Process(name, url, command, environment, log))
-
-    def _proxy_command(self) -> list[str]:
-        decode = (Role.DECODE, Role.PREFILL_DECODE)
-        urls = {
-            "--encode-servers-urls": self.of(Role.ENCODE),
-            "--prefill-servers-urls": self.of(Role.PREFILL),
-            "--decode-servers-urls": [engine for role in decode for engine in self.of(role)],
-        }
-        return [
-            *(sys.executable, "-m", "epd", "serve", "--host", "127.0.0.1"),
-            *("--port", str(self._port)),
-            *("--drain-delay-s", "0"),
-            *("--ec-store", self.store),
-            *("--allowed-local-media-path", str(self._local_media)),
-            *(
-                f"{flag}={','.join(engine.url for engine in engines)}"
-                for flag, engines in urls.items()
-            ),
-            *self._proxy_flags,
-        ]
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of the loopback address that nobody listens on, all different.
-
-    They lie below the range that the kernel hands out, from which vLLM's processes take theirs
-    while they start. vLLM listens with SO_REUSEPORT: two instances given one port would share it
-    without a word.
-    """
-    first_ephemeral = int(EPHEMERAL_PORTS.read_text().split()[0])
-    candidates = range(max(1024, first_ephemeral - 16384), first_ephemeral)
-    with ExitStack() as held:
-        ports: list[int] = []
-        for port in random.sample(candidates, len(candidates)):
-            one = held.enter_context(socket.socket())
-            with suppress(OSError):
-                one.bind(("127.0.0.1", port))
-                ports.append(port)
-            if len(ports) == count:
-                return ports
-    raise OSError(f"no {count} free ports in {candidates}")
+        plan = Plan(
+            engines=tuple(engines),
+            store=store,
+            port=port,
+            local_media=str(local_media),
+            proxy_flags=tuple(proxy_flags),
+        )
+        super().__init__(plan, directory / "logs", report=report)

@@ -50,7 +50,7 @@ def by_key(identifier: str, grid: Mapping[str, Any] = GRID) -> Part:
 def to_engine(engine: Engine, *parts: Part, tokens: int, **more: Any) -> httpx.Response:
     """Ask an engine itself."""
     body: dict[str, Any] = {
-        "model": engine.model.name,
+        "model": engine.served_name,
         "messages": [{"role": "user", "content": list(parts)}],
         "max_tokens": tokens,
         "temperature": 0,

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from epd.fleet import Engine, Process, ProcessDied, Stack, Topology
+from epd.fleet.ports import free_ports
 from epd.fleet.process import stop, wait_until_ready
-from epd.fleet.stack import free_ports
 from epd.instances import Role
 
 SERVER = """
@@ -109,8 +109,14 @@ def test_what_is_no_topology(name: str) -> None:
         Topology.parse(name)
 
 
-def flags(role: Role, tmp_path: Path) -> dict[str, str]:
-    command = Engine(role, tmp_path, 8001, "file:///store", tmp_path, 5600).command()
+def engine(role: Role, *more: str) -> Engine:
+    return Engine(
+        role=role, model="m", port=8001, store="file:///store", side_channel_port=5600, flags=more
+    )
+
+
+def flags(role: Role) -> dict[str, str]:
+    command = engine(role).command()
     return dict(zip(command, [*command[1:], ""], strict=True))
 
 
@@ -123,10 +129,8 @@ def flags(role: Role, tmp_path: Path) -> dict[str, str]:
         (Role.PREFILL_DECODE, "ec_consumer", None),
     ],
 )
-def test_each_role_has_its_connectors(
-    tmp_path: Path, role: Role, ec_role: str | None, kv_role: str | None
-) -> None:
-    given = flags(role, tmp_path)
+def test_each_role_has_its_connectors(role: Role, ec_role: str | None, kv_role: str | None) -> None:
+    given = flags(role)
     ec = json.loads(given.get("--ec-transfer-config", "{}"))
     kv = json.loads(given.get("--kv-transfer-config", "{}"))
 
@@ -134,12 +138,11 @@ def test_each_role_has_its_connectors(
     assert ("--no-enable-prefix-caching" in given) == (role is Role.ENCODE)
 
 
-def test_more_flags_are_given_after_all_others(tmp_path: Path) -> None:
+def test_more_flags_are_given_after_all_others() -> None:
     """So vLLM takes them in place of those that every engine has."""
     more = ("--dtype", "bfloat16")
-    engine = Engine(Role.ENCODE, tmp_path, 8001, "file:///store", tmp_path, 5600, more)
 
-    assert tuple(engine.command()[-2:]) == more
+    assert engine(Role.ENCODE, *more).command()[-2:] == more
 
 
 def test_a_stack_gives_flags_to_the_engines_of_a_role(tmp_path: Path) -> None:

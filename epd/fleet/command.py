@@ -1,0 +1,200 @@
+"""The `epd up` command."""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import sys
+import time
+from argparse import SUPPRESS, RawDescriptionHelpFormatter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import AliasChoices, ValidationError
+from pydantic.fields import FieldInfo
+
+from ec_store import StoreError
+from epd.fleet import cache_folder
+from epd.fleet.plan import Plan
+from epd.fleet.planning import planned, platform_of
+from epd.fleet.ports import check_free
+from epd.fleet.process import ProcessDied
+from epd.fleet.settings import FleetSettings
+from epd.fleet.stack import Fleet
+from epd.parser import Commands, Parser
+
+DESCRIPTION = """\
+Start vLLM instances, an encoder cache and the proxy on this machine, and stop them all on Ctrl-C or
+SIGTERM; a second Ctrl-C stops them at once.
+
+Nothing is restarted. While it starts, the end of one server ends all, with exit code 1. Later, what
+ends is named with the last lines of its log and the others go on, until the proxy or the last
+instance that decodes has ended; then all end, with exit code 1.
+
+Flags may come from the environment: those of vLLM's example scripts by their names there (MODEL,
+GPU_E, ENCODE_PORT, …), the others as EPD_UP_<FLAG>. Flags win.
+"""
+EXAMPLES = """\
+examples:
+  epd up --model Qwen/Qwen2.5-VL-3B-Instruct --gpus e=0,pd=1
+  epd up --model Qwen/Qwen2.5-VL-7B-Instruct --topology 2e1p1d --gpus e=0:0,p=1,d=2+3
+  epd up --model M --vllm-flags='--enforce-eager' --dry-run
+"""
+BY_VARIABLE_ALONE = frozenset({"gpu_e", "gpu_p", "gpu_d", "gpu_pd"})
+"""What `--gpus` says in one flag."""
+
+
+def add_parser(commands: Commands) -> None:
+    """Add `up`."""
+    parser = commands.add_parser(
+        "up",
+        help="start vLLM instances and the proxy",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        usage="epd up --model MODEL [FLAG ...]",
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    for name, field in FleetSettings.model_fields.items():
+        if name not in BY_VARIABLE_ALONE:
+            choices = _choices(field)
+            parser.add_argument(
+                _flag(name),
+                default=SUPPRESS,
+                choices=choices,
+                metavar=None if choices else _metavar(name),
+                help=_help(field).replace("%", "%%"),
+            )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the command lines and start nothing"
+    )
+    parser.set_defaults(run=partial(_run, parser))
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _choices(field: FieldInfo) -> Sequence[str] | None:
+    for kind in (field.annotation, *get_args(field.annotation)):
+        if get_origin(kind) is Literal:
+            return get_args(kind)
+    return None
+
+
+def _metavar(name: str) -> str:
+    endings = {"_s": "SECONDS", "port": "PORT", "path": "FOLDER", "flags": "FLAGS", "_e": "PART"}
+    endings |= {"_p": "PART", "_d": "PART", "_pd": "PART", "store": "URL", "_env": "VARIABLE"}
+    endings |= {"_len": "TOKENS", "_seqs": "N", "host": "ADDRESS", "gpus": "DEVICES"}
+    found = (metavar for ending, metavar in endings.items() if name.endswith(ending))
+    return next(found, name.rpartition("_")[2].upper())
+
+
+def _help(field: FieldInfo) -> str:
+    shown = isinstance(field.default, str | int | float | Path)
+    return f"{field.description} ({field.default})" if shown else f"{field.description}"
+
+
+def _run(parser: Parser, *, dry_run: bool, **flags: Any) -> None:
+    settings = _settings(parser, flags)
+    logs = settings.log_path / time.strftime("%Y%m%d-%H%M%S")
+    folder = cache_folder.default_folder(settings.port, logs)
+    store = settings.ec_store or cache_folder.default_url(folder)
+    try:
+        plan = planned(settings, os.environ, store)
+    except ValueError as error:
+        parser.error(str(error))
+    if dry_run:
+        print("\n\n".join(f"# {server.name}\n{server.shell()}" for server in plan.servers()))
+        return
+    # Progress is for whoever watches, through a pipe as well.
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    _leave_contexts_on_signals()
+    print(f"{platform_of(settings, os.environ).name}; logs in {logs.absolute()}")
+    try:
+        _check(plan)
+        with _kept(folder) if settings.ec_store is None else nullcontext():
+            _serve(Fleet(plan, logs, timeout_s=settings.timeout_s), _example(settings, plan))
+    except (ProcessDied, TimeoutError, StoreError, OSError, cache_folder.FolderTaken) as error:
+        sys.exit(f"epd up: {error}")
+    except KeyboardInterrupt:
+        sys.exit("epd up: stopped")
+
+
+def _settings(parser: Parser, flags: dict[str, Any]) -> FleetSettings:
+    try:
+        return FleetSettings(**flags)
+    except ValidationError as invalid:
+        first = invalid.errors()[0]
+        message = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "missing":
+            message = "is required"
+        return parser.error(f"{_said(first['loc'])} {message}".strip())
+
+
+def _said(location: tuple[int | str, ...]) -> str:
+    """The flag, or the variable of what has none, that an error is about."""
+    for name, field in FleetSettings.model_fields.items():
+        alias = field.validation_alias
+        names = [name, *(alias.choices if isinstance(alias, AliasChoices) else [alias])]
+        if location and location[0] in names and name not in BY_VARIABLE_ALONE:
+            return _flag(name)
+    return " ".join(map(str, location[:1]))
+
+
+def _leave_contexts_on_signals() -> None:
+    """Whatever ends this process must end the servers too."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+    # A shell starts what it runs in the background with Ctrl-C ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _check(plan: Plan) -> None:
+    """Raise where the store cannot be reached or a port is taken."""
+    for port, (host, owner) in plan.ports().items():
+        try:
+            check_free(host, port)
+        except OSError as error:
+            raise OSError(f"{host}:{port}, wanted for {owner}: {error.strerror}") from None
+    if plan.keeper_port is None:
+        cache_folder.check_reachable(plan.store)
+
+
+@contextmanager
+def _kept(folder: Path) -> Iterator[None]:
+    """The folder of the encoder cache, until the context is left."""
+    cache_folder.make(folder)
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _serve(fleet: Fleet, example: str) -> None:
+    with fleet:
+        try:
+            print(f"\nready: {fleet.url}\n\n  {example}\n\nCtrl-C stops everything.")
+            fleet.watch()
+        except KeyboardInterrupt:
+            print("stopping")
+    print("Everything is stopped.")
+
+
+def _example(settings: FleetSettings, plan: Plan) -> str:
+    """A `curl` line for the fleet."""
+    picture = "https://…/picture.jpg"
+    parts = [
+        {"type": "image_url", "image_url": {"url": picture}},
+        {"type": "text", "text": "What is in this picture?"},
+    ]
+    body = {
+        "model": settings.served_model_name or settings.model,
+        "messages": [{"role": "user", "content": parts}],
+    }
+    said = shlex.quote(json.dumps(body, ensure_ascii=False))
+    return f"curl {plan.url}/v1/chat/completions -H 'Content-Type: application/json' -d {said}"

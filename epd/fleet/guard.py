@@ -1,0 +1,42 @@
+"""Ends process groups where the process that started them was killed and could not.
+
+A program of its own, started by its path: it needs nothing but Python. Each line of its input is
+`+<group>` for one to watch or `-<group>` for one that has ended. The end of the input is the end of
+whoever wrote it.
+"""
+
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+
+TERM_S = 10.0
+POLL_S = 0.1
+
+
+def main() -> None:
+    """Read until the writer is gone, then end the groups that are left."""
+    groups: set[int] = set()
+    for line in sys.stdin:
+        group = int(line)
+        (groups.add if group > 0 else groups.discard)(abs(group))
+    for group in groups:
+        told(group, signal.SIGTERM)
+    deadline_s = time.monotonic() + TERM_S
+    while time.monotonic() < deadline_s and any(told(group, 0) for group in groups):
+        time.sleep(POLL_S)
+    for group in groups:
+        told(group, signal.SIGKILL)
+
+
+def told(group: int, number: int) -> bool:
+    """Whether there was a group to send the signal to."""
+    with suppress(ProcessLookupError):
+        os.killpg(group, number)
+        return True
+    return False
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Stands for the `vllm` command: serves until it is told to end, or fails as `--fake` says."""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+ANSWER = {"choices": [{"message": {"role": "assistant", "content": "a fake answer"}}]}
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.answer(b"{}")
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer(json.dumps(ANSWER).encode())
+
+    def answer(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--fake", default="")
+    parser.add_argument("--fake-record", type=Path)
+    args, _ = parser.parse_known_args()
+    if args.fake_record is not None:
+        seen = {"argv": sys.argv[1:], "environ": dict(os.environ)}
+        (args.fake_record / f"{args.port}.json").write_text(json.dumps(seen))
+        return
+    print("INFO 11-21 17:53:40 [fake.py:71] Loading what is not there", flush=True)
+    if args.fake == "fail":
+        sys.exit("this model is too strange")
+    # As vLLM's EngineCore: a process of its own, which does not end with its parent.
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    if args.fake == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if args.fake == "slow":
+        time.sleep(600)
+    ThreadingHTTPServer(("127.0.0.1", args.port), Handler).serve_forever()
+
+
+if __name__ == "__main__":
+    main()

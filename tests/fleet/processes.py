@@ -1,0 +1,38 @@
+"""Processes by a mark in their environment, which their children inherit."""
+
+import os
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def new_mark() -> str:
+    """The name of a variable that nobody else sets."""
+    return f"EPD_TEST_MARK_{uuid.uuid4().hex}"
+
+
+def marked(mark: str) -> dict[str, str]:
+    """This environment with a mark, and without what would hide that output is held back."""
+    return {mark: "1"} | {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+
+
+def processes_of(mark: str) -> Mapping[int, str]:
+    """Command lines of the living processes that were started with this mark, by their ids."""
+    found = {}
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark.encode() in environ.read_bytes():
+                command = (environ.parent / "cmdline").read_text().replace("\0", " ")
+                found[int(environ.parent.name)] = command
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+    return found
+
+
+def left(mark: str, within_s: float = 30) -> Mapping[int, str]:
+    """Those that are left when none is, or after some seconds."""
+    deadline_s = time.monotonic() + within_s
+    while (found := processes_of(mark)) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    return found

@@ -1,0 +1,260 @@
+"""What `epd up` starts, as values."""
+
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from epd.fleet.devices import LETTERS, assign, overfull, parse, parse_instances
+from epd.fleet.engine import Engine
+from epd.fleet.plan import Plan, url_of
+from epd.fleet.planning import planned
+from epd.fleet.platforms import CPU, CUDA, XPU, detected
+from epd.fleet.server import Server
+from epd.fleet.settings import FleetSettings
+from epd.fleet.topology import Topology
+from epd.instances import Role
+
+STORE = "file:///ec"
+TWO = MappingProxyType({"CUDA_VISIBLE_DEVICES": "0,1"})
+device = st.from_regex(r"[A-Za-z0-9_./-]{1,12}", fullmatch=True)
+instance = st.lists(device, min_size=1, max_size=3, unique=True).map(tuple)
+instances = st.lists(instance, min_size=1, max_size=3).map(tuple)
+
+
+def written(named: Mapping[Role, Sequence[Sequence[str]]]) -> str:
+    letters = {role: letters for letters, role in LETTERS.items()}
+    return ",".join(
+        f"{letters[role]}={':'.join(map('+'.join, several))}" for role, several in named.items()
+    )
+
+
+@given(st.dictionaries(st.sampled_from(Role), instances, min_size=1))
+def test_named_devices_are_read_as_written(named: Mapping[Role, Any]) -> None:
+    assert parse(written(named)) == named
+
+
+def test_a_stage_may_be_named_once_for_each_instance() -> None:
+    assert parse("e=0,pd=2+3, e=1") == parse("e=0:1,PD=2+3")
+
+
+@given(st.text(max_size=20))
+def test_what_names_no_devices_is_a_value_error(text: str) -> None:
+    for read in (parse, parse_instances):
+        try:
+            read(text)
+        except ValueError as error:
+            assert str(error)
+
+
+@pytest.mark.parametrize("text", ["", "e", "e=", "x=0", "e=0+", "e=:1", "e=0 1", "e=0+0", "e=0;1"])
+def test_what_names_no_devices(text: str) -> None:
+    with pytest.raises(ValueError, match="such as"):
+        parse(text)
+
+
+@given(st.integers(1, 99), st.integers(1, 99), st.integers(0, 99))
+def test_topologies_are_read_as_written(encode: int, prefill: int, decode: int) -> None:
+    name = f"{encode}e{prefill}p{decode}d" if decode else f"{encode}e{prefill}pd"
+    roles = Topology.parse(name).roles
+    counts = {role: roles.count(role) for role in Role}
+
+    assert counts[Role.ENCODE] == encode
+    assert [counts[Role.PREFILL], counts[Role.DECODE]] == ([prefill, decode] if decode else [0, 0])
+    assert counts[Role.PREFILL_DECODE] == (0 if decode else prefill)
+
+
+ROLES = Topology.parse("2e1p1d").roles
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "expected"),
+    [
+        (None, "0123", "0 1 2 3"),
+        (None, "01", "0 1 0 1"),
+        ("p=1", "0123", "0 2 1 3"),
+        ("d=2+3", "0123", "0 1 0 2+3"),
+        ("e=0:0,p=1,d=2", "", "0 0 1 2"),
+        ("p=0", "0", "0 0 0 0"),
+    ],
+)
+def test_instances_get_what_is_named_or_one_of_the_others(
+    gpus: str | None, visible: str, expected: str
+) -> None:
+    given_devices = assign(ROLES, parse(gpus) if gpus else {}, visible)
+
+    assert " ".join(map("+".join, given_devices)) == expected
+
+
+@pytest.mark.parametrize("gpus", ["e=0", "p=0:1", "pd=0"])
+def test_as_many_devices_are_named_as_there_are_instances(gpus: str) -> None:
+    with pytest.raises(ValueError, match="the topology has"):
+        assign(ROLES, parse(gpus), "01")
+
+
+def test_a_device_has_its_memory_once() -> None:
+    assert overfull([(("0",), 0.01), (("0", "1"), 0.7), (("2",), 1.0)]) is None
+    assert overfull([(("0",), 0.4), (("0", "1"), 0.7)]) == "0"
+
+
+def test_devices_are_those_of_the_machine_unless_the_environment_says_which(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    (tmp_path / "dri").mkdir()
+    (tmp_path / "dri" / "renderD128").touch()
+
+    assert CUDA.visible({}, tmp_path) == ("0", "1")
+    assert CUDA.visible({"CUDA_VISIBLE_DEVICES": "5, 7"}, tmp_path) == ("5", "7")
+    assert CUDA.visible({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == ()
+    assert XPU.visible({}, tmp_path) == ("0",)
+    assert CPU.visible({}, tmp_path) == ()
+    assert detected({}, tmp_path) is CUDA
+    assert detected({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) is CPU
+
+
+def plan(environ: Mapping[str, str] = TWO, store: str = STORE, **values: Any) -> Plan:
+    return planned(FleetSettings(**{"model": "a/b", "device": "cuda"} | values), environ, store)
+
+
+def given_flags(engine: Engine) -> Mapping[str, str]:
+    command = engine.command()
+    return dict(zip(command, [*command[1:], ""], strict=True))
+
+
+def test_instances_of_a_role_count_up_from_its_port() -> None:
+    engines = plan(topology="2e2p1d", device="cpu", encode_port=100, nixl_port=500).engines
+
+    assert [engine.port for engine in engines] == [100, 101, 8300, 8301, 8400]
+    assert [engine.side_channel_port for engine in engines] == [0, 0, 500, 510, 520]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"port": 8200}, "port 8200 is wanted for the proxy and for encode-8200"),
+        ({"ec_store_port": 8000}, "for the proxy and for the store"),
+        ({"topology": "2e1p1d", "prefill_port": 8201}, "for encode-8201 and for prefill-8201"),
+        ({"topology": "1e1p1d", "nixl_port": 8300}, "for prefill-8300 and for NIXL of prefill-830"),
+    ],
+)
+def test_no_two_servers_have_one_port(values: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(device="cpu", **values)
+
+
+def test_nobody_gets_more_than_a_device_has() -> None:
+    with pytest.raises(ValueError, match="all memory of device 0"):
+        plan(gpus="e=0,p=0,d=0", topology="1e1p1d")
+    assert plan(gpus="e=0,p=0,d=0", topology="1e1p1d", gpu_memory_utilization_p=0.2)
+
+
+def test_each_stage_is_started_on_its_devices_as_it_has_to_be() -> None:
+    encode, prefill, decode = plan(
+        topology="1e1p1d",
+        gpus="e=0,p=1,d=2+3",
+        max_model_len=9,
+        vllm_flags="--every one",
+        decode_flags="--decode 'two words'",
+    ).engines
+
+    assert [engine.environment().get("CUDA_VISIBLE_DEVICES") for engine in (encode, decode)] == [
+        "0",
+        "2,3",
+    ]
+    assert prefill.environment() == {
+        "CUDA_VISIBLE_DEVICES": "1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": "5600",
+        "UCX_TLS": "all",
+        "UCX_NET_DEVICES": "all",
+    }
+    assert given_flags(encode)["--max-num-batched-tokens"] == "114688"
+    assert given_flags(encode)["--gpu-memory-utilization"] == "0.01"
+    assert given_flags(decode)["--gpu-memory-utilization"] == "0.7"
+    assert given_flags(decode)["--tensor-parallel-size"] == "2"
+    assert "--tensor-parallel-size" not in given_flags(prefill)
+    eager = ["--enforce-eager" in engine.command() for engine in (encode, prefill, decode)]
+    assert eager == [True, True, False]
+    assert prefill.command()[-2:] == ("--every", "one")
+    assert decode.command()[-4:] == ("--every", "one", "--decode", "two words")
+    assert {given_flags(one)["--max-model-len"] for one in (encode, prefill, decode)} == {"9"}
+
+
+def test_the_variable_that_names_devices_is_the_platforms_or_one_that_is_named() -> None:
+    [encode, _] = plan(device="xpu", gpus="e=4,pd=5").engines
+    assert encode.environment() == {"ZE_AFFINITY_MASK": "4"}
+    [encode, _] = plan(gpus="e=4,pd=5", device_affinity_env="HIP_VISIBLE_DEVICES").engines
+    assert encode.environment() == {"HIP_VISIBLE_DEVICES": "4"}
+
+
+def test_what_the_caller_has_set_goes_before_the_platforms_own() -> None:
+    [_, prefill, _] = plan({**TWO, "UCX_TLS": "rc"}, topology="1e1p1d").engines
+
+    assert prefill.environment()["UCX_TLS"] == "rc"
+    assert prefill.environment()["UCX_NET_DEVICES"] == "all"
+
+
+def test_a_model_in_a_directory_asks_no_hub(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+
+    assert plan(model=str(tmp_path)).engines[0].environment()["HF_HUB_OFFLINE"] == "1"
+    assert "HF_HUB_OFFLINE" not in plan().engines[0].environment()
+
+
+def test_only_a_store_of_files_is_looked_after() -> None:
+    assert plan().servers()[0].name == "store"
+    assert "store" not in [server.name for server in plan(store="redis://host").servers()]
+
+
+def test_a_store_may_be_named_by_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert FleetSettings(model="m", ec_store="/a b").ec_store == "file:///a%20b?max_bytes=64GiB"
+    monkeypatch.setenv("EC_SHARED_STORAGE_PATH", "/ec")
+    assert FleetSettings(model="m").ec_store == "file:///ec?max_bytes=64GiB"
+    assert FleetSettings(model="m", ec_store="redis://h").ec_store == "redis://h"
+
+
+def test_requests_are_answered_while_the_proxy_and_one_that_decodes_run() -> None:
+    fleet = plan(topology="1e1p2d", device="cpu")
+    names = {server.name for server in fleet.servers()}
+
+    assert fleet.answers(names)
+    assert fleet.answers({"proxy", "decode-8401"})
+    assert not fleet.answers(names - {"proxy"})
+    assert not fleet.answers({"proxy", "encode-8200", "prefill-8300", "store"})
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("0.0.0.0", "http://127.0.0.1:80"),  # noqa: S104
+        ("::", "http://[::1]:80"),
+        ("::1", "http://[::1]:80"),
+        ("10.0.0.1", "http://10.0.0.1:80"),
+    ],
+)
+def test_the_proxy_is_reached_where_it_listens(host: str, url: str) -> None:
+    assert url_of(host, 80) == url
+
+
+words = st.lists(
+    st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=12),
+    max_size=5,
+)
+names = st.from_regex(r"EPD_[A-Z]{1,5}", fullmatch=True)
+
+
+@settings(max_examples=60)
+@given(words, st.dictionaries(names, words.map("-".join), max_size=2))
+def test_a_shell_reads_a_servers_line_as_it_is(args: list[str], environ: dict[str, str]) -> None:
+    """`env` prints the environment, `printf` the words that it is called with."""
+    printed = ('printf "%s\\0" "$@"; env -0', "bash")
+    server = Server("name", "", ("bash", "-c", *printed, "--flag", *args), environ)
+    ran = subprocess.run(["bash", "-c", server.shell()], capture_output=True, check=True)  # noqa: S607
+    seen = ran.stdout.decode().split("\0")
+
+    assert seen[: 1 + len(args)] == ["--flag", *args]
+    assert {f"{name}={value}" for name, value in environ.items()} <= set(seen[1 + len(args) :])

@@ -1,0 +1,330 @@
+"""`epd up` as a process, with small servers in place of vLLM."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from epd.fleet.ports import free_ports
+from tests.fleet.processes import left, marked, new_mark, processes_of
+
+FAKE = f"{sys.executable} {Path(__file__).with_name('fake_vllm.py')}"
+EPD_UP = (sys.executable, "-m", "epd", "up", "--device", "cpu", "--vllm-command", FAKE)
+SERVERS = ("encode", "prefill", "decode", "prefill-decode", "nixl", "ec-store")
+PORTS = ("port", *(f"{server}-port" for server in SERVERS))
+WITHIN_S = 60
+
+
+class Up:
+    """A run of `epd up`."""
+
+    def __init__(self, tmp_path: Path, *flags: str, topology: str = "1e1pd") -> None:
+        self.ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
+        given = {"model": "a/model", "log-path": tmp_path / "logs", "topology": topology}
+        words = [f"--{name}={value}" for name, value in {**self.ports, **given}.items()]
+        self.command = (*EPD_UP, *words, *flags)
+        self.url = f"http://127.0.0.1:{self.ports['port']}"
+        self.mark = new_mark()
+        self.said: list[str] = []
+
+    def run(self, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        """Run it to its end."""
+        given = marked(self.mark) | dict(environ or {})
+        return subprocess.run(
+            self.command, env=given, capture_output=True, text=True, timeout=WITHIN_S, check=False
+        )
+
+    @contextmanager
+    def started(self) -> Iterator[subprocess.Popen[str]]:
+        """Run it, and kill what is left in the end."""
+        with subprocess.Popen(
+            self.command,
+            env=marked(self.mark),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        ) as process:
+            timer = threading.Timer(WITHIN_S, process.kill)
+            timer.start()
+            try:
+                yield process
+            finally:
+                timer.cancel()
+                for pid in processes_of(self.mark):
+                    os.kill(pid, signal.SIGKILL)
+
+    def wait_for(self, process: subprocess.Popen[str], words: str) -> str:
+        """Read until a line has these words in it."""
+        assert process.stdout is not None
+        for line in process.stdout:
+            self.said.append(line)
+            if words in line:
+                return line
+        raise AssertionError("".join(self.said))
+
+    def end_of(self, process: subprocess.Popen[str]) -> str:
+        """Read the rest."""
+        assert process.stdout is not None
+        rest = process.stdout.read()
+        process.wait(WITHIN_S)
+        return rest
+
+    def pid(self, port: str) -> int:
+        """The server that listens on a port, by its flag."""
+        words = f"--port {self.ports[port]} "
+        [pid] = [pid for pid, line in processes_of(self.mark).items() if words in f"{line} "]
+        return pid
+
+    def ask(self) -> httpx.Response:
+        """Send a request without media."""
+        body = {"model": "a/model", "messages": [{"role": "user", "content": "Hello"}]}
+        return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=30)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_it_serves_until_it_is_stopped_and_leaves_nothing(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    up = Up(tmp_path, topology="1e1p1d")
+    cache = Path(f"/dev/shm/epd-up-{os.getuid()}-{up.ports['port']}")  # noqa: S108
+    with up.started() as process:
+        ready = up.wait_for(process, "ready: ")
+        assert up.ask().json()["choices"][0]["message"]["content"] == "a fake answer"
+        # A store, three engines with a child each, a proxy, a guard, and `epd up`.
+        assert len(processes_of(up.mark)) == 10
+        process.send_signal(number)
+        said = up.end_of(process)
+
+    assert ready == f"ready: {up.url}\n"
+    assert f"curl {up.url}/v1/chat/completions" in said
+    assert said.endswith("Everything is stopped.\n")
+    assert process.returncode == 0
+    assert left(up.mark, 0) == {}
+    assert not cache.exists()
+    logs = {path.name for path in tmp_path.glob("logs/*/*.log")}
+    assert logs == {"proxy.log", "store.log"} | {
+        f"{role}-{up.ports[f'{role}-port']}.log" for role in ("encode", "prefill", "decode")
+    }
+
+
+def test_what_is_printed_to_be_pasted_answers(tmp_path: Path) -> None:
+    up = Up(tmp_path, "--served-model-name", "it's")
+    with up.started() as process:
+        up.wait_for(process, "ready: ")
+        line = up.wait_for(process, "curl")
+        argv = shlex.split(line)
+
+    assert argv[:2] == ["curl", f"{up.url}/v1/chat/completions"]
+    assert json.loads(argv[argv.index("-d") + 1])["model"] == "it's"
+
+
+def test_an_engine_that_ends_while_it_starts_ends_all(tmp_path: Path) -> None:
+    up = Up(tmp_path, "--encode-flags", "--fake fail", "--decode-flags", "--fake slow")
+    ran = up.run()
+
+    assert ran.returncode == 1
+    assert f"encode-{up.ports['encode-port']} ended with code 1" in ran.stderr
+    assert "this model is too strange" in ran.stderr
+    assert left(up.mark, 0) == {}
+
+
+def test_engines_that_never_serve_end_all(tmp_path: Path) -> None:
+    up = Up(tmp_path, "--decode-flags", "--fake slow", "--timeout-s", "3")
+    ran = up.run()
+
+    assert ran.returncode == 1
+    assert "epd up: not ready after 3 s: prefill-decode-" in ran.stderr
+    assert "Loading what is not there" in ran.stderr
+    assert left(up.mark, 0) == {}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_it_starts_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    up = Up(tmp_path, "--decode-flags", "--fake slow")
+    with up.started() as process:
+        up.wait_for(process, "encode-")
+        up.wait_for(process, "is ready")
+        process.send_signal(number)
+        said = up.end_of(process)
+
+    assert process.returncode == 1
+    assert said.endswith("epd up: stopped\n")
+    assert left(up.mark, 0) == {}
+
+
+def test_a_second_ctrl_c_waits_for_nobody(tmp_path: Path) -> None:
+    up = Up(tmp_path, "--vllm-flags", "--fake stubborn")
+    with up.started() as process:
+        up.wait_for(process, "ready: ")
+        process.send_signal(signal.SIGINT)
+        up.wait_for(process, "stopping")
+        process.send_signal(signal.SIGINT)
+        said = up.end_of(process)
+
+    assert process.returncode == 1
+    assert "Everything is stopped." not in said
+    assert left(up.mark, 0) == {}
+
+
+def test_the_others_go_on_without_an_engine_that_ended(tmp_path: Path) -> None:
+    """Its children end with it; without the last one that decodes, all end."""
+    up = Up(tmp_path, topology="1e2pd")
+    second = up.ports["prefill-decode-port"] + 1
+    with up.started() as process:
+        up.wait_for(process, "ready: ")
+        processes = len(processes_of(up.mark))
+        for port in ("encode-port", "prefill-decode-port"):
+            name = f"{port.removesuffix('-port')}-{up.ports[port]}"
+            os.kill(up.pid(port), signal.SIGKILL)
+            up.wait_for(process, f"{name} ended by SIGKILL. The end of ")
+            up.wait_for(process, "Loading what is not there")
+            up.wait_for(process, f"The others go on without {name}.")
+            processes -= 2
+            assert len(processes_of(up.mark)) == processes
+            assert up.ask().status_code == 200
+        up.ports["prefill-decode-port"] = second
+        os.kill(up.pid("prefill-decode-port"), signal.SIGTERM)
+        said = up.end_of(process)
+
+    assert process.returncode == 1
+    assert f"epd up: prefill-decode-{second} ended by SIGTERM" in said
+    assert left(up.mark, 0) == {}
+
+
+def test_nothing_goes_on_without_the_proxy(tmp_path: Path) -> None:
+    up = Up(tmp_path)
+    with up.started() as process:
+        up.wait_for(process, "ready: ")
+        os.kill(up.pid("port"), signal.SIGKILL)
+        said = up.end_of(process)
+
+    assert process.returncode == 1
+    assert "epd up: proxy ended by SIGKILL" in said
+    assert left(up.mark, 0) == {}
+
+
+def test_killing_it_leaves_nothing_either(tmp_path: Path) -> None:
+    up = Up(tmp_path)
+    with up.started() as process:
+        up.wait_for(process, "ready: ")
+        process.kill()
+        process.wait(WITHIN_S)
+        assert left(up.mark) == {}
+
+
+def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
+    up = Up(tmp_path)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", up.ports["encode-port"]))
+        taken.listen()
+        ran = up.run()
+
+    port = up.ports["encode-port"]
+    assert ran.returncode == 1
+    assert f"127.0.0.1:{port}, wanted for encode-{port}: Address already in use" in ran.stderr
+    assert "starting" not in ran.stdout
+
+
+def test_a_redis_that_is_away_is_said_before_anything_starts(tmp_path: Path) -> None:
+    up = Up(tmp_path, "--ec-store", "redis://127.0.0.1:1")
+    ran = up.run()
+
+    assert ran.returncode == 1
+    assert "epd up: Redis: " in ran.stderr
+    assert "starting" not in ran.stdout
+
+
+def test_a_folder_is_a_store_that_stays(tmp_path: Path) -> None:
+    up = Up(tmp_path, "--ec-store", str(tmp_path / "ec store"))
+    with up.started() as process:
+        up.wait_for(process, "ready: ")
+        process.send_signal(signal.SIGINT)
+        up.end_of(process)
+
+    assert (tmp_path / "ec store").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "--model is required"),
+        (("--model", "/nope"), "--model '/nope' is no directory with a model's config.json"),
+        (("--model", "m", "--topology", "2x"), "--topology '2x' is not a topology such as 1e1pd"),
+        (("--model", "m", "--gpus", "e0"), "--gpus 'e0' is not such as e=0"),
+        (("--model", "m", "--device", "cpu", "--gpus", "e=0"), "--gpus are for --device cuda or"),
+        (("--model", "m", "--device", "cuda"), "no device is visible"),
+        (("--model", "m", "--ec-store", "foo://x"), "--ec-store 'foo://x' is no store"),
+        (("--model", "m", "--encode-flags", "'"), "--encode-flags No closing quotation"),
+        (("--model", "m", "--proxy-flags", "--ssl-keyfile x"), "--proxy-flags has TLS"),
+        (("--model", "m", "--port", "8200", "--device", "cpu"), "port 8200 is wanted for the pro"),
+        (("--model", "m", "--allowed-local-media-path", "/nope"), "'/nope' is no folder"),
+        (("--model", "m", "--nope"), "unrecognized arguments: --nope"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(flags: tuple[str, ...], message: str) -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "MODEL"}
+    ran = subprocess.run(
+        (sys.executable, "-m", "epd", "up", *flags),
+        env={**environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=WITHIN_S,
+        check=False,
+    )
+
+    assert ran.returncode == 2
+    assert message in ran.stderr
+    assert ran.stderr.count("\n") == 1
+
+
+def test_a_variable_that_is_wrong_is_named(tmp_path: Path) -> None:
+    ran = Up(tmp_path).run({"GPU_E": "0,1"})
+
+    assert ran.returncode == 2
+    assert "GPU_E '0,1' names no devices" in ran.stderr
+
+
+def test_the_lines_of_a_dry_run_start_what_would_be_started(tmp_path: Path) -> None:
+    """Pasted into a shell, each engine gets the arguments and the environment it would have had."""
+    record = tmp_path / "it's $HOME"
+    record.mkdir()
+    up = Up(tmp_path, "--vllm-flags", shlex.join(["--fake-record", str(record)]), topology="1e1p1d")
+    up.command = (*up.command, "--dry-run")
+    ran = up.run()
+    blocks = dict(re.findall(r"^# (\S+)\n((?:.+\n?)+)", ran.stdout, re.MULTILINE))
+    engines = [block for name, block in blocks.items() if name not in {"store", "proxy"}]
+    for block in engines:
+        subprocess.run(["bash", "-c", block], check=True, timeout=WITHIN_S)  # noqa: S607
+    seen = [json.loads(path.read_text()) for path in sorted(record.iterdir())]
+
+    assert [*blocks][::4] == ["store", "proxy"]
+    assert left(up.mark, 0) == {}
+    assert len(seen) == 3
+    for one in seen:
+        assert one["argv"][:2] == ["serve", "a/model"]
+        assert one["argv"][-1] == str(record)
+        assert one["environ"]["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert not any(Path("/dev/shm").glob(f"epd-up-*-{up.ports['port']}"))  # noqa: S108
+
+
+def test_flags_go_before_the_variables_of_the_example(tmp_path: Path) -> None:
+    up = Up(tmp_path, "--dry-run", "--device", "cuda")
+    environ = {"PROXY_PORT": "1", "MODEL": "not/this", "MAX_MODEL_LEN": "77", "GPU_PD": "5"}
+    ran = up.run(environ | {"CUDA_VISIBLE_DEVICES": "3,4"})
+
+    assert "not/this" not in ran.stdout
+    assert f"--port {up.ports['port']}" in ran.stdout
+    assert "--max-model-len 77" in ran.stdout
+    assert "CUDA_VISIBLE_DEVICES=5" in ran.stdout
+    assert "CUDA_VISIBLE_DEVICES=3" in ran.stdout
