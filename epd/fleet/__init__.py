@@ -1,7 +1,16 @@
 """Starts vLLM instances and the proxy on one machine, and stops them again."""
 
 from epd.fleet.engine import Engine, Topology
-from epd.fleet.process import Process, ProcessDied
-from epd.fleet.stack import Stack
+from epd.fleet.process import Process, ProcessDied, stop, wait_until_ready
+from epd.fleet.stack import Stack, free_ports
 
-__all__ = ["Engine", "Process", "ProcessDied", "Stack", "Topology"]
+__all__ = [
+    "Engine",
+    "Process",
+    "ProcessDied",
+    "Stack",
+    "Topology",
+    "free_ports",
+    "stop",
+    "wait_until_ready",
+]
