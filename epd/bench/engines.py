@@ -116,11 +116,12 @@ class Connection(asyncio.Protocol):
 def encode(store: Store | None, to: Connection, body: bytearray) -> None:
     """Write an entry for each item, and say so."""
     uuids = [found.decode() for found in UUID.findall(body)]
-    for uuid in uuids if store else ():
+    for uuid in uuids:
         entry = Entry(
             memoryview(bytes(ENTRY_BYTES)), "BF16", (16, ENTRY_BYTES // 32), "image", GRID
         )
-        store.put(EntryKey(NAMESPACE, uuid), entry)
+        if store is not None:
+            store.put(EntryKey(NAMESPACE, uuid), entry)
     said = {
         uuid: {
             "modality": "image",

@@ -56,7 +56,8 @@ def _length(head: bytes) -> int | None:
 def head(first_line: str, body: bytes | None, content_type: str = "application/json") -> bytes:
     """A head; without a body it says that chunks follow."""
     framing = "Transfer-Encoding: chunked" if body is None else f"Content-Length: {len(body)}"
-    return f"{first_line}\r\nHost: measured\r\nContent-Type: {content_type}\r\n{framing}\r\n\r\n".encode()
+    lines = (first_line, "Host: measured", f"Content-Type: {content_type}", framing, "", "")
+    return "\r\n".join(lines).encode()
 
 
 def chunk(data: bytes) -> bytes:

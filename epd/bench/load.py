@@ -91,7 +91,7 @@ class Client(asyncio.Protocol):
         if not self._ended.done():
             self._ended.set_result(how)
 
-    async def ask(self, host: str, body: bytes) -> str | Done:
+    async def ask(self, body: bytes) -> str | Done:
         """Send a request and wait for all of its answer; a text says what went wrong."""
         self._ended = self._loop.create_future()
         self._answer = http.Message()
@@ -115,17 +115,15 @@ async def run(url: str, bodies: Iterator[bytes], clients: int, *, seconds: float
         seconds: for how long; None: each client sends one request, all at the same moment.
     """
     parts = urlsplit(url)
+    host, port = parts.hostname or "", parts.port or 80
     load = Load()
     loop = asyncio.get_running_loop()
-    connections = [
-        (await loop.create_connection(Client, parts.hostname, parts.port))[1]
-        for _ in range(clients)
-    ]
+    connections = [(await loop.create_connection(Client, host, port))[1] for _ in range(clients)]
     began = time.perf_counter()
 
     async def one(client: Client) -> None:
         while True:
-            how = await client.ask(parts.netloc, next(bodies))
+            how = await client.ask(next(bodies))
             if isinstance(how, Done):
                 load.done.append(how)
             else:

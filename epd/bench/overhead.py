@@ -1,150 +1,192 @@
 """`epd bench overhead`: what a proxy itself costs, beside others, in one run."""
 
-import asyncio
-import gc
-import os
-import platform
 import shlex
-import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
-import uvloop
 
-from epd.bench import load
 from epd.bench.contenders import EPD, RELAY, Contender, Measured
-from epd.bench.load import Load
-from epd.bench.scenarios import SCENARIOS, Bodies, Scenario
-from epd.fleet import Process, ProcessDied, free_ports, stop, wait_until_ready
+from epd.bench.figures import DIRECT, Result, Sample, details, table
+from epd.bench.machine import machine
+from epd.bench.rig import Rig, Running
+from epd.bench.scenarios import SCENARIOS, Scenario
+from epd.fleet import ProcessDied
+from epd.parser import Commands, Parser
 from epd.version import __version__
 
-READY_S = 60.0
-WARM_S = 0.5
-DIRECT = "direct"
-"""The load without a proxy: what its own latency is."""
+REFERENCE = "epd"
+BASELINE = "relay"
+TOLERANCE = 1.5
+DESCRIPTION = """Start fake engines that answer at once, this proxy, a bare aiohttp relay and any
+other proxy, and put the same load on one after the other. Each proxy has a core of its own; CPU
+time is that of its processes, as the kernel counts it."""
+EXAMPLE = """example: epd bench overhead --against 'example=python disagg_epd_proxy.py --port {port}
+--encode-servers-urls {encode_urls} --prefill-servers-urls {prefill_urls} --decode-servers-urls
+{decode_urls}'"""
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """What one contender did in one round of a scenario.
-
-    Attributes:
-        cpu_ms: CPU time of its processes for each request, in milliseconds.
-        rps: requests a second.
-        p50_ms: until the first byte of an answer, the median.
-        p99_ms: the same, of the slowest hundredth.
-        gap_ms: the longest time between two arrivals of one answer.
-        resident_bytes: the most it has had in memory so far.
-        done: requests answered in full.
-        failed: others, by what became of them.
-    """
-
-    cpu_ms: float
-    rps: float
-    p50_ms: float
-    p99_ms: float
-    gap_ms: float
-    resident_bytes: int
-    done: int
-    failed: tuple[str, ...]
-
-
-def sample(outcome: Load, cpu_s: float, resident_bytes: int) -> Sample:
-    """A round's figures."""
-    first = sorted(one.first_s for one in outcome.done) or [0.0]
-    count = max(1, len(outcome.done))
-    return Sample(
-        cpu_ms=cpu_s * 1000 / count,
-        rps=len(outcome.done) / outcome.seconds,
-        p50_ms=statistics.median(first) * 1000,
-        p99_ms=first[int(0.99 * (len(first) - 1))] * 1000,
-        gap_ms=max((one.gap_s for one in outcome.done), default=0.0) * 1000,
-        resident_bytes=resident_bytes,
-        done=len(outcome.done),
-        failed=tuple(outcome.failed[:3]),
+def add_parser(benchmarks: Commands) -> None:
+    """Add `overhead`."""
+    parser = benchmarks.add_parser(
+        "overhead",
+        help="measure what the proxy itself costs",
+        description=DESCRIPTION,
+        epilog=EXAMPLE,
+        allow_abbrev=False,
     )
+    parser.add_argument(
+        "--scenario",
+        dest="scenarios",
+        nargs="+",
+        choices=[one.name for one in SCENARIOS],
+        default=[one.name for one in SCENARIOS],
+        metavar="NAME",
+        help=f"of {', '.join(one.name for one in SCENARIOS)} (all)",
+    )
+    parser.add_argument(
+        "--against",
+        action="append",
+        default=[],
+        metavar="NAME=COMMAND",
+        help="another proxy; {port}, {encode_urls}, {prefill_urls}, {decode_urls} and {ec_store} "
+        "are filled in; /health must answer 200",
+    )
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns of each (5)")
+    parser.add_argument(
+        "--seconds", type=float, default=3.0, metavar="S", help="how long a turn takes (3)"
+    )
+    parser.add_argument("--epd-flags", default="", metavar="FLAGS", help="more for `epd serve`")
+    parser.add_argument(
+        "--ec-store", metavar="URL", help="of the encoder cache (a directory of this run)"
+    )
+    parser.add_argument(
+        "--proxy-cores", type=int, default=1, metavar="N", help="cores of each proxy (1)"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where results go, as JSON")
+    parser.add_argument(
+        "--check",
+        type=Path,
+        metavar="FILE",
+        help="earlier results: exit with 1 where the CPU time, as a ratio to the relay's, is more "
+        f"than {TOLERANCE} times theirs",
+    )
+    parser.set_defaults(run=lambda **flags: _run(parser, **flags))
 
 
-class Bench:
-    """Fake engines, the contenders in front of them, and a load on one after the other."""
-
-    def __init__(self, contenders: Sequence[Contender], folder: Path, ec_store: str | None) -> None:
-        """Start nothing yet.
-
-        Args:
-            contenders: who is measured.
-            folder: where logs go, and the encoder cache where it has no URL.
-            ec_store: URL of the encoder cache.
-        """
-        cores = sorted(os.sched_getaffinity(0))
-        # The proxies have a core of their own; what loads them has the others.
-        self._theirs, self._ours = {cores[0]}, set(cores[1:] or cores)
-        self._contenders = contenders
-        self._folder = folder
-        self._store = ec_store or f"file://{folder}/store?max_bytes=256MiB"
-        self._seed = 0
-
-    @contextmanager
-    def running(self, *, prefill: bool) -> Iterator[tuple[str, list[Measured]]]:
-        """The engines' URL and the contenders, until the context is left.
-
-        Raises:
-            ProcessDied: one ended meanwhile.
-            TimeoutError: one did not serve in time.
-        """
-        roles = ("encode", "prefill", "decode")
-        ports = dict(zip(roles, free_ports(len(roles)), strict=True))
-        urls = {role: f"http://127.0.0.1:{port}" for role, port in ports.items()}
-        os.sched_setaffinity(0, self._ours)
-        started: list[Process] = []
-        with ExitStack() as stack:
-            stack.callback(stop, started)
-            command = [sys.executable, "-m", "epd.bench.engines", "--ec-store", self._store]
-            instances = [f"{role}:{port}" for role, port in ports.items()]
-            log = self._folder / "engines.log"
-            started.append(Process("engines", urls["decode"], [*command, *instances], {}, log))
-            wait_until_ready(started, READY_S, lambda _: None)
-            measured = []
-            for contender in self._contenders:
-                places = {
-                    "port": str(free_ports(1)[0]),
-                    "encode_urls": urls["encode"],
-                    "prefill_urls": urls["prefill"] if prefill else "disable",
-                    "decode_urls": urls["decode"],
-                    "ec_store": self._store,
-                }
-                log = self._folder / f"{contender.name}.log"
-                measured.append(Measured(contender, places, log, self._theirs))
-                started.append(measured[-1].process)
-            wait_until_ready(started, READY_S, lambda _: None)
-            yield urls["decode"], measured
-
-    def round(self, scenario: Scenario, one: Measured, seconds: float) -> Sample:
-        """One contender's turn."""
-        self._seed += 1
-        bodies = iter(Bodies(scenario, self._seed))
-        before_s = one.cpu_s()
-        outcome = _put(one.url, bodies, scenario, seconds)
-        return sample(outcome, one.cpu_s() - before_s, one.resident_bytes())
-
-    def direct(self, scenario: Scenario, url: str, seconds: float) -> Sample:
-        """The same load without a proxy."""
-        return sample(_put(url, iter(Bodies(scenario, 0)), scenario, seconds), 0.0, 0)
-
-
-def _put(url: str, bodies: Iterator[bytes], scenario: Scenario, seconds: float) -> Load:
-    limit_s = None if scenario.once else seconds
-    gc.collect()
-    gc.disable()
+def _run(  # noqa: PLR0913 - its flags
+    parser: Parser,
+    *,
+    scenarios: Sequence[str],
+    against: Sequence[str],
+    rounds: int,
+    seconds: float,
+    epd_flags: str,
+    ec_store: str | None,
+    proxy_cores: int,
+    out: Path | None,
+    check: Path | None,
+) -> None:
+    if rounds < 1 or proxy_cores < 1 or seconds <= 0:
+        parser.error("--rounds, --seconds and --proxy-cores must be positive")
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(load.run(url, bodies, scenario.clients, seconds=limit_s))
-    finally:
-        gc.enable()
+        texts = (f"{REFERENCE}={EPD} {epd_flags}", f"{BASELINE}={RELAY}", *against)
+        contenders = [Contender.parse(text) for text in texts]
+    except ValueError as error:
+        parser.error(f"--against {error}")
+    if len({one.name for one in contenders} | {DIRECT}) <= len(contenders):
+        parser.error(f"--against needs names that differ, and not {DIRECT}")
+    recorded = None if check is None else _recorded(parser, check)
+    chosen = [one for one in SCENARIOS if one.name in scenarios]
+    with tempfile.TemporaryDirectory(prefix="epd-bench-") as folder:
+        store = ec_store or f"file://{folder}/store?max_bytes=256MiB"
+        rig = Rig(contenders, Path(folder), store, proxy_cores=proxy_cores)
+        try:
+            results = list(_results(rig, chosen, rounds, seconds))
+        except (ProcessDied, TimeoutError) as error:
+            sys.exit(f"epd bench overhead: {error}")
+    print("\n".join(["", *table(results, REFERENCE), "", *details(results)]))
+    if out is not None:
+        out.write_bytes(_document(results))
+    if recorded is not None:
+        _compare(results, recorded)
+    if any(result.median(name).failed for result in results for name in result.turns):
+        sys.exit("epd bench overhead: requests failed, see the last column")
+
+
+def _results(
+    rig: Rig, scenarios: Sequence[Scenario], rounds: int, seconds: float
+) -> Iterator[Result]:
+    """One after the other, those together that need the same processes."""
+    for prefill in (False, True):
+        some = [one for one in scenarios if one.prefill is prefill and not one.fresh]
+        if some:
+            with rig.running(prefill=prefill) as running:
+                for scenario in some:
+                    yield _result(rig, scenario, running, rounds, seconds)
+    for scenario in scenarios:
+        if scenario.fresh:
+            with rig.running(prefill=scenario.prefill) as running:
+                yield _result(rig, scenario, running, 1, seconds)
+
+
+def _result(rig: Rig, scenario: Scenario, running: Running, rounds: int, seconds: float) -> Result:
+    print(f"{scenario.title} …", file=sys.stderr)
+    turns: dict[str, list[Sample]] = {DIRECT: []}
+    turns |= {one.name: [] for one in running.contenders}
+    if not scenario.fresh:
+        for one in running.contenders:
+            rig.warm(scenario, one)
+    for number in range(rounds):
+        turns[DIRECT].append(rig.measure_direct(scenario, running.url, seconds))
+        for one in _rotated(running.contenders, number):
+            turns[one.name].append(rig.measure(scenario, one, seconds))
+    return Result(scenario, turns)
+
+
+def _rotated(contenders: Sequence[Measured], by: int) -> Sequence[Measured]:
+    """Another one begins each round: whoever is first may find another machine than the last."""
+    start = by % len(contenders)
+    return [*contenders[start:], *contenders[:start]]
+
+
+def _document(results: Sequence[Result]) -> bytes:
+    document = {
+        "kind": "overhead",
+        "epd_version": __version__,
+        "machine": machine(),
+        "command": shlex.join(["epd", *sys.argv[1:]]),
+        "results": [result.json(REFERENCE) for result in results],
+    }
+    return orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+
+
+def _recorded(parser: Parser, path: Path) -> Mapping[str, float]:
+    """The ratios to the relay that a file of results holds, by scenario."""
+    try:
+        results: list[dict[str, Any]] = orjson.loads(path.read_bytes())["results"]
+        return {
+            it["scenario"]["name"]: it["contenders"][BASELINE][f"{REFERENCE}_ratio"]
+            for it in results
+        }
+    except (OSError, LookupError, TypeError, orjson.JSONDecodeError) as error:
+        parser.error(f"--check {path}: {error}")
+
+
+def _compare(results: Sequence[Result], recorded: Mapping[str, float]) -> None:
+    """Exit with 1 where it has become slower."""
+    slower = []
+    print()
+    for result in results:
+        name = result.scenario.name
+        before, now = recorded.get(name), result.ratio(REFERENCE, BASELINE)
+        if before is None:
+            continue
+        print(f"{name}: {now:.2f} times the relay's CPU time, recorded {before:.2f}")
+        if now > before * TOLERANCE:
+            slower.append(name)
+    if slower:
+        sys.exit(f"epd bench overhead: slower than recorded: {', '.join(slower)}")

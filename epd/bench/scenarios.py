@@ -13,6 +13,7 @@ KB = 1000
 MB = 1000 * KB
 MODEL = "measured"
 PICTURE_SIDE = 1000
+QUESTION = "What is in this picture? " * 4
 MARK = 512
 """Where in the base64 text of a picture stands what makes it another picture."""
 MARK_LENGTH = 12
@@ -35,6 +36,7 @@ class Scenario:
         gap_s: time between two of them.
         prefill: whether there is a prefill instance.
         once: whether each client sends one request, all at the same moment.
+        fresh: whether each proxy is started for it alone, as its memory is looked at.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Scenario:
     gap_s: float = 0.0
     prefill: bool = False
     once: bool = False
+    fresh: bool = False
 
 
 SCENARIOS = (
@@ -73,6 +76,7 @@ SCENARIOS = (
         pictures=1,
         picture_bytes=20 * MB,
         once=True,
+        fresh=True,
     ),
 )
 """All that there is; each is measured by itself."""
@@ -108,10 +112,10 @@ def _template(scenario: Scenario) -> tuple[bytes, list[int]]:
     parts = [
         {"type": "image_url", "image_url": {"url": f"@{n}@"}} for n in range(scenario.pictures)
     ]
-    content = [*parts, {"type": "text", "text": "What is in this picture? " * 4}]
+    content: object = [*parts, {"type": "text", "text": QUESTION}] if parts else QUESTION
     asked = {
         "model": MODEL,
-        "messages": [{"role": "user", "content": content if parts else content[0]["text"]}],
+        "messages": [{"role": "user", "content": content}],
         "max_tokens": max(1, scenario.chunks),
         "temperature": 0,
         **({"stream": True} if scenario.chunks else {}),
