@@ -24,8 +24,7 @@ from typing import Any
 
 import aiohttp
 
-from epd.fleet import Topology
-from epd.fleet.ports import free_ports
+from epd.fleet import Topology, free_ports
 from epd.instances import Role
 from scripts.chaos_faults import Faults, excused, excused_by_a_kill, kills, plan, storm
 from scripts.chaos_fleet import DiskStore, Instance, Proxy, RedisStore

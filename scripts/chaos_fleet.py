@@ -15,8 +15,7 @@ from typing import Protocol
 import aiohttp
 import redis
 
-from epd.fleet import Process
-from epd.fleet.ports import free_ports
+from epd.fleet import Process, free_ports
 from epd.instances import Role
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -2,8 +2,20 @@
 
 from epd.fleet import command
 from epd.fleet.engine import Engine
-from epd.fleet.process import Process, ProcessDied
+from epd.fleet.ports import free_ports
+from epd.fleet.process import Process, ProcessDied, stop, wait_until_ready
 from epd.fleet.stack import Fleet, Stack
 from epd.fleet.topology import Topology
 
-__all__ = ["Engine", "Fleet", "Process", "ProcessDied", "Stack", "Topology", "command"]
+__all__ = [
+    "Engine",
+    "Fleet",
+    "Process",
+    "ProcessDied",
+    "Stack",
+    "Topology",
+    "command",
+    "free_ports",
+    "stop",
+    "wait_until_ready",
+]

@@ -150,7 +150,7 @@ def test_no_two_servers_have_one_port(values: Mapping[str, Any], message: str) -
 def test_nobody_gets_more_than_a_device_has() -> None:
     with pytest.raises(ValueError, match="all memory of device 0"):
         plan(gpus="e=0,p=0,d=0", topology="1e1p1d")
-    assert plan(gpus="e=0,p=0,d=0", topology="1e1p1d", gpu_memory_utilization_p=0.2)
+    plan(gpus="e=0,p=0,d=0", topology="1e1p1d", gpu_memory_utilization_p=0.2)
 
 
 def test_each_stage_is_started_on_its_devices_as_it_has_to_be() -> None:

@@ -1,0 +1,93 @@
+"""Proxies that are measured: a command line each, run as a process beside the others."""
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import psutil
+
+from epd.fleet import Process
+
+PYTHON = shlex.quote(sys.executable)
+EPD = (
+    f"{PYTHON} -m epd serve --port {{port}} --encode-servers-urls {{encode_urls}} "
+    "--prefill-servers-urls {prefill_urls} --decode-servers-urls {decode_urls} "
+    "--ec-store {ec_store} --log-level warning"
+)
+RELAY = f"{PYTHON} -m epd.bench.relay {{port}} {{decode_urls}}"
+PLACES = ("port", "encode_urls", "prefill_urls", "decode_urls", "ec_store")
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A proxy's name and command line.
+
+    Attributes:
+        name: what results call it.
+        command: its words, with places such as `{port}` in them.
+    """
+
+    name: str
+    command: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `name=command line`.
+
+        Raises:
+            ValueError: it is no such text, or has another place than those there are.
+        """
+        name, equals, command = text.partition("=")
+        words = tuple(shlex.split(command))
+        if not name or not equals or not words:
+            raise ValueError(f"{text!r} is not of the form name=command")
+        with_places = dict.fromkeys(PLACES, "")
+        for word in words:
+            try:
+                word.format(**with_places)
+            except (LookupError, ValueError):
+                known = ", ".join(f"{{{place}}}" for place in PLACES)
+                raise ValueError(f"{word!r} has a place that is none of {known}") from None
+        return cls(name, words)
+
+    def argv(self, places: Mapping[str, str]) -> list[str]:
+        """Its command line, with its places filled."""
+        return [word.format(**places) for word in self.command]
+
+
+class Measured:
+    """A contender that runs, on the cores that it was given."""
+
+    def __init__(
+        self, contender: Contender, places: Mapping[str, str], log: Path, cores: set[int]
+    ) -> None:
+        """Start it."""
+        self.name = contender.name
+        self.url = f"http://127.0.0.1:{places['port']}"
+        self.process = Process(self.name, self.url, contender.argv(places), {}, log)
+        with suppress(ProcessLookupError):  # it has ended, as whoever waits for it finds out
+            os.sched_setaffinity(self.process.pid, cores)
+
+    def cpu_s(self) -> float:
+        """What it and its children have used so far, as far as they still run."""
+        return sum(times.user + times.system for times in (one.cpu_times() for one in self._tree()))
+
+    def resident_bytes(self) -> int:
+        """The most that each of them has had in memory, added up."""
+        return sum(_peak_bytes(one.pid) for one in self._tree())
+
+    def _tree(self) -> list[psutil.Process]:
+        root = psutil.Process(self.process.pid)
+        return [root, *root.children(recursive=True)]
+
+
+def _peak_bytes(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0

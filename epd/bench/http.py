@@ -1,0 +1,65 @@
+"""HTTP/1.1 as bytes, as far as a load client and a fake engine need it.
+
+A library would cost more than what is measured: both ends of the load share one core.
+"""
+
+HEAD_END = b"\r\n\r\n"
+LENGTH = b"content-length:"
+CHUNKED = b"transfer-encoding: chunked"
+LAST_CHUNK = b"0\r\n\r\n"
+
+
+class Message:
+    """A request or an answer that is on its way in.
+
+    Attributes:
+        head: its first line and headers, in lower case; empty until it has come.
+        body: what has come of the rest: framing included, where it is chunked.
+        complete: whether all of it has come.
+    """
+
+    def __init__(self) -> None:
+        self.head = b""
+        self.body = bytearray()
+        self.complete = False
+        self._length: int | None = None
+
+    def feed(self, data: bytes) -> None:
+        """Take what has come next; nothing may follow a message before it is answered."""
+        self.body += data
+        if not self.head:
+            end = self.body.find(HEAD_END)
+            if end < 0:
+                return
+            self.head = bytes(self.body[:end]).lower()
+            del self.body[: end + len(HEAD_END)]
+            self._length = _length(self.head)
+        if self._length is None:
+            self.complete = self.body.endswith(LAST_CHUNK)
+        else:
+            self.complete = len(self.body) >= self._length
+
+    @property
+    def status(self) -> int:
+        """An answer's."""
+        return int(self.head[9:12])
+
+
+def _length(head: bytes) -> int | None:
+    """The body's bytes; None where it is chunked."""
+    start = head.find(LENGTH)
+    if start >= 0:
+        return int(head[start + len(LENGTH) :].split(b"\r\n", 1)[0])
+    return None if CHUNKED in head else 0
+
+
+def head(first_line: str, body: bytes | None, content_type: str = "application/json") -> bytes:
+    """A head; without a body it says that chunks follow."""
+    framing = "Transfer-Encoding: chunked" if body is None else f"Content-Length: {len(body)}"
+    lines = (first_line, "Host: measured", f"Content-Type: {content_type}", framing, "", "")
+    return "\r\n".join(lines).encode()
+
+
+def chunk(data: bytes) -> bytes:
+    """One chunk of a chunked body."""
+    return b"%x\r\n%b\r\n" % (len(data), data)

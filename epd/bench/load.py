@@ -1,0 +1,139 @@
+"""The load client: so many requests under way at a time, each timed."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import cast
+from urllib.parse import urlsplit
+
+from epd.bench import http
+
+PATH = "/v1/chat/completions"
+EVENT_END = b"\n\n"
+TIMEOUT_S = 120.0
+
+
+@dataclass(slots=True)
+class Done:
+    """One request that was answered in full.
+
+    Attributes:
+        first_s: until the first byte after the answer's head.
+        total_s: until its last one.
+        gap_s: the longest time between two arrivals of its body.
+        events: how many it held, if it was a stream.
+    """
+
+    first_s: float
+    total_s: float
+    gap_s: float
+    events: int
+
+
+@dataclass(slots=True)
+class Load:
+    """What a load has come to.
+
+    Attributes:
+        done: requests that were answered in full.
+        failed: others, by what became of them.
+        seconds: how long it took.
+    """
+
+    done: list[Done] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+class Client(asyncio.Protocol):
+    """One connection, over which one request goes after the other."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport
+        self._ended: asyncio.Future[str | Done] = self._loop.create_future()
+        self._answer = http.Message()
+        self._sent_s = self._first_s = self._last_s = self._gap_s = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Remember where requests go."""
+        self._transport = cast("asyncio.Transport", transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Whoever waits for an answer gets none."""
+        self._end(f"closed: {exc}" if exc else "closed")
+
+    def data_received(self, data: bytes) -> None:
+        """Time it, and look whether it is the last."""
+        now = time.perf_counter()
+        answer = self._answer
+        answer.feed(data)
+        if answer.body:
+            if self._first_s:
+                self._gap_s = max(self._gap_s, now - self._last_s)
+            else:
+                self._first_s = now
+            self._last_s = now
+        if answer.complete:
+            self._end(self._done(answer, now))
+
+    def _done(self, answer: http.Message, now: float) -> str | Done:
+        if answer.status != 200:  # noqa: PLR2004
+            return f"{answer.status}: {bytes(answer.body[:200]).decode(errors='replace')}"
+        streamed = b"text/event-stream" in answer.head
+        if streamed and b"data: [DONE]" not in answer.body:
+            return "a stream without [DONE]"
+        events = answer.body.count(EVENT_END) if streamed else 0
+        return Done(self._first_s - self._sent_s, now - self._sent_s, self._gap_s, events)
+
+    def _end(self, how: str | Done) -> None:
+        if not self._ended.done():
+            self._ended.set_result(how)
+
+    async def ask(self, body: bytes) -> str | Done:
+        """Send a request and wait for all of its answer; a text says what went wrong."""
+        self._ended = self._loop.create_future()
+        self._answer = http.Message()
+        self._sent_s, self._first_s, self._gap_s = time.perf_counter(), 0.0, 0.0
+        self._transport.write(http.head(f"POST {PATH} HTTP/1.1", body))
+        self._transport.write(body)
+        return await self._ended
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._transport.abort()
+
+
+async def run(url: str, bodies: Iterator[bytes], clients: int, *, seconds: float | None) -> Load:
+    """Put a load on a server.
+
+    Args:
+        url: its base URL.
+        bodies: what is sent.
+        clients: how many at a time.
+        seconds: for how long; None: each client sends one request, all at the same moment.
+    """
+    parts = urlsplit(url)
+    host, port = parts.hostname or "", parts.port or 80
+    load = Load()
+    loop = asyncio.get_running_loop()
+    connections = [(await loop.create_connection(Client, host, port))[1] for _ in range(clients)]
+    began = time.perf_counter()
+
+    async def one(client: Client) -> None:
+        while True:
+            how = await client.ask(next(bodies))
+            if isinstance(how, Done):
+                load.done.append(how)
+            else:
+                load.failed.append(how)
+            if seconds is None or isinstance(how, str) or time.perf_counter() - began > seconds:
+                return
+
+    async with asyncio.timeout(TIMEOUT_S):
+        await asyncio.gather(*(one(client) for client in connections))
+    load.seconds = time.perf_counter() - began
+    for client in connections:
+        client.close()
+    return load

@@ -1,0 +1,192 @@
+"""`epd bench overhead`: what a proxy itself costs, beside others, in one run."""
+
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from epd.bench.contenders import EPD, RELAY, Contender, Measured
+from epd.bench.figures import DIRECT, Result, Sample, details, table
+from epd.bench.machine import machine
+from epd.bench.rig import Rig, Running
+from epd.bench.scenarios import SCENARIOS, Scenario
+from epd.fleet import ProcessDied
+from epd.parser import Commands, Parser
+from epd.version import __version__
+
+REFERENCE = "epd"
+BASELINE = "relay"
+TOLERANCE = 1.5
+DESCRIPTION = """Start fake engines that answer at once, this proxy, a bare aiohttp relay and any
+other proxy, and put the same load on one after the other. Each proxy has a core of its own; CPU
+time is that of its processes, as the kernel counts it."""
+EXAMPLE = """example: epd bench overhead --against 'example=python disagg_epd_proxy.py --port {port}
+--encode-servers-urls {encode_urls} --prefill-servers-urls {prefill_urls} --decode-servers-urls
+{decode_urls}'"""
+
+
+def add_parser(benchmarks: Commands) -> None:
+    """Add `overhead`."""
+    parser = benchmarks.add_parser(
+        "overhead",
+        help="measure what the proxy itself costs",
+        description=DESCRIPTION,
+        epilog=EXAMPLE,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--scenario",
+        dest="scenarios",
+        nargs="+",
+        choices=[one.name for one in SCENARIOS],
+        default=[one.name for one in SCENARIOS],
+        metavar="NAME",
+        help=f"of {', '.join(one.name for one in SCENARIOS)} (all)",
+    )
+    parser.add_argument(
+        "--against",
+        action="append",
+        default=[],
+        metavar="NAME=COMMAND",
+        help="another proxy; {port}, {encode_urls}, {prefill_urls}, {decode_urls} and {ec_store} "
+        "are filled in; /health must answer 200",
+    )
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns of each (5)")
+    parser.add_argument(
+        "--seconds", type=float, default=3.0, metavar="S", help="how long a turn takes (3)"
+    )
+    parser.add_argument("--epd-flags", default="", metavar="FLAGS", help="more for `epd serve`")
+    parser.add_argument(
+        "--ec-store", metavar="URL", help="of the encoder cache (a directory of this run)"
+    )
+    parser.add_argument(
+        "--proxy-cores", type=int, default=1, metavar="N", help="cores of each proxy (1)"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where results go, as JSON")
+    parser.add_argument(
+        "--check",
+        type=Path,
+        metavar="FILE",
+        help="earlier results: exit with 1 where the CPU time, as a ratio to the relay's, is more "
+        f"than {TOLERANCE} times theirs",
+    )
+    parser.set_defaults(run=lambda **flags: _run(parser, **flags))
+
+
+def _run(  # noqa: PLR0913 - its flags
+    parser: Parser,
+    *,
+    scenarios: Sequence[str],
+    against: Sequence[str],
+    rounds: int,
+    seconds: float,
+    epd_flags: str,
+    ec_store: str | None,
+    proxy_cores: int,
+    out: Path | None,
+    check: Path | None,
+) -> None:
+    if rounds < 1 or proxy_cores < 1 or seconds <= 0:
+        parser.error("--rounds, --seconds and --proxy-cores must be positive")
+    try:
+        texts = (f"{REFERENCE}={EPD} {epd_flags}", f"{BASELINE}={RELAY}", *against)
+        contenders = [Contender.parse(text) for text in texts]
+    except ValueError as error:
+        parser.error(f"--against {error}")
+    if len({one.name for one in contenders} | {DIRECT}) <= len(contenders):
+        parser.error(f"--against needs names that differ, and not {DIRECT}")
+    recorded = None if check is None else _recorded(parser, check)
+    chosen = [one for one in SCENARIOS if one.name in scenarios]
+    with tempfile.TemporaryDirectory(prefix="epd-bench-") as folder:
+        store = ec_store or f"file://{folder}/store?max_bytes=256MiB"
+        rig = Rig(contenders, Path(folder), store, proxy_cores=proxy_cores)
+        try:
+            results = list(_results(rig, chosen, rounds, seconds))
+        except (ProcessDied, TimeoutError) as error:
+            sys.exit(f"epd bench overhead: {error}")
+    print("\n".join(["", *table(results, REFERENCE), "", *details(results)]))
+    if out is not None:
+        out.write_bytes(_document(results))
+    if recorded is not None:
+        _compare(results, recorded)
+    if any(result.median(name).failed for result in results for name in result.turns):
+        sys.exit("epd bench overhead: requests failed, see the last column")
+
+
+def _results(
+    rig: Rig, scenarios: Sequence[Scenario], rounds: int, seconds: float
+) -> Iterator[Result]:
+    """One after the other, those together that need the same processes."""
+    for prefill in (False, True):
+        some = [one for one in scenarios if one.prefill is prefill and not one.fresh]
+        if some:
+            with rig.running(prefill=prefill) as running:
+                for scenario in some:
+                    yield _result(rig, scenario, running, rounds, seconds)
+    for scenario in scenarios:
+        if scenario.fresh:
+            with rig.running(prefill=scenario.prefill) as running:
+                yield _result(rig, scenario, running, 1, seconds)
+
+
+def _result(rig: Rig, scenario: Scenario, running: Running, rounds: int, seconds: float) -> Result:
+    print(f"{scenario.title} …", file=sys.stderr)
+    turns: dict[str, list[Sample]] = {DIRECT: []}
+    turns |= {one.name: [] for one in running.contenders}
+    if not scenario.fresh:
+        for one in running.contenders:
+            rig.warm(scenario, one)
+    for number in range(rounds):
+        turns[DIRECT].append(rig.measure_direct(scenario, running.url, seconds))
+        for one in _rotated(running.contenders, number):
+            turns[one.name].append(rig.measure(scenario, one, seconds))
+    return Result(scenario, turns)
+
+
+def _rotated(contenders: Sequence[Measured], by: int) -> Sequence[Measured]:
+    """Another one begins each round: whoever is first may find another machine than the last."""
+    start = by % len(contenders)
+    return [*contenders[start:], *contenders[:start]]
+
+
+def _document(results: Sequence[Result]) -> bytes:
+    document = {
+        "kind": "overhead",
+        "epd_version": __version__,
+        "machine": machine(),
+        "command": shlex.join(["epd", *sys.argv[1:]]),
+        "results": [result.json(REFERENCE) for result in results],
+    }
+    return orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+
+
+def _recorded(parser: Parser, path: Path) -> Mapping[str, float]:
+    """The ratios to the relay that a file of results holds, by scenario."""
+    try:
+        results: list[dict[str, Any]] = orjson.loads(path.read_bytes())["results"]
+        return {
+            it["scenario"]["name"]: it["contenders"][BASELINE][f"{REFERENCE}_ratio"]
+            for it in results
+        }
+    except (OSError, LookupError, TypeError, orjson.JSONDecodeError) as error:
+        parser.error(f"--check {path}: {error}")
+
+
+def _compare(results: Sequence[Result], recorded: Mapping[str, float]) -> None:
+    """Exit with 1 where it has become slower."""
+    slower = []
+    print()
+    for result in results:
+        name = result.scenario.name
+        before, now = recorded.get(name), result.ratio(REFERENCE, BASELINE)
+        if before is None:
+            continue
+        print(f"{name}: {now:.2f} times the relay's CPU time, recorded {before:.2f}")
+        if now > before * TOLERANCE:
+            slower.append(name)
+    if slower:
+        sys.exit(f"epd bench overhead: slower than recorded: {', '.join(slower)}")

@@ -1,0 +1,131 @@
+"""Fake engines, contenders in front of them, and a load on one after the other."""
+
+import asyncio
+import gc
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvloop
+
+from epd.bench import load
+from epd.bench.contenders import Contender, Measured
+from epd.bench.figures import Sample, sample
+from epd.bench.load import Load
+from epd.bench.scenarios import Bodies, Scenario
+from epd.fleet import Process, free_ports, stop, wait_until_ready
+
+READY_S = 60.0
+ROLES = ("encode", "prefill", "decode")
+WARM_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """What is up.
+
+    Attributes:
+        url: where the engines answer without a proxy.
+        contenders: the proxies.
+    """
+
+    url: str
+    contenders: Sequence[Measured]
+
+
+class Rig:
+    """Starts what is measured, and measures it. The proxies have cores of their own."""
+
+    def __init__(
+        self, contenders: Sequence[Contender], folder: Path, store: str, *, proxy_cores: int
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            contenders: who is measured.
+            folder: where logs go.
+            store: URL of the encoder cache.
+            proxy_cores: how many cores a proxy may use; the load has the others, if there are any.
+        """
+        cores = sorted(os.sched_getaffinity(0))
+        self._theirs = set(cores[:proxy_cores])
+        self._ours = set(cores[proxy_cores:] or cores)
+        self._contenders = contenders
+        self._folder = folder
+        self._store = store
+        self._seed = 0
+
+    @contextmanager
+    def running(self, *, prefill: bool) -> Iterator[Running]:
+        """Engines and contenders, fresh ones, until the context is left.
+
+        Raises:
+            ProcessDied: one ended meanwhile.
+            TimeoutError: one did not serve in time.
+        """
+        ports = dict(zip(ROLES, free_ports(len(ROLES)), strict=True))
+        urls = {role: f"http://127.0.0.1:{port}" for role, port in ports.items()}
+        started: list[Process] = []
+        with ExitStack() as stack:
+            stack.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
+            os.sched_setaffinity(0, self._ours)
+            stack.callback(stop, started)
+            started.append(self._engines(ports))
+            wait_until_ready(started, READY_S, _silently)
+            measured = [self._start(one, urls, prefill=prefill) for one in self._contenders]
+            started += [one.process for one in measured]
+            wait_until_ready(started, READY_S, _silently)
+            yield Running(urls["decode"], measured)
+
+    def _engines(self, ports: dict[str, int]) -> Process:
+        instances = [f"{role}:{port}" for role, port in ports.items()]
+        return Process(
+            "engines",
+            f"http://127.0.0.1:{ports['decode']}",
+            [sys.executable, "-m", "epd.bench.engines", "--ec-store", self._store, *instances],
+            {},
+            self._folder / "engines.log",
+        )
+
+    def _start(self, contender: Contender, urls: dict[str, str], *, prefill: bool) -> Measured:
+        places = {
+            "port": str(free_ports(1)[0]),
+            "encode_urls": urls["encode"],
+            "prefill_urls": urls["prefill"] if prefill else "disable",
+            "decode_urls": urls["decode"],
+            "ec_store": self._store,
+        }
+        return Measured(contender, places, self._folder / f"{contender.name}.log", self._theirs)
+
+    def warm(self, scenario: Scenario, one: Measured) -> None:
+        """Have it make its connections, and whatever it makes but once."""
+        self._put(one.url, scenario, WARM_S)
+
+    def measure(self, scenario: Scenario, one: Measured, seconds: float) -> Sample:
+        """A contender's turn."""
+        before_s = one.cpu_s()
+        outcome = self._put(one.url, scenario, seconds)
+        return sample(outcome, one.cpu_s() - before_s, one.resident_bytes())
+
+    def measure_direct(self, scenario: Scenario, url: str, seconds: float) -> Sample:
+        """The same load without a proxy."""
+        return sample(self._put(url, scenario, seconds), 0.0, 0)
+
+    def _put(self, url: str, scenario: Scenario, seconds: float) -> Load:
+        self._seed += 1  # no picture is the same as one of another turn
+        bodies = iter(Bodies(scenario, self._seed))
+        limit_s = None if scenario.once else seconds
+        gc.collect()
+        gc.disable()  # its pauses would be taken for the proxy's
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                return runner.run(load.run(url, bodies, scenario.clients, seconds=limit_s))
+        finally:
+            gc.enable()
+
+
+def _silently(_: str) -> None:
+    """Report no progress: what is measured starts within a second."""

@@ -1,0 +1,141 @@
+"""What a proxy is asked while it is measured. Pure: bodies are made, nothing is sent."""
+
+import struct
+import zlib
+from base64 import b64encode
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+
+import orjson
+
+KB = 1000
+MB = 1000 * KB
+MODEL = "measured"
+PICTURE_SIDE = 1000
+QUESTION = "What is in this picture? " * 4
+MARK = 512
+"""Where in the base64 text of a picture stands what makes it another picture."""
+MARK_LENGTH = 12
+GAP = "gap_ms"
+"""The argument, in `vllm_xargs`, that tells a fake engine how long to wait between two chunks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One kind of load.
+
+    Attributes:
+        name: on the command line and in results.
+        title: what tables call it.
+        clients: how many requests are under way at a time.
+        pictures: how many a request has.
+        picture_bytes: the size of each, before base64.
+        reuse: the share of requests whose pictures were sent before.
+        chunks: events of the streamed answer; 0: it is one JSON document.
+        gap_s: time between two of them.
+        prefill: whether there is a prefill instance.
+        once: whether each client sends one request, all at the same moment.
+        fresh: whether each proxy is started for it alone, as its memory is looked at.
+    """
+
+    name: str
+    title: str
+    clients: int = 8
+    pictures: int = 0
+    picture_bytes: int = 0
+    reuse: float = 0.0
+    chunks: int = 0
+    gap_s: float = 0.0
+    prefill: bool = False
+    once: bool = False
+    fresh: bool = False
+
+
+SCENARIOS = (
+    Scenario("text-json", "text, JSON"),
+    Scenario("text-sse", "text, SSE, 64 chunks", chunks=64),
+    Scenario("picture-100kb", "1 picture 100 KB, unique", pictures=1, picture_bytes=100 * KB),
+    Scenario("picture-2mb", "1 picture 2 MB, unique", 4, pictures=1, picture_bytes=2 * MB),
+    Scenario("pictures-4x500kb", "4 pictures 500 KB", 4, pictures=4, picture_bytes=500 * KB),
+    Scenario("picture-1mb-reuse", "1 picture 1 MB, 90% reuse", 4, 1, picture_bytes=MB, reuse=0.9),
+    Scenario(
+        "epd-sse",
+        "E+P+D, 100 KB, SSE",
+        pictures=1,
+        picture_bytes=100 * KB,
+        chunks=64,
+        prefill=True,
+    ),
+    Scenario("streams-512", "512 streams, 20 ms a token", 512, chunks=64, gap_s=0.02, once=True),
+    Scenario("one-client", "one client at a time, text, JSON", clients=1),
+    Scenario(
+        "memory-8x20mb",
+        "8 pictures of 20 MB at once",
+        8,
+        pictures=1,
+        picture_bytes=20 * MB,
+        once=True,
+        fresh=True,
+    ),
+)
+"""All that there is; each is measured by itself."""
+
+
+class Bodies:
+    """The bodies of a scenario's requests, no two with the same picture but where it is reused."""
+
+    def __init__(self, scenario: Scenario, seed: int) -> None:
+        """Build the one that all others are copies of; other seeds make other pictures."""
+        self._random = Random(seed)  # noqa: S311 - a load, no secret
+        self._scenario = scenario
+        self._prefix = f"{seed:06x}"
+        body, self._marks = _template(scenario)
+        self._template = bytearray(body)
+        self._made = 0
+
+    def __iter__(self) -> Iterator[bytes]:
+        """One body after the other, without end."""
+        while True:
+            reused = self._made and self._random.random() < self._scenario.reuse
+            number = self._random.randrange(self._made) if reused else self._made
+            self._made += not reused
+            for index, mark in enumerate(self._marks):
+                word = f"{self._prefix}{number:05x}{index:x}".encode()
+                self._template[mark : mark + MARK_LENGTH] = word
+            yield bytes(self._template)
+
+
+def _template(scenario: Scenario) -> tuple[bytes, list[int]]:
+    """A body, and where in it each picture's mark stands."""
+    url = b"data:image/png;base64," + b64encode(png(scenario.picture_bytes))
+    parts = [
+        {"type": "image_url", "image_url": {"url": f"@{n}@"}} for n in range(scenario.pictures)
+    ]
+    content: object = [*parts, {"type": "text", "text": QUESTION}] if parts else QUESTION
+    asked = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": max(1, scenario.chunks),
+        "temperature": 0,
+        **({"stream": True} if scenario.chunks else {}),
+        **({"vllm_xargs": {GAP: scenario.gap_s * 1000}} if scenario.gap_s else {}),
+    }
+    body = orjson.dumps(asked)
+    marks = []
+    for number in range(scenario.pictures):
+        place = body.index(f"@{number}@".encode())
+        body = body.replace(f"@{number}@".encode(), url)
+        marks.append(place + len(url) - len(url) % 4 - MARK)
+    return body, marks
+
+
+def png(size_bytes: int) -> bytes:
+    """A PNG of noise whose header says how large it is, and that has so many bytes in all."""
+    header = struct.pack(">IIBBBBB", PICTURE_SIDE, PICTURE_SIDE, 8, 2, 0, 0, 0)
+    noise = Random(0).randbytes(max(MARK, size_bytes - 57))  # noqa: S311
+    chunks = ((b"IHDR", header), (b"IDAT", noise), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks
+    )

@@ -1,0 +1,34 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epd.bench.contenders import EPD, PLACES, RELAY, Contender
+
+FILLED = dict.fromkeys(PLACES, "7")
+WORDS = st.lists(st.from_regex(r"[a-z./:-]+", fullmatch=True), min_size=1)
+
+
+@given(st.from_regex(r"[a-z0-9-]+", fullmatch=True), WORDS, st.sampled_from(PLACES))
+def test_a_command_line_is_split_and_its_places_are_filled(
+    name: str, words: list[str], place: str
+) -> None:
+    contender = Contender.parse(f"{name}={' '.join(words)} --flag={{{place}}}")
+
+    assert contender.name == name
+    assert contender.argv(FILLED) == [*words, "--flag=7"]
+
+
+@pytest.mark.parametrize("command", [EPD, RELAY])
+def test_our_own_have_all_places_filled(command: str) -> None:
+    argv = Contender.parse(f"x={command}").argv(FILLED)
+
+    assert not [word for word in argv if "{" in word]
+    assert "7" in argv
+
+
+@pytest.mark.parametrize(
+    "text", ["", "x", "x=", "=python", "x=python {host}", "x=python {0}", "x={"]
+)
+def test_what_is_no_contender_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"place|form"):
+        Contender.parse(text)
