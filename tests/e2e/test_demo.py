@@ -1,40 +1,21 @@
 """`scripts/demo.sh`, as a newcomer runs it."""
 
-import os
 import signal
 import subprocess
 import sys
 import time
-import uuid
-from pathlib import Path
 
 import pytest
 
 from tests.e2e.conftest import ROOT
+from tests.fleet.processes import marked, new_mark, processes_of
 
 DEMO = [sys.executable, str(ROOT / "scripts" / "demo.py")]
 
 
-def processes_of(mark: str) -> list[str]:
-    """Command lines of the living processes that were started with this mark."""
-    found = []
-    for environ in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if mark.encode() in environ.read_bytes():
-                found.append((environ.parent / "cmdline").read_text())
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-    return found
-
-
-def marked(mark: str) -> dict[str, str]:
-    """This environment with a mark, and without what would hide that output is held back."""
-    return {mark: "1"} | {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
-
-
 @pytest.fixture
 def mark() -> str:
-    return f"EPD_TEST_MARK_{uuid.uuid4().hex}"
+    return new_mark()
 
 
 def test_it_answers_shows_where_and_stops_everything(mark: str) -> None:
@@ -53,7 +34,7 @@ def test_it_answers_shows_where_and_stops_everything(mark: str) -> None:
         "stopped",
     ):
         assert words in ran.stdout
-    assert processes_of(mark) == []
+    assert processes_of(mark) == {}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -72,7 +53,7 @@ def test_a_signal_while_it_starts_leaves_no_process(mark: str, number: signal.Si
         demo.stdout.read()
 
     assert demo.returncode == 1
-    assert processes_of(mark) == []
+    assert processes_of(mark) == {}
 
 
 def test_what_is_no_topology_is_said_in_a_line() -> None:

@@ -1,0 +1,158 @@
+"""`epd up` with real vLLM."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import openai
+import pytest
+
+from epd.fleet import free_ports
+from epd.fleet.planning import planned
+from epd.fleet.settings import FleetSettings
+from tests.e2e.conftest import MEDIA
+from tests.e2e.stacks import VISION
+from tests.fleet.processes import left, marked, new_mark, processes_of
+
+PARSER = """
+import json, sys
+from vllm.entrypoints.cli.serve import ServeSubcommand
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+ServeSubcommand().subparser_init(parser.add_subparsers())
+for argv in json.load(sys.stdin):
+    args, unknown = parser.parse_known_args(argv)
+    print(json.dumps([unknown, args.ec_transfer_config and args.ec_transfer_config.ec_role,
+        args.kv_transfer_config and args.kv_transfer_config.kv_role, args.enforce_eager,
+        args.enable_prefix_caching, args.tensor_parallel_size, args.gpu_memory_utilization,
+        args.enable_request_id_headers, args.max_num_batched_tokens]))
+"""
+
+
+def parsed(argvs: list[list[str]]) -> list[list[object]]:
+    """What vLLM's own parser makes of command lines."""
+    ran = subprocess.run(
+        [sys.executable, "-c", PARSER],
+        input=json.dumps(argvs),
+        env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("[[")]
+
+
+def test_vllm_knows_every_flag_that_its_instances_are_given() -> None:
+    """A misspelt one is told apart, to begin with."""
+    argvs = [
+        list(engine.command()[3:])
+        for device, gpus in (("cuda", "e=0,{}=1+2"), ("xpu", "e=0,{}=1+2"), ("cpu", None))
+        for topology, last in (("1e1p1d", "p=3,d"), ("1e1pd", "pd"))
+        for engine in planned(
+            FleetSettings(
+                model="a/b",
+                device=device,
+                topology=topology,
+                gpus=gpus and gpus.format(last),
+                max_model_len=100,
+                max_num_seqs=10,
+                served_model_name="name",
+                allowed_local_media_path=str(MEDIA),
+            ),
+            {},
+            "file:///ec",
+        ).engines
+    ]
+    unknown, *known = parsed([["serve", "a/b", "--no-such-flag", "1"], *argvs])
+
+    assert unknown[0] == ["--no-such-flag", "1"]
+    encode, consumer = ["ec_producer", None], ["ec_consumer", None]
+    prefill, decode = ["ec_consumer", "kv_producer"], [None, "kv_consumer"]
+    assert [one[0] for one in known] == [[]] * 15
+    assert [one[1:3] for one in known] == [encode, prefill, decode, encode, consumer] * 3
+    assert [one[3] for one in known] == [True, True, False, True, False] * 2 + [True] * 5
+    assert [one[4] for one in known[:2]] == [False, None]
+    assert [one[5] for one in known[:5]] == [1, 1, 2, 1, 2]
+    assert [one[6] for one in known[:2]] == [0.01, 0.7]
+    assert all(one[7] for one in known)
+    assert known[0][8] == 114688
+
+
+@pytest.fixture
+def command(models: Path, tmp_path: Path) -> list[str]:
+    """An `epd up` on ports of its own."""
+    flags = ("port", "encode-port", "prefill-decode-port", "ec-store-port")
+    ports = dict(zip(flags, free_ports(len(flags)), strict=True))
+    return [
+        *(sys.executable, "-m", "epd", "up", "--device", "cpu", "--model", str(models / VISION)),
+        *(f"--{flag}={port}" for flag, port in ports.items()),
+        *("--allowed-local-media-path", str(MEDIA), "--log-path", str(tmp_path)),
+    ]
+
+
+def test_it_serves_names_an_engine_that_was_killed_and_leaves_nothing(command: list[str]) -> None:
+    mark = new_mark()
+    with subprocess.Popen(
+        command, env=marked(mark), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as up:
+        assert up.stdout is not None
+        said: list[str] = []
+        for line in up.stdout:
+            said.append(line)
+            if found := re.fullmatch(r"ready: (http://127\.0\.0\.1:\d+)\n", line):
+                break
+        assert found is not None, "".join(said)
+        with openai.OpenAI(base_url=f"{found[1]}/v1", api_key="k", max_retries=0) as client:
+            first = answer(client)
+            [encode] = [
+                pid for pid, line in processes_of(mark).items() if "--no-enable-prefix" in line
+            ]
+            os.kill(encode, signal.SIGKILL)
+            for line in up.stdout:
+                said.append(line)
+                if line.startswith("The others go on without encode-"):
+                    break
+            assert answer(client) == first
+        up.send_signal(signal.SIGINT)
+        said.append(up.stdout.read())
+
+    assert "ended by SIGKILL. The end of " in "".join(said)
+    assert up.returncode == 0
+    assert left(mark, 0) == {}
+
+
+def answer(client: openai.OpenAI) -> str:
+    """What the fleet says of a picture in a file."""
+    [model] = client.models.list()
+    picture = {"type": "image_url", "image_url": {"url": (MEDIA / "cat.jpg").as_uri()}}
+    reply = client.chat.completions.create(
+        model=model.id,
+        messages=[{"role": "user", "content": [picture, {"type": "text", "text": "What?"}]}],  # type: ignore[list-item,misc]
+        max_tokens=8,
+        temperature=0,
+    )
+    assert reply.choices[0].message.content
+    return reply.choices[0].message.content
+
+
+def test_an_engine_that_refuses_its_flags_ends_all(command: list[str]) -> None:
+    mark = new_mark()
+    ran = subprocess.run(
+        [*command, "--decode-flags", "--no-such-flag 1"],
+        env=marked(mark),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+    assert ran.returncode == 1
+    assert "epd up: prefill-decode-" in ran.stderr
+    assert "unrecognized arguments: --no-such-flag 1" in ran.stderr
+    assert left(mark, 0) == {}
