@@ -156,7 +156,7 @@ def show_store(stack: Stack) -> None:
 
 
 def keep(stack: Stack, path: Path) -> None:
-    """Serve until Ctrl-C, or until a process dies."""
+    """Serve until Ctrl-C, or until processes have died without which there are no answers."""
     url = {"url": (path if path.parent == MEDIA else MEDIA / "cat.jpg").resolve().as_uri()}
     parts = [{"type": "image_url", "image_url": url}, {"type": "text", "text": QUESTION}]
     messages = [{"role": "user", "content": parts}]
@@ -165,9 +165,7 @@ def keep(stack: Stack, path: Path) -> None:
     print(
         f"  curl {stack.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n"
     )
-    while True:
-        stack.check_alive()
-        time.sleep(1)
+    stack.watch()
 
 
 if __name__ == "__main__":

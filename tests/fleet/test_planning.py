@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from epd.fleet.cache_folder import FolderTaken, default_folder, default_url, make
 from epd.fleet.devices import LETTERS, assign, overfull, parse, parse_instances
 from epd.fleet.engine import Engine
 from epd.fleet.plan import Plan, url_of
@@ -258,3 +259,24 @@ def test_a_shell_reads_a_servers_line_as_it_is(args: list[str], environ: dict[st
 
     assert seen[: 1 + len(args)] == ["--flag", *args]
     assert {f"{name}={value}" for name, value in environ.items()} <= set(seen[1 + len(args) :])
+
+
+def test_the_cache_is_in_shared_memory_where_that_has_room(tmp_path: Path) -> None:
+    logs = tmp_path / "logs" / "now"
+    shared = default_folder(8000, logs, tmp_path)
+    url = default_url(shared)
+
+    assert shared.parent == tmp_path
+    assert default_folder(8000, logs, tmp_path / "none") == logs / "ec-store"
+    assert url.startswith(f"file://{shared}?max_bytes=")
+    assert not shared.exists()
+
+
+def test_the_cache_is_in_no_folder_of_somebody_else(tmp_path: Path) -> None:
+    make(tmp_path / "own")
+    make(tmp_path / "own")
+    (tmp_path / "link").symlink_to(tmp_path / "own")
+
+    assert (tmp_path / "own").stat().st_mode & 0o777 == 0o700
+    with pytest.raises(FolderTaken, match="not this user's"):
+        make(tmp_path / "link")

@@ -1,0 +1,3 @@
+#!/usr/bin/env bash
+# One instance that encodes, one that prefills and decodes: see disagg_example.sh
+exec "$(dirname "$0")/disagg_example.sh" 1e1pd
