@@ -148,8 +148,10 @@ def _said(location: tuple[int | str, ...]) -> str:
 
 def _leave_contexts_on_signals() -> None:
     """Whatever ends this process must end the servers too."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # nohup: the terminal's end is not this one's.
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.default_int_handler)
     # A shell starts what it runs in the background with Ctrl-C ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -15,6 +15,7 @@ LETTERS: Mapping[str, Role] = {
     "d": Role.DECODE,
     "pd": Role.PREFILL_DECODE,
 }
+ROUNDING = 1e-9
 _DEVICE = re.compile(r"[\w./-]+", re.ASCII)
 
 
@@ -87,4 +88,4 @@ def overfull(shares: Iterable[tuple[Devices, float]]) -> str | None:
     for devices, share in shares:
         for device in devices:
             total[device] = total.get(device, 0.0) + share
-    return next((device for device, share in total.items() if share > 1), None)
+    return next((device for device, share in total.items() if share > 1 + ROUNDING), None)

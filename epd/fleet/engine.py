@@ -30,7 +30,6 @@ class Engine:
         side_channel_port: port of NIXL's handshake, its own in every instance that has one.
         platform: what it runs on.
         devices: the devices it runs on, where the platform has any.
-        affinity: the variable that names them to it, if not the platform's own.
         served_name: what requests call the model; none: as it is named here.
         local_media: folder that file:// media may come from.
         memory: part of the devices' memory that it takes; none: vLLM's own choice.
@@ -47,7 +46,6 @@ class Engine:
     side_channel_port: int = 0
     platform: Platform = CPU
     devices: Devices = ()
-    affinity: str | None = None
     served_name: str | None = None
     local_media: str | None = None
     memory: float | None = None
@@ -103,7 +101,7 @@ class Engine:
 
     def environment(self) -> dict[str, str]:
         """The environment it needs beside the caller's."""
-        affinity = self.affinity or self.platform.affinity
+        affinity = self.platform.affinity
         own = {affinity: ",".join(self.devices)} if affinity and self.devices else {}
         defaults = dict(self.platform.environment)
         if self.transfers_kv:

@@ -14,6 +14,7 @@ EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S10
 """Where a server is reached from its own machine that listens on all its addresses."""
 
 
+MOST = 65535
 LOOPBACK = "127.0.0.1"
 
 
@@ -67,7 +68,7 @@ class Plan:
         """For each port that is listened on, the address and what messages call its owner.
 
         Raises:
-            ValueError: two servers have one port.
+            ValueError: two servers have one port, or counting up led beyond all ports.
         """
         wanted = [(self.port, self.host, "the proxy")]
         if self.keeper_port is not None:
@@ -78,6 +79,8 @@ class Plan:
                 wanted.append((engine.side_channel_port, LOOPBACK, f"NIXL of {engine.name}"))
         owners: dict[int, tuple[str, str]] = {}
         for port, host, owner in wanted:
+            if port > MOST:
+                raise ValueError(f"{owner}: there is no port {port}")
             if port in owners:
                 raise ValueError(f"port {port} is wanted for {owners[port][1]} and for {owner}")
             owners[port] = (host, owner)

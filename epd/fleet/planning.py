@@ -1,6 +1,7 @@
 """The servers that settings ask for."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -18,6 +19,8 @@ NIXL_STEP = 10
 def platform_of(settings: FleetSettings, environ: Mapping[str, str]) -> Platform:
     """What the instances run on."""
     platform = PLATFORMS[settings.device] if settings.device else detected(environ)
+    if platform.affinity is not None and settings.device_affinity_env is not None:
+        platform = replace(platform, affinity=settings.device_affinity_env)
     return platform.offline() if Path(settings.model).is_dir() else platform
 
 
@@ -58,12 +61,7 @@ def _engines(settings: FleetSettings, environ: Mapping[str, str], store: str) ->
     devices: tuple[tuple[str, ...], ...] = ((),) * len(roles)
     if platform.affinity is not None:
         devices = assign(roles, settings.named_devices(), platform.visible(environ))
-    ports = {
-        Role.ENCODE: count(settings.encode_port),
-        Role.PREFILL: count(settings.prefill_port),
-        Role.DECODE: count(settings.decode_port),
-        Role.PREFILL_DECODE: count(settings.prefill_decode_port),
-    }
+    ports = {role: count(first) for role, first in _first_ports(settings).items()}
     nixl_ports = count(settings.nixl_port, NIXL_STEP)
     return tuple(
         Engine(
@@ -74,7 +72,6 @@ def _engines(settings: FleetSettings, environ: Mapping[str, str], store: str) ->
             side_channel_port=next(nixl_ports) if role in TRANSFERS_KV else 0,
             platform=platform,
             devices=own,
-            affinity=settings.device_affinity_env,
             served_name=settings.served_model_name,
             local_media=settings.allowed_local_media_path,
             memory=_memory(settings, role) if own else None,
@@ -86,6 +83,15 @@ def _engines(settings: FleetSettings, environ: Mapping[str, str], store: str) ->
         )
         for role, own in zip(roles, devices, strict=True)
     )
+
+
+def _first_ports(settings: FleetSettings) -> Mapping[Role, int]:
+    return {
+        Role.ENCODE: settings.encode_port,
+        Role.PREFILL: settings.prefill_port,
+        Role.DECODE: settings.decode_port,
+        Role.PREFILL_DECODE: settings.prefill_decode_port,
+    }
 
 
 def _memory(settings: FleetSettings, role: Role) -> float:

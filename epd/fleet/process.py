@@ -139,10 +139,8 @@ def wait_until_ready(
             report(f"{process.name} is ready after {progress.seconds:.0f} s")
         if waiting and progress.seconds > timeout_s:
             names = ", ".join(process.name for process in waiting)
-            raise TimeoutError(
-                f"not ready after {timeout_s:.0f} s: {names}. The end of {waiting[0].log}:\n"
-                f"{waiting[0].tail()}"
-            )
+            ends = (f"The end of {process.log}:\n{process.tail()}" for process in waiting)
+            raise TimeoutError("\n".join([f"not ready after {timeout_s:.0f} s: {names}.", *ends]))
         progress.tell(waiting)
         time.sleep(POLL_S)
 

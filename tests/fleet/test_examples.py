@@ -45,7 +45,7 @@ def run(topology: str, environ: dict[str, str], mark: str) -> subprocess.Complet
         env=marked(mark) | environ,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 

@@ -139,6 +139,7 @@ def test_instances_of_a_role_count_up_from_its_port() -> None:
     [
         ({"port": 8200}, "port 8200 is wanted for the proxy and for encode-8200"),
         ({"ec_store_port": 8000}, "for the proxy and for the store"),
+        ({"topology": "2e1pd", "encode_port": 65535}, "encode-65536: there is no port 65536"),
         ({"topology": "2e1p1d", "prefill_port": 8201}, "for encode-8201 and for prefill-8201"),
         ({"topology": "1e1p1d", "nixl_port": 8300}, "for prefill-8300 and for NIXL of prefill-830"),
     ],
@@ -188,7 +189,8 @@ def test_each_stage_is_started_on_its_devices_as_it_has_to_be() -> None:
 def test_the_variable_that_names_devices_is_the_platforms_or_one_that_is_named() -> None:
     [encode, _] = plan(device="xpu", gpus="e=4,pd=5").engines
     assert encode.environment() == {"ZE_AFFINITY_MASK": "4"}
-    [encode, _] = plan(gpus="e=4,pd=5", device_affinity_env="HIP_VISIBLE_DEVICES").engines
+    hip = {**TWO, "HIP_VISIBLE_DEVICES": "4,5"}
+    [encode, _] = plan(hip, device_affinity_env="HIP_VISIBLE_DEVICES").engines
     assert encode.environment() == {"HIP_VISIBLE_DEVICES": "4"}
 
 
@@ -248,7 +250,7 @@ words = st.lists(
 names = st.from_regex(r"EPD_[A-Z]{1,5}", fullmatch=True)
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(words, st.dictionaries(names, words.map("-".join), max_size=2))
 def test_a_shell_reads_a_servers_line_as_it_is(args: list[str], environ: dict[str, str]) -> None:
     """`env` prints the environment, `printf` the words that it is called with."""

@@ -23,7 +23,7 @@ FAKE = f"{sys.executable} {Path(__file__).with_name('fake_vllm.py')}"
 EPD_UP = (sys.executable, "-m", "epd", "up", "--device", "cpu", "--vllm-command", FAKE)
 SERVERS = ("encode", "prefill", "decode", "prefill-decode", "nixl", "ec-store")
 PORTS = ("port", *(f"{server}-port" for server in SERVERS))
-WITHIN_S = 60
+WITHIN_S = 300
 
 
 class Up:
@@ -118,6 +118,17 @@ def test_it_serves_until_it_is_stopped_and_leaves_nothing(
     }
 
 
+def test_nohup_keeps_it_running_without_its_terminal(tmp_path: Path) -> None:
+    up = Up(tmp_path)
+    up.command = ("nohup", *up.command)
+    with up.started() as process:
+        up.wait_for(process, "ready: ")
+        process.send_signal(signal.SIGHUP)
+        os.kill(up.pid("encode-port"), signal.SIGKILL)
+        up.wait_for(process, "The others go on")
+        assert up.ask().status_code == 200
+
+
 def test_what_is_printed_to_be_pasted_answers(tmp_path: Path) -> None:
     up = Up(tmp_path, "--served-model-name", "it's")
     with up.started() as process:
@@ -140,11 +151,12 @@ def test_an_engine_that_ends_while_it_starts_ends_all(tmp_path: Path) -> None:
 
 
 def test_engines_that_never_serve_end_all(tmp_path: Path) -> None:
-    up = Up(tmp_path, "--decode-flags", "--fake slow", "--timeout-s", "3")
+    up = Up(tmp_path, "--decode-flags", "--fake slow", "--timeout-s", "10")
     ran = up.run()
 
     assert ran.returncode == 1
-    assert "epd up: not ready after 3 s: prefill-decode-" in ran.stderr
+    assert "epd up: not ready after 10 s: " in ran.stderr
+    assert f"prefill-decode-{up.ports['prefill-decode-port']}" in ran.stderr
     assert "Loading what is not there" in ran.stderr
     assert left(up.mark, 0) == {}
 
