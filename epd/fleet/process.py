@@ -18,11 +18,13 @@ PROGRESS_S = 15.0
 TAIL_LINES = 25
 TAIL_BYTES = 65536
 DOING_CHARACTERS = 100
-_LOG_PREFIX = re.compile(
+_RECORD = re.compile(
     r"(?:\([^)]*\) )*"  # the process
     r"(?:[A-Z]+ [\d-]+ [\d:]+ (?:\[[^]]*\] )?"  # vLLM's level, time, and place in the source
-    r"|[\d-]+T[\d:.]+Z \[\w+ *\] )?"  # the proxy's
+    r"|[\d-]+T[\d:.]+Z \[\w+ *\] "  # the proxy's
+    r"|(?=.*\d%))"  # a progress bar
 )
+"""What is before the message of a log line that says what its process does."""
 
 
 class ProcessDied(Exception):
@@ -90,9 +92,10 @@ class Process:
         return "\n".join(self._last_lines()[-TAIL_LINES:])
 
     def doing(self) -> str:
-        """What the last line of its log says, without the time and the place in the source."""
-        lines = [line for line in self._last_lines() if line.strip()]
-        said = _LOG_PREFIX.sub("", lines[-1], count=1) if lines else "its log is empty"
+        """What the last message of its log says, without its time and place in the source."""
+        lines = self._last_lines()
+        records = (line for line in reversed(lines) if _RECORD.match(line))
+        said = _RECORD.sub("", next(records, lines[-1] if lines else "its log is empty"), count=1)
         return "".join(filter(str.isprintable, said)).strip()[:DOING_CHARACTERS]
 
     def _last_lines(self) -> list[str]:

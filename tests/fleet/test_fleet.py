@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -63,6 +64,40 @@ def test_a_server_that_dies_is_reported_with_the_end_of_its_log(tmp_path: Path) 
     with pytest.raises(ProcessDied, match=r"code 3[\s\S]*about to fail"):
         wait_until_ready([process], 30, lambda _: None)
     stop([process])
+
+
+@pytest.mark.parametrize(
+    ("log", "doing"),
+    [
+        ("", "its log is empty"),
+        ("anything\n", "anything"),
+        (
+            "(Core pid=7) INFO 11-21 17:53:40 [a.py:71] Loading\n(Core pid=7) reserved_cpus=[]\n",
+            "Loading",
+        ),
+        ("INFO 11-21 17:53:40 [a.py:1] x\n(Worker pid=7) shards:  50% done\r", "shards:  50% done"),
+        ("2026-11-21T17:53:38.099Z [warning  ] instance  a=\x1b[31m1\n", "instance  a=[31m1"),
+    ],
+)
+def test_what_a_server_does_is_told_from_its_log(tmp_path: Path, log: str, doing: str) -> None:
+    process = start(tmp_path, "import time; time.sleep(60)")
+    process.log.write_text(log)
+    said = process.doing()
+    stop([process])
+
+    assert said == doing
+
+
+def test_what_a_server_does_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("epd.fleet.process.PROGRESS_S", 0.2)
+    reports: list[str] = []
+    process = start(tmp_path, "import time; time.sleep(60)")
+    with pytest.raises(TimeoutError):
+        wait_until_ready([process], 3, reports.append)
+    stop([process])
+
+    assert re.fullmatch(r"server after \d+ s: its log is empty", reports[0])
+    assert re.fullmatch(r"waiting for server: \d+ s", reports[1])
 
 
 def test_a_server_that_never_serves_is_reported(tmp_path: Path) -> None:
