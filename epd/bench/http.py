@@ -39,6 +39,19 @@ class Message:
         else:
             self.complete = len(self.body) >= self._length
 
+    def content(self) -> bytes:
+        """The body of a complete message, without its framing."""
+        if self._length is not None:
+            return bytes(self.body)
+        parts, place = list[bytes](), 0
+        while True:
+            line = self.body.index(b"\r\n", place)
+            size = int(self.body[place:line], 16)
+            if not size:
+                return b"".join(parts)
+            place = line + 2 + size + 2
+            parts.append(bytes(self.body[line + 2 : place - 2]))
+
     @property
     def status(self) -> int:
         """An answer's."""

@@ -4,13 +4,14 @@ import asyncio
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 from urllib.parse import urlsplit
 
 from epd.bench import http
 
 PATH = "/v1/chat/completions"
-EVENT_END = b"\n\n"
+EVENT = b"data: "
 TIMEOUT_S = 120.0
 
 
@@ -49,7 +50,9 @@ class Load:
 class Client(asyncio.Protocol):
     """One connection, over which one request goes after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, events: int) -> None:
+        """Expect so many events in each answer; none: it is no stream."""
+        self._events = events
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
         self._ended: asyncio.Future[str | Done] = self._loop.create_future()
@@ -82,9 +85,9 @@ class Client(asyncio.Protocol):
         if answer.status != 200:  # noqa: PLR2004
             return f"{answer.status}: {bytes(answer.body[:200]).decode(errors='replace')}"
         streamed = b"text/event-stream" in answer.head
-        if streamed and b"data: [DONE]" not in answer.body:
-            return "a stream without [DONE]"
-        events = answer.body.count(EVENT_END) if streamed else 0
+        events = answer.content().count(EVENT) if streamed else 0
+        if events != self._events:
+            return f"{events} events of {self._events}"
         return Done(self._first_s - self._sent_s, now - self._sent_s, self._gap_s, events)
 
     def _end(self, how: str | Done) -> None:
@@ -105,20 +108,26 @@ class Client(asyncio.Protocol):
         self._transport.abort()
 
 
-async def run(url: str, bodies: Iterator[bytes], clients: int, *, seconds: float | None) -> Load:
+async def run(
+    url: str, bodies: Iterator[bytes], clients: int, *, events: int, seconds: float | None
+) -> Load:
     """Put a load on a server.
 
     Args:
         url: its base URL.
         bodies: what is sent.
         clients: how many at a time.
+        events: how many an answer must hold; 0: it must be no stream.
         seconds: for how long; None: each client sends one request, all at the same moment.
     """
     parts = urlsplit(url)
     host, port = parts.hostname or "", parts.port or 80
     load = Load()
     loop = asyncio.get_running_loop()
-    connections = [(await loop.create_connection(Client, host, port))[1] for _ in range(clients)]
+    connections = [
+        (await loop.create_connection(partial(Client, events), host, port))[1]
+        for _ in range(clients)
+    ]
     began = time.perf_counter()
 
     async def one(client: Client) -> None:

@@ -108,6 +108,10 @@ class Rig:
         """A contender's turn."""
         before_s = one.cpu_s()
         outcome = self._put(one.url, scenario, seconds)
+        for failure in outcome.failed[:1]:
+            print(
+                f"{one.name}: {len(outcome.failed)} failed, the first: {failure}", file=sys.stderr
+            )
         return sample(outcome, one.cpu_s() - before_s, one.resident_bytes())
 
     def measure_direct(self, scenario: Scenario, url: str, seconds: float) -> Sample:
@@ -122,7 +126,9 @@ class Rig:
         gc.disable()  # its pauses would be taken for the proxy's
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                return runner.run(load.run(url, bodies, scenario.clients, seconds=limit_s))
+                return runner.run(
+                    load.run(url, bodies, scenario.clients, events=scenario.events, seconds=limit_s)
+                )
         finally:
             gc.enable()
 

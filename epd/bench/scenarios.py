@@ -51,6 +51,11 @@ class Scenario:
     once: bool = False
     fresh: bool = False
 
+    @property
+    def events(self) -> int:
+        """How many a whole answer holds: its chunks and `[DONE]`."""
+        return self.chunks and self.chunks + 1
+
 
 SCENARIOS = (
     Scenario("text-json", "text, JSON"),

@@ -25,7 +25,7 @@ def test_a_message_with_a_length_is_complete_when_all_of_it_has_come(
 
     assert message.complete
     assert message.status == 200
-    assert message.body == body
+    assert message.content() == body
 
 
 @given(st.lists(st.binary(min_size=1, max_size=50), max_size=10), CUTS)
@@ -39,3 +39,4 @@ def test_a_chunked_one_is_complete_with_its_last_chunk(
     message.feed(http.LAST_CHUNK)
     assert message.complete
     assert message.status == 503
+    assert message.content() == b"".join(chunks)
