@@ -72,10 +72,11 @@ def vision_arena(prompts: int) -> Dataset:
     """
     try:
         _check_access()
-        trace = tuple(islice(_digests(HUB_NAME), prompts))
+        trace = tuple(islice(digests(HUB_NAME), prompts))
     except Exception as error:  # what a library's HTTP library raises changes with its version
         lines = str(error).strip().splitlines()
-        raise DatasetUnavailable(lines[-1] if lines else type(error).__name__) from error
+        reason = lines[-1] if lines else type(error).__name__
+        raise DatasetUnavailable(f"VisionArena-Chat cannot be read: {reason}") from error
     return Dataset(VISION_ARENA, HUB_NAME, trace)
 
 
@@ -86,7 +87,7 @@ def _check_access() -> None:
     HfApi().auth_check(HUB_NAME, repo_type="dataset")
 
 
-def _digests(path: str) -> Iterator[str]:
+def digests(path: str) -> Iterator[str]:
     """The pictures that vLLM sends of a data set, by their content."""
     # Only environments that run vLLM's benchmark have it.
     from datasets import load_dataset  # noqa: PLC0415
