@@ -174,6 +174,7 @@ def _measure(plan: Plan) -> list[Run]:
         *(_started(plan, name) for name in plan.topology),
     ]
     runs: list[Run] = []
+    _write(plan, runs, started_at)  # where that fails, it fails now
     for place in places:
         with place as target:
             model = targets.find_model(target, plan.model)
@@ -183,9 +184,13 @@ def _measure(plan: Plan) -> list[Run]:
                 targets.ask(target, model, pictures.jpeg(rng(plan.seed, "warm-up", number)))
             for dataset in datasets:
                 runs.append(_one(plan, target, model, dataset))
-                if plan.out is not None:
-                    plan.out.write_bytes(results.document(runs, started_at, sys.argv[1:]))
+                _write(plan, runs, started_at)
     return runs
+
+
+def _write(plan: Plan, runs: Sequence[Run], started_at: datetime) -> None:
+    if plan.out is not None:
+        plan.out.write_bytes(results.document(runs, started_at, sys.argv[1:]))
 
 
 def _one(plan: Plan, target: Target, model: Model, dataset: Dataset) -> Run:

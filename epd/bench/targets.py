@@ -51,10 +51,10 @@ class Target:
             ValueError: it is neither.
         """
         match = _NAMED.fullmatch(text)
-        if match is None or not urlsplit(match["url"]).hostname:
+        # A password in it would be in every result file.
+        if match is None or not (parts := urlsplit(match["url"])).hostname or parts.username:
             raise ValueError(f"{text!r} is not [NAME=]http://HOST:PORT")
-        url = match["url"].rstrip("/").removesuffix("/v1")
-        return cls(match["name"] or urlsplit(url).netloc.rpartition("@")[2], url)
+        return cls(match["name"] or parts.netloc, match["url"].rstrip("/").removesuffix("/v1"))
 
 
 @dataclass(frozen=True, slots=True)

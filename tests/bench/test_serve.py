@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import subprocess
 import sys
 from importlib.util import find_spec
 from os import environ
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 from aiohttp import web
@@ -13,6 +15,7 @@ from aiohttp import web
 from epd.bench import vllm_bench
 from epd.bench.dataset import digests, local
 from epd.cli import main
+from tests.e2e.test_demo import processes_of
 from tests.proxy.backed import Backed, caching
 from tests.proxy.conftest import backed, keys, launch, store, url
 from tests.proxy.fake_instance import FakeInstance, decodes, refuses
@@ -188,6 +191,15 @@ class TestBeforeItBegins:
     def flags(self, tmp_path: Path) -> list[str | Path]:
         return ["--dataset", "pool", "--num-prompts", "1", "--data-dir", tmp_path]
 
+    async def test_a_file_that_cannot_be_written(
+        self, flags: list[str | Path], tmp_path: Path
+    ) -> None:
+        code, _, err = await bench("--url", NOBODY, *flags, "--out", tmp_path / "no" / "out.json")
+
+        assert code == 1
+        assert "No such file or directory" in err
+        assert "cannot be reached" not in err
+
     async def test_a_target_that_nobody_serves(self, flags: list[str | Path]) -> None:
         code, _, err = await bench("--url", NOBODY, *flags)
 
@@ -249,6 +261,28 @@ class TestBeforeItBegins:
         assert "the local data set takes its place" in first
         assert "pictures of local" in second
         assert "cannot be reached" in third
+
+
+@needs_vllm
+@pytest.mark.e2e
+def test_a_signal_ends_the_stack_that_it_started(tmp_path: Path, models: Path) -> None:
+    mark = f"EPD_TEST_MARK_{uuid4().hex}"
+    words = f"--topology 1e1pd --model {models}/tiny-qwen2.5-vl --dataset pool --num-prompts 1"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "epd", "bench", "serve", *words.split(), "--data-dir", tmp_path],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environ | {mark: "1"},
+    )
+    with process:
+        assert process.stderr is not None
+        while "starting proxy" not in process.stderr.readline():
+            pass
+        assert len(processes_of(mark)) >= 4
+        process.terminate()
+
+    assert process.returncode == 1
+    assert processes_of(mark) == []
 
 
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

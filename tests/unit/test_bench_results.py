@@ -57,14 +57,15 @@ ALL_ANSWERED = vllm_bench.read(
         ("https://h/", Target("h", "https://h")),
         ("http://h:1/v1", Target("h:1", "http://h:1")),
         ("plain=http://h:1", Target("plain", "http://h:1")),
-        ("http://user:secret@h:1", Target("h:1", "http://user:secret@h:1")),
     ],
 )
 def test_a_target_is_a_url_that_may_have_a_name(text: str, target: Target) -> None:
     assert Target.parse(text) == target
 
 
-@pytest.mark.parametrize("text", ["", "h:1", "ftp://h", "=http://h", "http://", "a b=http://h"])
+@pytest.mark.parametrize(
+    "text", ["", "h:1", "ftp://h", "=http://h", "http://", "a b=http://h", "http://u:p@h"]
+)
 def test_what_is_no_url_is_no_target(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not \[NAME=\]http"):
         Target.parse(text)
