@@ -278,9 +278,10 @@ def test_a_signal_ends_the_stack_that_it_started(tmp_path: Path, models: Path) -
         assert process.stderr is not None
         while "starting proxy" not in process.stderr.readline():
             pass
-        assert len(processes_of(mark)) >= 4
+        started = processes_of(mark)
         process.terminate()
 
+    assert len(started) > 2
     assert process.returncode == 1
     assert processes_of(mark) == []
 
