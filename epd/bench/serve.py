@@ -1,0 +1,285 @@
+"""`epd bench serve`: what a fleet does, by vLLM's own benchmark and by what the proxy counts."""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+
+from epd.bench import pictures, results, targets, vllm_bench
+from epd.bench.dataset import VISION_ARENA, Dataset, DatasetUnavailable, local, vision_arena
+from epd.bench.replays import LOCAL, REPLAYS, rng
+from epd.bench.results import Run
+from epd.bench.targets import Items, Model, NoFigures, Target, TargetFailed
+from epd.bench.vllm_bench import BenchFailed, Load
+from epd.fleet import ProcessDied, Stack, Topology
+from epd.parser import Commands, Parser
+
+AUTO, ALL = "auto", "all"
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is measured; its fields are the command's flags."""
+
+    url: Sequence[Target]
+    topology: Sequence[str]
+    model: str | None
+    tokenizer: str | None
+    dataset: str
+    num_prompts: int
+    request_rate: float
+    max_concurrency: int | None
+    output_len: int
+    warmups: int
+    seed: int
+    data_dir: Path
+    ec_store: str | None
+    store_entries: int | None
+    out: Path | None
+
+    @property
+    def load(self) -> Load:
+        """How much is asked of each target."""
+        return Load(self.request_rate, self.max_concurrency, self.output_len)
+
+
+def add_parser(benchmarks: Commands) -> None:
+    """Add `serve` to the benchmarks."""
+    parser = benchmarks.add_parser(
+        "serve",
+        help="measure a fleet with `vllm bench serve`",
+        description="Run `vllm bench serve` on a fleet, and say how often it encoded pictures "
+        "that it had encoded before. OPENAI_API_KEY is sent with the requests, EPD_ADMIN_API_KEY "
+        "opens the proxy's /metrics.",
+        epilog="example: epd bench serve --url epd=http://localhost:8000 "
+        "--url plain=http://localhost:9000 --dataset all --out results.json",
+        usage="epd bench serve (--url [NAME=]URL | --topology NAME --model FOLDER) [FLAG ...]",
+        allow_abbrev=False,
+    )
+    _add_target_flags(parser.add_argument_group("what is measured"))
+    _add_load_flags(parser.add_argument_group("what it is asked"))
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where results go, as JSON")
+    parser.set_defaults(run=partial(_run, parser))
+
+
+def _add_target_flags(group: "argparse._ArgumentGroup") -> None:
+    add = group.add_argument
+    add(
+        "--url",
+        type=_checked(Target.parse),
+        action="append",
+        default=[],
+        metavar="[NAME=]URL",
+        help="a proxy, or another OpenAI server to compare it with; one run for each",
+    )
+    add(
+        "--topology",
+        type=_checked(_topology),
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="such a stack, 1e1pd or 1e1p1d, which is started on this machine; one run for each",
+    )
+    add("--model", help="its served name (the only one); with --topology, its folder")
+    add("--tokenizer", help="its tokenizer's folder or hub name (what the server has it from)")
+    add("--ec-store", metavar="URL", help="encoder cache of a --topology (a new folder)")
+    add(
+        "--store-entries",
+        type=_checked(_count),
+        metavar="N",
+        help="how many pictures the encoder cache holds, for an LRU cache to compare it with",
+    )
+
+
+def _add_load_flags(group: "argparse._ArgumentGroup") -> None:
+    add = group.add_argument
+    add(
+        "--dataset",
+        default=AUTO,
+        choices=(AUTO, VISION_ARENA, *REPLAYS, ALL),
+        help="visionarena: VisionArena-Chat; local: one like it, made here; pool: 200 pictures at "
+        "80%% reuse; window: 4 of 5 pictures were among the last 50; auto (the default): "
+        "visionarena where its hub can be reached, else local; all: auto, pool and window",
+    )
+    number = partial(add, type=_checked(_count), metavar="N")
+    number("--num-prompts", default=100, help="requests of each run (100)")
+    number("--max-concurrency", help="requests at a time (any number)")
+    number("--output-len", default=128, help="tokens of each answer (128)")
+    add(
+        "--request-rate",
+        type=_checked(_rate),
+        default=float("inf"),
+        metavar="R",
+        help="requests a second, on average (inf: all at once)",
+    )
+    add(
+        "--warmups",
+        type=int,
+        default=3,
+        metavar="N",
+        help="requests about other pictures, before all others (3)",
+    )
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of pictures and questions: another seed makes others (0)",
+    )
+    add(
+        "--data-dir",
+        type=Path,
+        default=_cache_dir(),
+        metavar="FOLDER",
+        help="where the pictures that are made are kept (%(default)s)",
+    )
+
+
+def _run(parser: Parser, **flags: Any) -> None:
+    plan = Plan(**flags)
+    if not plan.url and not plan.topology:
+        parser.error("--url or --topology is required")
+    if plan.topology and not (plan.model and Path(plan.model, "config.json").is_file()):
+        parser.error("--topology needs --model FOLDER, of a model that vLLM can load")
+    if missing := vllm_bench.missing():
+        sys.exit(f"epd bench serve: needs {', '.join(missing)}: pip install '.[vllm,bench]'")
+    # Whatever ends this process must end the engines too: let the contexts be left.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(1))
+    try:
+        runs = _measure(plan)
+    except (BenchFailed, DatasetUnavailable, TargetFailed, ProcessDied, OSError) as error:
+        sys.exit(f"epd bench serve: {error}")
+    except KeyboardInterrupt:
+        sys.exit("stopped")
+    print("\n".join(results.tables(runs)))
+
+
+def _measure(plan: Plan) -> list[Run]:
+    """All runs, one target after the other; each is in the file when the next begins."""
+    started_at = datetime.now(UTC)
+    datasets = list(_datasets(plan))
+    places: list[AbstractContextManager[Target]] = [
+        *(nullcontext(target) for target in plan.url),
+        *(_started(plan, name) for name in plan.topology),
+    ]
+    runs: list[Run] = []
+    _write(plan, runs, started_at)  # where that fails, it fails now
+    for place in places:
+        with place as target:
+            model = targets.find_model(target, plan.model)
+            if plan.tokenizer:
+                model = replace(model, tokenizer=plan.tokenizer)
+            for number in range(plan.warmups):
+                targets.ask(target, model, pictures.jpeg(rng(plan.seed, "warm-up", number)))
+            for dataset in datasets:
+                runs.append(_one(plan, target, model, dataset))
+                _write(plan, runs, started_at)
+    return runs
+
+
+def _write(plan: Plan, runs: Sequence[Run], started_at: datetime) -> None:
+    if plan.out is not None:
+        plan.out.write_bytes(results.document(runs, started_at, sys.argv[1:]))
+
+
+def _one(plan: Plan, target: Target, model: Model, dataset: Dataset) -> Run:
+    """One data set, sent to one target."""
+    _report(f"{target.name}: {len(dataset.trace)} requests of {dataset.name}")
+    before = _items(target)
+    with TemporaryDirectory(prefix="epd-bench-") as folder:
+        file = Path(folder) / "result.json"
+        words = vllm_bench.command(target, model, dataset, plan.load, file)
+        result = vllm_bench.run(words, file)
+    figures = vllm_bench.read(result, dataset.trace, plan.output_len)
+    return results.run_of(target, dataset, figures, (before, _items(target)), plan.store_entries)
+
+
+def _items(target: Target) -> Items | str:
+    """What the proxy has counted, or why that is not known."""
+    try:
+        return targets.read_items(target)
+    except NoFigures as reason:
+        return str(reason)
+
+
+def _datasets(plan: Plan) -> Iterator[Dataset]:
+    """What each target is asked, made where it is missing."""
+    names = [AUTO, *(one for one in REPLAYS if one != LOCAL)]
+    for name in names if plan.dataset == ALL else [plan.dataset]:
+        if name in {AUTO, VISION_ARENA}:
+            try:
+                yield vision_arena(plan.num_prompts)
+                continue
+            except DatasetUnavailable as reason:
+                if name == VISION_ARENA:
+                    raise
+                _report(f"{reason}; the local data set takes its place")
+        replay = LOCAL if name == AUTO else name
+        _report(f"pictures of {replay} are in {plan.data_dir}")
+        yield local(plan.data_dir, replay, plan.num_prompts, plan.seed)
+
+
+@contextmanager
+def _started(plan: Plan, topology: str) -> Iterator[Target]:
+    """A stack on this machine."""
+    with TemporaryDirectory(prefix="epd-bench-") as folder:
+        stack = Stack(
+            Path(plan.model or ""),
+            Topology.parse(topology),
+            Path(folder),
+            local_media=Path(folder),
+            store=plan.ec_store,
+            report=_report,
+        )
+        with stack:
+            yield Target(topology, stack.url)
+
+
+def _report(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _checked(read: Callable[[str], _T]) -> Callable[[str], _T]:
+    """A flag's type: what it says of a wrong value is what the user sees."""
+
+    def convert(text: str) -> _T:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise ValueError(f"{text!r} is not a number above 0")
+    return int(text)
+
+
+def _rate(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise ValueError(f"{text!r} is not a rate above 0")
+    return value
+
+
+def _topology(text: str) -> str:
+    Topology.parse(text)
+    return text
+
+
+def _cache_dir() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "epd" / "bench"

@@ -1,0 +1,237 @@
+"""What is measured: servers by their URLs, and what they tell of themselves."""
+
+import asyncio
+import base64
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+import aiohttp
+import orjson
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+TIMEOUT_S = 30.0
+FIRST_ANSWER_TIMEOUT_S = 300.0
+"""Engines compile and connect when they are first asked."""
+
+_NAMED = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<url>https?://.+)")
+
+
+class TargetFailed(Exception):
+    """A server cannot be measured. The message says why."""
+
+
+class NoFigures(Exception):
+    """A server has no figures of items. The message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server that speaks OpenAI's protocol.
+
+    Attributes:
+        name: what results call it.
+        url: its base URL.
+    """
+
+    name: str
+    url: str
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `URL` or `NAME=URL`; one that has no name is called by its host and port.
+
+        Raises:
+            ValueError: it is neither.
+        """
+        match = _NAMED.fullmatch(text)
+        # A password in it would be in every result file.
+        if match is None or not (parts := urlsplit(match["url"])).hostname or parts.username:
+            raise ValueError(f"{text!r} is not [NAME=]http://HOST:PORT")
+        return cls(match["name"] or parts.netloc, match["url"].rstrip("/").removesuffix("/v1"))
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model that a server has.
+
+    Attributes:
+        id: what requests call it.
+        tokenizer: a folder or a hub's name; by default where the server says it has the model from.
+    """
+
+    id: str
+    tokenizer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """What a proxy has counted of the media items of requests.
+
+    Attributes:
+        hits: those whose encoder outputs were there, or on their way.
+        encoded: those that encode instances encoded.
+        local: those that were left to prefill or decode.
+        encodes: what encode instances were asked for and did.
+    """
+
+    hits: int
+    encoded: int
+    local: int
+    encodes: int
+
+    def since(self, before: Self) -> "Items":
+        """What has been counted after `before`."""
+        return Items(
+            self.hits - before.hits,
+            self.encoded - before.encoded,
+            self.local - before.local,
+            self.encodes - before.encodes,
+        )
+
+    @property
+    def total(self) -> int:
+        """All items."""
+        return self.hits + self.encoded + self.local
+
+
+def find_model(target: Target, wanted: str | None) -> Model:
+    """The model of that name, or of a folder of that name; without one, the server's only one.
+
+    Raises:
+        TargetFailed: it has no such model, or does not answer.
+    """
+    status, body = asyncio.run(_request("GET", f"{target.url}/v1/models", _client_key()))
+    if status != HTTPStatus.OK:
+        raise TargetFailed(f"{target.url}/v1/models: {_said(status, body)}")
+    models = [Model(one["id"], one.get("root") or one["id"]) for one in _json(body).get("data", [])]
+    names = wanted and {wanted, Path(wanted).name}
+    found = [one for one in models if names is None or one.id in names]
+    if len(found) != 1:
+        has = ", ".join(one.id for one in models) or "none"
+        what = "no --model is given" if wanted is None else f"no model {wanted!r}"
+        raise TargetFailed(f"{target.url}: {what}, it has: {has}")
+    return found[0]
+
+
+def ask(target: Target, model: Model, jpeg: bytes) -> None:
+    """Ask about a picture, as whoever comes first must wait for engines to get ready.
+
+    Raises:
+        TargetFailed: there is no answer.
+    """
+    url = f"data:image/jpeg;base64,{base64.b64encode(jpeg).decode()}"
+    picture = {"type": "image_url", "image_url": {"url": url}}
+    text = {"type": "text", "text": "What is in this picture?"}
+    message = {"role": "user", "content": [text, picture]}
+    body = orjson.dumps({"model": model.id, "messages": [message], "max_tokens": 4})
+    status, said = asyncio.run(
+        _request(
+            "POST",
+            f"{target.url}/v1/chat/completions",
+            _client_key() | {"Content-Type": "application/json"},
+            body,
+            FIRST_ANSWER_TIMEOUT_S,
+        )
+    )
+    if status != HTTPStatus.OK:
+        raise TargetFailed(f"{target.url} does not answer about a picture: {_said(status, said)}")
+
+
+def read_items(target: Target) -> Items:
+    """What the proxy at `target` has counted.
+
+    Raises:
+        NoFigures: it is no EPD proxy, or does not tell.
+        TargetFailed: it cannot be reached.
+    """
+    key = os.environ.get("EPD_ADMIN_API_KEY") or os.environ.get("ADMIN_API_KEY")
+    headers = {"X-API-Key": key} if key else {}
+    status, body = asyncio.run(_request("GET", f"{target.url}/metrics", headers))
+    if status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
+        raise NoFigures(f"its /metrics answered {status}: EPD_ADMIN_API_KEY must be the proxy's")
+    if status != HTTPStatus.OK:
+        raise NoFigures(f"its /metrics answered {status}")
+    try:
+        return parse_items(body.decode())
+    except ValueError as error:
+        raise NoFigures("its /metrics are not Prometheus'") from error
+
+
+def parse_items(page: str) -> Items:
+    """The figures of items on a page of `/metrics`.
+
+    Raises:
+        NoFigures: it is not an EPD proxy's.
+        ValueError: it is no such page.
+    """
+    families = {family.name: family for family in text_string_to_metric_families(page)}
+    if "epd_items" not in families:
+        raise NoFigures("it is no EPD proxy")
+
+    def count(result: str) -> int:
+        return _sum([families["epd_items"]], "epd_items_total", result=result)
+
+    return Items(
+        hits=count("hit"),
+        encoded=count("encoded"),
+        local=count("local"),
+        encodes=_sum(families.values(), "epd_stage_seconds_count", stage="encode", failed="false"),
+    )
+
+
+def _sum(families: Iterable[Metric], name: str, **labels: str) -> int:
+    samples = (sample for family in families for sample in family.samples)
+    return sum(
+        int(one.value)
+        for one in samples
+        if one.name == name and labels.items() <= one.labels.items()
+    )
+
+
+async def _request(
+    method: str,
+    url: str,
+    headers: dict[str, str],
+    body: bytes | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> tuple[int, bytes]:
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout, headers=headers) as http,
+            http.request(method, url, data=body) as reply,
+        ):
+            return reply.status, await reply.read()
+    except TimeoutError as error:
+        raise TargetFailed(f"{url} did not answer within {timeout_s:.0f} s") from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise TargetFailed(f"{url} cannot be reached: {error}") from error
+
+
+def _client_key() -> dict[str, str]:
+    key = os.environ.get("OPENAI_API_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def _json(body: bytes) -> dict[str, Any]:
+    try:
+        loaded = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise TargetFailed(f"it answers what is no JSON: {body[:80]!r}") from error
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def _said(status: int, body: bytes) -> str:
+    """Status and message of an error."""
+    try:
+        error = orjson.loads(body)["error"]
+        return f"{status}, {error['message']}"
+    except (orjson.JSONDecodeError, LookupError, TypeError):
+        return str(status)

@@ -1,0 +1,234 @@
+"""What `epd bench serve` reads of a proxy and of vLLM, and what it makes of it."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epd.admission import Admission, Limits
+from epd.bench import results, vllm_bench
+from epd.bench.dataset import Dataset
+from epd.bench.targets import Items, Model, NoFigures, Target, parse_items
+from epd.bench.vllm_bench import Load
+from epd.events import ItemResult, RequestDone, StageDone
+from epd.metrics import MetricsObserver
+
+TARGET = Target("epd", "http://h:1")
+DATASET = Dataset("local", "/data", ("a", "b", "a", "a"))
+NOTHING = Items(0, 0, 0, 0)
+COUNTED = Items(hits=2, encoded=2, local=0, encodes=2)
+
+
+def detailed(ttfts: list[float], tokens: list[int], errors: list[str]) -> dict[str, Any]:
+    """A result of `vllm bench serve --save-detailed`, as far as it is read."""
+    latencies = {
+        f"{figure}_{name}_ms": value
+        for name in ("ttft", "tpot")
+        for figure, value in (("mean", 2.0), ("median", 1.0), ("p99", 3.0))
+    }
+    return {
+        **latencies,
+        "ttfts": ttfts,
+        "output_lens": tokens,
+        "errors": errors,
+        "completed": sum(map(bool, tokens)),
+        "failed": len(tokens) - sum(map(bool, tokens)),
+        "request_throughput": 4.0,
+        "output_throughput": 32.0,
+    }
+
+
+ALL_ANSWERED = vllm_bench.read(
+    detailed([0.4, 0.6, 0.1, 0.2], [8] * 4, [""] * 4), DATASET.trace, output_len=8
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "target"),
+    [
+        ("http://h:1", Target("h:1", "http://h:1")),
+        ("https://h/", Target("h", "https://h")),
+        ("http://h:1/v1", Target("h:1", "http://h:1")),
+        ("plain=http://h:1", Target("plain", "http://h:1")),
+    ],
+)
+def test_a_target_is_a_url_that_may_have_a_name(text: str, target: Target) -> None:
+    assert Target.parse(text) == target
+
+
+@pytest.mark.parametrize(
+    "text", ["", "h:1", "ftp://h", "=http://h", "http://", "a b=http://h", "http://u:p@h"]
+)
+def test_what_is_no_url_is_no_target(text: str) -> None:
+    with pytest.raises(ValueError, match=r"is not \[NAME=\]http"):
+        Target.parse(text)
+
+
+def metrics_of_nothing() -> MetricsObserver:
+    limits = Limits(requests=1, queue=0, queue_timeout_s=1.0, body_bytes=1)
+    return MetricsObserver(Admission(limits, lambda: 0.0))
+
+
+def answered(items: Mapping[ItemResult, int]) -> RequestDone:
+    return RequestDone("r", "POST", "/v1/chat/completions", 200, 1.0, None, None, (), items, 0)
+
+
+def test_items_are_read_from_what_the_proxy_counts() -> None:
+    metrics = metrics_of_nothing()
+    metrics.request_done(answered({"hit": 3, "encoded": 2}))
+    metrics.request_done(answered({"local": 1}))
+    for error in (None, None, "timeout"):
+        metrics.stage_done(StageDone("encode", "http://e", 0.0, 0.1, error))
+    metrics.stage_done(StageDone("decode", "http://d", 0.0, 0.1, None))
+
+    assert parse_items(metrics.page().decode()) == Items(hits=3, encoded=2, local=1, encodes=2)
+
+
+def test_a_proxy_that_has_answered_nothing_has_counted_nothing() -> None:
+    metrics = metrics_of_nothing()
+
+    assert parse_items(metrics.page().decode()) == NOTHING
+
+
+def test_another_servers_figures_are_no_proxys() -> None:
+    with pytest.raises(NoFigures, match="no EPD proxy"):
+        parse_items("# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 1.0\n")
+
+
+@given(st.text())
+def test_a_page_is_read_or_refused(page: str) -> None:
+    with pytest.raises((NoFigures, ValueError)):
+        parse_items(page)
+
+
+def test_first_tokens_of_new_pictures_are_told_from_those_seen_before() -> None:
+    assert ALL_ANSWERED.ttft_new_ms == pytest.approx(500)
+    assert ALL_ANSWERED.ttft_seen_ms == pytest.approx(150)
+    assert (ALL_ANSWERED.completed, ALL_ANSWERED.failed, ALL_ANSWERED.cut) == (4, 0, 0)
+
+
+def test_what_failed_counts_for_nothing_and_says_why_once() -> None:
+    result = detailed(
+        [0.0, 0.6, 0.0, 0.2], [0, 8, 0, 3], ["Bad Request", "", "Traceback\nBad Request", ""]
+    )
+    figures = vllm_bench.read(result, DATASET.trace, output_len=8)
+
+    assert (figures.ttft_new_ms, figures.ttft_seen_ms) == pytest.approx((600, 200))
+    assert (figures.completed, figures.failed, figures.cut) == (2, 2, 1)
+    assert figures.errors == ("Bad Request",)
+
+
+def run(items: Items | str = COUNTED, **figures: Any) -> results.Run:
+    return results.run_of(TARGET, DATASET, replace(ALL_ANSWERED, **figures), (NOTHING, items), 1)
+
+
+def test_a_run_says_how_far_it_is_from_the_ideal() -> None:
+    ran = run()
+
+    assert ran.hit_rate == ran.ideal_hit_rate == 0.5
+    assert ran.lru_hit_rate == 0.25
+    assert ran.encodes_per_picture == 1.0
+    assert ran.notes == ()
+
+
+def test_what_was_encoded_twice_and_elsewhere_is_counted() -> None:
+    ran = run(Items(hits=1, encoded=2, local=1, encodes=3))
+
+    assert ran.hit_rate == 0.25
+    assert ran.encodes_per_picture == 2.0
+
+
+@pytest.mark.parametrize(
+    ("items", "figures", "note"),
+    [
+        ("it is no EPD proxy", {}, "it is no EPD proxy"),
+        (Items(9, 9, 0, 9), {}, "others use it"),
+        (Items(1, 1, 0, 1), {}, "several workers"),
+    ],
+)
+def test_what_is_not_known_is_left_out_and_said(
+    items: Items | str, figures: Mapping[str, Any], note: str
+) -> None:
+    ran = run(items, **figures)
+
+    assert (ran.hit_rate, ran.encodes_per_picture) == (None, None)
+    assert note in ran.notes[0]
+
+
+def test_a_request_that_failed_may_have_been_counted_or_not() -> None:
+    assert run(Items(2, 2, 0, 2), completed=3, failed=1).hit_rate == 0.5
+    assert run(Items(1, 2, 0, 2), completed=3, failed=1).hit_rate == pytest.approx(1 / 3)
+
+
+def test_a_cache_that_was_not_empty_is_said() -> None:
+    ran = run(Items(hits=4, encoded=0, local=0, encodes=0))
+
+    assert ran.hit_rate == 1.0
+    assert "another --seed" in ran.notes[0]
+
+
+def test_the_file_has_all_that_is_known() -> None:
+    document = orjson.loads(
+        results.document([run()], datetime(2026, 1, 2, tzinfo=UTC), ["bench", "serve"])
+    )
+
+    assert document["kind"] == "serve"
+    assert document["started_at"] == "2026-01-02T00:00:00+00:00"
+    assert document["command"] == ["epd", "bench", "serve"]
+    assert document["machine"]["cores"] > 0
+    [ran] = document["runs"]
+    assert (
+        ran
+        | {
+            "name": "epd",
+            "url": "http://h:1",
+            "dataset": "local",
+            "prompts": 4,
+            "distinct_pictures": 2,
+            "ttft_ms": {"mean": 2.0, "p50": 1.0, "p99": 3.0},
+            "tpot_ms": {"mean": 2.0, "p50": 1.0, "p99": 3.0},
+            "hit_rate": 0.5,
+            "ideal_hit_rate": 0.5,
+            "encodes_per_distinct_picture": 1.0,
+            "completed": 4,
+            "failed": 0,
+        }
+        == ran
+    )
+
+
+def test_a_table_has_a_column_for_each_target_and_its_share_of_the_first() -> None:
+    plain = replace(run("it is no EPD proxy"), target=Target("plain", "http://h:2"))
+    slower = replace(plain.figures, request_throughput_rps=2.0)
+    lines = list(results.tables([run(), replace(plain, figures=slower)]))
+
+    assert "local: 4 prompts, 2 pictures" in lines
+    assert "| | epd | plain |" in lines
+    assert "| requests a second | 4.00 | 2.00 (0.50) |" in lines
+    assert "| hit rate | 0.500 |  |" in lines
+    assert lines[-1].startswith("plain: without hit rate")
+
+
+def test_the_command_line_leaves_nothing_to_chance() -> None:
+    words = vllm_bench.command(
+        TARGET, Model("m", "/tokenizer"), DATASET, Load(2.0, 3, 8), Path("/results/one.json")
+    )
+    pairs = dict(pairwise(words))
+
+    assert pairs["--base-url"] == "http://h:1"
+    assert (pairs["--model"], pairs["--tokenizer"]) == ("m", "/tokenizer")
+    assert (pairs["--dataset-path"], pairs["--num-prompts"]) == ("/data", "4")
+    assert (pairs["--request-rate"], pairs["--max-concurrency"]) == ("2.0", "3")
+    # A test request would be about the first picture; another order would be another trace.
+    assert pairs["--ready-check-timeout-sec"] == "0"
+    assert "--disable-shuffle" in words
+    assert "--max-concurrency" not in vllm_bench.command(
+        TARGET, Model("m", "t"), DATASET, Load(2.0, None, 8), Path("one.json")
+    )

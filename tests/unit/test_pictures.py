@@ -1,0 +1,74 @@
+"""Pictures and conversations such as VisionArena-Chat has."""
+
+import statistics
+from io import BytesIO
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from epd.bench.pictures import MAX_PIXELS, MAX_TURNS, MIN_PIXELS, conversation, jpeg, size
+from epd.bench.replays import rng
+
+
+@given(st.integers())
+def test_a_picture_is_no_larger_and_no_smaller_than_said(seed: int) -> None:
+    width, height = size(rng(seed))
+
+    assert MIN_PIXELS * 0.99 <= width * height <= MAX_PIXELS
+    assert 9 / 16.1 <= width / height <= 16.1 / 9
+
+
+def test_pictures_spread_around_a_megapixel() -> None:
+    areas = [width * height for width, height in (size(rng(seed)) for seed in range(2000))]
+
+    assert statistics.median(areas) == pytest.approx(1e6, rel=0.05)
+    tenths = statistics.quantiles(areas, n=10)
+    assert tenths[0] < 0.7e6
+    assert tenths[-1] > 1.5e6
+
+
+def test_a_megapixel_is_half_a_megabyte_as_jpeg_and_when_written_anew() -> None:
+    """`vllm bench serve` writes every picture as JPEG, in PIL's own quality."""
+    files, again, pixels = 0, 0, 0
+    for seed in range(10):
+        content = jpeg(rng(seed))
+        picture = Image.open(BytesIO(content))
+        buffer = BytesIO()
+        picture.save(buffer, "JPEG")
+        files += len(content)
+        again += buffer.tell()
+        pixels += picture.width * picture.height
+
+    assert files / pixels == pytest.approx(0.5, rel=0.1)
+    assert again / pixels == pytest.approx(0.5, rel=0.1)
+
+
+def test_a_seed_makes_the_same_picture_and_another_seed_another() -> None:
+    assert jpeg(rng(1)) == jpeg(rng(1))
+    assert jpeg(rng(1)) != jpeg(rng(2))
+
+
+@given(st.integers())
+def test_users_and_models_take_turns_in_the_columns_of_vision_arena(seed: int) -> None:
+    turns = conversation(rng(seed))
+
+    assert 2 <= len(turns) <= 2 * MAX_TURNS
+    assert [[message["role"] for message in turn] for turn in turns] == [
+        ["user"],
+        ["assistant"],
+    ] * (len(turns) // 2)
+    assert all(message["content"] for turn in turns for message in turn)
+
+
+def test_some_conversations_have_one_turn_and_some_have_more() -> None:
+    lengths = {len(conversation(rng(seed))) for seed in range(100)}
+
+    assert lengths > {2, 4, 6}
+
+
+def test_hardly_two_questions_are_the_same() -> None:
+    firsts = {conversation(rng(seed))[0][0]["content"] for seed in range(1000)}
+
+    assert len(firsts) > 990
