@@ -15,7 +15,6 @@ from structlog.typing import EventDict
 
 from epd.events import InstanceChanged, RequestDone, StageDone, stage_seconds
 
-
 FURTHER = frozenset({"exception", "stack", "exc_info", "logger", "logger_name"})
 """Fields that a line for people has a form of its own for."""
 AMBIGUOUS = re.compile(r"[ \t=\r\n\"']")
@@ -103,7 +102,7 @@ class LogObserver:
 
     @cached_property
     def _log(self) -> structlog.typing.FilteringBoundLogger:
-        """As it is configured when the first event comes; to look that up costs more than a line."""
+        """As configured when the first event comes; to look that up costs more than a line."""
         log: structlog.typing.FilteringBoundLogger = structlog.get_logger("epd").bind()
         return log
 

@@ -56,8 +56,15 @@ def test_what_a_library_says_beside_is_not_written(call: str) -> None:
 def test_a_line_for_people_is_what_structlog_makes_of_it(
     text: str, level: str, fields: dict[str, object]
 ) -> None:
-    special = {name: str(fields[name]) for name in ("exception", "stack") if name in fields}
-    event = {**fields, **special, "timestamp": "2026-01-01T00:00:00Z", "level": level}
+    special: dict[str, object] = {
+        name: str(fields[name]) for name in ("exception", "stack") if name in fields
+    }
+    event: dict[str, object] = {
+        **fields,
+        **special,
+        "timestamp": "2026-01-01T00:00:00Z",
+        "level": level,
+    }
     event["event"] = text
 
     assert plain(FULL, None, level, dict(event)) == FULL(None, level, dict(event))
