@@ -2,10 +2,10 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal, Self
 
 from epd.config import ProxyConfig
 from epd.errors import Overloaded, TooManyRequests, TryLater
@@ -86,16 +86,19 @@ class Ticket:
 
     tenant: Tenant
     where: Literal["queue", "inside", "sent_away"] = "queue"
-    _called: asyncio.Event = field(default_factory=asyncio.Event)
+    _called: asyncio.Event | None = None
 
     def call(self, where: Literal["inside", "sent_away"]) -> None:
         """End its wait."""
         self.where = where
-        self._called.set()
+        if self._called is not None:
+            self._called.set()
 
     async def wait(self) -> None:
         """Until it is called."""
-        await self._called.wait()
+        if self.where == "queue":
+            self._called = asyncio.Event()
+            await self._called.wait()
 
 
 class QueueFull(Exception):
@@ -197,10 +200,21 @@ class Pace:
 class Held:
     """The bytes that one request's body is counted with."""
 
+    __slots__ = ("_admission", "size", "tenant")
+
     def __init__(self, admission: "Admission", tenant: Tenant) -> None:
         self._admission = admission
         self.tenant = tenant
         self.size = 0
+
+    def __enter__(self) -> Self:
+        """None yet."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """None any more."""
+        if self.size:
+            self._admission.give_bytes(self.tenant, self.size)
 
     def grow(self, size: int) -> None:
         """Count at least `size` bytes.
@@ -209,9 +223,28 @@ class Held:
             Overloaded: with those of all others they would be too many.
             TooManyRequests: with the tenant's others they would be.
         """
-        more = max(0, size - self.size)
-        self._admission.take_bytes(self.tenant, more)
-        self.size += more
+        if size > self.size:
+            self._admission.take_bytes(self.tenant, size - self.size)
+            self.size = size
+
+
+class Presence:
+    """A request of a tenant that is here: inside or waiting."""
+
+    __slots__ = ("_admission", "_tenant", "_ticket")
+
+    def __init__(self, admission: "Admission", tenant: Tenant) -> None:
+        self._admission = admission
+        self._tenant = tenant
+
+    def __enter__(self) -> Ticket:
+        """It has come; see `Admission.arrive`."""
+        self._ticket = self._admission.enter(self._tenant)
+        return self._ticket
+
+    def __exit__(self, *_: object) -> None:
+        """It leaves."""
+        self._admission.leave(self._ticket)
 
 
 class Admission:
@@ -244,13 +277,16 @@ class Admission:
         if wait_s:
             raise self._refusal("tenant_rate", wait_s)
 
-    @contextmanager
-    def arrive(self, tenant: Tenant) -> Iterator[Ticket]:
-        """A ticket, which may have to wait its `turn`. Leaving gives back what it has.
+    def arrive(self, tenant: Tenant) -> "Presence":
+        """A ticket while the context lasts, which may have to wait its `turn`.
 
         Raises:
             TooManyRequests: the tenant has too many, or the queue is full.
         """
+        return Presence(self, tenant)
+
+    def enter(self, tenant: Tenant) -> Ticket:
+        """Count a request that has come, for `Presence` alone; see `arrive`."""
         most = self._limits.tenant_requests
         if most is not None and self._present[tenant] >= most:
             raise self._refusal("tenant_requests")
@@ -259,11 +295,12 @@ class Admission:
         except QueueFull:
             raise self._refusal("queue_full") from None
         self._present[tenant] += 1
-        try:
-            yield ticket
-        finally:
-            self._present[tenant] -= 1
-            self.door.leave(ticket)
+        return ticket
+
+    def leave(self, ticket: Ticket) -> None:
+        """Give back what it has, for `Presence` alone."""
+        self._present[ticket.tenant] -= 1
+        self.door.leave(ticket)
 
     async def turn(self, ticket: Ticket) -> None:
         """Wait for a place.
@@ -278,14 +315,9 @@ class Admission:
         if ticket.where != "inside":
             raise self._refusal("queue_timeout" if ticket.where == "queue" else "queue_full")
 
-    @contextmanager
-    def body(self, tenant: Tenant) -> Iterator[Held]:
-        """What a body is counted with, until the context is left."""
-        held = Held(self, tenant)
-        try:
-            yield held
-        finally:
-            self._count_bytes(tenant, -held.size)
+    def body(self, tenant: Tenant) -> Held:
+        """What a body is counted with, while the context lasts."""
+        return Held(self, tenant)
 
     def take_bytes(self, tenant: Tenant, size: int) -> None:
         """Count more bytes, for `Held` alone.
@@ -299,11 +331,13 @@ class Admission:
             raise self._refusal("tenant_bytes")
         if self.body_bytes + size > self._limits.body_bytes:
             raise self._refusal("body_bytes")
-        self._count_bytes(tenant, size)
-
-    def _count_bytes(self, tenant: Tenant, size: int) -> None:
         self.body_bytes += size
         self._tenant_bytes[tenant] += size
+
+    def give_bytes(self, tenant: Tenant, size: int) -> None:
+        """Count fewer, for `Held` alone."""
+        self.body_bytes -= size
+        self._tenant_bytes[tenant] -= size
 
     def _refusal(self, reason: Reason, retry_after_s: float = 1.0) -> TryLater:
         self.refused[reason] += 1

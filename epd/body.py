@@ -37,18 +37,26 @@ async def read_body(request: web.Request, config: ProxyConfig, grown: Grown) -> 
 
 
 async def _collect(request: web.Request, config: ProxyConfig, grown: Grown) -> bytes:
+    if request.content.is_eof():  # it came with its head
+        body = request.content.read_nowait()
+        _count(len(body), request.client_max_size, grown)
+        return body
     started = asyncio.get_running_loop().time()
     latest = started + config.body_timeout_s
-    body = bytearray()  # a list of parts would cost 40 times what a client sends byte by byte
+    parts = bytearray()  # a list of parts would cost 40 times what a client sends byte by byte
     async with asyncio.timeout_at(min(latest, started + GRACE_S)) as deadline:
         while chunk := await request.content.readany():
-            body += chunk
-            if len(body) > request.client_max_size:
-                raise too_large(request.client_max_size)
-            grown(len(body))
-            rate_s = len(body) / config.body_min_rate_bytes
+            parts += chunk
+            _count(len(parts), request.client_max_size, grown)
+            rate_s = len(parts) / config.body_min_rate_bytes
             deadline.reschedule(min(latest, started + GRACE_S + rate_s))
-    return bytes(body)
+    return bytes(parts)
+
+
+def _count(size: int, limit: int, grown: Grown) -> None:
+    if size > limit:
+        raise too_large(limit)
+    grown(size)
 
 
 async def _ask_for(request: web.Request) -> None:

@@ -1,13 +1,11 @@
-"""The end of the application's life: it says so, lets requests end, and ends those that do not."""
+"""How long a request may run: until its own time has passed, or the application's life ends."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from types import TracebackType
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
-from epd.errors import Overloaded
+from epd.errors import Overloaded, ProxyError, UpstreamTimeout
 
 
 class Drain:
@@ -15,12 +13,14 @@ class Drain:
 
     Attributes:
         began: it is, and whoever sends requests should send them elsewhere.
+        over: it has, and what still runs is ended.
+        running: the time that each request has.
     """
 
     def __init__(self) -> None:
         self.began = False
-        self._over = False
-        self._limits: dict[asyncio.Task[object], asyncio.Timeout] = {}
+        self.over = False
+        self.running: set[asyncio.Timeout] = set()
         self._one_ended = asyncio.Event()
 
     def begin(self) -> None:
@@ -29,53 +29,72 @@ class Drain:
 
     def cut(self) -> None:
         """End the requests that run: what they are in the middle of raises `Overloaded`."""
-        self._over = True
+        self.over = True
         now = asyncio.get_running_loop().time()
-        for limit in self._limits.values():
+        for limit in self.running:
             limit.reschedule(now)
 
     async def idle(self) -> None:
         """Wait until no request runs."""
-        while self._limits:
+        while self.running:
             self._one_ended.clear()
             await self._one_ended.wait()
 
-    @asynccontextmanager
-    async def bounded(self) -> AsyncIterator[None]:
-        """Run a request, or the part of one that handles its end itself, until `cut`.
+    def ended(self, limit: asyncio.Timeout) -> None:
+        """A request runs no longer."""
+        self.running.discard(limit)
+        self._one_ended.set()
+
+    def bounded(self, until_s: float | None = None) -> "Bounded":
+        """Run a request in this context, until `cut` or a time on the event loop's clock.
+
+        A request has one such context: `asyncio.timeout` takes a task that two of them have
+        cancelled for one that somebody else cancelled.
+        """
+        return Bounded(self, until_s)
+
+
+class Bounded:
+    """The time that one request has."""
+
+    __slots__ = ("_drain", "_limit")
+
+    def __init__(self, drain: Drain, until_s: float | None) -> None:
+        self._drain = drain
+        self._limit = asyncio.timeout_at(0 if drain.over else until_s)
+
+    async def __aenter__(self) -> None:
+        """Begin."""
+        await self._limit.__aenter__()
+        self._drain.running.add(self._limit)
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End.
 
         Raises:
-            Overloaded: there is no more time.
+            Overloaded: the application's time is over.
+            UpstreamTimeout: the request's has passed.
         """
-        task = asyncio.current_task()
-        assert task is not None  # noqa: S101 - a coroutine runs in one
-        outer = self._limits.get(task)
+        self._drain.ended(self._limit)
         try:
-            async with asyncio.timeout(0 if self._over else None) as limit:
-                # Of two, the inner one alone: `asyncio.timeout` takes a task that was cancelled
-                # twice for one that somebody else cancelled.
-                self._limits[task] = limit
-                yield
+            await self._limit.__aexit__(kind, error, trace)
         except TimeoutError:
-            if not limit.expired():
-                raise
-            raise Overloaded("the proxy is shutting down", slug="shutting_down") from None
-        finally:
-            if outer is None:
-                del self._limits[task]
-                self._one_ended.set()
-            else:
-                self._limits[task] = outer
+            raise self._reason() from None
+
+    def _reason(self) -> ProxyError:
+        if self._drain.over:
+            return Overloaded("the proxy is shutting down", slug="shutting_down")
+        return UpstreamTimeout(
+            "the request did not end in time", slug="request_timeout", stage="proxy"
+        )
 
 
 DRAIN = web.AppKey("drain", Drain)
-
-
-@web.middleware
-async def end_in_time(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Let a request run until the application's end, and no longer."""
-    async with request.app[DRAIN].bounded():
-        return await handler(request)
 
 
 async def send_elsewhere(request: web.Request, response: web.StreamResponse) -> None:

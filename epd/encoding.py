@@ -245,15 +245,14 @@ class Encoder:
             others = self._choice.others(tried)
             return retry_delay_s(error, others=others, patience_s=self._config.encode_timeout_s)
 
-        with self._retries.request():
-            try:
-                return await self._retries.run(attempt, tries=TRIES, again=again)
-            except (UpstreamFailed, UpstreamTimeout) as error:
-                if self._table.serves(Role.ENCODE):
-                    raise
-                raise NoInstance(
-                    "no encode instance can be reached", slug="no_encoder", stage="encode"
-                ) from error
+        try:
+            return await self._retries.run(attempt, tries=TRIES, again=again)
+        except (UpstreamFailed, UpstreamTimeout) as error:
+            if self._table.serves(Role.ENCODE):
+                raise
+            raise NoInstance(
+                "no encode instance can be reached", slug="no_encoder", stage="encode"
+            ) from error
 
     def _identifier(self, wanted: Wanted) -> str | None:
         """The key of an output in the store; None where only an engine can tell it."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from epd.errors import Stage
 
@@ -15,8 +15,7 @@ Degraded = Literal["encode-local", "prefill-local"]
 """What another instance did than the one whose stage it is: `x-epd-degraded`."""
 
 
-@dataclass(frozen=True, slots=True)
-class StageDone:
+class StageDone(NamedTuple):
     """One request to an instance has been answered, or has failed.
 
     Attributes:
@@ -35,8 +34,7 @@ class StageDone:
     error: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class RequestDone:
+class RequestDone(NamedTuple):
     """A client's request has ended, however it ended.
 
     Attributes:
@@ -103,7 +101,9 @@ def stage_seconds(stages: Sequence[StageDone]) -> dict[Stage, float]:
     """Wall time of each stage: from its first request sent to its last answer."""
     spans: dict[Stage, tuple[float, float]] = {}
     for event in stages:
-        end = event.started_s + event.seconds
-        first, last = spans.get(event.stage, (event.started_s, end))
-        spans[event.stage] = (min(first, event.started_s), max(last, end))
+        start, end = event.started_s, event.started_s + event.seconds
+        if event.stage in spans:
+            first, last = spans[event.stage]
+            start, end = min(first, start), max(last, end)
+        spans[event.stage] = (start, end)
     return {stage: last - first for stage, (first, last) in spans.items()}

@@ -76,7 +76,7 @@ def _judged(status: int) -> Outcome:
     return Outcome.BAD if status >= HTTPStatus.INTERNAL_SERVER_ERROR else Outcome.GOOD
 
 
-def asked_rest_s(error: ProxyError | None) -> float | None:
+def asked_rest_s(error: BaseException | None) -> float | None:
     """For how long an instance asks to be left alone, where it says so."""
     return error.retry_after_s if isinstance(error, UpstreamRejected | UpstreamBusy) else None
 
@@ -155,7 +155,8 @@ class Health:
 
     def answered(self, now_s: float) -> None:
         """An answer has begun well, or a request has ended so: a trial is passed."""
-        if self.state(now_s) in {State.TRIAL, State.DOWN}:
+        state = self.state(now_s)
+        if state is State.TRIAL or state is State.DOWN:
             self._become(State.HEALTHY, now_s)
 
     def ended(

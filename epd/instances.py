@@ -2,12 +2,12 @@
 
 import enum
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
+from types import TracebackType
+from typing import Self
 
 from epd.errors import ProxyError
 from epd.health import DEFAULT_HEALTH, Health, HealthPolicy, Outcome, State, asked_rest_s, judged
@@ -33,6 +33,10 @@ class Instance:
 
     role: Role
     url: str
+
+    def __hash__(self) -> int:
+        """The URL's, which Python remembers: tables of instances are looked into all the time."""
+        return hash(self.url)
 
 
 class InstanceTable:
@@ -62,7 +66,7 @@ class InstanceTable:
         self._clock = clock
         self._by_role: dict[Role, list[Instance]] = {role: [] for role in Role}
         self._health: dict[Instance, Health] = {}
-        self._load: Counter[Instance] = Counter()
+        self._load: dict[Instance, int] = {}
         for instance in instances:
             self.add(instance)
 
@@ -88,6 +92,10 @@ class InstanceTable:
     def of(self, *roles: Role) -> tuple[Instance, ...]:
         """All instances of these roles."""
         return tuple(instance for role in roles for instance in self._by_role[role])
+
+    def has(self, role: Role) -> bool:
+        """Whether there is an instance of this role."""
+        return bool(self._by_role[role])
 
     def state(self, instance: Instance) -> State:
         """What an instance is thought to be.
@@ -117,9 +125,8 @@ class InstanceTable:
         rested = [one for one in fit if not one[1].busy(now_s)]
         return [instance for instance, _ in rested or fit]
 
-    @contextmanager
-    def using(self, instance: Instance, *, alone: bool = True) -> Iterator[None]:
-        """A request of this instance, under way until the context is left.
+    def using(self, instance: Instance, *, alone: bool = True) -> "Use":
+        """A request of this instance, under way while the context lasts.
 
         How it is left is what the instance is judged by; a cancelled request says nothing.
 
@@ -131,26 +138,7 @@ class InstanceTable:
         health = self._health.get(instance)
         if health is None:  # removed since it was chosen
             health = Health(self._policy, self._clock(), lambda _: None)
-        begun = health.begun()
-        self._load[instance] += 1
-        outcome, error = Outcome.NOTHING, None
-        try:
-            yield
-            outcome = Outcome.GOOD
-        except ProxyError as failure:
-            excused = not alone and failure.answered == HTTPStatus.INTERNAL_SERVER_ERROR
-            outcome, error = Outcome.NOTHING if excused else judged(failure), failure
-            raise
-        finally:
-            self._load[instance] -= 1
-            if not self._load[instance]:
-                del self._load[instance]
-            health.ended(outcome, self._clock(), begun=begun, rest_s=asked_rest_s(error))
-
-    def answered(self, instance: Instance) -> None:
-        """An instance has begun to answer well; its answer may yet take long."""
-        if instance in self._health:
-            self._health[instance].answered(self._clock())
+        return Use(self._load, instance, health, self._clock, alone=alone)
 
     def probes_due(self) -> list[Instance]:
         """Whom to ask for their health now; each answer goes to `probed`."""
@@ -161,3 +149,53 @@ class InstanceTable:
         """An instance has said that it is well, or has not; None: it could not be asked."""
         if instance in self._health:
             self._health[instance].probed(self._clock(), well=well)
+
+
+class Use:
+    """One request of an instance."""
+
+    __slots__ = ("_alone", "_begun", "_clock", "_health", "_instance", "_load")
+
+    def __init__(
+        self,
+        load: dict[Instance, int],
+        instance: Instance,
+        health: Health,
+        clock: Callable[[], float],
+        *,
+        alone: bool,
+    ) -> None:
+        self._load = load
+        self._instance = instance
+        self._health = health
+        self._clock = clock
+        self._alone = alone
+
+    def __enter__(self) -> Self:
+        """It goes to the instance."""
+        self._load[self._instance] = self._load.get(self._instance, 0) + 1
+        self._begun = self._health.begun()
+        return self
+
+    def answered(self) -> None:
+        """The instance has begun to answer well; its answer may yet take long."""
+        self._health.answered(self._clock())
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """It has ended, and how."""
+        left = self._load.pop(self._instance) - 1
+        if left:
+            self._load[self._instance] = left
+        self._health.ended(
+            self._outcome(error), self._clock(), begun=self._begun, rest_s=asked_rest_s(error)
+        )
+
+    def _outcome(self, error: BaseException | None) -> Outcome:
+        if error is None:
+            return Outcome.GOOD
+        if not isinstance(error, ProxyError):
+            return Outcome.NOTHING
+        excused = not self._alone and error.answered == HTTPStatus.INTERNAL_SERVER_ERROR
+        return Outcome.NOTHING if excused else judged(error)

@@ -1,6 +1,7 @@
 """An observer that counts, for `GET /metrics` in Prometheus' text format."""
 
 from collections.abc import Iterator
+from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
@@ -86,6 +87,9 @@ class MetricsObserver:
             buckets=SECONDS,
             registry=self._registry,
         )
+        # To look up what has these labels costs more than to count, and there are few of them.
+        self._request = cache(self._requests.labels)
+        self._stage = cache(self._stages.labels)
         self._kv_waits = Histogram(
             "epd_kv_wait_seconds",
             "From prefill's answer to decode's first event, in streams.",
@@ -111,12 +115,13 @@ class MetricsObserver:
     def stage_done(self, event: StageDone) -> None:
         """Add its time."""
         failed = "true" if event.error else "false"
-        self._stages.labels(event.stage, failed).observe(event.seconds)
+        self._stage(event.stage, failed).observe(event.seconds)
 
     def request_done(self, event: RequestDone) -> None:
         """Count it and its items."""
-        self._requests.labels(event.path, str(event.status)).inc()
-        self._retries.inc(event.retries)
+        self._request(event.path, event.status).inc()
+        if event.retries:
+            self._retries.inc(event.retries)
         for result, count in event.items.items():
             self._items.labels(result).inc(count)
         if event.kv_wait_s is not None:

@@ -1,13 +1,12 @@
-"""What every request passes: its id and its end, errors as answers, API keys."""
+"""What every request passes: its id and its end, errors as answers, API keys, its turn."""
 
 import asyncio
 import re
 import secrets
 import select
-import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import structlog
 from aiohttp import web
@@ -17,14 +16,13 @@ from epd.access import Access, Headers, bearer, check_admin
 from epd.admission import Admission, Held
 from epd.body import too_large
 from epd.config import ProxyConfig
-from epd.drain import end_in_time
+from epd.drain import DRAIN
 from epd.errors import (
     BadRequest,
     ProxyError,
     RequestRefused,
     Unauthorized,
     UpstreamRejected,
-    UpstreamTimeout,
     WrongMethod,
 )
 from epd.events import ItemResult, Observer, RequestDone, stage_seconds
@@ -42,8 +40,8 @@ OBSERVERS = web.AppKey("observers", Sequence[Observer])
 CONTEXT = web.RequestKey("context", RequestContext)
 BODY = web.RequestKey("body", Held)
 """What the body is counted with as it is read."""
-STARTED_S = web.RequestKey("started_s", float)
-"""When it came, on the event loop's clock."""
+STREAM = web.RequestKey("stream", web.StreamResponse)
+"""Its answer, where that is a stream."""
 ANSWERED = web.RequestKey("answered", int)
 """Its status, set once the client has all of its answer and may leave."""
 OUTCOME = web.RequestKey("outcome", ProxyError)
@@ -68,21 +66,12 @@ CLIENT_CLOSED = 499
 async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Give the request its id, and tell the observers how it ended."""
     clock = asyncio.get_running_loop().time
-    started = clock()
-    config, observers = request.app[CONFIG], request.app[OBSERVERS]
-    client_id = _client_id(request.headers)
-    context = RequestContext(
-        request_id=_request_id(client_id),
-        client_id=client_id,
-        headers=_forwarded(request.headers, config, own_keys=_keeps_keys(request)),
-        clients_key=_passes_key(request, config),
-        observers=observers,
-    )
-    request[CONTEXT] = context
-    request[STARTED_S] = started
+    started, app, route = clock(), request.app, _route(request)
+    access = app[ACCESS].get(request.match_info.handler, Access.TENANT)  # no route: closed as most
+    context = request[CONTEXT] = _context(request, app, access)
     status, error = CLIENT_CLOSED, None
     try:
-        response = await handler(request)
+        response = await _answered(request, handler, Visit(app, context, route, access, started))
         status, error = response.status, request.get(OUTCOME)
         return response
     finally:
@@ -92,26 +81,43 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
             request_id=context.client_id or context.request_id,
             engine_id=context.request_id,
             method=request.method,
-            path=_route(request),
+            path=route,
             status=status,
             seconds=clock() - started,
             error=_left(request) if status == CLIENT_CLOSED else error and error.slug,
             reason=_reason(error),
             stages=tuple(context.stages),
-            items=dict(context.items),
+            items=context.items,
             retries=context.retries,
             degraded=frozenset(context.degraded),
             kv_wait_s=context.kv_wait_s,
         )
-        for observer in observers:
+        for observer in context.observers:
             observer.request_done(event)
 
 
-@web.middleware
-async def render_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer every error in OpenAI's shape."""
+class Visit(NamedTuple):
+    """What is known of a request by its head.
+
+    Attributes:
+        app: the application that serves it.
+        context: what it carries through the stages.
+        route: its route's path.
+        access: whom that answers.
+        started_s: when it came, on the event loop's clock.
+    """
+
+    app: web.Application
+    context: RequestContext
+    route: str
+    access: Access
+    started_s: float
+
+
+async def _answered(request: web.Request, handler: Handler, visit: Visit) -> web.StreamResponse:
+    """The answer; every error in OpenAI's shape."""
     try:
-        return await handler(request)
+        return await _served(request, handler, visit)
     except ProxyError as failure:
         error = failure
     except web.RequestPayloadError:
@@ -123,89 +129,94 @@ async def render_errors(request: web.Request, handler: Handler) -> web.StreamRes
     except ConnectionError:  # the client's; an instance's is a ProxyError
         raise
     except Exception:  # noqa: BLE001 - the last resort: logged whole, answered in OpenAI's shape
-        structlog.get_logger("epd").exception("bug", request_id=request[CONTEXT].request_id)
+        structlog.get_logger("epd").exception("bug", request_id=visit.context.request_id)
         error = ProxyError("the proxy failed; its log says why")
     request[OUTCOME] = error
+    stream = request.get(STREAM)
+    if stream is not None and stream.prepared:
+        return await _broken(request, stream, error)
+    return _error_response(request, error, visit.context)
+
+
+async def _broken(
+    request: web.Request, stream: web.StreamResponse, error: ProxyError
+) -> web.StreamResponse:
+    """A stream whose status has gone out, ended by its error, unless it has ended already."""
+    if ANSWERED not in request:
+        # The official OpenAI client takes an end without [DONE] for success, and this for an error.
+        await stream.write(b"data: " + error.body() + b"\n\n")
+        await stream.write_eof()
+    return stream
+
+
+def _error_response(
+    request: web.Request, error: ProxyError, context: RequestContext
+) -> web.Response:
     response = web.Response(
         status=error.status,
         body=error.body(),
         content_type="application/json",
-        headers={**error.headers, **own_headers(request[CONTEXT])},
+        headers={**error.headers, **own_headers(context)},
     )
     if not request.content.is_eof():  # nobody reads the rest of its body
         response.force_close()
     return response
 
 
-@web.middleware
-async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _served(request: web.Request, handler: Handler, visit: Visit) -> web.StreamResponse:
+    """Let a request in that may come, when there is a place for it, for as long as it has.
+
+    Health and metrics are asked for when it matters most: they need no place.
+    """
+    app, context = visit.app, visit.context
+    api = visit.route.startswith("/v1/")
+    costly = api and request.method == "POST"
+    until_s = visit.started_s + _limit_s(request, app[CONFIG]) if costly else None
+    async with app[DRAIN].bounded(until_s):
+        _authenticate(request, visit)
+        admission = app[ADMISSION]
+        with admission.body(context.tenant) as request[BODY]:
+            if api:
+                admission.keep_pace(context.tenant)
+            if not costly:
+                return await handler(request)
+            return await _in_turn(request, handler, visit)
+
+
+def _authenticate(request: web.Request, visit: Visit) -> None:
     """Let nobody further than a route's class of access says."""
-    access, keys = _access(request), request.app.get(KEYS)
-    if access is Access.ADMIN:
+    keys = visit.app.get(KEYS)
+    if visit.access is Access.ADMIN:
         peer = request.get_extra_info("peername")
         address = peer[0] if isinstance(peer, tuple) else None
-        check_admin(request.app[CONFIG].admin_api_key, request.headers, address)
-    elif access is Access.TENANT and keys is not None:
+        check_admin(visit.app[CONFIG].admin_api_key, request.headers, address)
+    elif visit.access is Access.TENANT and keys is not None:
         tenant = keys.tenant_of(bearer(request.headers))
         if tenant is None:
             raise Unauthorized("a valid API key is needed: Authorization: Bearer <key>")
-        request[CONTEXT].tenant = tenant
-    return await handler(request)
+        visit.context.tenant = tenant
 
 
-def _access(request: web.Request) -> Access:
-    """The access of the request's route; what is no route is as closed as most are."""
-    return request.app[ACCESS].get(request.match_info.handler, Access.TENANT)
+async def _in_turn(request: web.Request, handler: Handler, visit: Visit) -> web.StreamResponse:
+    """Let a request in when there is a place for it."""
+    admission, context = visit.app[ADMISSION], visit.context
+    if (size := request.content_length or 0) > request.client_max_size:
+        raise too_large(request.client_max_size)
+    with admission.arrive(context.tenant) as ticket:
+        if ticket.where == "queue":
+            with context.timed("queue", "proxy"):
+                async with _watched(request):
+                    await admission.turn(ticket)
+        request[BODY].grow(size)
+        return await handler(request)
 
 
-def _keeps_keys(request: web.Request) -> bool:
-    """Whether a client's key is one that opens this proxy."""
-    if _access(request) is Access.ADMIN and request.app[CONFIG].admin_api_key is not None:
-        return True
-    return KEYS in request.app
-
-
-@web.middleware
-async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Let a request in when there is a place for it, and count its body while it is here."""
-    admission, context, route = request.app[ADMISSION], request[CONTEXT], _route(request)
-    with admission.body(context.tenant) as request[BODY]:
-        if not route.startswith("/v1/"):  # health and metrics are asked for when it matters most
-            return await handler(request)
-        admission.keep_pace(context.tenant)
-        if request.method != "POST":
-            return await handler(request)
-        if (size := request.content_length or 0) > request.client_max_size:
-            raise too_large(request.client_max_size)
-        with admission.arrive(context.tenant) as ticket:
-            if ticket.where == "queue":
-                with context.timed("queue", "proxy"):
-                    async with _watched(request), deadline(request):
-                        await admission.turn(ticket)
-            request[BODY].grow(size)
-            return await handler(request)
-
-
-@asynccontextmanager
-async def deadline(request: web.Request) -> AsyncIterator[None]:
-    """The whole request's, its wait for its turn included.
-
-    Raises:
-        UpstreamTimeout: it has passed.
-    """
-    limit_s = request.app[CONFIG].request_timeout_s
-    asked = request.headers.get("x-request-timeout", "")
-    if TIMEOUT.fullmatch(asked):
-        limit_s = min(limit_s, float(asked))
-    try:
-        async with asyncio.timeout_at(request[STARTED_S] + limit_s) as limit:
-            yield
-    except TimeoutError:
-        if not limit.expired():
-            raise
-        raise UpstreamTimeout(
-            "the request did not end in time", slug="request_timeout", stage="proxy"
-        ) from None
+def _limit_s(request: web.Request, config: ProxyConfig) -> float:
+    """How long the whole request may take, its wait for its turn included."""
+    asked = request.headers.get("x-request-timeout")
+    if asked is not None and TIMEOUT.fullmatch(asked):
+        return min(config.request_timeout_s, float(asked))
+    return config.request_timeout_s
 
 
 @asynccontextmanager
@@ -234,23 +245,32 @@ async def _watch(request: web.Request) -> None:
 def own_headers(context: RequestContext) -> dict[str, str]:
     """Headers of every answer."""
     own = {"X-Request-Id": context.client_id or context.request_id, "Server": SERVER}
-    timing = ", ".join(
-        f"{stage};dur={seconds * 1000:.1f}"
-        for stage, seconds in stage_seconds(context.stages).items()
-    )
-    items = ",".join(f"{result}={context.items[result]}" for result in get_args(ItemResult))
-    return (
-        own
-        | ({"Server-Timing": timing} if timing else {})
-        | ({"x-epd-items": items} if context.items else {})
-        | ({"x-epd-degraded": ",".join(sorted(context.degraded))} if context.degraded else {})
-    )
+    if context.stages:
+        own["Server-Timing"] = ", ".join(
+            f"{stage};dur={seconds * 1000:.1f}"
+            for stage, seconds in stage_seconds(context.stages).items()
+        )
+    if context.items:
+        own["x-epd-items"] = ",".join(
+            f"{result}={context.items.get(result, 0)}" for result in get_args(ItemResult)
+        )
+    if context.degraded:
+        own["x-epd-degraded"] = ",".join(sorted(context.degraded))
+    return own
 
 
-def _passes_key(request: web.Request, config: ProxyConfig) -> bool:
-    """Whether it is the client's own key, or none, that the instances see."""
-    given = "Authorization" in request.headers or config.openai_api_key is None
-    return KEYS not in request.app and given
+def _context(request: web.Request, app: web.Application, access: Access) -> RequestContext:
+    config, headers, keyed = app[CONFIG], request.headers, KEYS in app
+    client_id = _client_id(headers)
+    own_keys = keyed or (access is Access.ADMIN and config.admin_api_key is not None)
+    return RequestContext(
+        request_id=_request_id(client_id),
+        client_id=client_id,
+        headers=_forwarded(headers, config, own_keys=own_keys),
+        # Whether it is the client's own key, or none, that the instances see.
+        clients_key=not keyed and ("Authorization" in headers or config.openai_api_key is None),
+        observers=app[OBSERVERS],
+    )
 
 
 def _client_id(headers: Headers) -> str | None:
@@ -267,7 +287,7 @@ def _request_id(client_id: str | None) -> str:
     A client may use one id twice at a time. An engine or a KV connector that goes by the id would
     take two such requests for one.
     """
-    return uuid.uuid4().hex if client_id is None else f"{client_id}-{secrets.token_hex(4)}"
+    return secrets.token_hex(16) if client_id is None else f"{client_id}-{secrets.token_hex(4)}"
 
 
 def _forwarded(headers: Headers, config: ProxyConfig, *, own_keys: bool) -> dict[str, str]:
@@ -307,7 +327,3 @@ def _kind(cause: BaseException) -> str:
     """
     name = type(cause).__name__
     return f"{name}: {cause}" if isinstance(cause, OSError) else name
-
-
-MIDDLEWARES = (observe, render_errors, end_in_time, authenticate, admit)
-"""The outer one first."""

@@ -1,10 +1,9 @@
 """One request: encode, prefill where there is one, decode; tried again while nobody has seen it."""
 
-from collections import Counter
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from types import TracebackType
 
 from epd.cache import EncoderCache
 from epd.chat import Body, MMItem, check_mm_kwargs, mm_items, names_entries
@@ -12,12 +11,12 @@ from epd.config import ProxyConfig
 from epd.encoding import Encoder
 from epd.errors import ProxyError, Stage, UpstreamTimeout, UpstreamUnreachable
 from epd.fetch import RemoteMedia
-from epd.instances import Instance, InstanceTable, Role
+from epd.instances import Instance, InstanceTable, Role, Use
 from epd.keys import Keys
 from epd.policies import Choice
 from epd.releases import Releases
 from epd.retries import Retries, is_instances_fault, retry_delay_s
-from epd.stages import RequestContext, Stages
+from epd.stages import Decoding, RequestContext, Stages
 from epd.transfer import EncodedItem, Params, consumer_body
 from epd.upstream import Reply
 
@@ -37,7 +36,7 @@ class Attempts:
     Attributes:
         prefills: prefill instances that it was sent to.
         decodes: decode instances that it was sent to.
-        failures: how often each stage has failed; who was not reached has not been asked.
+        failures: the stages that have failed; who was not reached has not been asked.
         doubtful: a decode instance that failed as one does that cannot load what it was named:
             who made that may be at fault.
         encoded: its items, once they are encoded.
@@ -49,7 +48,7 @@ class Attempts:
 
     prefills: list[Instance] = field(default_factory=list)
     decodes: list[Instance] = field(default_factory=list)
-    failures: Counter[Stage] = field(default_factory=Counter)
+    failures: list[Stage] = field(default_factory=list)
     doubtful: Instance | None = None
     encoded: list[EncodedItem] | None = None
     sent: Body = field(default_factory=dict)
@@ -60,7 +59,47 @@ class Attempts:
     def alone(self, stage: Stage) -> bool:
         """Whether a stage that fails now does so by itself: the first time, others may have."""
         depends = names_entries(self.sent) or (stage == "decode" and self.prefilled)
-        return not depends or self.failures[stage] > 0
+        return not depends or stage in self.failures
+
+
+class Answer:
+    """Decode's, and what it keeps until it has been relayed."""
+
+    __slots__ = ("_decoding", "_reply", "_using")
+
+    def __init__(self, using: Use, decoding: Decoding) -> None:
+        self._using = using
+        self._decoding = decoding
+
+    async def open(self) -> None:
+        """Wait for its head; afterwards, the context has to be entered.
+
+        Raises:
+            ProxyError: the instance failed, or refused the request.
+        """
+        self._using.__enter__()
+        try:
+            self._reply = await self._decoding.__aenter__()
+        except BaseException as error:
+            self._using.__exit__(type(error), error, error.__traceback__)
+            raise
+        self._using.answered()
+
+    async def __aenter__(self) -> Reply:
+        """Read it."""
+        return self._reply
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close it, and judge by its end who sent it."""
+        try:
+            await self._decoding.__aexit__(kind, error, trace)
+        finally:
+            self._using.__exit__(kind, error, trace)
 
 
 class Pipeline:
@@ -86,9 +125,8 @@ class Pipeline:
         self._prefills = Choice(table, Role.PREFILL, "least_load")
         self._decodes = Choice(table, config.decode_role, "least_load")
 
-    @asynccontextmanager
-    async def run(self, body: Body, context: RequestContext) -> AsyncIterator[Reply]:
-        """The decode instance's answer, its head read, its status 2xx.
+    async def run(self, body: Body, context: RequestContext) -> "Answer":
+        """The decode instance's answer, its head read, its status 2xx: a context, to be entered.
 
         Leaving the context, by cancellation too, closes whatever is open upstream.
 
@@ -98,20 +136,17 @@ class Pipeline:
         """
         body, uuids = await self._keyed(body, context)
         attempts = Attempts()
-        async with AsyncExitStack() as stack:
 
-            async def attempt() -> Reply:
-                await self._prepare(attempts, body, uuids, context)
-                return await stack.enter_async_context(self._answered(attempts, context))
+        async def attempt() -> Answer:
+            await self._prepare(attempts, body, uuids, context)
+            return await self._answered(attempts, context)
 
-            def again(error: ProxyError) -> float | None:
-                delay_s = self._next(attempts, error)
-                context.retries += delay_s is not None
-                return delay_s
+        def again(error: ProxyError) -> float | None:
+            delay_s = self._next(attempts, error)
+            context.retries += delay_s is not None
+            return delay_s
 
-            with self._retries.request():
-                reply = await self._retries.run(attempt, tries=MAX_ATTEMPTS, again=again)
-            yield reply
+        return await self._retries.run(attempt, tries=MAX_ATTEMPTS, again=again)
 
     async def encode(self, body: Body, context: RequestContext) -> list[EncodedItem]:
         """Have the items of a request encoded that asks for nothing else, and remember them.
@@ -136,6 +171,8 @@ class Pipeline:
         if not self._config.trust_request_mm_kwargs:
             check_mm_kwargs(body)
         items = mm_items(body, self._config.max_items)
+        if not items:
+            return body, {}
         inlined = await self._media.inlined(body, items, context.tenant.name)
         if inlined is not body:
             items = mm_items(inlined)
@@ -161,29 +198,25 @@ class Pipeline:
         raw = self._config.decode_media == "raw" or attempts.anew or attempts.without_prefill
         attempts.sent = consumer_body(body, attempts.encoded, raw=raw)
 
-    @asynccontextmanager
-    async def _answered(self, attempts: Attempts, context: RequestContext) -> AsyncIterator[Reply]:
+    async def _answered(self, attempts: Attempts, context: RequestContext) -> "Answer":
         params = await self._prefilled(attempts, context)
         attempts.prefilled = params is not None
         sent = attempts.sent if params is None else {**attempts.sent, "kv_transfer_params": params}
         instance = self._decodes.best(tried=attempts.decodes)
         attempts.decodes.append(instance)
-        async with AsyncExitStack() as stack:
-            stack.enter_context(self._table.using(instance, alone=attempts.alone("decode")))
-            try:
-                reply = await stack.enter_async_context(
-                    self._stages.decode(instance, sent, context)
-                )
-            except BaseException as error:
-                if params is not None and not _was_begun(error):
-                    self._releases.begin(self._releaser(attempts, error), sent, context)
-                raise
-            self._table.answered(instance)
-            yield reply
+        using = self._table.using(instance, alone=attempts.alone("decode"))
+        try:
+            answer = Answer(using, self._stages.decode(instance, sent, context))
+            await answer.open()
+        except BaseException as error:
+            if params is not None and not _was_begun(error):
+                self._releases.begin(self._releaser(attempts, error), sent, context)
+            raise
+        return answer
 
     async def _prefilled(self, attempts: Attempts, context: RequestContext) -> Params | None:
         """The `kv_transfer_params` of a prefill; None where decode does prefill's work."""
-        if attempts.without_prefill or not self._table.of(Role.PREFILL):
+        if attempts.without_prefill or not self._table.has(Role.PREFILL):
             return None
         instance = self._prefills.best(tried=attempts.prefills)
         attempts.prefills.append(instance)
@@ -199,7 +232,8 @@ class Pipeline:
         """Prepare for the next attempt: how long until then, in seconds; None: there is none."""
         if error.stage not in {"prefill", "decode"}:
             return None
-        attempts.failures[error.stage] += not isinstance(error, UpstreamUnreachable)
+        if not isinstance(error, UpstreamUnreachable):
+            attempts.failures.append(error.stage)
         if error.stage == "decode" and error.answered == HTTPStatus.INTERNAL_SERVER_ERROR:
             attempts.doubtful = attempts.decodes[-1]
         # An engine that cannot load what it was named fails the request and says no more than that.
@@ -212,7 +246,7 @@ class Pipeline:
         return self._after_decode(attempts, error)
 
     def _after_prefill(self, attempts: Attempts, error: ProxyError) -> float | None:
-        if attempts.failures["prefill"] < MAX_PREFILLS:
+        if attempts.failures.count("prefill") < MAX_PREFILLS:
             others = self._prefills.others(attempts.prefills)
             delay_s = retry_delay_s(error, others=others)
             if delay_s is not None:
@@ -223,7 +257,7 @@ class Pipeline:
         return None
 
     def _after_decode(self, attempts: Attempts, error: ProxyError) -> float | None:
-        if attempts.failures["decode"] >= MAX_DECODES or isinstance(error, UpstreamTimeout):
+        if attempts.failures.count("decode") >= MAX_DECODES or isinstance(error, UpstreamTimeout):
             return None
         # Prefill's blocks could not be fetched, with vLLM's `kv_load_failure_policy` "fail".
         if error.answered == HTTPStatus.INTERNAL_SERVER_ERROR and attempts.prefilled:

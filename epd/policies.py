@@ -105,19 +105,20 @@ class Choice:
         usable = self._table.usable(self._role)
         if not usable:
             raise NoInstance(f"there is no {self._role} instance", slug=f"no_{self._role}")
-        return self._policy.order(self._fresh(tried) or usable, key, self._table.load)[0]
+        candidates = self._fresh(usable, tried) if tried else usable
+        return self._policy.order(candidates or usable, key, self._table.load)[0]
 
     def others(self, tried: Collection[Instance]) -> bool:
         """Whether there is one that has not been tried."""
-        return bool(self._fresh(tried))
+        return bool(self._fresh(self._table.usable(self._role), tried))
 
-    def _fresh(self, tried: Collection[Instance]) -> list[Instance]:
+    def _fresh(self, usable: Sequence[Instance], tried: Collection[Instance]) -> Sequence[Instance]:
         """Those that have not been tried: the usable ones, and where there are none all others.
 
         Who was left alone may be back and not yet have been asked, and costs little to find away.
         """
-        usable = [one for one in self._table.usable(self._role) if one not in tried]
-        return usable or [one for one in self._table.of(self._role) if one not in tried]
+        fresh = [one for one in usable if one not in tried]
+        return fresh or [one for one in self._table.of(self._role) if one not in tried]
 
 
 def _score(instance: Instance, key: str) -> bytes:

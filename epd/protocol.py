@@ -322,7 +322,9 @@ def _refusal(request: web.BaseRequest) -> ProxyError | None:
         return _invalid("the request's length or version is ambiguous")
     if _is_elsewhere(request):
         return _invalid("the request's target is on another host than its Host says")
-    if any(it and it.lower() != "100-continue" for it in request.headers.getall(hdrs.EXPECT, [])):
+    if hdrs.EXPECT in request.headers and any(
+        it and it.lower() != "100-continue" for it in request.headers.getall(hdrs.EXPECT)
+    ):
         return RequestRefused(
             417, "nothing can be expected but 100-continue", slug="unsupported_expectation"
         )
@@ -337,12 +339,11 @@ def _is_elsewhere(request: web.BaseRequest) -> bool:
 
 def _is_ambiguous(request: web.BaseRequest) -> bool:
     """Whether another HTTP parser may see other requests in the same bytes (request smuggling)."""
-    codings = request.headers.getall(hdrs.TRANSFER_ENCODING, [])
-    return (
-        request.version < HttpVersion10
-        or (bool(codings) and request.version < HttpVersion11)
-        or any(coding.lower() != "chunked" for coding in codings)
-        or (request.content_length or 0) > MAX_CONTENT_LENGTH
+    if request.version < HttpVersion10 or (request.content_length or 0) > MAX_CONTENT_LENGTH:
+        return True
+    codings = request.headers.getall(hdrs.TRANSFER_ENCODING, ())
+    return bool(codings) and (
+        request.version < HttpVersion11 or any(coding.lower() != "chunked" for coding in codings)
     )
 
 

@@ -4,8 +4,7 @@ import asyncio
 import math
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import TypeVar
 
@@ -57,15 +56,6 @@ class Retries:
         self._again = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
 
-    @contextmanager
-    def request(self) -> Iterator[None]:
-        """A request that may want to try something again; it counts until the context is left."""
-        self._requests += 1
-        try:
-            yield
-        finally:
-            self._requests -= 1
-
     async def run(self, attempt: Callable[[], Awaitable[T]], *, tries: int, again: Again) -> T:
         """What the first try that succeeds returns.
 
@@ -77,11 +67,18 @@ class Retries:
         Raises:
             ProxyError: the last try's.
         """
+        self._requests += 1
         try:
             return await attempt()
         except ProxyError as error:
-            failure = error
-        for number in range(tries - 1):
+            return await self._further(attempt, tries - 1, again, error)
+        finally:
+            self._requests -= 1
+
+    async def _further(
+        self, attempt: Callable[[], Awaitable[T]], tries: int, again: Again, failure: ProxyError
+    ) -> T:
+        for number in range(tries):
             delay_s = again(failure)
             if delay_s is None:
                 break

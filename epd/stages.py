@@ -3,11 +3,11 @@
 import asyncio
 import itertools
 import secrets
-from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from types import TracebackType
 
 import orjson
 
@@ -61,7 +61,7 @@ class RequestContext:
     clients_key: bool = True
     observers: Sequence[Observer] = ()
     stages: list[StageDone] = field(default_factory=list)
-    items: Counter[ItemResult] = field(default_factory=Counter)
+    items: Mapping[ItemResult, int] = field(default_factory=dict)
     retries: int = 0
     degraded: set[Degraded] = field(default_factory=set)
     client_id: str | None = None
@@ -82,23 +82,41 @@ class RequestContext:
         if self.prefilled_s is not None and self.kv_wait_s is None:
             self.kv_wait_s = asyncio.get_running_loop().time() - self.prefilled_s
 
-    @contextmanager
-    def timed(self, stage: Stage, where: str) -> Iterator[None]:
+    def timed(self, stage: Stage, where: str) -> "Timed":
         """Emit a `StageDone` when the context is left, however it is left."""
-        clock = asyncio.get_running_loop().time
-        started = clock()
-        error: str | None = "cancelled"
-        try:
-            yield
-            error = None
-        except ProxyError as failure:
-            error = failure.slug
-            raise
-        finally:
-            event = StageDone(stage, where, started, clock() - started, error)
-            self.stages.append(event)
-            for observer in self.observers:
-                observer.stage_done(event)
+        return Timed(self, stage, where)
+
+    def done(self, event: StageDone) -> None:
+        """Something of it has ended."""
+        self.stages.append(event)
+        for observer in self.observers:
+            observer.stage_done(event)
+
+
+class Timed:
+    """One stage of a request, under way."""
+
+    __slots__ = ("_clock", "_context", "_stage", "_started_s", "_where")
+
+    def __init__(self, context: RequestContext, stage: Stage, where: str) -> None:
+        self._context = context
+        self._stage: Stage = stage
+        self._where = where
+        self._clock = asyncio.get_running_loop().time
+
+    def __enter__(self) -> None:
+        """It begins."""
+        self._started_s = self._clock()
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """It has ended, and how."""
+        slug = None
+        if error is not None:
+            slug = error.slug if isinstance(error, ProxyError) else "cancelled"
+        seconds = self._clock() - self._started_s
+        self._context.done(StageDone(self._stage, self._where, self._started_s, seconds, slug))
 
 
 class Stages:
@@ -149,31 +167,21 @@ class Stages:
         context.prefilled_s = asyncio.get_running_loop().time()
         return params
 
-    @asynccontextmanager
-    async def decode(
-        self, instance: Instance, body: Body, context: RequestContext
-    ) -> AsyncIterator[Reply]:
-        """Open the decode answer. It is entered once the instance has said 2xx.
+    def decode(self, instance: Instance, body: Body, context: RequestContext) -> "Decoding":
+        """Open the decode answer. The context is entered once the instance has said 2xx.
 
         Raises:
             UpstreamRejected: the instance said anything else.
             ProxyError: the instance failed.
         """
-        async with AsyncExitStack() as stack:
-            with context.timed("decode", instance.url):
-                reply = await stack.enter_async_context(
-                    self._upstream.open(
-                        instance.url + CHAT_COMPLETIONS,
-                        stage="decode",
-                        headers=context.headers_for(context.request_id),
-                        body=orjson.dumps(body),
-                        head_timeout_s=self._config.first_byte_timeout_s,
-                    )
-                )
-                if not reply.ok:
-                    said = await reply.read(idle_s=self._config.idle_timeout_s)
-                    raise _refusal(reply.status, said, reply.headers, context)
-            yield reply
+        opening = self._upstream.open(
+            instance.url + CHAT_COMPLETIONS,
+            stage="decode",
+            headers=context.headers_for(context.request_id),
+            body=orjson.dumps(body),
+            head_timeout_s=self._config.first_byte_timeout_s,
+        )
+        return Decoding(opening, instance, context, self._config.idle_timeout_s)
 
     async def release(self, instance: Instance, body: Body, context: RequestContext) -> None:
         """Tell decode of a prefill that nobody waits for any more.
@@ -195,6 +203,44 @@ class Stages:
                 head_timeout_s=RELEASE_TIMEOUT_S,
             ):
                 pass
+
+
+class Decoding:
+    """A decode request: see `Stages.decode`."""
+
+    __slots__ = ("_context", "_idle_s", "_opening", "_url")
+
+    def __init__(
+        self,
+        opening: AbstractAsyncContextManager[Reply],
+        instance: Instance,
+        context: RequestContext,
+        idle_s: float,
+    ) -> None:
+        self._opening = opening
+        self._url = instance.url
+        self._context = context
+        self._idle_s = idle_s
+
+    async def __aenter__(self) -> Reply:
+        """The answer, its head read."""
+        with self._context.timed("decode", self._url):
+            reply = await self._opening.__aenter__()
+            if reply.ok:
+                return reply
+            async with AsyncExitStack() as stack:
+                stack.push_async_exit(self._opening)
+                said = await reply.read(idle_s=self._idle_s)
+            raise _refusal(reply.status, said, reply.headers, self._context)
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close it."""
+        await self._opening.__aexit__(kind, error, trace)
 
 
 def _refusal(

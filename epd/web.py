@@ -41,11 +41,10 @@ from epd.middlewares import (
     CONFIG,
     CONTEXT,
     KEYS,
-    MIDDLEWARES,
     OBSERVERS,
-    OUTCOME,
+    STREAM,
     UNKNOWN,
-    deadline,
+    observe,
     own_headers,
 )
 from epd.pipeline import Pipeline
@@ -92,7 +91,7 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
     """
     limits = limits_of(config)
     app = web.Application(
-        client_max_size=min(config.max_body_bytes, limits.body_bytes), middlewares=MIDDLEWARES
+        client_max_size=min(config.max_body_bytes, limits.body_bytes), middlewares=(observe,)
     )
     app[CONFIG] = config
     app[ADMISSION] = Admission(limits, time.monotonic)
@@ -172,34 +171,23 @@ def _cache(config: ProxyConfig) -> AbstractAsyncContextManager[EncoderCache | No
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """`POST /v1/chat/completions`, streaming and not."""
-    context = request[CONTEXT]
-    scope = request.app[CONFIG].scope_of(context.tenant)
-    stream: web.StreamResponse | None = None
-    try:
-        async with request.app[DRAIN].bounded(), deadline(request):
-            body = salted(chat.parse(await _read(request)), scope)
-            async with request.app[PIPELINE].run(body, context) as reply:
-                headers = _answer_headers(reply, context)
-                if not headers["Content-Type"].startswith("text/event-stream"):
-                    return await _whole(request, reply, headers)
-                stream = web.StreamResponse(
-                    status=reply.status, headers={**headers, "Cache-Control": "no-cache"}
-                )
-                await stream.prepare(request)
-                async for events in _whole_events(reply, request.app[CONFIG].idle_timeout_s):
-                    context.first_event()
-                    await stream.write(events)
-                await stream.write_eof()
-                request[ANSWERED] = stream.status
-                await _drained(reply)
-    except ProxyError as error:
-        if stream is None or not stream.prepared:
-            raise
-        # The official OpenAI client takes an end without [DONE] for success, and this for an error.
-        request[OUTCOME] = error
-        await stream.write(b"data: " + error.body() + b"\n\n")
-    await stream.write_eof()
-    return stream
+    app, context = request.app, request[CONTEXT]
+    body = salted(chat.parse(await _read(request)), app[CONFIG].scope_of(context.tenant))
+    async with await app[PIPELINE].run(body, context) as reply:
+        headers = _answer_headers(reply, context)
+        if not headers["Content-Type"].startswith("text/event-stream"):
+            return await _whole(request, reply, headers)
+        stream = request[STREAM] = web.StreamResponse(
+            status=reply.status, headers={**headers, "Cache-Control": "no-cache"}
+        )
+        await stream.prepare(request)
+        async for events in _whole_events(reply, app[CONFIG].idle_timeout_s):
+            context.first_event()
+            await stream.write(events)
+        await stream.write_eof()
+        request[ANSWERED] = stream.status
+        await _drained(reply)
+        return stream
 
 
 async def _drained(reply: Reply) -> None:
@@ -272,9 +260,8 @@ def _aligned(aligner: EventAligner, chunk: bytes) -> bytes:
 async def push_media(request: web.Request) -> web.Response:
     """`POST /v1/media`: has media encoded ahead of the request that asks about them."""
     context = request[CONTEXT]
-    async with deadline(request):
-        asked = chat.parse_json(await _read(request))
-        answer = await request.app[WARMUP].push(asked, context)
+    asked = chat.parse_json(await _read(request))
+    answer = await request.app[WARMUP].push(asked, context)
     return _json(answer, context)
 
 

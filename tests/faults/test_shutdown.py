@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import orjson
 import pytest
 from aiohttp import web
 
@@ -137,7 +138,8 @@ async def test_what_has_not_ended_in_time_is_told_so(workers: str) -> None:
     assert reply.headers["x-epd-stage"] == "proxy"
     assert reply.headers["Retry-After"] == "1"
     assert {"x-request-id", "connection"} <= {name.lower() for name in reply.headers}
-    assert logged.count('"error": "shutting_down"') == 2
+    lines = [orjson.loads(line) for line in logged.splitlines()]
+    assert [line.get("error") for line in lines].count("shutting_down") == 2
     assert "Traceback" not in logged
 
 

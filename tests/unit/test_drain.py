@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from epd.drain import Drain
-from epd.errors import Overloaded
+from epd.errors import Overloaded, UpstreamTimeout
 
 
 async def runs(drain: Drain, seconds: float = 60) -> str:
@@ -39,17 +39,16 @@ async def test_what_runs_is_cut_and_so_is_what_comes_later() -> None:
         await drain.idle()
 
 
-async def test_the_inner_part_of_a_request_is_told_and_may_say_its_last_words() -> None:
+async def test_who_is_told_in_time_may_say_last_words() -> None:
     drain = Drain()
     said = []
 
     async def streams() -> None:
-        async with drain.bounded():
-            try:
-                await runs(drain)
-            except Overloaded:
-                await asyncio.sleep(0.01)
-                said.append("sorry")
+        try:
+            await runs(drain)
+        except Overloaded:
+            await asyncio.sleep(0.01)
+            said.append("sorry")
 
     task = asyncio.create_task(streams())
     await asyncio.sleep(0)
@@ -59,16 +58,28 @@ async def test_the_inner_part_of_a_request_is_told_and_may_say_its_last_words() 
     assert said == ["sorry"]
 
 
-async def test_after_its_inner_part_a_request_is_cut_all_the_same() -> None:
+async def test_a_request_ends_when_its_own_time_has_passed() -> None:
     drain = Drain()
-
-    async def goes_on() -> None:
-        async with drain.bounded():
-            await runs(drain, 0)
+    now_s = asyncio.get_running_loop().time()
+    with pytest.raises(UpstreamTimeout) as raised:
+        async with drain.bounded(now_s + 0.01):
             await asyncio.sleep(60)
 
-    task = asyncio.create_task(goes_on())
-    await asyncio.sleep(0.01)
+    assert (raised.value.status, raised.value.slug) == (504, "request_timeout")
+    async with drain.bounded(now_s + 60):
+        await asyncio.sleep(0)
+    assert drain.running == set()
+
+
+async def test_the_end_of_the_application_comes_before_a_request_s_own() -> None:
+    drain = Drain()
+
+    async def long() -> None:
+        async with drain.bounded(asyncio.get_running_loop().time() + 60):
+            await asyncio.sleep(60)
+
+    task = asyncio.create_task(long())
+    await asyncio.sleep(0)
     drain.cut()
 
     with pytest.raises(Overloaded):

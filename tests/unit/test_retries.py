@@ -77,8 +77,7 @@ async def storm(loop: Retries, requests: int) -> tuple[int, int]:
             await asyncio.sleep(0.01)
             at_once_now -= 1
 
-        with loop.request():
-            await loop.run(attempt, tries=2, again=at_once)
+        await loop.run(attempt, tries=2, again=at_once)
         served += 1
 
     await asyncio.gather(*[request() for _ in range(requests)])
