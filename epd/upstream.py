@@ -2,18 +2,26 @@
 
 import asyncio
 import errno
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+import math
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
-from io import BytesIO
 from pathlib import Path
-from types import SimpleNamespace
+from types import TracebackType
 from typing import Self
 
-import aiohttp
-
-from epd.errors import Overloaded, Stage, UpstreamFailed, UpstreamTimeout, UpstreamUnreachable
+from epd.client import Broken, Connection, Pool, Sink, Unreachable
+from epd.errors import (
+    Overloaded,
+    ProxyError,
+    Stage,
+    UpstreamFailed,
+    UpstreamTimeout,
+    UpstreamUnreachable,
+)
+from epd.http1 import Target, request_head, target_of
 from epd.tls import upstream_context
 from epd.version import __version__
 
@@ -24,6 +32,11 @@ KEEP_ALIVE_S = 2.0
 OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 MAX_ANSWER_BYTES = 16 * 1024**2
 """Largest answer of an encode or prefill instance, and largest error."""
+OURS = {"User-Agent": f"epd/{__version__}", "Accept": "*/*", "Accept-Encoding": "identity"}
+"""Headers of every request."""
+
+FAILURES = (Unreachable, Broken, TimeoutError)
+"""What `epd.client` raises."""
 
 
 def is_success(status: int) -> bool:
@@ -48,14 +61,18 @@ class Answer:
 class Reply:
     """An answer whose head has come and whose body has not been read."""
 
-    def __init__(self, response: aiohttp.ClientResponse, stage: Stage) -> None:
-        self._response = response
+    def __init__(self, connection: Connection, stage: Stage, until_s: float, late: str) -> None:
+        """Read it from a connection until a time on the event loop's clock, or say `late`."""
+        self._connection = connection
         self._stage: Stage = stage
+        self._until_s = until_s
+        self._late = late
+        self._clock = asyncio.get_running_loop().time
 
     @property
     def status(self) -> int:
         """HTTP status."""
-        return self._response.status
+        return self._connection.status
 
     @property
     def ok(self) -> bool:
@@ -65,9 +82,9 @@ class Reply:
     @property
     def headers(self) -> Mapping[str, str]:
         """Response headers, by name in any case."""
-        return self._response.headers
+        return self._connection.headers
 
-    async def read(self, *, idle_s: float | None = None, limit: int = MAX_ANSWER_BYTES) -> bytes:
+    async def read(self, *, idle_s: float, limit: int = MAX_ANSWER_BYTES) -> bytes:
         """The whole body.
 
         Raises:
@@ -76,7 +93,7 @@ class Reply:
         """
         parts = []
         size = 0
-        async for chunk in self.chunks(idle_s):
+        while chunk := await self.chunk(idle_s):
             parts.append(chunk)
             size += len(chunk)
             if size > limit:
@@ -87,43 +104,43 @@ class Reply:
                 )
         return b"".join(parts)
 
-    async def chunks(self, idle_s: float | None) -> AsyncIterator[bytes]:
-        """The body as it comes.
+    async def chunk(self, idle_s: float) -> bytes:
+        """What has come of the body since the last one; empty when it has ended.
 
         Raises:
             UpstreamFailed: it broke off.
             UpstreamTimeout: nothing came for `idle_s` seconds.
         """
-        content = self._response.content
-        while True:
-            with _translated(
-                self._stage, broken=f"{self._stage}_died", late=f"{self._stage}_stalled"
-            ):
-                async with asyncio.timeout(idle_s):
-                    chunk = await content.readany()
-            if not chunk:
-                return
-            yield chunk
+        try:
+            return await self._connection.chunk(min(self._clock() + idle_s, self._until_s))
+        except FAILURES as error:
+            raise self._broke_off(error) from _cause(error)
 
+    async def pour(self, sink: Sink, idle_s: float) -> bool:
+        """Hand on the body as it comes, with no task woken for it, while `sink` can take more.
 
-@dataclass(slots=True)
-class _Sending:
-    """One attempt to send a request.
+        Returns:
+            Whether it has ended.
 
-    Attributes:
-        reused: whether it went out on a connection that had been idle.
-    """
+        Raises:
+            UpstreamFailed: it broke off.
+            UpstreamTimeout: nothing came for `idle_s` seconds.
+        """
+        try:
+            return await self._connection.pour(sink, idle_s)
+        except FAILURES as error:
+            raise self._broke_off(error) from _cause(error)
 
-    reused: bool = False
+    def _broke_off(self, error: Exception) -> ProxyError:
+        return _shown(error, self._stage, broken=f"{self._stage}_died", late=self._late)
 
 
 class Upstream:
     """Requests to instances, over one connection pool."""
 
-    def __init__(self, pooled: aiohttp.ClientSession, fresh: aiohttp.ClientSession) -> None:
-        """Send over `pooled`, and over `fresh`, which keeps no connection, where that fails."""
-        self._pooled = pooled
-        self._fresh = fresh
+    def __init__(self, pool: Pool) -> None:
+        """Send over its connections."""
+        self._pool = pool
 
     @classmethod
     @asynccontextmanager
@@ -136,25 +153,17 @@ class Upstream:
             TlsInvalid: the file of CAs cannot be used.
         """
         tls = upstream_context(ca_file)
-        connectors = (
-            aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, ssl=tls),
-            aiohttp.TCPConnector(limit=0, force_close=True, ssl=tls),
+        pool = Pool(
+            ssl.create_default_context() if tls is True else tls,
+            connect_timeout_s=connect_timeout_s,
+            keep_alive_s=KEEP_ALIVE_S,
         )
-        pooled, fresh = (
-            aiohttp.ClientSession(
-                connector=connector,
-                timeout=aiohttp.ClientTimeout(total=None, connect=connect_timeout_s),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                headers={"User-Agent": f"epd/{__version__}", "Accept-Encoding": "identity"},
-                trace_configs=[_noting_reuse()],
-            )
-            for connector in connectors
-        )
-        async with pooled, fresh:
-            yield cls(pooled, fresh)
+        try:
+            yield cls(pool)
+        finally:
+            await pool.close()
 
-    @asynccontextmanager
-    async def open(
+    def open(
         self,
         url: str,
         *,
@@ -162,7 +171,7 @@ class Upstream:
         headers: Mapping[str, str],
         body: bytes | None = None,
         head_timeout_s: float,
-    ) -> AsyncIterator[Reply]:
+    ) -> "Exchange":
         """Send a request (POST with a body, GET without) and wait for the answer's head.
 
         Leaving the context before the body was read closes the connection, which is how an
@@ -172,32 +181,7 @@ class Upstream:
             UpstreamFailed: it could not be sent, or the connection broke.
             UpstreamTimeout: no head came within `head_timeout_s` seconds.
         """
-        with _translated(stage, broken=f"{stage}_failed"):
-            async with asyncio.timeout(head_timeout_s):
-                response = await self._send(url, headers, body)
-        async with response:
-            with _told_of_the_end(response):
-                yield Reply(response, stage)
-
-    async def _send(
-        self, url: str, headers: Mapping[str, str], body: bytes | None
-    ) -> aiohttp.ClientResponse:
-        """Send a request, and once more where only an idle connection's end was at fault.
-
-        An instance may close an idle connection at the moment it is used again. Before it has
-        answered anything, this alone says nothing about the instance.
-        """
-        sending = _Sending()
-        try:
-            return await _request(self._pooled, url, headers, body, sending)
-        except aiohttp.ServerDisconnectedError as error:
-            # The message is a text where no byte of an answer has come.
-            if not sending.reused or not isinstance(error.message, str):
-                raise
-        except aiohttp.ClientOSError:
-            if not sending.reused:
-                raise
-        return await _request(self._fresh, url, headers, body, _Sending())
+        return Exchange(self._pool, _Request(url, headers, body), stage, head_timeout_s)
 
     async def fetch(
         self,
@@ -214,14 +198,9 @@ class Upstream:
             UpstreamFailed: it could not be sent, broke off, or is too large.
             UpstreamTimeout: it was not there within `timeout_s` seconds.
         """
-        with _translated(stage, broken=f"{stage}_failed"):
-            async with (
-                asyncio.timeout(timeout_s),
-                self.open(
-                    url, stage=stage, headers=headers, body=body, head_timeout_s=timeout_s
-                ) as reply,
-            ):
-                return Answer(reply.status, reply.headers, await reply.read())
+        request = _Request(url, headers, body)
+        async with Exchange(self._pool, request, stage, timeout_s, whole=True) as reply:
+            return Answer(reply.status, reply.headers, await reply.read(idle_s=timeout_s))
 
     async def probe(self, url: str, *, timeout_s: float) -> bool:
         """Whether a GET is answered with 2xx, over a connection of its own.
@@ -231,103 +210,138 @@ class Upstream:
         Raises:
             Overloaded: there is no descriptor left to find out with.
         """
+        request = _Request(url, {}, None)
+        until_s = asyncio.get_running_loop().time() + timeout_s
         try:
-            with _translated("proxy", broken="unreachable"):
-                async with (
-                    asyncio.timeout(timeout_s),
-                    await _request(self._fresh, url, {}, None, _Sending()) as response,
-                ):
-                    return is_success(response.status)
-        except (UpstreamFailed, UpstreamTimeout):
+            connection = await _ask_anew(self._pool, request, until_s)
+        except FAILURES as error:
+            failure = _shown(error, "proxy", broken="unreachable")
+            if isinstance(failure, Overloaded):
+                raise failure from error
             return False
+        connection.abort()
+        return is_success(connection.status)
 
 
-async def _request(
-    session: aiohttp.ClientSession,
-    url: str,
-    headers: Mapping[str, str],
-    body: bytes | None,
-    sending: _Sending,
-) -> aiohttp.ClientResponse:
-    return await session.request(
-        "GET" if body is None else "POST",
-        url,
-        # As a file, aiohttp sends it piece by piece; bytes would be one write.
-        data=None if body is None else BytesIO(body),
-        headers=headers,
-        allow_redirects=False,
-        trace_request_ctx=sending,
-    )
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What is sent, and where."""
+
+    url: str
+    headers: Mapping[str, str]
+    body: bytes | None
+
+    @property
+    def target(self) -> Target:
+        return target_of(self.url)
+
+    def head(self, **more: str) -> bytes:
+        """Its head."""
+        length = None if self.body is None else len(self.body)
+        return request_head(self.target, {**OURS, **self.headers, **more}, length)
 
 
-@contextmanager
-def _told_of_the_end(response: aiohttp.ClientResponse) -> Iterator[None]:
-    """Have whoever reads the body told when its connection is closed.
+class Exchange:
+    """A request and its answer: a context that is entered when the answer's head has come."""
 
-    aiohttp closes it where a chunk is malformed, and then its C parser leaves the reader waiting.
+    __slots__ = ("_connection", "_pool", "_request", "_stage", "_timeout_s", "_whole")
+
+    def __init__(
+        self, pool: Pool, request: _Request, stage: Stage, timeout_s: float, *, whole: bool = False
+    ) -> None:
+        """Not begun. With `whole`, the body too has to be there in time."""
+        self._pool = pool
+        self._request = request
+        self._stage: Stage = stage
+        self._timeout_s = timeout_s
+        self._whole = whole
+        self._connection: Connection
+
+    async def __aenter__(self) -> Reply:
+        """Send the request and wait for the answer's head."""
+        stage = self._stage
+        until_s = asyncio.get_running_loop().time() + self._timeout_s
+        try:
+            self._connection = await _ask(self._pool, self._request, until_s)
+        except FAILURES as error:
+            raise _shown(error, stage, broken=f"{stage}_failed") from _cause(error)
+        if self._connection.headers.get("Content-Encoding", "identity").lower() != "identity":
+            self._connection.abort()
+            raise UpstreamFailed(
+                f"the {stage} instance's answer has an encoding that was not asked for",
+                slug=f"{stage}_bad_response",
+                stage=stage,
+            )
+        if self._whole:
+            return Reply(self._connection, stage, until_s, late=f"{stage}_timeout")
+        return Reply(self._connection, stage, math.inf, late=f"{stage}_stalled")
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Keep the connection where the answer is complete, else end it."""
+        self._pool.give_back(self._request.target.origin, self._connection)
+
+
+async def _ask(pool: Pool, request: _Request, until_s: float) -> Connection:
+    """Send a request, and once more where only an idle connection's end was at fault.
+
+    An instance may close an idle connection at the moment it is used again. Before it has
+    answered anything, this alone says nothing about the instance.
     """
-    content = response.content
-
-    def tell(_: object = None) -> None:
-        if not content.is_eof() and content.exception() is None:
-            content.set_exception(aiohttp.ClientPayloadError("the connection was closed"))
-
-    protocol = None if response.connection is None else response.connection.protocol
-    closed = None if protocol is None else protocol.closed
-    if closed is None:  # it has ended by now, or this answer has
-        tell()
-        yield
-        return
-    closed.remove_done_callback(_seen)  # once for a connection, however many answers it brings
-    closed.add_done_callback(_seen)
-    closed.add_done_callback(tell)
+    connection = pool.take(request.target.origin)
+    if connection is None:
+        connection = await _connected(pool, request, until_s)
     try:
-        yield
-    finally:
-        closed.remove_done_callback(tell)
+        await connection.ask(request.head(), request.body or b"", until_s)
+    except BaseException as error:
+        connection.abort()
+        if not (isinstance(error, Broken) and connection.reused and connection.untouched):
+            raise
+    else:
+        return connection
+    return await _ask_anew(pool, request, until_s)
 
 
-def _seen(closed: asyncio.Future[None]) -> None:
-    """Take note of a connection's error: asyncio logs those that nobody asks for."""
-    if not closed.cancelled():
-        closed.exception()
-
-
-def _noting_reuse() -> aiohttp.TraceConfig:
-    trace = aiohttp.TraceConfig()
-
-    async def reused(_: aiohttp.ClientSession, traced: SimpleNamespace, __: object) -> None:
-        traced.trace_request_ctx.reused = True
-
-    trace.on_connection_reuseconn.append(reused)
-    return trace
-
-
-@contextmanager
-def _translated(stage: Stage, *, broken: str, late: str | None = None) -> Iterator[None]:
-    """Turn aiohttp's errors into ours.
-
-    Addresses and library texts stay in the cause, which is logged and not shown.
-    """
+async def _ask_anew(pool: Pool, request: _Request, until_s: float) -> Connection:
+    """Send a request over a connection of its own."""
+    connection = await _connected(pool, request, until_s)
+    connection.kept = False
     try:
-        yield
-    except aiohttp.ConnectionTimeoutError as error:
-        raise UpstreamUnreachable(
-            f"the {stage} instance cannot be reached", slug=broken, stage=stage
-        ) from error
-    except TimeoutError as error:
-        raise UpstreamTimeout(
+        await connection.ask(request.head(Connection="close"), request.body or b"", until_s)
+    except BaseException:
+        connection.abort()
+        raise
+    return connection
+
+
+async def _connected(pool: Pool, request: _Request, until_s: float) -> Connection:
+    async with asyncio.timeout_at(until_s):
+        return await pool.connect(request.target.origin)
+
+
+def _shown(error: Exception, stage: Stage, *, broken: str, late: str | None = None) -> ProxyError:
+    """What the client's errors mean. Addresses and texts stay in the cause, which is not shown."""
+    if isinstance(error, TimeoutError):
+        return UpstreamTimeout(
             f"the {stage} instance did not answer in time",
             slug=late or f"{stage}_timeout",
             stage=stage,
-        ) from error
-    except aiohttp.ClientConnectorError as error:
-        if error.errno in OUT_OF_DESCRIPTORS:  # ours, not the instance's
-            raise Overloaded("too many connections are open", stage=stage) from error
-        raise UpstreamUnreachable(
-            f"the {stage} instance cannot be reached", slug=broken, stage=stage
-        ) from error
-    except (aiohttp.ClientError, OSError) as error:
-        raise UpstreamFailed(
+        )
+    if isinstance(error, Broken):
+        return UpstreamFailed(
             f"the connection to the {stage} instance broke", slug=broken, stage=stage
-        ) from error
+        )
+    cause = error.__cause__
+    if isinstance(cause, OSError) and cause.errno in OUT_OF_DESCRIPTORS:
+        # Ours, not the instance's.
+        return Overloaded("too many connections are open", stage=stage)
+    return UpstreamUnreachable(f"the {stage} instance cannot be reached", slug=broken, stage=stage)
+
+
+def _cause(error: Exception) -> BaseException:
+    """What it is due to: of the client's own errors, what they came of."""
+    return error.__cause__ or error

@@ -1,9 +1,10 @@
 """The aiohttp application: routes, and the answer relayed to the client."""
 
+import asyncio
 import stat
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -19,12 +20,7 @@ from epd.body import read_body
 from epd.cache import EncoderCache
 from epd.config import ProxyConfig
 from epd.drain import DRAIN, Drain, send_elsewhere
-from epd.errors import (
-    NoInstance,
-    Overloaded,
-    ProxyError,
-    UpstreamFailed,
-)
+from epd.errors import NoInstance, Overloaded
 from epd.events import InstanceChanged, Observer
 from epd.fetch import remote_media
 from epd.health import State
@@ -49,9 +45,9 @@ from epd.middlewares import (
 )
 from epd.pipeline import Pipeline
 from epd.probes import probing
+from epd.relay import StreamRelay
 from epd.releases import Releases
 from epd.reload import RELOAD, Reload
-from epd.sse import EventAligner
 from epd.stages import RequestContext, Stages
 from epd.tenants import ApiKeys, KeysInvalid, parse_keys
 from epd.upstream import Reply, Upstream
@@ -63,9 +59,6 @@ WARMUP = web.AppKey("warmup", Warmup)
 METRICS = web.AppKey("metrics", MetricsObserver)
 
 TABLE = web.AppKey("table", InstanceTable)
-
-AFTER_END_S = 1.0
-"""Silence after a stream's `[DONE]`, until its connection is closed rather than kept."""
 
 MAX_DECODE_BYTES = 256 * 1024**2
 """Largest answer of decode that is no stream: it is whole before the first byte goes out, so that
@@ -181,19 +174,23 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
             status=reply.status, headers={**headers, "Cache-Control": "no-cache"}
         )
         await stream.prepare(request)
-        async for events in _whole_events(reply, app[CONFIG].idle_timeout_s):
-            context.first_event()
-            await stream.write(events)
+        relay = StreamRelay(reply, stream, _transport(request), context)
+        await relay.run(app[CONFIG].idle_timeout_s)
         await stream.write_eof()
         request[ANSWERED] = stream.status
-        await _drained(reply)
+        await relay.drained()
         return stream
 
 
-async def _drained(reply: Reply) -> None:
-    """Wait for the end of an answer that is complete, so that its connection can be used again."""
-    with suppress(ProxyError):
-        await reply.read(idle_s=AFTER_END_S)
+def _transport(request: web.Request) -> asyncio.WriteTransport:
+    """The client's connection.
+
+    Raises:
+        ConnectionResetError: the client has left.
+    """
+    if request.transport is None:
+        raise ConnectionResetError("the client has left")
+    return request.transport
 
 
 def _answer_headers(reply: Reply, context: RequestContext) -> dict[str, str]:
@@ -215,46 +212,6 @@ async def _not_yet(_: web.Request) -> None:
 
 async def _read(request: web.Request) -> bytes:
     return await read_body(request, request.app[CONFIG], request[BODY].grow)
-
-
-async def _whole_events(reply: Reply, idle_s: float) -> AsyncIterator[bytes]:
-    """The stream's events, no event cut.
-
-    Raises:
-        ProxyError: it broke, stalled, or ended without `[DONE]`.
-    """
-    aligner = EventAligner()
-    async for chunk in reply.chunks(idle_s):
-        if events := _aligned(aligner, chunk):
-            yield events
-        if aligner.ended:
-            break
-    else:
-        raise UpstreamFailed(
-            "the decode instance ended the stream before its end",
-            slug="decode_truncated",
-            stage="decode",
-        )
-    if aligner.done:
-        return
-    # An error has ended it, which `[DONE]` may follow. What breaks off now breaks nothing.
-    with suppress(ProxyError):
-        async for chunk in reply.chunks(AFTER_END_S):
-            if events := _aligned(aligner, chunk):
-                yield events
-            if aligner.done:
-                return
-
-
-def _aligned(aligner: EventAligner, chunk: bytes) -> bytes:
-    try:
-        return aligner.feed(chunk)
-    except ValueError as error:
-        raise UpstreamFailed(
-            "the decode instance sent an event without end",
-            slug="decode_bad_response",
-            stage="decode",
-        ) from error
 
 
 async def push_media(request: web.Request) -> web.Response:

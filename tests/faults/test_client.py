@@ -1,0 +1,426 @@
+"""Connections to instances, by themselves: their waits, their limits, and when they are kept."""
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from epd.client import PIECE_BYTES, READ_BUFFER_BYTES, Broken, Connection, Pool, Unreachable
+from epd.http1 import Origin, request_head, target_of
+from tests.faults.scripted import (
+    STREAM_HEAD,
+    Exchange,
+    Script,
+    Scripted,
+    Step,
+    answer,
+    chunked,
+    close,
+    hold,
+    read_bytes,
+    read_head,
+    read_request,
+    reset,
+    send,
+    send_for_ever,
+    send_slowly,
+    wait,
+    wait_for,
+)
+from tests.proxy.fleet import Launch, until
+from tests.requests import request, text
+
+LONG_S = 20.0
+KEPT = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@asynccontextmanager
+async def pooling(keep_alive_s: float = LONG_S) -> AsyncIterator[Pool]:
+    pool = Pool(ssl.create_default_context(), connect_timeout_s=LONG_S, keep_alive_s=keep_alive_s)
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+class Asking:
+    """A pool and a scripted server."""
+
+    def __init__(self, pool: Pool, server: Scripted) -> None:
+        self.pool = pool
+        self.server = server
+        self.target = target_of(server.url + "/x")
+        self.connections: list[Connection] = []
+
+    @property
+    def origin(self) -> Origin:
+        return self.target.origin
+
+    async def ask(self, body: bytes = b"{}", timeout_s: float = LONG_S) -> Connection:
+        connection = self.pool.take(self.origin) or await self.pool.connect(self.origin)
+        self.connections.append(connection)
+        await connection.ask(request_head(self.target, {}, len(body)), body, in_s(timeout_s))
+        return connection
+
+    async def read(self) -> bytes:
+        connection = await self.ask()
+        body = b"".join([piece async for piece in pieces(connection)])
+        self.pool.give_back(self.origin, connection)
+        return body
+
+
+def in_s(delay_s: float) -> float:
+    return asyncio.get_running_loop().time() + delay_s
+
+
+async def pieces(connection: Connection, idle_s: float = LONG_S) -> AsyncIterator[bytes]:
+    while piece := await connection.chunk(in_s(idle_s)):
+        yield piece
+
+
+class Pieces(list[bytes]):
+    """What a body came in.
+
+    Attributes:
+        room: whether there is room for more.
+    """
+
+    room = True
+
+    def take(self, piece: bytes) -> bool:
+        self.append(piece)
+        return self.room
+
+
+async def read_into(got: Pieces, connection: Connection, idle_s: float) -> None:
+    async for piece in pieces(connection, idle_s):
+        got.append(piece)
+
+
+@asynccontextmanager
+async def asking(*scripts: Script, keep_alive_s: float = LONG_S) -> AsyncIterator[Asking]:
+    async with Scripted(*scripts).running() as server, pooling(keep_alive_s) as pool:
+        here = Asking(pool, server)
+        yield here
+        for connection in here.connections:
+            connection.abort()
+
+
+async def test_a_connection_is_used_again() -> None:
+    script = [read_request(), send(answer(b"1")), read_request(), send(answer(b"2")), hold()]
+    async with asking(script) as here:
+        assert [await here.read(), await here.read()] == [b"1", b"2"]
+        assert len(here.server.exchanges) == 1
+
+
+async def test_two_at_a_time_need_two_connections() -> None:
+    async with asking([read_request(), send(answer(b"1")), hold()]) as here:
+        await asyncio.gather(here.ask(), here.ask())
+
+        assert len(here.server.exchanges) == 2
+
+
+@pytest.mark.parametrize(
+    "more",
+    [send(b"HTTP/1.1 200 OK\r\n"), close(), reset(), wait(0.5)],
+    ids=["says something", "is closed", "is reset", "is idle for too long"],
+)
+async def test_an_idle_connection_is_not_kept_when_it(more: Step) -> None:
+    script = [read_request(), send(answer(b"1")), wait(0.05), more, hold()]
+    async with asking(script, keep_alive_s=0.2) as here:
+        await here.read()
+        await until(lambda: here.server.exchanges[0].left or here.server.exchanges[0].done)
+        await asyncio.sleep(0.05)
+
+        assert here.pool.take(here.origin) is None
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [
+        STREAM_HEAD + chunked(b"data: 1\n\n"),
+        answer(b"{", length=10),
+        answer(b"{}").replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1),
+    ],
+    ids=["in chunks", "of a length", "the last one"],
+)
+async def test_what_is_not_complete_ends_its_connection(begun: bytes) -> None:
+    async with asking([read_request(), send(begun), hold()]) as here:
+        here.pool.give_back(here.origin, await here.ask())
+
+        assert here.pool.take(here.origin) is None
+        await until(lambda: here.server.aborted)
+
+
+async def test_a_closed_pool_keeps_nothing() -> None:
+    async with asking([read_request(), send(answer(b"1")), hold()]) as here:
+        idle, busy = await here.ask(), await here.ask()
+        here.pool.give_back(here.origin, idle)
+        await here.pool.close()
+        here.pool.give_back(here.origin, busy)
+
+        assert here.pool.take(here.origin) is None
+        await until(lambda: here.server.aborted == 2)
+
+
+async def test_nobody_there_is_unreachable() -> None:
+    async with pooling() as pool:
+        for url in ("http://127.0.0.1:1", "http://localhost:1", "http://nobody.invalid:1"):
+            with pytest.raises(Unreachable) as raised:
+                await pool.connect(target_of(url).origin)
+            assert isinstance(raised.value.__cause__, OSError)
+
+
+async def test_a_name_is_looked_up_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = asyncio.get_running_loop()
+    lookup, asked = loop.getaddrinfo, []
+
+    async def getaddrinfo(host: str, *args: Any, **more: Any) -> Any:
+        asked.append(host)
+        return await lookup("127.0.0.1", *args, **more)
+
+    monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
+    async with asking([read_request(), send(answer(b"1")), hold()]) as here:
+        origin = Origin("engine.test", here.origin.port, tls=False, named=True)
+        here.connections += await asyncio.gather(*(here.pool.connect(origin) for _ in range(5)))
+        here.connections.append(await here.pool.connect(origin))
+
+        assert asked == ["engine.test"]
+
+
+async def test_each_address_of_a_name_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = asyncio.get_running_loop()
+    lookup = loop.getaddrinfo
+    seen = []
+
+    async def getaddrinfo(_: str, *args: Any, **more: Any) -> Any:
+        return [
+            found
+            for address in ("127.0.0.1", "127.0.0.2")
+            for found in await lookup(address, *args, **more)
+        ]
+
+    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seen.append(writer.get_extra_info("sockname")[0])
+        writer.close()
+
+    monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
+    server = await asyncio.start_server(serve, "0.0.0.0", 0)  # noqa: S104 - two loopback addresses
+    origin = Origin("engine.test", server.sockets[0].getsockname()[1], tls=False, named=True)
+    async with server, pooling() as pool:
+        for number in range(4):
+            (await pool.connect(origin)).abort()
+            await until(lambda: len(seen) > number)  # noqa: B023 - called at once
+
+    assert seen == ["127.0.0.1", "127.0.0.2"] * 2
+
+
+async def test_silence_ends_a_wait_and_a_trickle_does_not() -> None:
+    slow = send_slowly(chunked(b"0123456789"), 0.05)
+    async with asking([read_request(), send(STREAM_HEAD), slow, hold()]) as here:
+        connection = await here.ask()
+        got = Pieces()
+        with pytest.raises(TimeoutError):
+            await read_into(got, connection, idle_s=0.4)
+
+    assert b"".join(got) == b"0123456789"
+
+
+async def test_a_head_that_trickles_is_late_all_the_same() -> None:
+    async with asking([read_request(), send_slowly(STREAM_HEAD, 0.02), hold()]) as here:
+        with pytest.raises(TimeoutError):
+            await here.ask(timeout_s=0.3)
+
+
+async def test_a_shorter_wait_after_a_longer_one_is_short() -> None:
+    script = [read_request(), send(STREAM_HEAD + chunked(b"1")), hold()]
+    async with asking(script) as here:
+        connection = await here.ask(timeout_s=1000)
+        await connection.chunk(in_s(1000))
+        async with asyncio.timeout(LONG_S):
+            with pytest.raises(TimeoutError):
+                await connection.chunk(in_s(0.1))
+
+
+@pytest.mark.parametrize("end", [close(), reset()], ids=["closed", "reset"])
+async def test_what_came_before_the_end_is_handed_on(end: Step) -> None:
+    script = [read_request(), send(STREAM_HEAD + chunked(b"1", b"2")), wait(0.1), end]
+    async with asking(script) as here:
+        connection = await here.ask()
+        await asyncio.sleep(0.3)
+        assert await connection.chunk(in_s(LONG_S)) == b"12"
+        with pytest.raises(Broken):
+            await connection.chunk(in_s(LONG_S))
+
+
+async def test_an_answer_without_a_length_ends_with_its_connection() -> None:
+    head = b"HTTP/1.1 200 OK\r\n\r\n"
+    async with asking([read_request(), send(head + b"all"), close()]) as here:
+        assert await here.read() == b"all"
+    async with asking([read_request(), send(head + b"not all"), wait(0.1), reset()]) as here:
+        with pytest.raises(Broken):
+            await here.read()
+
+
+async def test_what_nobody_takes_is_not_read() -> None:
+    sent = 0
+
+    def count() -> Step:
+        async def step(at: Exchange) -> None:
+            nonlocal sent
+            while True:
+                at.writer.write(chunked(b"x" * 65536))
+                await at.writer.drain()
+                sent += 65536
+
+        return step
+
+    async with asking([read_request(), send(STREAM_HEAD), count()]) as here:
+        connection = await here.ask()
+        before = -1
+        while sent > before:
+            before = sent
+            await asyncio.sleep(0.3)
+        taken = len(await connection.chunk(in_s(LONG_S)))
+        assert READ_BUFFER_BYTES <= taken < sent
+        while taken <= before:  # it goes on
+            taken += len(await connection.chunk(in_s(LONG_S)))
+
+
+async def test_a_large_body_waits_until_it_is_taken() -> None:
+    body = b"0123456789" * (4 * PIECE_BYTES)
+    go = asyncio.Event()
+    script = [read_head(), wait_for(go), read_bytes(len(body)), send(answer(b"1")), hold()]
+    async with asking(script) as here:
+        asked = asyncio.create_task(here.ask(body))
+        await asyncio.sleep(0.2)
+        assert not asked.done()
+        go.set()
+        connection = await asked
+
+        assert here.server.exchanges[0].body == body
+        here.pool.give_back(here.origin, connection)
+        assert here.pool.take(here.origin) is connection
+
+
+async def test_who_takes_no_body_is_late() -> None:
+    async with asking([read_head(), wait(LONG_S)]) as here:
+        with pytest.raises(TimeoutError):
+            await here.ask(b"x" * 64 * PIECE_BYTES, timeout_s=0.3)
+
+
+async def test_an_answer_may_come_before_the_body_is_taken() -> None:
+    script = [read_head(), send(answer(b"no", 413)), hold()]
+    async with asking([*script[:2], wait(LONG_S)]) as here:
+        connection = await here.ask(b"x" * 64 * PIECE_BYTES)
+        assert (connection.status, await connection.chunk(in_s(LONG_S))) == (413, b"no")
+        assert not connection.usable
+
+
+async def test_a_body_is_poured_until_its_end() -> None:
+    script = [
+        read_request(),
+        send(KEPT + chunked(b"1")),
+        *(step for piece in (b"2", b"3") for step in (wait(0.05), send(chunked(piece)))),
+        send(b"0\r\n\r\n"),
+        hold(),
+    ]
+    async with asking(script) as here:
+        connection = await here.ask()
+        got = Pieces()
+        assert await connection.pour(got.take, LONG_S)
+
+        assert b"".join(got) == b"123"
+        assert connection.usable
+
+
+async def test_a_sink_that_is_full_is_poured_nothing_more() -> None:
+    go = asyncio.Event()
+    script = [
+        read_request(),
+        send(KEPT + chunked(b"1")),
+        wait_for(go),
+        send(chunked(b"2")),
+        wait(0.1),
+        send(chunked(b"3") + b"0\r\n\r\n"),
+        hold(),
+    ]
+    async with asking(script) as here:
+        connection = await here.ask()
+        got = Pieces()
+        got.room = False
+        assert not await connection.pour(got.take, LONG_S)
+        go.set()
+        await asyncio.sleep(0.3)
+        assert got == [b"1"]
+
+        assert await connection.chunk(in_s(LONG_S)) == b"23"
+        assert await connection.pour(got.take, LONG_S)
+        assert got == [b"1"]
+
+
+@pytest.mark.parametrize(
+    ("then", "error"),
+    [
+        ([close()], Broken),
+        ([reset()], Broken),
+        ([send(b"nonsense"), hold()], Broken),
+        ([hold()], TimeoutError),
+    ],
+    ids=["closed", "reset", "malformed", "silent"],
+)
+async def test_who_is_poured_is_told_of_its_end(then: list[Step], error: type[Exception]) -> None:
+    script = [read_request(), send(KEPT + chunked(b"1")), wait(0.1), *then]
+    async with asking(script) as here:
+        connection = await here.ask()
+        got = Pieces()
+        with pytest.raises(error):
+            await connection.pour(got.take, 0.5)
+        assert got == [b"1"]
+
+
+async def test_a_trickle_is_poured_for_as_long_as_it_takes() -> None:
+    trickle = [step for _ in range(8) for step in (wait(0.1), send(chunked(b"x")))]
+    async with asking([read_request(), send(KEPT), *trickle, hold()]) as here:
+        connection = await here.ask()
+        got = Pieces()
+        with pytest.raises(TimeoutError):
+            await connection.pour(got.take, 0.5)
+        assert got == [b"x"] * 8
+
+
+async def test_who_leaves_while_it_is_poured_is_poured_nothing_more() -> None:
+    script = [read_request(), send(KEPT), send_for_ever(chunked(b"x" * 65536))]
+    async with asking(script) as here:
+        connection = await here.ask()
+        got = Pieces()
+        pouring = asyncio.create_task(connection.pour(got.take, LONG_S))
+        await until(lambda: got)
+        pouring.cancel()
+        await asyncio.wait([pouring])
+        count = len(got)
+        await asyncio.sleep(0.1)
+        assert len(got) == count
+        here.pool.give_back(here.origin, connection)
+        await until(lambda: here.server.aborted)
+
+
+@pytest.mark.parametrize(("coding", "status"), [("gzip", 502), ("br", 502), ("Identity", 200)])
+async def test_an_encoding_that_was_not_asked_for_is_refused(
+    launch: Launch, coding: str, status: int
+) -> None:
+    encoded = answer(b"{}").replace(
+        b"\r\n\r\n", b"\r\nContent-Encoding: %b\r\n\r\n" % coding.encode(), 1
+    )
+    async with (
+        Scripted([read_request(), send(encoded), hold()]).running() as decoder,
+        launch(decode_servers_urls=(decoder.url,)) as fleet,
+        fleet.post(request(text())) as reply,
+    ):
+        assert reply.status == status
+        assert reply.headers.get("x-epd-error") == (
+            None if status == 200 else "decode_bad_response"
+        )
