@@ -45,11 +45,16 @@ class AdmissionCollector(Collector):
 
 
 class MetricsObserver:
-    """Counts events in a registry of its own."""
+    """Counts events in a registry of its own.
+
+    Attributes:
+        shown: what the page shows: what is counted here; of several workers, by all of them.
+    """
 
     def __init__(self, admission: Admission) -> None:
         """Begin at nothing; what `admission` counts is on the page too."""
         self._registry = CollectorRegistry()
+        self.shown: Collector = self._registry
         self._registry.register(AdmissionCollector(admission))
         self._items = Counter(
             "epd_items",
@@ -139,4 +144,4 @@ class MetricsObserver:
 
     def page(self) -> bytes:
         """All figures."""
-        return generate_latest(self._registry)
+        return generate_latest(self.shown)

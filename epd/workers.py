@@ -5,8 +5,7 @@ same port (`SO_REUSEPORT`): on one that all share, the first to wake takes every
 waits, and keeps it. The first process holds all of them too, so that connections that wait at a
 worker that dies are served by the next one.
 
-A worker's standard input is a pipe from the first process: the configuration comes by it, then
-orders; and its end, however the first process ended, tells the worker to stop.
+Each worker has a page for its metrics, which all of them read.
 """
 
 import asyncio
@@ -22,23 +21,21 @@ from typing import Any, cast
 
 import orjson
 import structlog
-import uvloop
 
-from epd import logs
 from epd.config import ProxyConfig
-from epd.last_good import LastGood, read_from
-from epd.listening import Site
+from epd.last_good import LastGood
 from epd.server import (
     CLEANUP_S,
     CUT_S,
     Orders,
     first_of,
     orders_by_signal,
-    running,
     topology,
     url,
 )
-from epd.tls import server_context
+from epd.shared_page import SharedPage
+from epd.worker import DRAIN, RELOAD, Inherited
+from epd.worker_metrics import bury
 
 BACKLOG = 128
 STEADY_S = 30.0
@@ -49,9 +46,6 @@ RESTART_S = 0.25
 """Before a worker is replaced; doubled with each further early death."""
 GRACE_S = 2.0
 """For a worker that was told to end by now."""
-
-DRAIN, RELOAD = b"d", b"r"
-"""Orders to a worker, by its pipe."""
 
 Sockets = tuple[socket.socket, ...]
 Address = tuple[Any, ...]
@@ -68,6 +62,13 @@ class Seat:
 
     number: int
     sockets: Sockets
+    pages: Sequence[SharedPage]
+    """Everyone's, in the order of their numbers, which begin at 1."""
+
+    @property
+    def page(self) -> SharedPage:
+        """Its own."""
+        return self.pages[self.number - 1]
 
 
 async def supervise(config: ProxyConfig) -> None:
@@ -77,6 +78,11 @@ async def supervise(config: ProxyConfig) -> None:
         OSError: the address cannot be listened on.
         WorkersFailed: they do not stay alive.
     """
+    with _pages(config.workers) as pages:
+        await _supervise(config, pages)
+
+
+async def _supervise(config: ProxyConfig, pages: Sequence[SharedPage]) -> None:
     log = structlog.get_logger("epd")
     orders = orders_by_signal(config)
     with _listening(config) as groups, closing(LastGood(config)) as files:
@@ -89,7 +95,7 @@ async def supervise(config: ProxyConfig) -> None:
                 workers=config.workers,
             )
         keepers = [
-            asyncio.create_task(_keep(Seat(number, sockets), config, files, orders))
+            asyncio.create_task(_keep(Seat(number, sockets, pages), config, files, orders))
             for number, sockets in enumerate(groups, start=1)
         ]
         await orders.drain.wait()
@@ -151,6 +157,7 @@ async def _run(seat: Seat, config: ProxyConfig, files: LastGood, orders: Orders)
     with suppress(ProcessLookupError):
         process.kill()
     code = await process.wait()
+    bury(seat.page)
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
@@ -176,25 +183,36 @@ async def _pass_on(
 async def _start(
     seat: Seat, config: ProxyConfig, files: Mapping[str, int]
 ) -> tuple[asyncio.subprocess.Process, asyncio.StreamWriter]:
-    descriptors = tuple(listener.fileno() for listener in seat.sockets)
+    inherited = Inherited(
+        seat.number,
+        [listener.fileno() for listener in seat.sockets],
+        files,
+        [page.descriptor for page in seat.pages],
+    )
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "epd.workers"),
+        *(sys.executable, "-P", "-m", "epd.worker"),
         stdin=asyncio.subprocess.PIPE,
-        pass_fds=(*descriptors, *files.values()),
+        pass_fds=inherited.descriptors,
         # The modules of this process, wherever it was started.
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         # A terminal sends SIGINT to a whole group; here only the first process acts on it.
         process_group=0,
     )
     pipe = cast("asyncio.StreamWriter", process.stdin)
-    described = {
-        "worker": seat.number,
-        "sockets": descriptors,
-        "files": files,
-        "config": orjson.Fragment(config.to_json()),
-    }
+    described = {"inherited": inherited, "config": orjson.Fragment(config.to_json())}
     pipe.write(orjson.dumps(described) + b"\n")
     return process, pipe
+
+
+@contextmanager
+def _pages(count: int) -> Iterator[list[SharedPage]]:
+    """Pages for the metrics of so many workers.
+
+    Raises:
+        OSError: there is no memory or no descriptor for them.
+    """
+    with ExitStack() as stack:
+        yield [stack.enter_context(closing(SharedPage.made())) for _ in range(count)]
 
 
 @contextmanager
@@ -239,60 +257,3 @@ def _bound(family: int, address: Address, *, shared: bool = False) -> socket.soc
         opened.close()
         raise
     return opened
-
-
-async def work(config: ProxyConfig, descriptors: Sequence[int], files: Mapping[str, int]) -> None:
-    """Serve on sockets that are open already, until standard input ends.
-
-    Files are read from their copies at the start, and from where they are at each reload.
-
-    Signals to stop are for the first process, which tells the workers: a service manager may send
-    one to every process, and a worker that stopped alone would leave its connections waiting.
-    SIGUSR1 ends it at once.
-    """
-    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ignored, signal.SIG_IGN)
-    first = read_from(config, files)
-    orders, tls = _orders_by_pipe(), server_context(first)
-    async with running(config, orders, tls, first) as runner:
-        for descriptor in descriptors:
-            await Site(runner, tls, sock=socket.socket(fileno=descriptor)).start()
-        structlog.get_logger("epd").info("serving", pid=os.getpid())
-        await orders.close.wait()
-
-
-def _orders_by_pipe() -> Orders:
-    orders = Orders()
-    loop, pipe = asyncio.get_running_loop(), sys.stdin.fileno()
-
-    def read() -> None:
-        said = os.read(pipe, 64)
-        if DRAIN in said:
-            orders.drain.set()
-        if RELOAD in said:
-            orders.reload.set()
-        if not said:
-            loop.remove_reader(pipe)
-            orders.stop()
-
-    def at_once() -> None:
-        orders.now.set()
-        orders.stop()
-
-    loop.add_signal_handler(signal.SIGUSR1, at_once)
-    loop.add_reader(pipe, read)
-    return orders
-
-
-def main() -> None:
-    """Run the worker that standard input describes."""
-    # Unbuffered: what follows the line are orders.
-    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as pipe:
-        described = orjson.loads(pipe.readline())
-    config = ProxyConfig.model_validate(described["config"])
-    logs.configure(config.log_format, config.log_level, worker=described["worker"])
-    uvloop.run(work(config, described["sockets"], described["files"]))
-
-
-if __name__ == "__main__":
-    main()

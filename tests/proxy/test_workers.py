@@ -8,7 +8,7 @@ import socket
 import subprocess
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ START_S = 40
 
 @dataclass
 class Workers:
-    """A running `epd serve --workers 2`, and what it logged so far."""
+    """A running `epd serve --workers`, and what it logged so far."""
 
     url: str
     process: subprocess.Popen[str]
@@ -70,18 +70,23 @@ def lives(pid: int) -> bool:
 
 
 @asynccontextmanager
-async def two_workers(*flags: str) -> AsyncIterator[Workers]:
-    with serving(*(flags or INSTANCES), "--workers", "2", "--log-level", "debug") as (url, process):
+async def some_workers(count: int, *flags: str) -> AsyncIterator[Workers]:
+    flags = (*(flags or INSTANCES), "--workers", str(count), "--log-level", "debug")
+    with serving(*flags) as (url, process):
         workers = Workers(url, process)
         reading = asyncio.create_task(workers.read())
         try:
-            await until(lambda: len(workers.pids()) == 2, START_S)
+            await until(lambda: len(workers.pids()) == count, START_S)
             yield workers
         finally:
             for pid in filter(lives, workers.pids()):
                 os.kill(pid, signal.SIGKILL)
             process.kill()
             await reading
+
+
+def two_workers(*flags: str) -> AbstractAsyncContextManager[Workers]:
+    return some_workers(2, *flags)
 
 
 async def status(url: str, path: str = "/nothing") -> int:

@@ -1,0 +1,151 @@
+"""`/metrics` of `epd serve --workers`: of all of them, whichever answers. Real processes."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import aiohttp
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from epd.tenants import key_line
+from tests.faults.test_reload import everywhere, proxy, reload
+from tests.proxy.clients import ALICE, bearer
+from tests.proxy.fake_instance import FakeInstance, encodes, hangs
+from tests.proxy.fleet import until
+from tests.proxy.test_workers import START_S, Workers, some_workers, status
+from tests.requests import request, text
+
+ASKED = ("epd_requests_total", (("path", "unknown"), ("status", "404")))
+INSIDE = ("epd_requests_in_flight", ())
+RELOADED = ("epd_config_last_reload_success", ())
+
+Figures = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+async def figures(url: str, key: str = "none") -> Figures:
+    """What a worker says, on a connection of its own."""
+    async with (
+        aiohttp.ClientSession(headers=bearer(key)) as http,
+        http.get(f"{url}/metrics") as reply,
+    ):
+        return {
+            (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+            for family in text_string_to_metric_families(await reply.text())
+            for sample in family.samples
+        }
+
+
+async def scraped(workers: Workers, times: int = 12) -> list[Figures]:
+    return [await figures(workers.url) for _ in range(times)]
+
+
+async def shown(workers: Workers, enough: Callable[[Figures], bool]) -> None:
+    """Wait until it is so, whoever is asked: a worker learns of the others each second."""
+    async with asyncio.timeout(START_S):
+        while not all(map(enough, await scraped(workers))):
+            pass
+
+
+async def ask(workers: Workers, times: int) -> None:
+    statuses = await asyncio.gather(*(status(workers.url) for _ in range(times)))
+
+    assert statuses == [404] * times
+
+
+async def test_every_worker_shows_the_sum_of_all() -> None:
+    async with some_workers(3) as workers:
+        await ask(workers, 48)
+        await shown(workers, lambda page: page[ASKED] == 48)
+        pages = await scraped(workers)
+        asked, scrapes = (
+            {line["worker"] for line in workers.logged("request", path=path)}
+            for path in ("unknown", "/metrics")
+        )
+
+    assert asked == scrapes == {1, 2, 3}
+    assert {page[ASKED] for page in pages} == {48}
+    assert {page[RELOADED] for page in pages} == {1}
+    created = ("epd_requests_created", ASKED[1])
+    assert len({page[created] for page in pages}) == 1
+    assert all(set(page) >= {INSIDE, ("epd_event_loop_lag_seconds", ())} for page in pages)
+
+
+async def test_a_worker_that_is_killed_takes_nothing_back_and_its_replacement_goes_on() -> None:
+    async with some_workers(3) as workers:
+        await ask(workers, 48)
+        await shown(workers, lambda page: page[ASKED] == 48)
+        [killed] = workers.pids(worker=1)
+        os.kill(killed, signal.SIGKILL)
+        await until(lambda: workers.logged("worker died"), START_S)
+        while len(workers.pids(worker=1)) == 1:
+            assert (await figures(workers.url))[ASKED] == 48
+
+        assert {page[ASKED] for page in await scraped(workers)} == {48}
+        await ask(workers, 48)
+        await shown(workers, lambda page: page[ASKED] == 96)
+        served = {line["worker"] for line in workers.logged("request", path="unknown")[48:]}
+
+    assert served == {1, 2, 3}
+    assert workers.rest == ""
+
+
+async def test_what_a_worker_was_doing_ends_with_it() -> None:
+    encode, decode = FakeInstance(encodes), FakeInstance(hangs)
+    async with encode.running(), decode.running():
+        flags = ["--encode-servers-urls", encode.url, "--decode-servers-urls", decode.url]
+        async with some_workers(3, *flags) as workers:
+            chats = [asyncio.create_task(chat(workers.url)) for _ in range(24)]
+            await until(lambda: len(decode.calls) == 24, START_S)
+            await shown(workers, lambda page: page[INSIDE] == 24)
+
+            [killed] = workers.pids(worker=1)
+            os.kill(killed, signal.SIGKILL)
+            await until(lambda: workers.logged("worker died"), START_S)
+            await until(lambda: decode.open < 24, START_S)
+            await shown(workers, lambda page: page[INSIDE] == decode.open)
+            left = decode.open
+            assert sum(task.done() for task in chats) == 24 - left
+            for task in chats:
+                task.cancel()
+            await shown(workers, lambda page: page[INSIDE] == 0)
+            await asyncio.wait(chats)
+
+    assert 0 < left < 24
+    assert workers.rest == ""
+
+
+async def chat(url: str) -> int:
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(f"{url}/v1/chat/completions", json=request(text())) as reply,
+    ):
+        return reply.status
+
+
+@pytest.mark.fault(63)
+async def test_one_worker_whose_reload_failed_is_seen_whoever_is_asked(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(key_line("alice", ALICE))
+    keys.chmod(0o600)
+    async with proxy(3, "--api-keys-file", str(keys)) as running:
+        keys.write_text("no key\n")
+        await reload(running, 3, "not reloaded")
+        for worker in (1, 2):
+            [pid] = running.pids(worker=worker)
+            os.kill(pid, signal.SIGKILL)
+        await until(lambda: len(running.pids()) == 5, START_S)
+        assert await everywhere(lambda: reloaded(running.url)) == {0}
+
+        [pid] = running.pids(worker=3)
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: len(running.pids(worker=3)) == 2, START_S)
+        assert await everywhere(lambda: reloaded(running.url)) == {1}
+
+    assert len(running.logged("worker died")) == 3
+
+
+async def reloaded(url: str) -> float:
+    return (await figures(url, ALICE))[RELOADED]

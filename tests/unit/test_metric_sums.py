@@ -1,0 +1,170 @@
+"""Figures of several processes as one: against one process that counted everything itself."""
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics_core import Metric
+
+from epd.admission import Admission, limits_of
+from epd.config import ProxyConfig
+from epd.metric_sums import CREATED, GAUGES, added, counted, dump, load
+from epd.metrics import MetricsObserver
+
+BUCKETS = (1, 5, 25)
+LABELS = st.sampled_from(["a", "b", "ü\n\"'\\{}"])
+COUNTS = st.tuples(st.just("counter"), LABELS, st.integers(0, 2**40))
+TIMES = st.tuples(st.just("histogram"), LABELS, st.integers(0, 50))
+WORK = st.lists(COUNTS | TIMES, max_size=20)
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+class Process:
+    """Counts in a registry of its own, as a worker does."""
+
+    def __init__(self, work: Iterable[tuple[str, str, int]] = ()) -> None:
+        self.registry = CollectorRegistry()
+        self.counter = Counter("c", "Counts.", ["x"], registry=self.registry)
+        self.histogram = Histogram("h", "Times.", ["x"], buckets=BUCKETS, registry=self.registry)
+        for kind, label, amount in work:
+            if kind == "counter":
+                self.counter.labels(label).inc(amount)
+            else:
+                self.histogram.labels(label).observe(amount)
+
+    def page(self) -> list[Metric]:
+        return load(dump(self.registry.collect()))
+
+
+def samples(families: Iterable[Metric], *, created: bool = False) -> Samples:
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name.endswith(CREATED) == created
+    }
+
+
+@settings(deadline=None)
+@given(st.lists(WORK, min_size=1, max_size=5))
+def test_the_sum_is_what_one_process_would_have_counted(
+    works: list[list[tuple[str, str, int]]],
+) -> None:
+    alone = Process(one for work in works for one in work)
+
+    assert samples(added([Process(work).page() for work in works])) == samples(alone.page())
+
+
+@settings(deadline=None)
+@given(st.lists(WORK, min_size=1, max_size=5))
+def test_counting_began_where_it_began_first(works: list[list[tuple[str, str, int]]]) -> None:
+    pages = [Process(work).page() for work in works]
+    first: Samples = {}
+    for page in pages:
+        for key, value in samples(page, created=True).items():
+            first[key] = min(value, first.get(key, math.inf))
+
+    assert samples(added(pages), created=True) == first
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0, 1e9), min_size=1, max_size=8), st.randoms(use_true_random=False))
+def test_the_order_of_workers_changes_no_digit(values: list[float], random: Random) -> None:
+    pages = []
+    for value in values:
+        process = Process()
+        process.histogram.labels("a").observe(value)
+        pages.append(process.page())
+    once = samples(added(pages))
+    random.shuffle(pages)
+
+    assert samples(added(pages)) == once
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.sampled_from(list(GAUGES)), st.lists(st.integers(0, 9), min_size=1)))
+def test_a_gauge_is_of_all_what_its_name_says(values: dict[str, list[int]]) -> None:
+    registries = defaultdict[int, CollectorRegistry](CollectorRegistry)
+    for name, by_worker in values.items():
+        for worker, value in enumerate(by_worker):
+            Gauge(name, "", registry=registries[worker]).set(value)
+    said = {
+        name: value
+        for (name, _), value in samples(
+            added(map(CollectorRegistry.collect, registries.values()))
+        ).items()
+    }
+
+    assert said == {name: GAUGES[name](by_worker) for name, by_worker in values.items()}
+
+
+def test_of_all_workers_the_slowest_and_the_one_that_failed_are_shown() -> None:
+    def gauges(lag_s: float, success: float, inside: float) -> Iterable[Metric]:
+        registry = CollectorRegistry()
+        Gauge("epd_event_loop_lag_seconds", "", registry=registry).set(lag_s)
+        Gauge("epd_config_last_reload_success", "", registry=registry).set(success)
+        Gauge("epd_requests_in_flight", "", registry=registry).set(inside)
+        return registry.collect()
+
+    shown = {
+        family.name: family.samples[0].value
+        for family in added([gauges(0.5, 1, 3), gauges(0.2, 0, 4)])
+    }
+
+    assert shown == {
+        "epd_event_loop_lag_seconds": 0.5,
+        "epd_config_last_reload_success": 0,
+        "epd_requests_in_flight": 7,
+    }
+
+
+def families() -> list[Metric]:
+    instances = {"encode_servers_urls": ("http://e:1",), "decode_servers_urls": ("http://d:1",)}
+    limits = limits_of(ProxyConfig(**instances))
+    return list(MetricsObserver(Admission(limits, time.monotonic)).shown.collect())
+
+
+def test_it_is_decided_of_each_gauge_what_it_says_of_all() -> None:
+    assert {family.name for family in families() if family.type == "gauge"} == set(GAUGES)
+
+
+def test_every_family_is_one_that_can_be_added() -> None:
+    assert {family.type for family in families()} == {"counter", "gauge", "histogram"}
+
+
+def test_what_has_ended_leaves_its_counts() -> None:
+    left = counted(families())
+
+    assert {family.type for family in left} == {"counter", "histogram"}
+    assert len(left) + len(GAUGES) == len(families())
+
+
+def test_a_family_keeps_its_name_kind_and_words() -> None:
+    before, after = families(), added([load(dump(families()))])
+
+    assert [(one.name, one.type, one.documentation) for one in after] == [
+        (one.name, one.type, one.documentation) for one in before
+    ]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        b"",
+        b'[["", "", "gauge", []]]',
+        b"{}",
+        b"[[1]]",
+        b'[["a", "", "counter", [["a", {}, null]]]]',
+        b'[["a", "", "b", []]]',
+    ],
+)
+def test_what_is_no_page_is_a_value_error(page: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        load(page)

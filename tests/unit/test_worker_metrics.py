@@ -1,0 +1,184 @@
+"""Workers that count, are asked, die and are replaced, in any order: no counter goes back."""
+
+import os
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+import structlog
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from epd.shared_page import HALF_BYTES, HEAD, NUMBER, SharedPage
+from epd.worker_metrics import WorkerMetrics, bury
+
+SEATS = st.integers(0, 2)
+
+
+class Worker:
+    """What a worker process has of its metrics."""
+
+    def __init__(self, pages: list[SharedPage], seat: int) -> None:
+        registry = CollectorRegistry()
+        self.counter = Counter("c", "", registry=registry)
+        self.gauge = Gauge("g", "", registry=registry)
+        self.doing = 0.0
+        self.metrics = WorkerMetrics(registry, pages, seat)
+
+    def do(self, value: float) -> None:
+        self.doing = value
+        self.gauge.set(value)
+
+    def figures(self) -> dict[str, float]:
+        return {
+            sample.name: sample.value
+            for family in self.metrics.collect()
+            for sample in family.samples
+        }
+
+
+class Workers(RuleBasedStateMachine):
+    """Three of them.
+
+    Attributes:
+        least: what the counter has been seen at.
+        most: how often it was counted, what died with its worker included.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pages = [SharedPage.made() for _ in range(3)]
+        self.workers = [Worker(self.pages, seat) for seat in range(3)]
+        self.least = self.most = 0.0
+
+    @rule(seat=SEATS, amount=st.floats(0, 1000))
+    def count(self, seat: int, amount: float) -> None:
+        self.workers[seat].counter.inc(amount)
+        self.most += amount
+
+    @rule(seat=SEATS, value=st.integers(0, 9))
+    def do(self, seat: int, value: int) -> None:
+        self.workers[seat].do(value)
+
+    @rule(seat=SEATS)
+    def write(self, seat: int) -> None:
+        self.workers[seat].metrics.write()
+
+    @rule(seat=SEATS)
+    def ask(self, seat: int) -> None:
+        seen = self.workers[seat].figures()["c_total"]
+
+        assert self.least <= seen <= self.most * (1 + 1e-9)
+        self.least = seen
+
+    @rule(seat=SEATS)
+    def die(self, seat: int) -> None:
+        bury(self.pages[seat])
+        others = [worker for number, worker in enumerate(self.workers) if number != seat]
+        self._agree(others)
+        self.workers[seat] = Worker(self.pages, seat)
+
+    @rule()
+    def all_say_the_same_when_all_have_written(self) -> None:
+        self._agree(self.workers)
+
+    def _agree(self, living: list[Worker]) -> None:
+        for worker in living:
+            worker.metrics.write()
+        first, *others = [worker.figures() for worker in living]
+
+        assert others == [first] * len(others)
+        assert first["c_total"] >= self.least
+        assert first["g"] == sum(worker.doing for worker in living)
+        self.least = first["c_total"]
+
+    def teardown(self) -> None:
+        for page in self.pages:
+            page.close()
+
+
+TestWorkers = Workers.TestCase
+TestWorkers.settings = settings(deadline=None, max_examples=50)
+
+
+@pytest.fixture
+def pages() -> Iterator[list[SharedPage]]:
+    with closing(SharedPage.made()) as one, closing(SharedPage.made()) as other:
+        yield [one, other]
+
+
+def test_a_worker_goes_on_counting_where_the_one_before_it_ended(pages: list[SharedPage]) -> None:
+    for _ in range(3):
+        worker = Worker(pages, 0)
+        worker.counter.inc(2)
+        worker.do(5)
+        worker.metrics.write()
+        bury(pages[0])
+    other = Worker(pages, 1)
+    other.counter.inc()
+
+    assert (other.figures()["c_total"], other.figures()["g"]) == (7, 0)
+
+
+def test_what_was_shown_is_known_to_the_others(pages: list[SharedPage]) -> None:
+    one, other = Worker(pages, 0), Worker(pages, 1)
+    one.counter.inc(3)
+    one.figures()
+    bury(pages[0])  # it had no time for anything else
+
+    assert other.figures()["c_total"] == 3
+
+
+def test_a_page_is_written_only_where_something_is_new(pages: list[SharedPage]) -> None:
+    worker = Worker(pages, 0)
+    worker.metrics.write()
+    before = os.pread(pages[0].descriptor, NUMBER.size, 0)
+    worker.metrics.write()
+    assert os.pread(pages[0].descriptor, NUMBER.size, 0) == before
+    worker.counter.inc()
+    worker.metrics.write()
+
+    assert os.pread(pages[0].descriptor, NUMBER.size, 0) != before
+
+
+@pytest.mark.parametrize("damage", ["bytes", "shape", "closed"])
+def test_a_page_that_cannot_be_read_is_left_out_and_warned_of_once(
+    pages: list[SharedPage], damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = Worker(pages, 0), Worker(pages, 1)
+    for worker in (one, other):
+        worker.counter.inc()
+        worker.metrics.write()
+    if damage == "bytes":
+        os.pwrite(pages[0].descriptor, b"?" * 999, HEAD.size + HALF_BYTES)
+    elif damage == "shape":
+        pages[0].write(b"no page")
+    else:
+        monkeypatch.setattr(pages[0], "descriptor", -1)
+    with structlog.testing.capture_logs() as lines:
+        seen = [other.figures()["c_total"] for _ in range(3)]
+        bury(pages[0])
+
+    assert seen == [1, 1, 1]
+    assert [line["event"] for line in lines] == [
+        "the metrics of a worker cannot be read, and are left out",
+        "the metrics of a worker are lost",
+    ]
+
+
+def test_a_worker_that_cannot_write_says_so_once_and_goes_on(pages: list[SharedPage]) -> None:
+    one, other = Worker(pages, 0), Worker(pages, 1)
+    other.counter.inc()
+    other.metrics.write()
+    readable = pages[0].descriptor
+    pages[0].descriptor = os.open(f"/proc/self/fd/{readable}", os.O_RDONLY)
+    one.counter.inc()
+    with structlog.testing.capture_logs() as lines, closing(SharedPage(readable)):
+        seen = [one.figures()["c_total"] for _ in range(3)]
+
+    assert seen == [1, 1, 1]
+    assert [line["event"] for line in lines] == [
+        "other workers cannot be told of this one's metrics"
+    ]
