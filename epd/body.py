@@ -16,7 +16,7 @@ Grown = Callable[[int], None]
 """Told how many bytes have come so far; what it raises ends the reading."""
 
 
-async def read_body(request: web.Request, config: ProxyConfig, grown: Grown) -> bytes:
+async def read_body(request: web.Request, config: ProxyConfig, grown: Grown) -> bytearray:
     """The whole body, in time and within the application's limit.
 
     Raises:
@@ -36,7 +36,7 @@ async def read_body(request: web.Request, config: ProxyConfig, grown: Grown) -> 
         raise RequestRefused(408, "the body did not come in time", slug="body_timeout") from None
 
 
-async def _collect(request: web.Request, config: ProxyConfig, grown: Grown) -> bytes:
+async def _collect(request: web.Request, config: ProxyConfig, grown: Grown) -> bytearray:
     started = asyncio.get_running_loop().time()
     latest = started + config.body_timeout_s
     body = bytearray()  # a list of parts would cost 40 times what a client sends byte by byte
@@ -48,7 +48,7 @@ async def _collect(request: web.Request, config: ProxyConfig, grown: Grown) -> b
             grown(len(body))
             rate_s = len(body) / config.body_min_rate_bytes
             deadline.reschedule(min(latest, started + GRACE_S + rate_s))
-    return bytes(body)
+    return body
 
 
 async def _ask_for(request: web.Request) -> None:

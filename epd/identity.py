@@ -25,10 +25,8 @@ def content_key(scope: Scope, modality: str, media: Inline) -> str:
     It covers the base64 text, which stands for its bytes one to one once the engine's strict
     decoder has accepted it, and the declared media type, by which vLLM picks a video's decoder.
     """
-    content = hashlib.sha256()
-    for piece in media.pieces():
-        content.update(piece)
-    parts = (modality.encode(), media.media_type.encode(), content.digest())
+    content = hashlib.sha256(media.base64).digest()
+    parts = (modality.encode(), media.media_type.encode(), content)
     return _digest(scope, b"content", *parts)
 
 

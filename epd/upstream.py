@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
-from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Self
 
 import aiohttp
 
+from epd.cuts import Pieces
 from epd.errors import Overloaded, Stage, UpstreamFailed, UpstreamTimeout, UpstreamUnreachable
 from epd.tls import upstream_context
 from epd.version import __version__
@@ -22,6 +22,7 @@ KEEP_ALIVE_S = 2.0
 (`VLLM_HTTP_TIMEOUT_KEEP_ALIVE`, 5 s), so that none is reused that it has just closed."""
 
 OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+WRITE_BYTES = 256 * 1024
 MAX_ANSWER_BYTES = 16 * 1024**2
 """Largest answer of an encode or prefill instance, and largest error."""
 
@@ -160,7 +161,7 @@ class Upstream:
         *,
         stage: Stage,
         headers: Mapping[str, str],
-        body: bytes | None = None,
+        body: Pieces | None = None,
         head_timeout_s: float,
     ) -> AsyncIterator[Reply]:
         """Send a request (POST with a body, GET without) and wait for the answer's head.
@@ -180,7 +181,7 @@ class Upstream:
                 yield Reply(response, stage)
 
     async def _send(
-        self, url: str, headers: Mapping[str, str], body: bytes | None
+        self, url: str, headers: Mapping[str, str], body: Pieces | None
     ) -> aiohttp.ClientResponse:
         """Send a request, and once more where only an idle connection's end was at fault.
 
@@ -205,7 +206,7 @@ class Upstream:
         *,
         stage: Stage,
         headers: Mapping[str, str],
-        body: bytes | None = None,
+        body: Pieces | None = None,
         timeout_s: float,
     ) -> Answer:
         """Send a request and read the whole answer, whatever its status.
@@ -246,18 +247,28 @@ async def _request(
     session: aiohttp.ClientSession,
     url: str,
     headers: Mapping[str, str],
-    body: bytes | None,
+    body: Pieces | None,
     sending: _Sending,
 ) -> aiohttp.ClientResponse:
     return await session.request(
         "GET" if body is None else "POST",
         url,
-        # As a file, aiohttp sends it piece by piece; bytes would be one write.
-        data=None if body is None else BytesIO(body),
-        headers=headers,
+        data=None if body is None else _sent(body),
+        headers=headers if body is None else {**headers, "Content-Length": str(_length(body))},
         allow_redirects=False,
         trace_request_ctx=sending,
     )
+
+
+async def _sent(body: Pieces) -> AsyncIterator[bytes | memoryview]:
+    """A body so much at a time that neither a write nor a copy holds the loop up."""
+    for piece in body:
+        for start in range(0, len(piece), WRITE_BYTES):
+            yield piece[start : start + WRITE_BYTES]
+
+
+def _length(body: Pieces) -> int:
+    return sum(map(len, body))
 
 
 @contextmanager

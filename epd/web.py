@@ -2,10 +2,11 @@
 
 import stat
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import orjson
 import structlog
@@ -18,8 +19,10 @@ from epd.admission import Admission, limits_of
 from epd.body import read_body
 from epd.cache import EncoderCache
 from epd.config import ProxyConfig
+from epd.cuts import cut
 from epd.drain import DRAIN, Drain, send_elsewhere
 from epd.errors import (
+    BadRequest,
     NoInstance,
     Overloaded,
     ProxyError,
@@ -57,6 +60,8 @@ from epd.stages import RequestContext, Stages
 from epd.tenants import ApiKeys, KeysInvalid, parse_keys
 from epd.upstream import Reply, Upstream
 from epd.warmup import Warmup
+
+T = TypeVar("T")
 
 PIPELINE = web.AppKey("pipeline", Pipeline)
 ADMIN = web.AppKey("admin", Admin)
@@ -177,7 +182,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     stream: web.StreamResponse | None = None
     try:
         async with request.app[DRAIN].bounded(), deadline(request):
-            body = salted(chat.parse(await _read(request)), scope)
+            body = salted(await _parsed(request, chat.parse), scope)
             async with request.app[PIPELINE].run(body, context) as reply:
                 headers = _answer_headers(reply, context)
                 if not headers["Content-Type"].startswith("text/event-stream"):
@@ -225,8 +230,22 @@ async def _not_yet(_: web.Request) -> None:
     """Leave a client that waits for `100 Continue` waiting: `read_body` says it in time."""
 
 
-async def _read(request: web.Request) -> bytes:
+async def _read(request: web.Request) -> bytearray:
     return await read_body(request, request.app[CONFIG], request[BODY].grow)
+
+
+async def _parsed(request: web.Request, parse: Callable[[bytes | bytearray], T]) -> T:
+    """What a body says, its media cut out."""
+    raw = await _read(request)
+    rest, cuts = cut(raw)
+    try:
+        parsed = parse(rest)
+    except BadRequest:
+        if not cuts:
+            raise
+        return parse(raw)  # which says where in all of it the error is
+    request[CONTEXT].cuts = cuts
+    return parsed
 
 
 async def _whole_events(reply: Reply, idle_s: float) -> AsyncIterator[bytes]:
@@ -273,7 +292,7 @@ async def push_media(request: web.Request) -> web.Response:
     """`POST /v1/media`: has media encoded ahead of the request that asks about them."""
     context = request[CONTEXT]
     async with deadline(request):
-        asked = chat.parse_json(await _read(request))
+        asked = await _parsed(request, chat.parse_json)
         answer = await request.app[WARMUP].push(asked, context)
     return _json(answer, context)
 
@@ -329,7 +348,7 @@ async def profile(command: str, request: web.Request) -> web.Response:
         chat.parse_json(body)
     context = request[CONTEXT]
     headers = context.headers_for(context.request_id)
-    return _json(await request.app[ADMIN].profile(command, headers, body), context)
+    return _json(await request.app[ADMIN].profile(command, headers, bytes(body)), context)
 
 
 def _json(body: object, context: RequestContext, status: int = 200) -> web.Response:

@@ -8,10 +8,10 @@ from epd.media import Inline
 from epd.tenants import Scope, Tenant
 
 ALICE, BOB = Scope(Tenant("alice")), Scope(Tenant("bob"))
-CAT = Inline("image/png", "YWJj")
+CAT = Inline("image/png", b"YWJj")
 
 words = st.text(max_size=20)
-media = st.builds(Inline, words, words)
+media = st.builds(Inline, words, words.map(str.encode))
 scopes = st.builds(
     Scope, st.none() | st.builds(Tenant, words), st.sampled_from([b"", b"s1", b"s2"])
 )
@@ -38,7 +38,9 @@ def test_alias_keys_are_equal_exactly_where_all_they_cover_is(
 def test_text_that_moves_between_parts_changes_the_key(scope: Scope, joined: str) -> None:
     """Pairs drawn apart seldom differ in where a part ends alone; these do."""
     cuts = [(a, b) for b in range(len(joined) + 1) for a in range(b + 1)]
-    keys = {content_key(scope, joined[:a], Inline(joined[a:b], joined[b:])) for a, b in cuts}
+    keys = {
+        content_key(scope, joined[:a], Inline(joined[a:b], joined[b:].encode())) for a, b in cuts
+    }
 
     assert len(keys) == len(cuts)
 
@@ -50,7 +52,7 @@ def test_no_alias_is_the_key_of_content_or_a_salt(
 ) -> None:
     names = {
         name_key(scope, modality, name),
-        content_key(scope, modality, Inline(media_type, name)),
+        content_key(scope, modality, Inline(media_type, name.encode())),
         salted({"cache_salt": name or None}, scope)["cache_salt"],
     }
 
