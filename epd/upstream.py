@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Self
@@ -260,8 +261,12 @@ async def _request(
     )
 
 
-async def _sent(body: Pieces) -> AsyncIterator[bytes | memoryview]:
-    """A body so much at a time that neither a write nor a copy holds the loop up."""
+def _sent(body: Pieces) -> BytesIO | AsyncIterator[bytes | memoryview]:
+    """A body as aiohttp sends it piece by piece; bytes would be one write."""
+    return BytesIO(body[0]) if len(body) == 1 else _written(body)
+
+
+async def _written(body: Pieces) -> AsyncIterator[bytes | memoryview]:
     for piece in body:
         for start in range(0, len(piece), WRITE_BYTES):
             yield piece[start : start + WRITE_BYTES]
