@@ -73,6 +73,16 @@ class AsyncStore:
         """As `Store.release`."""
         await self._call(self._store.release, keys, owner)
 
+    async def claim_or_find(
+        self, keys: Sequence[EntryKey], owner: str, seconds: float
+    ) -> list[EntryInfo | bool]:
+        """As `Store.claim_or_find`."""
+        return await self._call(self._store.claim_or_find, keys, owner, seconds)
+
+    def begin(self, visit: Callable[[Store], T]) -> asyncio.Future[T]:
+        """Several calls in one go, on one thread: each hop there and back costs as much as one."""
+        return asyncio.wrap_future(self._pool.submit(lambda: visit(self._store)))
+
     async def delete(self, keys: Sequence[EntryKey]) -> int:
         """As `Store.delete`."""
         return await self._call(self._store.delete, keys)

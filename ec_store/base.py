@@ -124,6 +124,31 @@ class Store(Protocol):
             ValueError: the owner is empty, or longer than `MAX_OWNER_BYTES` bytes.
         """
 
+    def claim_or_find(
+        self, keys: Sequence[EntryKey], owner: str, seconds: float
+    ) -> list[EntryInfo | bool]:
+        """As `claim`, and then `lookup`: what is there by then need not be made.
+
+        Who looks before a claim alone does not see what was written in between, by a holder that
+        has given its claim back.
+
+        Returns:
+            For each key what its header says; where there is no entry, whether the owner holds its
+            claim now. Claims to what is there are given back.
+
+        Raises:
+            StoreUnavailable: as `claim` and `lookup`.
+            ValueError: as `claim`.
+        """
+        claims = self.claim(keys, owner, seconds)
+        infos = self.lookup(keys)
+        needless = [
+            key for key, claimed, info in zip(keys, claims, infos, strict=True) if claimed and info
+        ]
+        if needless:
+            self.release(needless, owner)
+        return [info or claimed for info, claimed in zip(infos, claims, strict=True)]
+
     def release(self, keys: Sequence[EntryKey], owner: str) -> None:
         """Give back claims before they end. What another holds is left alone.
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from ec_store.redis_client import RedisClient
 from ec_store.redis_layout import Names
+from ec_store.redis_link import Command, Reply
 
 
 class RedisClaims:
@@ -23,14 +24,20 @@ class RedisClaims:
 
         One round trip, and a second where some were claimed by this owner already.
         """
+        return self.take_and_ask(digests, owner, ms, ())[0]
+
+    def take_and_ask(
+        self, digests: Sequence[str], owner: bytes, ms: int, then: Sequence[Command]
+    ) -> tuple[list[bool], list[Reply]]:
+        """As `take`, and the replies to what is asked after it in the same round trip."""
         names = [self._names.claim(digest) for digest in digests]
-        replies = self._client.run(
-            [
-                command
-                for name in names
-                for command in (("SET", name, owner, "NX", "PX", ms), ("GET", name))
-            ]
-        )
+        claims: list[Command] = [
+            command
+            for name in names
+            for command in (("SET", name, owner, "NX", "PX", ms), ("GET", name))
+        ]
+        replies = self._client.run([*claims, *then])
+        replies, answers = replies[: len(claims)], replies[len(claims) :]
         # Not PEXPIRE in the same go: it would renew another's claim each time somebody asks.
         held = [
             name
@@ -38,10 +45,11 @@ class RedisClaims:
             if not taken and holder == owner
         ]
         renewed = self._renewed(held, owner, ms)
-        return [
+        taken = [
             bool(taken) or renewed.get(name, False)
             for name, taken in zip(names, replies[::2], strict=True)
         ]
+        return taken, answers
 
     def _renewed(self, names: Sequence[bytes], owner: bytes, ms: int) -> dict[bytes, bool]:
         replies = self._client.run(

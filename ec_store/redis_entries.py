@@ -111,22 +111,38 @@ class RedisEntries:
 
     def heads(self, digests: Sequence[str]) -> list[bytes]:
         """Manifests up to the end of the header, empty where there is none."""
+        return self._completed(digests, self._client.run(self.look(digests)))
+
+    def look(self, digests: Sequence[str]) -> list[Command]:
+        """What to ask for their manifests; the replies are for `manifests`."""
         names = [self._names.manifest(digest) for digest in digests]
-        heads = self._client.run([("GETRANGE", name, 0, HEAD_BYTES - 1) for name in names])
+        return [("GETRANGE", name, 0, HEAD_BYTES - 1) for name in names]
+
+    def _completed(self, digests: Sequence[str], heads: list[bytes]) -> list[bytes]:
+        """Heads that may end within a long header, whole."""
         longer: dict[int, Command] = {}
         for place, head in enumerate(heads):
             with suppress(CorruptEntry):
                 end = FRAME_BYTES + header_length(memoryview(head)[FRAME_BYTES:])
                 if end > HEAD_BYTES == len(head):
-                    longer[place] = ("GETRANGE", names[place], 0, end - 1)
+                    name = self._names.manifest(digests[place])
+                    longer[place] = ("GETRANGE", name, 0, end - 1)
         for place, head in zip(longer, self._client.run(list(longer.values())), strict=True):
             heads[place] = head
         return heads
 
-    def manifests(self, digests: Sequence[str]) -> list[Manifest | None]:
-        """Manifests; None where there is none that can be trusted."""
-        heads = zip(digests, self.heads(digests), strict=True)
-        return [manifest_or_none(head, digest) for digest, head in heads]
+    def manifests(
+        self, digests: Sequence[str], looked: list[bytes] | None = None
+    ) -> list[Manifest | None]:
+        """Manifests; None where there is none that can be trusted.
+
+        Args:
+            digests: of which entries.
+            looked: the replies to `look`, where it was asked already.
+        """
+        heads = self.heads(digests) if looked is None else self._completed(digests, looked)
+        pairs = zip(digests, heads, strict=True)
+        return [manifest_or_none(head, digest) for digest, head in pairs]
 
     def frame(self, digest: str) -> Frame | None:
         """How an entry is kept that is there now."""

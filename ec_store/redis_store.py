@@ -117,8 +117,29 @@ class RedisStore(Store):
 
     def claim(self, keys: Sequence[EntryKey], owner: str, seconds: float) -> list[bool]:
         """Say who makes entries (see `Store.claim`). One round trip, two where some are renewed."""
-        ms = max(1, int(min(seconds, LONGEST_CLAIM_S) * 1000))
-        return self._claims.take([key.digest for key in keys], owner_bytes(owner), ms)
+        digests = [key.digest for key in keys]
+        return self._claims.take(digests, owner_bytes(owner), _claim_ms(seconds))
+
+    def claim_or_find(
+        self, keys: Sequence[EntryKey], owner: str, seconds: float
+    ) -> list[EntryInfo | bool]:
+        """Claim entries that are not there (see `Store.claim_or_find`). As many round trips."""
+        digests = [key.digest for key in keys]
+        with self._client.bounded():
+            claims, heads = self._claims.take_and_ask(
+                digests, owner_bytes(owner), _claim_ms(seconds), self._entries.look(digests)
+            )
+            manifests = self._entries.manifests(digests, heads)
+        infos = [manifest.info if manifest else None for manifest in manifests]
+        self.release(
+            [
+                key
+                for key, info, held in zip(keys, infos, claims, strict=True)
+                if held and info is not None
+            ],
+            owner,
+        )
+        return [info or held for info, held in zip(infos, claims, strict=True)]
 
     def release(self, keys: Sequence[EntryKey], owner: str) -> None:
         """Give back claims (see `Store.release`)."""
@@ -291,6 +312,10 @@ class RedisStore(Store):
     def _scanned_heads(self) -> Iterator[dict[str, bytes]]:
         for digests in scanned(self._client, self._names):
             yield dict(zip(digests, self._entries.heads(digests), strict=True))
+
+
+def _claim_ms(seconds: float) -> int:
+    return max(1, int(min(seconds, LONGEST_CLAIM_S) * 1000))
 
 
 def _encoded(text: str) -> bytes:

@@ -140,7 +140,7 @@ class Admin:
                     instance.url + path,
                     stage=STAGE[instance.role],
                     headers=headers,
-                    body=body,
+                    body=None if body is None else (body,),
                     timeout_s=timeout_s,
                 )
             except ProxyError as error:

@@ -16,7 +16,7 @@ Grown = Callable[[int], None]
 """Told how many bytes have come so far; what it raises ends the reading."""
 
 
-async def read_body(request: web.Request, config: ProxyConfig, grown: Grown) -> bytes:
+async def read_body(request: web.Request, config: ProxyConfig, grown: Grown) -> bytes | bytearray:
     """The whole body, in time and within the application's limit.
 
     Raises:
@@ -36,7 +36,7 @@ async def read_body(request: web.Request, config: ProxyConfig, grown: Grown) -> 
         raise RequestRefused(408, "the body did not come in time", slug="body_timeout") from None
 
 
-async def _collect(request: web.Request, config: ProxyConfig, grown: Grown) -> bytes:
+async def _collect(request: web.Request, config: ProxyConfig, grown: Grown) -> bytes | bytearray:
     if request.content.is_eof():  # it came with its head
         body = request.content.read_nowait()
         _count(len(body), request.client_max_size, grown)
@@ -50,7 +50,7 @@ async def _collect(request: web.Request, config: ProxyConfig, grown: Grown) -> b
             _count(len(parts), request.client_max_size, grown)
             rate_s = len(parts) / config.body_min_rate_bytes
             deadline.reschedule(min(latest, started + GRACE_S + rate_s))
-    return bytes(parts)
+    return parts
 
 
 def _count(size: int, limit: int, grown: Grown) -> None:

@@ -5,15 +5,13 @@ around: everything counts as a miss, and requests are served as if there were no
 """
 
 import asyncio
-import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 import structlog
 
-from ec_store import EntryInfo, EntryKey, StoreError
+from ec_store import EntryInfo, EntryKey, Store, StoreError
 from ec_store.aio import AsyncStore
 from ec_store.breaker import Breaker
 
@@ -26,35 +24,72 @@ OPEN_WITHIN_S = 2.0
 MAX_LEARNED = 1024
 """How many models' namespaces are remembered that the store does not name."""
 
-CLAIM_S = 10.0
-"""How long a claim outlives its holder."""
-
 PATIENT_S = 1.0
 """The budget of what a request cannot do without, or what costs little beside an encode."""
 
-WRITTEN_WITHIN_S = 1.0
-"""How long a claim is kept for an encode instance that has answered and still writes."""
-
-POLL_S = (0.005, 0.01, 0.02, 0.05)
-"""Waits between two looks for an entry that somebody makes; the last one goes on."""
+MAX_LEASED = 65536
+"""How many leases are remembered, so as not to be asked for again."""
 
 T = TypeVar("T")
 
+logger = structlog.get_logger("epd")
 
-@dataclass(slots=True)
-class Turn:
-    """A place in the queue of those who want an item encoded.
+
+class Look:
+    """One visit to the store: a look for entries, and a claim to those that are not there.
 
     Attributes:
-        found: the entry, where somebody else has made it.
-        made: the identifier under which an encode instance now writes it; to be set.
+        keys: what is looked for.
+        found: what is there, once that is known.
+        claimed: what is not there, and was claimed.
+        settled: whether the store has said of all that is not there who has claimed it.
+        problem: why nothing could be claimed.
     """
 
-    found: EntryInfo | None = None
-    made: str | None = None
+    def __init__(
+        self, keys: Sequence[EntryKey], owner: str | None = None, claim_s: float = 0.0
+    ) -> None:
+        """Look for `keys`, and claim them for `claim_s`, unless there is no owner."""
+        self.keys = keys
+        self.found: Mapping[EntryKey, EntryInfo] | None = None
+        self.claimed: Sequence[EntryKey] = ()
+        self.settled = False
+        self.problem: Exception | None = None
+        self._owner = owner
+        self._claim_s = claim_s
+        self._left = False
 
+    def run(self, store: Store) -> None:
+        """Make the visit, on a thread.
 
-logger = structlog.get_logger("epd")
+        Raises:
+            StoreError: the store gives no answer.
+        """
+        infos = store.lookup(self.keys)
+        self.found = {info.key: info for info in infos if info is not None}
+        missing = [key for key in self.keys if key not in self.found]
+        if missing and self._owner is not None and not self._left:
+            try:
+                self._claim(store, self._owner, missing)
+            except (StoreError, ValueError) as error:
+                self.problem = error
+
+    def _claim(self, store: Store, owner: str, missing: Sequence[EntryKey]) -> None:
+        answers = store.claim_or_find(missing, owner, self._claim_s)
+        late = {info.key: info for info in answers if isinstance(info, EntryInfo)}
+        self.found = {**(self.found or {}), **late}
+        self.claimed = [key for key, answer in zip(missing, answers, strict=True) if answer is True]
+        self.settled = True
+        if self._left and self.claimed:  # looked at after `claimed` is set, as `leave` is before
+            store.release(self.claimed, owner)
+
+    def leave(self) -> None:
+        """Wait for it no longer: what it claims from now on is given back at once."""
+        self._left = True
+
+    def claim_nothing(self) -> None:
+        """Look only."""
+        self._owner = None
 
 
 class EncoderCache:
@@ -71,13 +106,13 @@ class EncoderCache:
         self._url = url
         self._budget_s = budget_s
         self._lease_s = lease_s
-        self._owner = secrets.token_hex(16)
         self._store: AsyncStore | None = None
         self._reading = Breaker("reading from the encoder cache")
         self._writing = Breaker("writing to the encoder cache")
         self._namespaces: Mapping[str, str] = {}
         self._learned: dict[str, str] = {}
         self._refresh_now = asyncio.Event()
+        self._leased: dict[EntryKey, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     @classmethod
@@ -111,22 +146,71 @@ class EncoderCache:
         Returns:
             None where it has no answer: it is better not asked anything else for this request.
         """
-        namespace = self.namespace(model)
-        if namespace is None or not identifiers:
-            return {}
-        keys = [EntryKey(namespace, identifier) for identifier in identifiers]
-        budget_s = PATIENT_S if patient else self._budget_s
-        infos = await self.read(lambda store: store.lookup(keys), budget_s)
-        if infos is None:
+        keys = self.keys(model, identifiers)
+        look = Look(keys)
+        if not await self.visit(look, patient=patient):
             return None
-        found = {info.key.identifier: info for info in infos if info is not None}
-        if found:
-            self.later(self.lease([info.key for info in found.values()]))
-        return found
+        return {key.identifier: info for key, info in (look.found or {}).items()}
+
+    async def visit(self, look: Look, *, patient: bool = False) -> bool:
+        """Have a look made; whether the store has said what is there. That is leased soon after.
+
+        Claims may take longer than a look-up: they are waited for once it has been made in time.
+        """
+        if not look.keys:
+            return True
+        if self._store is None or self._reading.open:
+            return False
+        if self._writing.open:
+            look.claim_nothing()
+        visiting = self._store.begin(look.run)
+        try:
+            await asyncio.wait([visiting], timeout=PATIENT_S if patient else self._budget_s)
+            if look.found is not None and not visiting.done():
+                await asyncio.wait([visiting], timeout=PATIENT_S)
+        finally:
+            if not visiting.done():
+                look.leave()
+                visiting.add_done_callback(_seen)
+        return self._judged(look, visiting)
+
+    def _judged(self, look: Look, visiting: "asyncio.Future[None]") -> bool:
+        """Whether a look has an answer, which the breakers are told too."""
+        late = not visiting.done()
+        failure = None if late else visiting.exception()
+        if failure is not None and not isinstance(failure, StoreError | ValueError):
+            raise failure
+        if look.found is None:
+            self._reading.failed(failure or "no answer in time")
+            return False
+        self._reading.succeeded()
+        if look.problem is not None or late:
+            self._writing.failed(look.problem or "no answer in time")
+        elif look.settled:
+            self._writing.succeeded()
+        if look.found:
+            self._keep(list(look.found))
+        return True
+
+    def _keep(self, keys: Sequence[EntryKey]) -> None:
+        """Have entries leased that are not leased for long enough."""
+        now_s = asyncio.get_running_loop().time()
+        short = [key for key in keys if self._leased.get(key, 0.0) < now_s + self._lease_s]
+        if short:
+            self.later(self.lease(short))
 
     async def lease(self, keys: Sequence[EntryKey]) -> None:
-        """Keep what is there from being evicted for a while."""
-        await self.write(lambda store: store.lease(keys, self._lease_s), PATIENT_S)
+        """Keep what is there from being evicted for a while.
+
+        It is asked for half as long again, so as not to be asked for each time.
+        """
+        until_s = asyncio.get_running_loop().time() + 1.5 * self._lease_s
+        infos = await self.write(lambda store: store.lease(keys, 1.5 * self._lease_s), PATIENT_S)
+        for info in infos or ():
+            if info is not None:
+                self._leased[info.key] = until_s
+        while len(self._leased) > MAX_LEASED:
+            del self._leased[next(iter(self._leased))]
 
     def learn(self, model: str | None, namespace: str) -> None:
         """Take an encode instance's word for the namespace of a model.
@@ -141,90 +225,12 @@ class EncoderCache:
         while len(self._learned) > MAX_LEARNED:
             del self._learned[next(iter(self._learned))]
 
-    @asynccontextmanager
-    async def turn(self, model: str | None, identifier: str, wait_s: float) -> AsyncIterator[Turn]:
-        """Wait until nobody else encodes an item, or somebody has.
-
-        While the context is open, other proxies on the same store wait in turn. After it they go on
-        waiting until the entry is there, for an encode instance answers before it has written.
-
-        Args:
-            model: whose item it is.
-            identifier: its key.
-            wait_s: how long to wait at most. After it, or where the store is away, the item is
-                encoded whoever else does.
-        """
+    def keys(self, model: str | None, identifiers: Sequence[str]) -> list[EntryKey]:
+        """The keys of a model's entries; none where nobody has said where they are kept."""
         namespace = self.namespace(model)
         if namespace is None:
-            yield Turn()
-            return
-        key = EntryKey(namespace, identifier)
-        claimed, found = await self._wait_for_turn(key, wait_s)
-        turn = Turn(found)
-        if not claimed:
-            yield turn
-            return
-        renewing = asyncio.create_task(self._renew(key))
-        try:
-            yield turn
-        finally:
-            renewing.cancel()
-            self.later(self._release(key, turn.made))
-
-    async def _wait_for_turn(self, key: EntryKey, wait_s: float) -> tuple[bool, EntryInfo | None]:
-        """Whether the key is claimed, and its entry."""
-        clock = asyncio.get_running_loop().time
-        deadline_s = clock() + wait_s
-        waits = iter(POLL_S)
-        while True:
-            claimed = await self._claim(key)
-            # Looked for after the claim: it may have been written between the first look and this.
-            infos = await self.read(lambda store: store.lookup([key]), PATIENT_S)
-            found = infos[0] if infos else None
-            if claimed is not False or found or clock() > deadline_s:
-                return bool(claimed), found
-            await asyncio.sleep(next(waits, POLL_S[-1]))
-
-    async def _claim(self, key: EntryKey) -> bool | None:
-        """Whether the key is claimed now; None where the store gives no answer.
-
-        A claim that is taken after all, when nobody waits for it any more, is given back.
-        """
-        asking = asyncio.create_task(
-            self.write(lambda store: store.claim([key], self._owner, CLAIM_S), CLAIM_S)
-        )
-        try:
-            async with asyncio.timeout(PATIENT_S):
-                claims = await asyncio.shield(asking)
-        except BaseException as left:
-            self.later(self._give_back(key, asking))
-            if isinstance(left, TimeoutError):
-                return None
-            raise
-        return None if claims is None else claims[0]
-
-    async def _give_back(self, key: EntryKey, asking: "asyncio.Task[list[bool] | None]") -> None:
-        await asyncio.wait([asking])
-        await self.write(lambda store: store.release([key], self._owner), PATIENT_S)
-
-    async def _renew(self, key: EntryKey) -> None:
-        while True:
-            await asyncio.sleep(CLAIM_S / 3)
-            # Not `_claim`, which gives back what nobody waits for: this claim is in use.
-            await self.write(lambda store: store.claim([key], self._owner, CLAIM_S), PATIENT_S)
-
-    async def _release(self, key: EntryKey, made: str | None) -> None:
-        """Give a claim back, once the entry is there or will not come any more."""
-        clock = asyncio.get_running_loop().time
-        deadline_s = clock() + WRITTEN_WITHIN_S
-        waits = iter(POLL_S)
-        written = None if made is None else EntryKey(key.namespace, made)
-        while written is not None and clock() < deadline_s:
-            infos = await self.read(lambda store: store.lookup([written]), PATIENT_S)
-            if infos is None or infos[0] is not None:
-                break
-            await asyncio.sleep(next(waits, POLL_S[-1]))
-        await self.write(lambda store: store.release([key], self._owner), PATIENT_S)
+            return []
+        return [EntryKey(namespace, identifier) for identifier in identifiers]
 
     def namespace(self, model: str | None) -> str | None:
         """Under which the store keeps a served model's entries; None where nobody has said."""
@@ -280,3 +286,9 @@ class EncoderCache:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _seen(visiting: "asyncio.Future[None]") -> None:
+    """Take note of an error that nobody waits for."""
+    if not visiting.cancelled():
+        visiting.exception()

@@ -102,7 +102,7 @@ class MMItem:
         return f"messages[{self.message}].content[{self.position}]"
 
 
-def parse(raw: bytes) -> Body:
+def parse(raw: bytes | bytearray) -> Body:
     """The request in a body.
 
     Raises:
@@ -143,7 +143,7 @@ def check_model(body: Body) -> None:
         raise BadRequest("model must be a string", param="model")
 
 
-def parse_json(raw: bytes) -> Any:
+def parse_json(raw: bytes | bytearray) -> Any:
     """The value in a body.
 
     Raises:
@@ -163,7 +163,7 @@ def parse_json(raw: bytes) -> Any:
     return value
 
 
-def _loads(raw: bytes) -> Any:
+def _loads(raw: bytes | bytearray) -> Any:
     try:
         return orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -184,7 +184,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _has_too_many(raw: bytes) -> bool:
+def _has_too_many(raw: bytes | bytearray) -> bool:
     """Whether a body has too many values, which is found out before memory is taken for them.
 
     Words may have commas and brackets too: where there are many, those in strings are left out.
@@ -192,7 +192,7 @@ def _has_too_many(raw: bytes) -> bool:
     return _count_too_many(raw) and _count_too_many(_without_strings(raw))
 
 
-def _count_too_many(json: bytes) -> bool:
+def _count_too_many(json: bytes | bytearray) -> bool:
     """Each value but the first comes after a comma or a bracket."""
     if len(json) <= MAX_CONTAINERS:
         return False
@@ -200,7 +200,7 @@ def _count_too_many(json: bytes) -> bool:
     return containers > MAX_CONTAINERS or containers + json.count(b",") >= MAX_VALUES
 
 
-def _without_strings(raw: bytes) -> bytes:
+def _without_strings(raw: bytes | bytearray) -> bytes:
     """JSON without what is in its strings.
 
     A value has at most four quotation marks, with its key's: what comes after as many as there may

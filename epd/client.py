@@ -13,6 +13,7 @@ from typing import cast
 from multidict import CIMultiDict
 
 from epd.addresses import Addresses
+from epd.cuts import Pieces
 from epd.http1 import AnswerReader, Malformed, Origin
 
 PIECE_BYTES = 256 * 1024
@@ -84,7 +85,7 @@ class Connection(asyncio.Protocol):
             and not self._transport.get_write_buffer_size()
         )
 
-    async def ask(self, head: bytes, body: bytes, until_s: float) -> None:
+    async def ask(self, head: bytes, body: Pieces, until_s: float) -> None:
         """Send a request and wait for the head of its answer.
 
         Raises:
@@ -93,11 +94,12 @@ class Connection(asyncio.Protocol):
         """
         self.reused, self._asked = self._asked, True
         self._answer.expect()
-        if len(body) <= PIECE_BYTES:
-            self._transport.write(head + body if body else head)
+        if sum(map(len, body)) <= PIECE_BYTES:
+            self._transport.write(b"".join((head, *body)))
         else:
             self._transport.write(head)
-            await self._send(memoryview(body), until_s)
+            for piece in body:
+                await self._send(memoryview(piece), until_s)
         while not self._answer.status:
             await self._wait(until_s)
 

@@ -2,14 +2,15 @@
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, nullcontext
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import orjson
 
-from epd.cache import EncoderCache, Turn
+from epd.cache import EncoderCache, Look
 from epd.chat import MM_KWARGS, Body, MMItem, mm_items
+from epd.claims import Claims, Turn
 from epd.config import ProxyConfig
 from epd.errors import (
     NoInstance,
@@ -78,6 +79,7 @@ class Encoder:
         self._stages = stages
         self._table = table
         self._cache = cache
+        self._claims = None if cache is None else Claims(cache)
         self._config = config
         self._choice = Choice(table, Role.ENCODE, config.encode_policy)
         self._retries = Retries()
@@ -103,31 +105,30 @@ class Encoder:
         Raises:
             ProxyError: the first item that failed; the others are cancelled.
         """
-        looked = await self._look_up(body, uuids, context, anew=anew)
-        places = asyncio.Semaphore(AT_ONCE)
+        if not uuids:
+            return []
+        async with self._looked_up(body, uuids, context, anew=anew) as looked:
 
-        async def one(item: MMItem, uuid: str | None) -> EncodedItem:
-            async with places:
-                return await self._one(body, item, uuid, looked, context)
+            async def one(item: MMItem) -> EncodedItem:
+                return await self._one(body, item, uuids[item], looked, context)
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(item, uuid)) for item, uuid in uuids.items()]
-        except ExceptionGroup as failures:
-            first = failures.exceptions[0]
-            raise first from first.__cause__
-        encoded = [task.result() for task in tasks]
+            if all(item in looked.found for item in uuids) or len(uuids) == 1:
+                encoded = [await one(item) for item in uuids]
+            else:
+                encoded = await _all(one, uuids)
         context.items = Counter(one.result for one in encoded)
         return encoded
 
-    async def _look_up(
+    @asynccontextmanager
+    async def _looked_up(
         self,
         body: Body,
         uuids: Mapping[MMItem, str | None],
         context: RequestContext,
         *,
         anew: bool,
-    ) -> LookUp:
+    ) -> AsyncIterator[LookUp]:
+        """What the store has; what it has not is claimed, as far as it can, in the context."""
         identifiers = {
             item: identifier
             for item, uuid in uuids.items()
@@ -135,21 +136,18 @@ class Encoder:
             and (identifier := self._identifier(_wanted(body, uuid)))
             and not (anew and item.has_media)
         }
-        if self._cache is None or not identifiers:
-            return LookUp({}, answered=self._cache is not None, alone=anew)
+        if self._claims is None or not identifiers:
+            yield LookUp({}, answered=self._claims is not None, alone=anew)
+            return
         patient = not all(item.has_media for item in uuids)
-        with context.timed("store", "lookup"):
-            infos = await self._cache.find(
-                body.get("model"), list({*identifiers.values()}), patient=patient
-            )
-        if infos is None:
-            return LookUp({}, answered=False)
-        found = {
-            item: from_entry(infos[identifier])
-            for item, identifier in identifiers.items()
-            if identifier in infos and infos[identifier].modality == item.modality
-        }
-        return LookUp(found, answered=True, alone=anew)
+        async with AsyncExitStack() as stack:
+            with context.timed("store", "lookup"):
+                look = await stack.enter_async_context(
+                    self._claims.look(
+                        body.get("model"), list({*identifiers.values()}), patient=patient
+                    )
+                )
+            yield _answer(look, identifiers, alone=anew)
 
     async def _one(
         self,
@@ -217,11 +215,11 @@ class Encoder:
     @asynccontextmanager
     async def _turn(self, wanted: Wanted) -> AsyncIterator[Turn]:
         identifier = self._identifier(wanted)
-        if self._cache is None or identifier is None:
+        if self._claims is None or identifier is None:
             yield Turn()
             return
         wait_s = self._config.encode_timeout_s
-        async with self._cache.turn(wanted.model, identifier, wait_s) as turn:
+        async with self._claims.turn(wanted.model, identifier, wait_s) as turn:
             yield turn
 
     async def _somewhere(
@@ -269,6 +267,37 @@ class Encoder:
             self._learned[wanted] = encoded.identifier
             while len(self._learned) > MAX_LEARNED:
                 self._learned.popitem(last=False)
+
+
+async def _all(
+    one: Callable[[MMItem], Coroutine[Any, Any, EncodedItem]], items: Iterable[MMItem]
+) -> list[EncodedItem]:
+    """Those of all items, `AT_ONCE`; the first that fails ends the others."""
+    places = asyncio.Semaphore(AT_ONCE)
+
+    async def in_place(item: MMItem) -> EncodedItem:
+        async with places:
+            return await one(item)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(in_place(item)) for item in items]
+    except ExceptionGroup as failures:
+        first = failures.exceptions[0]
+        raise first from first.__cause__
+    return [task.result() for task in tasks]
+
+
+def _answer(look: Look | None, identifiers: Mapping[MMItem, str], *, alone: bool) -> LookUp:
+    if look is None:
+        return LookUp({}, answered=False)
+    infos = {key.identifier: info for key, info in (look.found or {}).items()}
+    found = {
+        item: from_entry(infos[identifier])
+        for item, identifier in identifiers.items()
+        if identifier in infos and infos[identifier].modality == item.modality
+    }
+    return LookUp(found, answered=True, alone=alone)
 
 
 def _gone(item: MMItem, looked: LookUp) -> ProxyError:

@@ -8,6 +8,7 @@ from ec_store import StoreUnavailable
 from epd.cache import EncoderCache
 from epd.chat import MODALITY, Body, MMItem
 from epd.config import ProxyConfig
+from epd.cuts import NO_CUTS, Cuts
 from epd.errors import UnknownMedia, no_store
 from epd.identity import content_key, name_key
 from epd.media import Inline, Known, check_image, source
@@ -15,8 +16,10 @@ from epd.names import Name, Names
 from epd.tenants import Scope, Tenant
 from epd.transfer import EncodedItem, metadata_uuid
 
-IN_THREAD = 64 * 1024
-"""Characters of base64 in a request above which its media are looked into off the event loop."""
+IN_THREAD = 2 * 1024**2
+"""Characters of base64 in a request above which its media are looked into off the event loop.
+Hashing so many takes less than a millisecond; a thread takes longer to come by on a busy machine.
+"""
 
 
 class Keys:
@@ -31,9 +34,15 @@ class Keys:
         self._config = config
 
     async def of(
-        self, body: Body, items: Sequence[MMItem], tenant: Tenant
-    ) -> dict[MMItem, str | None]:
+        self, body: Body, items: Sequence[MMItem], tenant: Tenant, cuts: Cuts = NO_CUTS
+    ) -> Mapping[MMItem, str | None]:
         """The key of each item; None where only the engine sees the content.
+
+        Args:
+            body: the request.
+            items: its items.
+            tenant: whose request it is.
+            cuts: what was cut out of it.
 
         Raises:
             BadRequest: an item has no media, or such as a request may not have, or has them where a
@@ -41,12 +50,15 @@ class Keys:
             UnknownMedia: nothing is known under a client's name for its media.
             RequestRefused: 503, the store that knows the names gives no answer.
         """
-        sources = {item: source(item, self._config.allowed_local_media_path) for item in items}
+        if not items:
+            return {}
+        folder = self._config.allowed_local_media_path
+        sources = {item: source(item, folder, cuts) for item in items}
         named = [item for item, media in sources.items() if isinstance(media, Known)]
         known = await self._recalled(body, named, tenant)
         inline = {item: media for item, media in sources.items() if isinstance(media, Inline)}
         scope = self._config.scope_of(tenant)
-        if sum(media.size for media in inline.values()) > IN_THREAD:
+        if sum(len(media.base64) for media in inline.values()) > IN_THREAD:
             keys = await asyncio.to_thread(self._content_keys, scope, inline)
         else:
             keys = self._content_keys(scope, inline)

@@ -1,21 +1,18 @@
 """Where a media item's bytes are, and whether a request may have them, or name that place."""
 
 import binascii
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from epd.chat import MMItem
+from epd.cuts import MARK_LENGTH, NO_CUTS, Cuts
 from epd.errors import BadRequest
 from epd.image_header import image_size
 
 MAX_DATA_URL_HEAD = 1024
 """Characters before the comma of a data: URL."""
-
-PIECE = 1024**2
-"""Characters that are encoded at a time, for as long as which nothing else runs."""
 
 GROUP, GROUP_BYTES = 4, 3
 """Characters of base64, and what they stand for."""
@@ -27,24 +24,11 @@ class Inline:
 
     Attributes:
         media_type: what the client says it is, such as `image/jpeg`; lower case.
-        text: where the bytes are as base64; as it came, since a copy of what may be 100 MB takes as
-            long as to hash it.
-        start: where in the text they begin.
+        base64: the bytes as base64, where they came: a copy of what may be 100 MB takes long.
     """
 
     media_type: str
-    text: str
-    start: int = 0
-
-    @property
-    def size(self) -> int:
-        """Characters of base64."""
-        return len(self.text) - self.start
-
-    def pieces(self) -> Iterator[bytes]:
-        """The base64, piece by piece."""
-        for at in range(self.start, len(self.text), PIECE):
-            yield self.text[at : at + PIECE].encode()
+    base64: bytes | memoryview
 
     def read(self, offset: int, size: int) -> bytes:
         """Some of the bytes; fewer where they end.
@@ -53,7 +37,7 @@ class Inline:
             ValueError: this is not base64.
         """
         first, end = offset // GROUP_BYTES, -(-(offset + size) // GROUP_BYTES)
-        groups = self.text[self.start + first * GROUP : self.start + end * GROUP]
+        groups = self.base64[first * GROUP : end * GROUP]
         return binascii.a2b_base64(groups, strict_mode=True)[offset % GROUP_BYTES :][:size]
 
 
@@ -75,8 +59,15 @@ class Known:
     uuid: str
 
 
-def source(item: MMItem, allowed_local_media_path: Path | None = None) -> Inline | Remote | Known:
+def source(
+    item: MMItem, allowed_local_media_path: Path | None = None, cuts: Cuts = NO_CUTS
+) -> Inline | Remote | Known:
     """Where the item's media are.
+
+    Args:
+        item: the item.
+        allowed_local_media_path: the folder below which files may be named.
+        cuts: what was cut out of its request.
 
     Raises:
         BadRequest: the part has no media, or they are somewhere a request may not name.
@@ -85,13 +76,16 @@ def source(item: MMItem, allowed_local_media_path: Path | None = None) -> Inline
         return Known(item.uuid)
     value = item.part.get(item.kind)
     if item.kind == "input_audio":
-        return _input_audio(value, item.param)
+        return _input_audio(value, cuts, item.param)
     url = value.get("url") if isinstance(value, dict) else None
     if not isinstance(url, str) or not url:
         raise BadRequest(
             f'{item.kind} must be an object with a "url"', param=f"{item.param}.{item.kind}"
         )
-    return _from_url(url, allowed_local_media_path, param=f"{item.param}.{item.kind}.url")
+    param = f"{item.param}.{item.kind}.url"
+    if url[:5].lower() == "data:":
+        return _from_data_url(url, cuts, param)
+    return _from_url(url, allowed_local_media_path, param)
 
 
 def check_image(media: Inline, *, min_side: int, max_pixels: int, param: str) -> None:
@@ -126,10 +120,10 @@ def _invalid(message: str, param: str) -> BadRequest:
     return BadRequest(message, slug="invalid_media", param=param)
 
 
-def _input_audio(value: Any, param: str) -> Inline:
+def _input_audio(value: Any, cuts: Cuts, param: str) -> Inline:
     match value:
         case {"data": str() as data, "format": str() as audio_format} if data:
-            return Inline(f"audio/{audio_format.lower()}", data)
+            return Inline(f"audio/{audio_format.lower()}", _base64(data, cuts))
         case _:
             raise BadRequest(
                 'input_audio must be an object with "data" and "format"',
@@ -137,9 +131,12 @@ def _input_audio(value: Any, param: str) -> Inline:
             )
 
 
-def _from_url(url: str, allowed_local_media_path: Path | None, *, param: str) -> Inline | Remote:
-    if url[:5].lower() == "data:":
-        return _from_data_url(url, param)
+def _base64(text: str, cuts: Cuts) -> bytes | memoryview:
+    found = cuts.get(text) if len(text) == MARK_LENGTH else None
+    return text.encode() if found is None else found
+
+
+def _from_url(url: str, allowed_local_media_path: Path | None, param: str) -> Remote:
     # A parser differential between a check here and the fetch in the engine is how a media
     # policy is got around (CVE-2026-24779): what two parsers could read differently is refused.
     if "\\" in url or any(character <= " " or character == "\x7f" for character in url):
@@ -158,7 +155,7 @@ def _from_url(url: str, allowed_local_media_path: Path | None, *, param: str) ->
     raise BadRequest("the URL must start with data:, https://, http:// or file://", param=param)
 
 
-def _from_data_url(url: str, param: str) -> Inline:
+def _from_data_url(url: str, cuts: Cuts, param: str) -> Inline:
     comma = url.find(",", 5, 5 + MAX_DATA_URL_HEAD)
     # As vLLM reads it (`vllm/multimodal/media/connector.py`, `_load_data_url`): parameters such as
     # `codecs=opus` may stand between the media type and `base64`.
@@ -167,7 +164,7 @@ def _from_data_url(url: str, param: str) -> Inline:
         raise BadRequest(
             "a data: URL must have the form data:<media type>;base64,<data>", param=param
         )
-    return Inline(media_type.partition(";")[0].lower(), url, comma + 1)
+    return Inline(media_type.partition(";")[0].lower(), _base64(url[comma + 1 :], cuts))
 
 
 def _check_local(url: str, allowed: Path | None, param: str) -> None:

@@ -176,7 +176,7 @@ class Pipeline:
         inlined = await self._media.inlined(body, items, context.tenant.name)
         if inlined is not body:
             items = mm_items(inlined)
-        return inlined, await self._keys.of(inlined, items, context.tenant)
+        return inlined, await self._keys.of(inlined, items, context.tenant, context.cuts)
 
     async def _prepare(
         self,

@@ -13,6 +13,7 @@ import orjson
 
 from epd.chat import Body, MMItem, encode_body, prefill_body, release_body
 from epd.config import ProxyConfig
+from epd.cuts import Cuts, Pieces, pieces
 from epd.errors import (
     ProxyError,
     Stage,
@@ -51,6 +52,7 @@ class RequestContext:
         retries: how often the request was begun anew.
         degraded: what was done in another stage than its own.
         client_id: what its client calls it, where it calls it anything.
+        cuts: what was cut out of its body, and is put back into those for its instances.
         prefilled_s: when prefill had answered, on the event loop's clock.
         kv_wait_s: from then until decode's first event, in a stream.
     """
@@ -65,6 +67,7 @@ class RequestContext:
     retries: int = 0
     degraded: set[Degraded] = field(default_factory=set)
     client_id: str | None = None
+    cuts: Cuts = field(default_factory=dict)
     prefilled_s: float | None = None
     kv_wait_s: float | None = None
     _children: Iterator[int] = field(default_factory=itertools.count)
@@ -76,6 +79,10 @@ class RequestContext:
     def child_id(self) -> str:
         """An id for a request that is made on behalf of this one."""
         return f"{self.request_id}:{next(self._children)}:{secrets.token_hex(3)}"
+
+    def written(self, body: Body) -> Pieces:
+        """A body as an instance is sent it."""
+        return pieces(orjson.dumps(body), self.cuts)
 
     def first_event(self) -> None:
         """Decode has sent something: it has what prefill kept for it."""
@@ -144,7 +151,7 @@ class Stages:
                 instance.url + CHAT_COMPLETIONS,
                 stage="encode",
                 headers=context.headers_for(context.child_id()),
-                body=orjson.dumps(encode_body(body, item, uuid)),
+                body=context.written(encode_body(body, item, uuid)),
                 timeout_s=self._config.encode_timeout_s,
             )
             return read_encoded(_accepted(answer, "encode", context), item.modality)
@@ -160,7 +167,7 @@ class Stages:
                 instance.url + CHAT_COMPLETIONS,
                 stage="prefill",
                 headers=context.headers_for(context.request_id),
-                body=orjson.dumps(prefill_body(body, NIXL_PREFILL)),
+                body=context.written(prefill_body(body, NIXL_PREFILL)),
                 timeout_s=self._config.prefill_timeout_s,
             )
             params = read_prefilled(_accepted(answer, "prefill", context))
@@ -178,7 +185,7 @@ class Stages:
             instance.url + CHAT_COMPLETIONS,
             stage="decode",
             headers=context.headers_for(context.request_id),
-            body=orjson.dumps(body),
+            body=context.written(body),
             head_timeout_s=self._config.first_byte_timeout_s,
         )
         return Decoding(opening, instance, context, self._config.idle_timeout_s)
@@ -199,7 +206,7 @@ class Stages:
                 instance.url + CHAT_COMPLETIONS,
                 stage="release",
                 headers=context.headers_for(context.child_id()),
-                body=orjson.dumps(release_body(body)),
+                body=context.written(release_body(body)),
                 head_timeout_s=RELEASE_TIMEOUT_S,
             ):
                 pass

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from epd.client import Broken, Connection, Pool, Sink, Unreachable
+from epd.cuts import Pieces
 from epd.errors import (
     Overloaded,
     ProxyError,
@@ -169,7 +170,7 @@ class Upstream:
         *,
         stage: Stage,
         headers: Mapping[str, str],
-        body: bytes | None = None,
+        body: Pieces | None = None,
         head_timeout_s: float,
     ) -> "Exchange":
         """Send a request (POST with a body, GET without) and wait for the answer's head.
@@ -189,7 +190,7 @@ class Upstream:
         *,
         stage: Stage,
         headers: Mapping[str, str],
-        body: bytes | None = None,
+        body: Pieces | None = None,
         timeout_s: float,
     ) -> Answer:
         """Send a request and read the whole answer, whatever its status.
@@ -229,7 +230,7 @@ class _Request:
 
     url: str
     headers: Mapping[str, str]
-    body: bytes | None
+    body: Pieces | None
 
     @property
     def target(self) -> Target:
@@ -237,7 +238,7 @@ class _Request:
 
     def head(self, **more: str) -> bytes:
         """Its head."""
-        length = None if self.body is None else len(self.body)
+        length = None if self.body is None else sum(map(len, self.body))
         return request_head(self.target, {**OURS, **self.headers, **more}, length)
 
 
@@ -296,7 +297,7 @@ async def _ask(pool: Pool, request: _Request, until_s: float) -> Connection:
     if connection is None:
         connection = await _connected(pool, request, until_s)
     try:
-        await connection.ask(request.head(), request.body or b"", until_s)
+        await connection.ask(request.head(), request.body or (), until_s)
     except BaseException as error:
         connection.abort()
         if not (isinstance(error, Broken) and connection.reused and connection.untouched):
@@ -311,7 +312,7 @@ async def _ask_anew(pool: Pool, request: _Request, until_s: float) -> Connection
     connection = await _connected(pool, request, until_s)
     connection.kept = False
     try:
-        await connection.ask(request.head(Connection="close"), request.body or b"", until_s)
+        await connection.ask(request.head(Connection="close"), request.body or (), until_s)
     except BaseException:
         connection.abort()
         raise

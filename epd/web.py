@@ -3,10 +3,11 @@
 import asyncio
 import stat
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import orjson
 import structlog
@@ -19,8 +20,9 @@ from epd.admission import Admission, limits_of
 from epd.body import read_body
 from epd.cache import EncoderCache
 from epd.config import ProxyConfig
+from epd.cuts import cut
 from epd.drain import DRAIN, Drain, send_elsewhere
-from epd.errors import NoInstance, Overloaded
+from epd.errors import BadRequest, NoInstance, Overloaded
 from epd.events import InstanceChanged, Observer
 from epd.fetch import remote_media
 from epd.health import State
@@ -52,6 +54,8 @@ from epd.stages import RequestContext, Stages
 from epd.tenants import ApiKeys, KeysInvalid, parse_keys
 from epd.upstream import Reply, Upstream
 from epd.warmup import Warmup
+
+T = TypeVar("T")
 
 PIPELINE = web.AppKey("pipeline", Pipeline)
 ADMIN = web.AppKey("admin", Admin)
@@ -165,7 +169,7 @@ def _cache(config: ProxyConfig) -> AbstractAsyncContextManager[EncoderCache | No
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """`POST /v1/chat/completions`, streaming and not."""
     app, context = request.app, request[CONTEXT]
-    body = salted(chat.parse(await _read(request)), app[CONFIG].scope_of(context.tenant))
+    body = salted(await _parsed(request, chat.parse), app[CONFIG].scope_of(context.tenant))
     async with await app[PIPELINE].run(body, context) as reply:
         headers = _answer_headers(reply, context)
         if not headers["Content-Type"].startswith("text/event-stream"):
@@ -210,14 +214,28 @@ async def _not_yet(_: web.Request) -> None:
     """Leave a client that waits for `100 Continue` waiting: `read_body` says it in time."""
 
 
-async def _read(request: web.Request) -> bytes:
+async def _read(request: web.Request) -> bytearray:
     return await read_body(request, request.app[CONFIG], request[BODY].grow)
+
+
+async def _parsed(request: web.Request, parse: Callable[[bytes | bytearray], T]) -> T:
+    """What a body says, its media cut out."""
+    raw = await _read(request)
+    rest, cuts = cut(raw)
+    try:
+        parsed = parse(rest)
+    except BadRequest:
+        if not cuts:
+            raise
+        return parse(raw)  # which says where in all of it the error is
+    request[CONTEXT].cuts = cuts
+    return parsed
 
 
 async def push_media(request: web.Request) -> web.Response:
     """`POST /v1/media`: has media encoded ahead of the request that asks about them."""
     context = request[CONTEXT]
-    asked = chat.parse_json(await _read(request))
+    asked = await _parsed(request, chat.parse_json)
     answer = await request.app[WARMUP].push(asked, context)
     return _json(answer, context)
 
@@ -273,7 +291,7 @@ async def profile(command: str, request: web.Request) -> web.Response:
         chat.parse_json(body)
     context = request[CONTEXT]
     headers = context.headers_for(context.request_id)
-    return _json(await request.app[ADMIN].profile(command, headers, body), context)
+    return _json(await request.app[ADMIN].profile(command, headers, bytes(body)), context)
 
 
 def _json(body: object, context: RequestContext, status: int = 200) -> web.Response:

@@ -62,7 +62,7 @@ class Asking:
     async def ask(self, body: bytes = b"{}", timeout_s: float = LONG_S) -> Connection:
         connection = self.pool.take(self.origin) or await self.pool.connect(self.origin)
         self.connections.append(connection)
-        await connection.ask(request_head(self.target, {}, len(body)), body, in_s(timeout_s))
+        await connection.ask(request_head(self.target, {}, len(body)), (body,), in_s(timeout_s))
         return connection
 
     async def read(self) -> bytes:

@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 
 from ec_store import EntryKey
 from epd.cache import EncoderCache
+from epd.claims import Claims
 from epd.logs import LogObserver
 from tests.proxy.backed import (
     BUDGET_S,
@@ -546,10 +547,10 @@ async def test_a_claim_in_use_is_not_given_back_with_a_renewal_that_nobody_waits
         released.append(time.monotonic())
         release(*args)
 
-    monkeypatch.setattr("epd.cache.CLAIM_S", 0.3)
+    monkeypatch.setattr("epd.claims.CLAIM_S", 0.3)
     monkeypatch.setattr("ec_store.shared_disk.SharedDiskStore.release", recorded)
     async with EncoderCache.connect(url, budget_s=BUDGET_S, lease_s=1) as cache:
-        async with cache.turn("m", "item", 1) as turn:
+        async with Claims(cache).turn("m", "item", 1) as turn:
             monkeypatch.setattr("ec_store.shared_disk.SharedDiskStore.claim", slow)
             await asyncio.sleep(0.2)  # a renewal has begun
             turn.made = "item"

@@ -99,6 +99,19 @@ class ClaimsContract:
         assert store.claim([], "me", 30) == []
         store.release([], "me")
 
+    def test_what_is_there_is_found_in_place_of_claimed(self, opened: Opened) -> None:
+        one, other = opened(), opened()
+        one.put(key("there"), entry())
+        one.put(key("both"), entry())
+        other.claim([key("both"), key("others")], "b", 30)
+        keys = [key(name) for name in ("there", "both", "others", "free", "free")]
+
+        there, both, *claims = one.claim_or_find(keys, "a", 30)
+        assert [there, both] == one.lookup(keys[:2])
+        assert claims == [False, True, True]
+        assert other.claim(keys, "b", 30) == [True, True, True, False, False]
+        assert one.claim_or_find([], "a", 30) == []
+
     def test_a_claim_ends_and_another_takes_it(self, store: Store) -> None:
         store.claim([key()], "a", SHORT_S)
         assert store.claim([key()], "b", 30) == [False]

@@ -249,6 +249,8 @@ def test_claims_are_taken_in_one_round_trip_and_renewed_in_two(
     assert round_trips(client, lambda: in_redis.claim(keys, "b", 30)) == 1
     assert round_trips(client, lambda: in_redis.claim(keys, "a", 30)) == 2
     assert round_trips(client, lambda: in_redis.release(keys, "a")) == 2
+    assert round_trips(client, lambda: in_redis.claim_or_find(keys[:16], "a", 30)) == 1
+    in_redis.release(keys, "a")
     assert list(client.scan_iter()) == [name_of(key("first")).encode()]
 
 

@@ -1,0 +1,149 @@
+"""What a proxy claims, holds and gives back, on a real store."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from ec_store import Entry, EntryKey, Store, StoreUnavailable
+from ec_store.shared_disk import SharedDiskStore
+from epd.cache import EncoderCache
+from epd.claims import Claims, Turn
+from tests.proxy.backed import BUDGET_S, NAMESPACE, Backed
+from tests.proxy.fleet import until
+
+KEYS = [EntryKey(NAMESPACE, name) for name in ("a", "b")]
+VISITS = ("lookup", "claim", "claim_or_find", "release", "lease")
+
+
+@asynccontextmanager
+async def claiming(url: str) -> AsyncIterator[Claims]:
+    async with EncoderCache.connect(url, budget_s=BUDGET_S, lease_s=1) as cache:
+        yield Claims(cache)
+
+
+def free(store: Store, *keys: EntryKey) -> bool:
+    """Whether nobody holds their claims; nobody does afterwards either."""
+    claims = store.claim(keys, "asks", 60)
+    store.release(keys, "asks")
+    return all(claims)
+
+
+def put(store: Store, key: EntryKey) -> None:
+    store.put(key, Entry(memoryview(bytes(16)), "F32", (1, 4), "image", {}))
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the proxy asks of the store, in order."""
+    asked: list[str] = []
+
+    def noting(name: str) -> Any:
+        real = getattr(SharedDiskStore, name)
+
+        def call(self: object, *args: Any) -> Any:
+            asked.append(name)
+            return real(self, *args)
+
+        return call
+
+    for name in VISITS:
+        monkeypatch.setattr(SharedDiskStore, name, noting(name))
+    return asked
+
+
+async def test_what_is_not_there_is_claimed_with_the_look_and_its_turn_asks_no_more(
+    backed: Backed, url: str, calls: list[str]
+) -> None:
+    async with claiming(url) as claims, claims.look("m", ["a", "b"]) as look:
+        assert look is not None
+        assert list(look.claimed) == KEYS
+        asked = len(calls)
+        async with claims.turn("m", "a", 0) as turn:
+            assert turn == Turn()
+            assert len(calls) == asked
+
+        assert not free(backed.store, KEYS[0])
+
+
+async def test_claims_go_back_at_once_where_nothing_was_made(backed: Backed, url: str) -> None:
+    async with claiming(url) as claims:
+        async with claims.look("m", ["a", "b"]), claims.turn("m", "a", 0):
+            pass
+
+        await until(lambda: free(backed.store, *KEYS), timeout_s=30)
+
+
+async def test_a_claim_is_kept_while_an_instance_may_still_write(
+    backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("epd.claims.WRITTEN_WITHIN_S", 3600.0)
+    async with claiming(url) as claims:
+        async with claims.look("m", ["a", "b"]), claims.turn("m", "a", 0) as turn:
+            turn.made = "a"
+        await until(lambda: free(backed.store, KEYS[1]), timeout_s=30)
+
+        assert not free(backed.store, KEYS[0])
+
+
+async def test_a_claim_goes_back_when_an_instance_has_had_time_to_write(
+    backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("epd.claims.WRITTEN_WITHIN_S", 0.1)
+    async with claiming(url) as claims:
+        async with claims.look("m", ["a"]), claims.turn("m", "a", 0) as turn:
+            turn.made = "a"
+
+        await until(lambda: free(backed.store, KEYS[0]), timeout_s=30)
+
+
+async def test_who_comes_second_looks_anew(backed: Backed, url: str) -> None:
+    """The first may have had it made since the second looked."""
+    async with claiming(url) as claims, claims.look("m", ["a"]), claims.look("m", ["a"]) as second:
+        assert second is not None
+        assert not second.claimed
+        async with claims.turn("m", "a", 0) as turn:
+            turn.made = "a"
+        put(backed.store, KEYS[0])
+        async with claims.turn("m", "a", 0) as turn:
+            assert turn.found is not None
+
+
+async def test_a_claim_is_renewed_for_as_long_as_it_is_held(
+    backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch, calls: list[str]
+) -> None:
+    monkeypatch.setattr("epd.claims.CLAIM_S", 3.0)
+    async with claiming(url) as claims, claims.look("m", ["a"]):
+        await until(lambda: calls.count("claim") > 1, timeout_s=30)
+        assert not free(backed.store, KEYS[0])
+
+
+async def test_a_store_that_takes_no_claims_is_still_looked_into(
+    backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: Any) -> list[bool]:
+        raise StoreUnavailable("it cannot be written to")
+
+    put(backed.store, KEYS[0])
+    monkeypatch.setattr(SharedDiskStore, "claim", away)
+    async with claiming(url) as claims, claims.look("m", ["a", "b"]) as look:
+        assert look is not None
+        assert list(look.found or {}) == KEYS[:1]
+        assert not look.claimed
+        async with asyncio.timeout(30), claims.turn("m", "b", 3600) as turn:
+            assert turn == Turn()
+
+
+async def test_what_is_found_again_is_not_leased_again(
+    backed: Backed, url: str, calls: list[str]
+) -> None:
+    put(backed.store, KEYS[0])
+    async with EncoderCache.connect(url, budget_s=BUDGET_S, lease_s=3600) as cache:
+        for _ in range(20):
+            assert await cache.find("m", ["a"])
+            await asyncio.sleep(0.01)
+
+        assert calls.count("lookup") >= 20
+        assert 1 <= calls.count("lease") < 20

@@ -1,0 +1,134 @@
+"""Media are cut out of a body, and what is written has them again."""
+
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from epd.chat import MMItem
+from epd.cuts import MARK_LENGTH, NO_CUTS, WINDOW, cut, pieces
+from epd.errors import BadRequest
+from epd.media import Inline, source
+
+BASE64 = b"QUJD" * WINDOW
+HEADS = (b"data:image/png;base64,", b"DATA:;base64,", b"data:audio/ogg;codecs=opus;base64,")
+AROUND = st.lists(
+    st.sampled_from([b'"', b"\\", b"\\\\", b'\\"', b" ", b",", b"{", b"}", b"[", b"]", b":", b"1"])
+    | st.sampled_from(
+        [b'"url":', b'"data":"', b'"data": "', *HEADS, BASE64, BASE64[: WINDOW // 2]]
+    ),
+    max_size=24,
+)
+
+
+STRINGS = st.sampled_from(
+    [*(head + BASE64 for head in HEADS), BASE64, b"data:image/png;base64,", b"a", b'"', b"\\", b""]
+).map(bytes.decode)
+DOCUMENTS = st.recursive(
+    STRINGS | st.integers(0, 9),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["url", "data"]) | STRINGS, inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+BROKEN = st.sampled_from([b"", b'"', b"\\", b"{", b",", b" " * 3 * WINDOW, b"1" * 3 * WINDOW])
+relaxed = settings(deadline=None)
+
+
+def written(raw: bytes) -> bytes:
+    rest, cuts = cut(raw)
+    return b"".join(pieces(bytes(rest), cuts))
+
+
+def url(text: bytes) -> str:
+    return (HEADS[0] + text).decode()
+
+
+@relaxed
+@given(AROUND.map(b"".join))
+def test_any_body_is_put_together_again(raw: bytes) -> None:
+    assert written(raw) == raw
+
+
+def loaded(raw: bytes | bytearray) -> Any:
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        return None
+
+
+@relaxed
+@given(DOCUMENTS.map(orjson.dumps), BROKEN, st.floats(0, 1))
+def test_what_remains_is_json_exactly_where_the_body_is(
+    raw: bytes, broken: bytes, where: float
+) -> None:
+    at = int(where * len(raw))
+    raw = raw[:at] + broken + raw[at:]
+    rest, cuts = cut(raw)
+    value = loaded(rest)
+
+    assert (value is None) == (loaded(raw) is None)
+    if value is not None:
+        assert loaded(b"".join(pieces(orjson.dumps(value), cuts))) == loaded(raw)
+
+
+@relaxed
+@given(st.lists(st.sampled_from([0, 1, WINDOW // 2, 2 * WINDOW, 5 * WINDOW + 3]), max_size=4))
+def test_of_several_media_each_is_found_in_its_place(sizes: list[int]) -> None:
+    texts = [bytes([65 + n]) * size for n, size in enumerate(sizes)]
+    audio = {"input_audio": {"data": "x" * 3 * WINDOW, "format": "wav"}}
+    body = {"first": [{"image_url": {"url": url(text)}} for text in texts], "last": audio}
+    rest, cuts = cut(orjson.dumps(body))
+    value = orjson.loads(rest)
+
+    found = [source(MMItem(0, 0, "image_url", part), cuts=cuts) for part in value["first"]]
+    assert found == [Inline("image/png", text) for text in texts]
+    sound = source(MMItem(0, 0, "input_audio", value["last"]), cuts=cuts)
+    assert sound == Inline("audio/wav", b"x" * 3 * WINDOW)
+    assert len(cuts) == 1 + sum(size >= 2 * WINDOW for size in sizes)
+    assert len(rest) < 3 * WINDOW
+
+
+def test_a_part_that_is_used_twice_or_elsewhere_has_its_text_everywhere() -> None:
+    rest, cuts = cut(orjson.dumps({"messages": [url(BASE64)]}))
+    value = orjson.loads(rest)
+    body = {"again": value["messages"], "not": 1, "messages": value["messages"]}
+
+    assert loaded(b"".join(pieces(orjson.dumps(body), cuts))) == {
+        "again": [url(BASE64)],
+        "not": 1,
+        "messages": [url(BASE64)],
+    }
+
+
+def test_what_has_an_escape_stays() -> None:
+    raw = b'{"url": "data:image/png;base64,%b\\/%b"}' % (BASE64, BASE64)
+
+    assert cut(raw) == (raw, NO_CUTS)
+
+
+def test_words_stay() -> None:
+    raw = orjson.dumps({"content": "word " * WINDOW, "numbers": [1] * WINDOW})
+
+    assert cut(raw) == (raw, NO_CUTS)
+
+
+@pytest.mark.security("S11")
+def test_a_mark_is_another_each_time_and_no_clients() -> None:
+    """Who knew one could have another's media in the place of its own."""
+    raw = orjson.dumps({"url": url(BASE64)})
+    [mark], [other] = cut(raw)[1], cut(raw)[1]
+
+    assert mark != other
+    assert len(mark) == len(other) == MARK_LENGTH
+    claimed = MMItem(0, 0, "image_url", {"image_url": {"url": url(mark.encode())}})
+    assert source(claimed, cuts=cut(raw)[1]) == Inline("image/png", mark.encode())
+
+
+def test_a_picture_that_is_cut_is_looked_into() -> None:
+    item = MMItem(0, 0, "image_url", {"image_url": {"url": 7}})
+    with pytest.raises(BadRequest):
+        source(item, cuts=cut(orjson.dumps({"url": url(BASE64)}))[1])
