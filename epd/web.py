@@ -214,7 +214,7 @@ async def _not_yet(_: web.Request) -> None:
     """Leave a client that waits for `100 Continue` waiting: `read_body` says it in time."""
 
 
-async def _read(request: web.Request) -> bytearray:
+async def _read(request: web.Request) -> bytes | bytearray:
     return await read_body(request, request.app[CONFIG], request[BODY].grow)
 
 
