@@ -182,7 +182,7 @@ class RequestLife(RuleBasedStateMachine):
             len(self.fleet.events.requests) == self.sent
             and not any(each.open for each in self.fleet.instances)
         )
-        self.loop.run(until(settled))
+        self.loop.run(until(settled, 20))  # a release alone may take `RELEASE_TIMEOUT_S`
         assert lost(self.fleet) == 0
 
 
