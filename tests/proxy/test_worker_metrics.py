@@ -104,6 +104,8 @@ async def test_what_a_worker_was_doing_ends_with_it() -> None:
             [killed] = workers.pids(worker=1)
             os.kill(killed, signal.SIGKILL)
             await until(lambda: workers.logged("worker died"), START_S)
+            pages = await asyncio.gather(*(figures(workers.url) for _ in range(12)))
+            assert max(page[INSIDE] for page in pages) < 24  # before there is a replacement, too
             await until(lambda: decode.open < 24, START_S)
             await shown(workers, lambda page: page[INSIDE] == decode.open)
             left = decode.open

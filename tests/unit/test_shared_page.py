@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epd.shared_page import HALF_BYTES, HEAD, PageUnreadable, SharedPage
+from epd.shared_page import HALF_BYTES, HEAD, NUMBER, PageUnreadable, SharedPage
 
 WRITES = """
 import sys
@@ -113,6 +113,14 @@ def test_what_is_damaged_is_not_taken_for_a_page(page: SharedPage) -> None:
         page.read()
     page.write(b"second")
     assert page.read() == b"second"
+
+
+def test_a_page_that_is_not_the_newest_is_not_taken_for_it(page: SharedPage) -> None:
+    page.write(b"first")
+    os.pwrite(page.descriptor, NUMBER.pack(3), 0)  # whose half still has the first one
+
+    with pytest.raises(PageUnreadable):
+        page.read()
 
 
 def test_what_does_not_fit_changes_nothing(page: SharedPage) -> None:
