@@ -21,6 +21,7 @@ from epd.version import __version__
 REFERENCE = "epd"
 BASELINE = "relay"
 TOLERANCE = 1.5
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the folder in it has a name of its own
 DESCRIPTION = """Start fake engines that answer at once, this proxy, a bare aiohttp relay and any
 other proxy, and put the same load on one after the other. Each proxy has a core of its own; CPU
 time is that of its processes, as the kernel counts it."""
@@ -61,7 +62,7 @@ def add_parser(benchmarks: Commands) -> None:
     )
     parser.add_argument("--epd-flags", default="", metavar="FLAGS", help="more for `epd serve`")
     parser.add_argument(
-        "--ec-store", metavar="URL", help="of the encoder cache (a directory of this run)"
+        "--ec-store", metavar="URL", help="of the encoder cache (a directory in shared memory)"
     )
     parser.add_argument(
         "--proxy-cores", type=int, default=1, metavar="N", help="cores of each proxy (1)"
@@ -101,7 +102,8 @@ def _run(  # noqa: PLR0913 - its flags
         parser.error(f"--against needs names that differ, and not {DIRECT}")
     recorded = None if check is None else _recorded(parser, check)
     chosen = [one for one in SCENARIOS if one.name in scenarios]
-    with tempfile.TemporaryDirectory(prefix="epd-bench-") as folder:
+    memory = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="epd-bench-", dir=memory) as folder:
         store = ec_store or f"file://{folder}/store?max_bytes=256MiB"
         rig = Rig(contenders, Path(folder), store, proxy_cores=proxy_cores)
         try:
