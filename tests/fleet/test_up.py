@@ -49,7 +49,8 @@ class Up:
     def started(self) -> Iterator[subprocess.Popen[str]]:
         """Run it, and kill what is left in the end."""
         with subprocess.Popen(
-            self.command,
+            # The tests may have been started by nohup, which what they start would respect.
+            ("env", "--default-signal=HUP", *self.command),
             env=marked(self.mark),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
