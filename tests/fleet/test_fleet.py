@@ -197,10 +197,12 @@ def test_stopping_twice_at_once_leaves_nothing(tmp_path: Path) -> None:
     """A second Ctrl-C while servers are being stopped."""
     pid_file = tmp_path / "pid"
     script = f"""
+import signal
 import sys
 from pathlib import Path
 from tests.fleet.test_fleet import start
 from epd.fleet.process import stop, wait_until_ready
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 process = start(Path({str(tmp_path)!r}), how="stubborn")
 wait_until_ready([process], 30, lambda _: None)
 Path({str(pid_file)!r}).write_text(str(process.pid))

@@ -50,7 +50,7 @@ class Up:
         """Run it, and kill what is left in the end."""
         with subprocess.Popen(
             # The tests may have been started by nohup, which what they start would respect.
-            ("env", "--default-signal=HUP", *self.command),
+            ("/usr/bin/env", "--default-signal=HUP", *self.command),
             env=marked(self.mark),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
