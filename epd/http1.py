@@ -12,7 +12,6 @@ from yarl import URL
 
 MAX_HEAD_BYTES = 64 * 1024
 """Largest head of an answer that is waited for."""
-NO_BODY = (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED)
 
 
 class Malformed(ValueError):
@@ -159,6 +158,8 @@ class AnswerReader:
     def on_headers_complete(self) -> None:
         """The head has come, or that of an interim answer."""
         status = self._parser.get_status_code()
+        if status < HTTPStatus.CONTINUE:  # its body would be the next answer's
+            raise Malformed("no status")
         if status >= HTTPStatus.OK:
             self.headers.extend(
                 (name.decode("utf-8", "surrogateescape"), value.decode("utf-8", "surrogateescape"))

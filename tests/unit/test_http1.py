@@ -122,6 +122,7 @@ def test_an_end_completes_only_what_says_no_length(answer: bytes, complete: bool
         OK + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\n",
         OK + b"Content-Length: -1\r\n\r\n",
         OK + b"Content-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"HTTP/1.1 099 Less\r\nContent-Length: 1\r\n\r\n1" + OK + b"Content-Length: 0\r\n\r\n",
         CHUNKED + b"zz\r\n",
         CHUNKED + b"2\r\nabc\r\n",
         CHUNKED + b"ffffffffffffffffff\r\n",
