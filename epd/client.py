@@ -80,6 +80,7 @@ class Connection(asyncio.Protocol):
         """Whether another request can be sent."""
         return (
             self.kept
+            and self._reading  # else the next answer would not be read
             and (not self._asked or self._answer.reusable)
             and not self._transport.is_closing()
             and not self._transport.get_write_buffer_size()
@@ -283,7 +284,7 @@ class Pool:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 return await self._connect(origin)
-        except OSError as error:  # TimeoutError is one
+        except (OSError, UnicodeError) as error:  # no time left; a name that cannot be one
             raise Unreachable from error
 
     async def _connect(self, origin: Origin) -> Connection:

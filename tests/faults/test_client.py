@@ -155,6 +155,17 @@ async def test_what_is_not_complete_ends_its_connection(begun: bytes) -> None:
         await until(lambda: here.server.aborted)
 
 
+async def test_what_is_not_read_for_now_ends_its_connection() -> None:
+    """Its next answer would not be read either."""
+    script = [read_request(), send(answer(b"x" * (READ_BUFFER_BYTES + 1))), hold()]
+    async with asking(script) as here:
+        connection = await here.ask()
+        await asyncio.sleep(0.2)
+        here.pool.give_back(here.origin, connection)
+
+        assert here.pool.take(here.origin) is None
+
+
 async def test_a_closed_pool_keeps_nothing() -> None:
     async with asking([read_request(), send(answer(b"1")), hold()]) as here:
         idle, busy = await here.ask(), await here.ask()
@@ -172,6 +183,13 @@ async def test_nobody_there_is_unreachable() -> None:
             with pytest.raises(Unreachable) as raised:
                 await pool.connect(target_of(url).origin)
             assert isinstance(raised.value.__cause__, OSError)
+
+
+async def test_what_cannot_be_a_name_is_unreachable() -> None:
+    async with pooling() as pool:
+        for url in ("http://a..b:1", f"http://{'a' * 64}.test:1"):
+            with pytest.raises(Unreachable):
+                await pool.connect(target_of(url).origin)
 
 
 async def test_a_name_is_looked_up_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
