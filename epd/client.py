@@ -8,6 +8,7 @@ import asyncio
 import ssl
 from collections import deque
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import cast
 
 from multidict import CIMultiDict
@@ -109,6 +110,9 @@ class Connection(asyncio.Protocol):
             # Who has answered by now may not read the rest, and is not waited for.
             while not self._writable and not self._answer.status:
                 await self._wait(until_s)
+            if self._answer.status >= HTTPStatus.BAD_REQUEST:  # RFC 9112, 9.5: send no more
+                self.kept = False
+                return
             self._transport.write(body[start : start + PIECE_BYTES])
 
     async def chunk(self, until_s: float) -> bytes:

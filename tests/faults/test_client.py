@@ -338,6 +338,25 @@ async def test_an_answer_may_come_before_the_body_is_taken() -> None:
         assert not connection.usable
 
 
+async def test_who_has_refused_is_not_sent_the_rest_of_the_body() -> None:
+    body = b"x" * 64 * PIECE_BYTES
+    got = 0
+
+    async def count(at: Exchange) -> None:
+        nonlocal got
+        while piece := await at.reader.read(65536):
+            got += len(piece)
+
+    async with asking([read_head(), send(answer(b"no", 413)), wait(0.2), count]) as here:
+        connection = await here.ask(body)
+        assert (connection.status, await connection.chunk(in_s(LONG_S))) == (413, b"no")
+        await asyncio.sleep(0.5)
+        assert not connection.usable
+        here.pool.give_back(here.origin, connection)
+        await until(lambda: here.server.exchanges[0].done or here.server.aborted)
+    assert got < len(body)
+
+
 async def test_a_body_is_poured_until_its_end() -> None:
     script = [
         read_request(),
