@@ -293,7 +293,7 @@ class Pool:
 
     async def _connect(self, origin: Origin) -> Connection:
         tls = self._tls if origin.tls else None
-        name = origin.host if origin.tls else None
+        name = origin.host.rstrip(".") if origin.tls else None  # as certificates say it
         if not origin.named:
             _, connection = await self._loop.create_connection(
                 Connection, origin.host, origin.port, ssl=tls, server_hostname=name

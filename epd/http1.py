@@ -23,6 +23,7 @@ class Origin:
     """Where connections go.
 
     Attributes:
+        host: as it is looked up, with the dot that ends a name which is no part of another.
         named: whether the host is a name, which has to be looked up.
     """
 
@@ -57,7 +58,7 @@ def target_of(url: str) -> Target:
     if parts.scheme not in {"http", "https"} or parts.raw_host is None or parts.port is None:
         raise ValueError("not an HTTP URL")
     host = parts.raw_host
-    origin = Origin(host.rstrip("."), parts.port, parts.scheme == "https", _is_name(host))
+    origin = Origin(host, parts.port, parts.scheme == "https", _is_name(host))
     return Target(origin, parts.raw_path_qs, parts.host_port_subcomponent or host)
 
 

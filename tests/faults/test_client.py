@@ -209,6 +209,22 @@ async def test_a_name_is_looked_up_once_for_all(monkeypatch: pytest.MonkeyPatch)
         assert asked == ["engine.test"]
 
 
+async def test_the_dot_at_the_end_of_a_name_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it, the name may be found below a domain that is searched."""
+    asked = []
+
+    async def getaddrinfo(host: str, *_: Any, **__: Any) -> Any:
+        asked.append(host)
+        raise OSError
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+    async with pooling() as pool:
+        with pytest.raises(Unreachable):
+            await pool.connect(target_of("http://engine.test.:1").origin)
+
+    assert asked == ["engine.test."]
+
+
 async def test_each_address_of_a_name_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = asyncio.get_running_loop()
     lookup = loop.getaddrinfo

@@ -167,7 +167,7 @@ def test_a_header_comes_as_it_was_sent() -> None:
     [
         ("http://h/a", Origin("h", 80, tls=False, named=True), "/a", "h"),
         ("http://h:81/a/b?c=d", Origin("h", 81, tls=False, named=True), "/a/b?c=d", "h:81"),
-        ("https://h.x./a", Origin("h.x", 443, tls=True, named=True), "/a", "h.x"),
+        ("https://h.x./a", Origin("h.x.", 443, tls=True, named=True), "/a", "h.x"),
         ("https://10.0.0.1:8443/", Origin("10.0.0.1", 8443, tls=True, named=False), "/", None),
         ("http://[::1]:8000/x", Origin("::1", 8000, tls=False, named=False), "/x", "[::1]:8000"),
         ("http://h", Origin("h", 80, tls=False, named=True), "/", "h"),
