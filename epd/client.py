@@ -8,6 +8,7 @@ import asyncio
 import ssl
 from collections import deque
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import cast
 
 from multidict import CIMultiDict
@@ -80,6 +81,7 @@ class Connection(asyncio.Protocol):
         """Whether another request can be sent."""
         return (
             self.kept
+            and self._reading  # else the next answer would not be read
             and (not self._asked or self._answer.reusable)
             and not self._transport.is_closing()
             and not self._transport.get_write_buffer_size()
@@ -108,6 +110,9 @@ class Connection(asyncio.Protocol):
             # Who has answered by now may not read the rest, and is not waited for.
             while not self._writable and not self._answer.status:
                 await self._wait(until_s)
+            if self._answer.status >= HTTPStatus.BAD_REQUEST:  # RFC 9112, 9.5: send no more
+                self.kept = False
+                return
             self._transport.write(body[start : start + PIECE_BYTES])
 
     async def chunk(self, until_s: float) -> bytes:
@@ -283,12 +288,12 @@ class Pool:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 return await self._connect(origin)
-        except OSError as error:  # TimeoutError is one
+        except (OSError, UnicodeError) as error:  # no time left; a name that cannot be one
             raise Unreachable from error
 
     async def _connect(self, origin: Origin) -> Connection:
         tls = self._tls if origin.tls else None
-        name = origin.host if origin.tls else None
+        name = origin.host.rstrip(".") if origin.tls else None  # as certificates say it
         if not origin.named:
             _, connection = await self._loop.create_connection(
                 Connection, origin.host, origin.port, ssl=tls, server_hostname=name

@@ -12,7 +12,6 @@ from yarl import URL
 
 MAX_HEAD_BYTES = 64 * 1024
 """Largest head of an answer that is waited for."""
-NO_BODY = (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED)
 
 
 class Malformed(ValueError):
@@ -24,6 +23,7 @@ class Origin:
     """Where connections go.
 
     Attributes:
+        host: as it is looked up, with the dot that ends a name which is no part of another.
         named: whether the host is a name, which has to be looked up.
     """
 
@@ -58,7 +58,7 @@ def target_of(url: str) -> Target:
     if parts.scheme not in {"http", "https"} or parts.raw_host is None or parts.port is None:
         raise ValueError("not an HTTP URL")
     host = parts.raw_host
-    origin = Origin(host.rstrip("."), parts.port, parts.scheme == "https", _is_name(host))
+    origin = Origin(host, parts.port, parts.scheme == "https", _is_name(host))
     return Target(origin, parts.raw_path_qs, parts.host_port_subcomponent or host)
 
 
@@ -159,6 +159,8 @@ class AnswerReader:
     def on_headers_complete(self) -> None:
         """The head has come, or that of an interim answer."""
         status = self._parser.get_status_code()
+        if status < HTTPStatus.CONTINUE:  # its body would be the next answer's
+            raise Malformed("no status")
         if status >= HTTPStatus.OK:
             self.headers.extend(
                 (name.decode("utf-8", "surrogateescape"), value.decode("utf-8", "surrogateescape"))

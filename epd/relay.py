@@ -85,7 +85,8 @@ class StreamRelay:
 
     def _write(self, chunk: bytes) -> bool:
         """Write the events that are whole now; whether more can be written at once."""
-        if events := self._aligned(chunk):
+        # uvloop raises where one writes that has been closed.
+        if (events := self._aligned(chunk)) and not self._transport.is_closing():
             self._transport.write(
                 b"%x\r\n%b\r\n" % (len(events), events) if self._chunked else events
             )

@@ -6,7 +6,7 @@ from typing import Any
 
 from ec_store import EntryInfo
 from epd.cache import EncoderCache
-from epd.chat import MM_KWARGS, MODALITY, Body, check_model
+from epd.chat import MM_KWARGS, MODALITY, Body, check_model, parse_json
 from epd.errors import BadRequest, ProxyError, no_store
 from epd.pipeline import Pipeline
 from epd.stages import RequestContext
@@ -30,21 +30,20 @@ class Warmup:
         self._pipeline = pipeline
         self._cache = cache
 
-    async def push(self, asked: Any, context: RequestContext) -> dict[str, Any]:
+    async def push(self, body: Body, context: RequestContext) -> dict[str, Any]:
         """The answer to `POST /v1/media`, once all items are in the store.
 
         Args:
-            asked: `{"model": …, "content": [media parts of a chat request]}`.
+            body: what was asked for, as `parse` returns it.
             context: the request's.
 
         Raises:
-            BadRequest: it is no such thing, or a part cannot be encoded.
+            BadRequest: a part cannot be encoded.
             RequestRefused: 503, there is no store, or it does not keep what it is given.
             ProxyError: an item failed.
         """
         if self._cache is None:
             raise no_store("the proxy has no encoder-cache store: --ec-store")
-        body = _chat_body(asked)
         try:
             encoded = await self._pipeline.encode(body, context)
         except ProxyError as error:
@@ -74,7 +73,13 @@ class Warmup:
         raise no_store("the encode instances' outputs did not come into the store")
 
 
-def _chat_body(asked: Any) -> Body:
+def parse(raw: bytes | bytearray) -> Body:
+    """A chat request of the media in `{"model": …, "content": [media parts of one]}`.
+
+    Raises:
+        BadRequest: it is no such thing.
+    """
+    asked = parse_json(raw)
     if not isinstance(asked, dict):
         raise BadRequest("the body must be a JSON object")
     if unknown := sorted(asked.keys() - FIELDS):

@@ -13,7 +13,7 @@ import orjson
 import structlog
 from aiohttp import web
 
-from epd import chat
+from epd import chat, warmup
 from epd.access import Access
 from epd.admin import Admin
 from epd.admission import Admission, limits_of
@@ -235,8 +235,8 @@ async def _parsed(request: web.Request, parse: Callable[[bytes | bytearray], T])
 async def push_media(request: web.Request) -> web.Response:
     """`POST /v1/media`: has media encoded ahead of the request that asks about them."""
     context = request[CONTEXT]
-    asked = await _parsed(request, chat.parse_json)
-    answer = await request.app[WARMUP].push(asked, context)
+    body = await _parsed(request, warmup.parse)
+    answer = await request.app[WARMUP].push(body, context)
     return _json(answer, context)
 
 

@@ -155,6 +155,17 @@ async def test_what_is_not_complete_ends_its_connection(begun: bytes) -> None:
         await until(lambda: here.server.aborted)
 
 
+async def test_what_is_not_read_for_now_ends_its_connection() -> None:
+    """Its next answer would not be read either."""
+    script = [read_request(), send(answer(b"x" * (READ_BUFFER_BYTES + 1))), hold()]
+    async with asking(script) as here:
+        connection = await here.ask()
+        await asyncio.sleep(0.2)
+        here.pool.give_back(here.origin, connection)
+
+        assert here.pool.take(here.origin) is None
+
+
 async def test_a_closed_pool_keeps_nothing() -> None:
     async with asking([read_request(), send(answer(b"1")), hold()]) as here:
         idle, busy = await here.ask(), await here.ask()
@@ -174,6 +185,13 @@ async def test_nobody_there_is_unreachable() -> None:
             assert isinstance(raised.value.__cause__, OSError)
 
 
+async def test_what_cannot_be_a_name_is_unreachable() -> None:
+    async with pooling() as pool:
+        for url in ("http://a..b:1", f"http://{'a' * 64}.test:1"):
+            with pytest.raises(Unreachable):
+                await pool.connect(target_of(url).origin)
+
+
 async def test_a_name_is_looked_up_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = asyncio.get_running_loop()
     lookup, asked = loop.getaddrinfo, []
@@ -189,6 +207,22 @@ async def test_a_name_is_looked_up_once_for_all(monkeypatch: pytest.MonkeyPatch)
         here.connections.append(await here.pool.connect(origin))
 
         assert asked == ["engine.test"]
+
+
+async def test_the_dot_at_the_end_of_a_name_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it, the name may be found below a domain that is searched."""
+    asked = []
+
+    async def getaddrinfo(host: str, *_: Any, **__: Any) -> Any:
+        asked.append(host)
+        raise OSError
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+    async with pooling() as pool:
+        with pytest.raises(Unreachable):
+            await pool.connect(target_of("http://engine.test.:1").origin)
+
+    assert asked == ["engine.test."]
 
 
 async def test_each_address_of_a_name_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,6 +352,25 @@ async def test_an_answer_may_come_before_the_body_is_taken() -> None:
         connection = await here.ask(b"x" * 64 * PIECE_BYTES)
         assert (connection.status, await connection.chunk(in_s(LONG_S))) == (413, b"no")
         assert not connection.usable
+
+
+async def test_who_has_refused_is_not_sent_the_rest_of_the_body() -> None:
+    body = b"x" * 64 * PIECE_BYTES
+    got = 0
+
+    async def count(at: Exchange) -> None:
+        nonlocal got
+        while piece := await at.reader.read(65536):
+            got += len(piece)
+
+    async with asking([read_head(), send(answer(b"no", 413)), wait(0.2), count]) as here:
+        connection = await here.ask(body)
+        assert (connection.status, await connection.chunk(in_s(LONG_S))) == (413, b"no")
+        await asyncio.sleep(0.5)
+        assert not connection.usable
+        here.pool.give_back(here.origin, connection)
+        await until(lambda: here.server.exchanges[0].done or here.server.aborted)
+    assert got < len(body)
 
 
 async def test_a_body_is_poured_until_its_end() -> None:

@@ -188,6 +188,8 @@ async def test_forgotten_media_are_not_known_any_more(
         ({"content": [{"type": "image_url"}]}, "content[0].image_url"),
         ({"content": [image(b"1")], "max_tokens": 3}, "max_tokens"),
         ({"content": [image(b"1")], "x" * 1000: 3}, "x" * 64),
+        # A text that is cut out of what is parsed.
+        ({"content": [image(b"1")], "data:;base64," + "x" * 40_000: 3}, "data:;base64," + "x" * 51),
         ({"content": [image(b"1"), image(b"BM")]}, "content[1]"),
         ({"content": [image(b"1")] * 65}, "messages"),
     ],

@@ -122,6 +122,7 @@ def test_an_end_completes_only_what_says_no_length(answer: bytes, complete: bool
         OK + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\n",
         OK + b"Content-Length: -1\r\n\r\n",
         OK + b"Content-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"HTTP/1.1 099 Less\r\nContent-Length: 1\r\n\r\n1" + OK + b"Content-Length: 0\r\n\r\n",
         CHUNKED + b"zz\r\n",
         CHUNKED + b"2\r\nabc\r\n",
         CHUNKED + b"ffffffffffffffffff\r\n",
@@ -166,7 +167,7 @@ def test_a_header_comes_as_it_was_sent() -> None:
     [
         ("http://h/a", Origin("h", 80, tls=False, named=True), "/a", "h"),
         ("http://h:81/a/b?c=d", Origin("h", 81, tls=False, named=True), "/a/b?c=d", "h:81"),
-        ("https://h.x./a", Origin("h.x", 443, tls=True, named=True), "/a", "h.x"),
+        ("https://h.x./a", Origin("h.x.", 443, tls=True, named=True), "/a", "h.x"),
         ("https://10.0.0.1:8443/", Origin("10.0.0.1", 8443, tls=True, named=False), "/", None),
         ("http://[::1]:8000/x", Origin("::1", 8000, tls=False, named=False), "/x", "[::1]:8000"),
         ("http://h", Origin("h", 80, tls=False, named=True), "/", "h"),
