@@ -1,6 +1,7 @@
 """Proxies that are measured: a command line each, run as a process beside the others."""
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ EPD = (
     "--ec-store {ec_store} --log-level warning"
 )
 RELAY = f"{PYTHON} -m epd.bench.relay {{port}} {{decode_urls}}"
+NAME = re.compile(r"[\w.+-]+", re.ASCII)
 PLACES = ("port", "encode_urls", "prefill_urls", "decode_urls", "ec_store")
 
 
@@ -40,17 +42,18 @@ class Contender:
         """Read `name=command line`.
 
         Raises:
-            ValueError: it is no such text, or has another place than those there are.
+            ValueError: it is no such text, its name is none for a file, or it has another place
+                than those there are.
         """
         name, equals, command = text.partition("=")
         words = tuple(shlex.split(command))
-        if not name or not equals or not words:
+        if not NAME.fullmatch(name) or not equals or not words:
             raise ValueError(f"{text!r} is not of the form name=command")
         with_places = dict.fromkeys(PLACES, "")
         for word in words:
             try:
                 word.format(**with_places)
-            except (LookupError, ValueError):
+            except (AttributeError, LookupError, ValueError):
                 known = ", ".join(f"{{{place}}}" for place in PLACES)
                 raise ValueError(f"{word!r} has a place that is none of {known}") from None
         return cls(name, words)
@@ -74,20 +77,28 @@ class Measured:
             os.sched_setaffinity(self.process.pid, cores)
 
     def cpu_s(self) -> float:
-        """What it and its children have used so far, as far as they still run."""
-        return sum(times.user + times.system for times in (one.cpu_times() for one in self._tree()))
+        """What it and its children have used so far, those that have ended too."""
+        return sum(map(_cpu_s, self._tree()))
 
     def resident_bytes(self) -> int:
-        """The most that each of them has had in memory, added up."""
-        return sum(_peak_bytes(one.pid) for one in self._tree())
+        """The most that each of them has had in memory, added up; those that run."""
+        return sum(map(_peak_bytes, self._tree()))
 
     def _tree(self) -> list[psutil.Process]:
+        # Children first: what one has used that ends meanwhile is then among what its parent has.
         root = psutil.Process(self.process.pid)
-        return [root, *root.children(recursive=True)]
+        return [*reversed(root.children(recursive=True)), root]
 
 
-def _peak_bytes(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
+def _cpu_s(process: psutil.Process) -> float:
+    with suppress(psutil.NoSuchProcess):
+        return sum(process.cpu_times()[:4])  # its own, and of children that it has waited for
+    return 0.0
+
+
+def _peak_bytes(process: psutil.Process) -> int:
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
     return 0

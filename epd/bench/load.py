@@ -119,6 +119,10 @@ async def run(
         clients: how many at a time.
         events: how many an answer must hold; 0: it must be no stream.
         seconds: for how long; None: each client sends one request, all at the same moment.
+
+    Raises:
+        TimeoutError: answers were not complete `TIMEOUT_S` seconds after the last request.
+        OSError: it cannot be reached.
     """
     parts = urlsplit(url)
     host, port = parts.hostname or "", parts.port or 80
@@ -140,9 +144,13 @@ async def run(
             if seconds is None or isinstance(how, str) or time.perf_counter() - began > seconds:
                 return
 
-    async with asyncio.timeout(TIMEOUT_S):
-        await asyncio.gather(*(one(client) for client in connections))
+    try:
+        async with asyncio.timeout((seconds or 0.0) + TIMEOUT_S):
+            await asyncio.gather(*(one(client) for client in connections))
+    except TimeoutError:
+        raise TimeoutError(f"did not answer within {TIMEOUT_S:.0f} s") from None
+    finally:
+        for client in connections:
+            client.close()
     load.seconds = time.perf_counter() - began
-    for client in connections:
-        client.close()
     return load

@@ -14,7 +14,7 @@ from epd.bench.figures import DIRECT, Result, Sample, details, table
 from epd.bench.machine import machine
 from epd.bench.rig import Rig, Running
 from epd.bench.scenarios import SCENARIOS, Scenario
-from epd.fleet import ProcessDied
+from epd.fleet import ProcessDied, leave_contexts_on_signals
 from epd.parser import Commands, Parser
 from epd.version import __version__
 
@@ -100,16 +100,20 @@ def _run(  # noqa: PLR0913 - its flags
         parser.error(f"--against {error}")
     if len({one.name for one in contenders} | {DIRECT}) <= len(contenders):
         parser.error(f"--against needs names that differ, and not {DIRECT}")
-    recorded = None if check is None else _recorded(parser, check)
+    recorded = None if check is None else _recorded(parser, check, scenarios)
+    _check_writable(parser, out)
     chosen = [one for one in SCENARIOS if one.name in scenarios]
+    leave_contexts_on_signals()
     memory = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="epd-bench-", dir=memory) as folder:
         store = ec_store or f"file://{folder}/store?max_bytes=256MiB"
         rig = Rig(contenders, Path(folder), store, proxy_cores=proxy_cores)
         try:
             results = list(_results(rig, chosen, rounds, seconds))
-        except (ProcessDied, TimeoutError) as error:
+        except (ProcessDied, OSError) as error:
             sys.exit(f"epd bench overhead: {error}")
+        except KeyboardInterrupt:
+            sys.exit("stopped")
     print("\n".join(["", *table(results, REFERENCE), "", *details(results)]))
     if out is not None:
         out.write_bytes(_document(results))
@@ -117,6 +121,15 @@ def _run(  # noqa: PLR0913 - its flags
         _compare(results, recorded)
     if any(result.median(name).failed for result in results for name in result.turns):
         sys.exit("epd bench overhead: requests failed, see the last column")
+
+
+def _check_writable(parser: Parser, out: Path | None) -> None:
+    """Where results cannot be written, it is said before they are made; what is there stays."""
+    if out is not None:
+        try:
+            out.open("ab").close()
+        except OSError as error:
+            parser.error(f"--out {error}")
 
 
 def _results(
@@ -166,16 +179,19 @@ def _document(results: Sequence[Result]) -> bytes:
     return orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
 
 
-def _recorded(parser: Parser, path: Path) -> Mapping[str, float]:
-    """The ratios to the relay that a file of results holds, by scenario."""
+def _recorded(parser: Parser, path: Path, scenarios: Sequence[str]) -> Mapping[str, float]:
+    """The ratios to the relay that a file of results holds, by scenario; one of them at least."""
     try:
         results: list[dict[str, Any]] = orjson.loads(path.read_bytes())["results"]
-        return {
-            it["scenario"]["name"]: it["contenders"][BASELINE][f"{REFERENCE}_ratio"]
+        recorded = {
+            it["scenario"]["name"]: float(it["contenders"][BASELINE][f"{REFERENCE}_ratio"])
             for it in results
         }
-    except (OSError, LookupError, TypeError, orjson.JSONDecodeError) as error:
+    except (OSError, LookupError, TypeError, ValueError) as error:
         parser.error(f"--check {path}: {error}")
+    if not recorded.keys() & set(scenarios):
+        parser.error(f"--check {path} holds none of the scenarios that are measured")
+    return recorded
 
 
 def _compare(results: Sequence[Result], recorded: Mapping[str, float]) -> None:
@@ -188,7 +204,7 @@ def _compare(results: Sequence[Result], recorded: Mapping[str, float]) -> None:
         if before is None:
             continue
         print(f"{name}: {now:.2f} times the relay's CPU time, recorded {before:.2f}")
-        if now > before * TOLERANCE:
+        if not now <= before * TOLERANCE:  # so it is where `now` is no number
             slower.append(name)
     if slower:
         sys.exit(f"epd bench overhead: slower than recorded: {', '.join(slower)}")

@@ -79,7 +79,7 @@ def _run(parser: Parser, *, results: Sequence[Path], folder: Path) -> None:
         try:
             document = orjson.loads(path.read_bytes())
             pictures = PICTURES[document["kind"]](document)
-        except (OSError, LookupError, TypeError, ValueError) as error:
+        except (AttributeError, OSError, LookupError, TypeError, ValueError) as error:
             parser.error(f"{path} holds no results: {type(error).__name__}: {error}")
         for name, bars in pictures.items():
             for theme in THEMES:
@@ -88,6 +88,8 @@ def _run(parser: Parser, *, results: Sequence[Path], folder: Path) -> None:
                     draw(bars, theme, picture)
                 except ImportError:
                     sys.exit("epd bench plot: pip install 'epd-proxy[bench]' brings matplotlib")
+                except OSError as error:
+                    sys.exit(f"epd bench plot: {error}")
                 print(picture)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import uvloop
 
@@ -16,7 +17,7 @@ from epd.bench.contenders import Contender, Measured
 from epd.bench.figures import Sample, sample
 from epd.bench.load import Load
 from epd.bench.scenarios import Bodies, Scenario
-from epd.fleet import Process, free_ports, stop, wait_until_ready
+from epd.fleet import Guard, Process, free_ports, held, stop, wait_until_ready
 
 READY_S = 60.0
 ROLES = ("encode", "prefill", "decode")
@@ -34,6 +35,26 @@ class Running:
 
     url: str
     contenders: Sequence[Measured]
+
+
+class _Started:
+    """Processes, none of which outlives the context, nor this process."""
+
+    def __init__(self) -> None:
+        self.processes: list[Process] = []
+        self._guard = Guard()
+
+    def take(self, process: Process) -> None:
+        """Have it end with the others."""
+        self.processes.append(process)
+        self._guard.watch(process.pid)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        stop(self.processes)
+        self._guard.close()
 
 
 class Rig:
@@ -65,19 +86,23 @@ class Rig:
         Raises:
             ProcessDied: one ended meanwhile.
             TimeoutError: one did not serve in time.
+            OSError: one could not be started.
         """
         ports = dict(zip(ROLES, free_ports(len(ROLES)), strict=True))
         urls = {role: f"http://127.0.0.1:{port}" for role, port in ports.items()}
-        started: list[Process] = []
         with ExitStack() as stack:
             stack.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
             os.sched_setaffinity(0, self._ours)
-            stack.callback(stop, started)
-            started.append(self._engines(ports))
-            wait_until_ready(started, READY_S, _silently)
-            measured = [self._start(one, urls, prefill=prefill) for one in self._contenders]
-            started += [one.process for one in measured]
-            wait_until_ready(started, READY_S, _silently)
+            started = stack.enter_context(_Started())
+            with held():
+                started.take(self._engines(ports))
+            wait_until_ready(started.processes, READY_S, _silently)
+            measured: list[Measured] = []
+            for contender in self._contenders:
+                with held():
+                    measured.append(self._start(contender, urls, prefill=prefill))
+                    started.take(measured[-1].process)
+            wait_until_ready(started.processes, READY_S, _silently)
             yield Running(urls["decode"], measured)
 
     def _engines(self, ports: dict[str, int]) -> Process:
@@ -101,18 +126,36 @@ class Rig:
         return Measured(contender, places, self._folder / f"{contender.name}.log", self._theirs)
 
     def warm(self, scenario: Scenario, one: Measured) -> None:
-        """Have it make its connections, and whatever it makes but once."""
-        self._put(one.url, scenario, WARM_S)
+        """Have it make its connections, and whatever it makes but once.
+
+        Raises:
+            ProcessDied: it has ended.
+            TimeoutError: it left requests without an answer.
+        """
+        self._turn(one, scenario, WARM_S)
 
     def measure(self, scenario: Scenario, one: Measured, seconds: float) -> Sample:
-        """A contender's turn."""
+        """A contender's turn.
+
+        Raises:
+            ProcessDied: it has ended.
+            TimeoutError: it left requests without an answer.
+        """
         before_s = one.cpu_s()
-        outcome = self._put(one.url, scenario, seconds)
+        outcome = self._turn(one, scenario, seconds)
         for failure in outcome.failed[:1]:
             print(
                 f"{one.name}: {len(outcome.failed)} failed, the first: {failure}", file=sys.stderr
             )
         return sample(outcome, one.cpu_s() - before_s, one.resident_bytes())
+
+    def _turn(self, one: Measured, scenario: Scenario, seconds: float) -> Load:
+        try:
+            return self._put(one.url, scenario, seconds)
+        except TimeoutError as error:
+            raise TimeoutError(f"{one.name}: {scenario.title}: {error}") from None
+        finally:
+            one.process.check_alive()
 
     def measure_direct(self, scenario: Scenario, url: str, seconds: float) -> Sample:
         """The same load without a proxy."""

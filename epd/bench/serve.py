@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,7 +18,7 @@ from epd.bench.replays import LOCAL, REPLAYS, rng
 from epd.bench.results import Run
 from epd.bench.targets import Items, Model, NoFigures, Target, TargetFailed
 from epd.bench.vllm_bench import BenchFailed, Load
-from epd.fleet import ProcessDied, Stack, Topology
+from epd.fleet import ProcessDied, Stack, Topology, leave_contexts_on_signals
 from epd.parser import Commands, Parser
 
 AUTO, ALL = "auto", "all"
@@ -153,9 +152,7 @@ def _run(parser: Parser, **flags: Any) -> None:
         parser.error("--topology needs --model FOLDER, of a model that vLLM can load")
     if missing := vllm_bench.missing():
         sys.exit(f"epd bench serve: needs {', '.join(missing)}: pip install '.[vllm,bench]'")
-    # Whatever ends this process must end the engines too: let the contexts be left.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(1))
+    leave_contexts_on_signals()
     try:
         runs = _measure(plan)
     except (BenchFailed, DatasetUnavailable, TargetFailed, ProcessDied, OSError) as error:

@@ -2,6 +2,8 @@
 
 from epd.fleet import command
 from epd.fleet.engine import Engine
+from epd.fleet.guarding import Guard
+from epd.fleet.interrupts import held, leave_contexts_on_signals
 from epd.fleet.ports import free_ports
 from epd.fleet.process import Process, ProcessDied, stop, wait_until_ready
 from epd.fleet.stack import Fleet, Stack
@@ -10,12 +12,15 @@ from epd.fleet.topology import Topology
 __all__ = [
     "Engine",
     "Fleet",
+    "Guard",
     "Process",
     "ProcessDied",
     "Stack",
     "Topology",
     "command",
     "free_ports",
+    "held",
+    "leave_contexts_on_signals",
     "stop",
     "wait_until_ready",
 ]

@@ -1,7 +1,10 @@
 """Where the encoder cache of a fleet is that was given none."""
 
+import fcntl
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ec_store import EntryKey, open_store
@@ -12,7 +15,7 @@ MOST_BYTES = 64 * 2**30
 
 
 class FolderTaken(Exception):
-    """The folder is another user's."""
+    """The folder is another user's, or another fleet's."""
 
 
 def default_folder(port: int, logs: Path, shared_memory: Path = SHARED_MEMORY) -> Path:
@@ -33,6 +36,33 @@ def default_url(folder: Path) -> str:
 
 def _quota_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free // 2
+
+
+@contextmanager
+def kept(folder: Path) -> Iterator[None]:
+    """The folder, for this process alone; it is deleted when the context is left.
+
+    Raises:
+        FolderTaken: it is another's, and stays.
+    """
+    make(folder)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        _lock(handle, folder)
+        try:
+            yield
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int, folder: Path) -> None:
+    # Two that start at the same moment both find their ports free. The lock ends with its process.
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise FolderTaken(f"{folder} is another fleet's: is one starting on this port?") from None
 
 
 def make(folder: Path) -> None:

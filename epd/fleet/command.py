@@ -3,13 +3,11 @@
 import json
 import os
 import shlex
-import shutil
-import signal
 import sys
 import time
 from argparse import SUPPRESS, RawDescriptionHelpFormatter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -19,6 +17,7 @@ from pydantic.fields import FieldInfo
 
 from ec_store import StoreError
 from epd.fleet import cache_folder
+from epd.fleet.interrupts import leave_contexts_on_signals
 from epd.fleet.plan import Plan
 from epd.fleet.planning import planned, platform_of
 from epd.fleet.ports import check_free
@@ -113,11 +112,11 @@ def _run(parser: Parser, *, dry_run: bool, **flags: Any) -> None:
         return
     # Progress is for whoever watches, through a pipe as well.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    _leave_contexts_on_signals()
+    leave_contexts_on_signals()
     print(f"{platform_of(settings, os.environ).name}; logs in {logs.absolute()}")
     try:
         _check(plan)
-        with _kept(folder) if settings.ec_store is None else nullcontext():
+        with cache_folder.kept(folder) if settings.ec_store is None else nullcontext():
             _serve(Fleet(plan, logs, timeout_s=settings.timeout_s), _example(settings, plan))
     except (ProcessDied, TimeoutError, StoreError, OSError, cache_folder.FolderTaken) as error:
         sys.exit(f"epd up: {error}")
@@ -146,16 +145,6 @@ def _said(location: tuple[int | str, ...]) -> str:
     return " ".join(map(str, location[:1]))
 
 
-def _leave_contexts_on_signals() -> None:
-    """Whatever ends this process must end the servers too."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    # nohup: the terminal's end is not this one's.
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, signal.default_int_handler)
-    # A shell starts what it runs in the background with Ctrl-C ignored.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 def _check(plan: Plan) -> None:
     """Raise where the store cannot be reached or a port is taken."""
     for port, (host, owner) in plan.ports().items():
@@ -165,16 +154,6 @@ def _check(plan: Plan) -> None:
             raise OSError(f"{host}:{port}, wanted for {owner}: {error.strerror}") from None
     if plan.keeper_port is None:
         cache_folder.check_reachable(plan.store)
-
-
-@contextmanager
-def _kept(folder: Path) -> Iterator[None]:
-    """The folder of the encoder cache, until the context is left."""
-    cache_folder.make(folder)
-    try:
-        yield
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _serve(fleet: Fleet, example: str) -> None:

@@ -1,5 +1,6 @@
 """What `epd up` can be told."""
 
+import os
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,12 +34,13 @@ def _store_url(text: str) -> str:
 
 
 def _model(text: str) -> str:
-    path = Path(text).expanduser()
+    # As it was said, as it is the name by which requests ask for it.
+    text = os.path.expanduser(text)  # noqa: PTH111 - a Path is no longer as it was said
+    path = Path(text)
     looks_like_path = text.startswith(("/", ".", "~")) or text.count("/") > 1
-    if "://" not in text and (path.is_dir() or looks_like_path):
-        if not (path / "config.json").is_file():
-            raise ValueError(f"{text!r} is no directory with a model's config.json")
-        return str(path)
+    is_folder = "://" not in text and (path.is_dir() or looks_like_path)
+    if is_folder and not (path / "config.json").is_file():
+        raise ValueError(f"{text!r} is no directory with a model's config.json")
     return text
 
 
@@ -56,6 +58,10 @@ def _no_tls(flags: tuple[str, ...]) -> tuple[str, ...]:
 
 def _topology(text: Any) -> Any:
     return Topology.parse(text) if isinstance(text, str) else text
+
+
+def _lower(text: Any) -> Any:
+    return text.lower() if isinstance(text, str) else text
 
 
 def _gpus(text: Any) -> Any:
@@ -88,7 +94,11 @@ class FleetSettings(BaseSettings):
     """
 
     model_config = SettingsConfigDict(
-        frozen=True, env_prefix="EPD_UP_", populate_by_name=True, extra="forbid"
+        frozen=True,
+        env_prefix="EPD_UP_",
+        env_ignore_empty=True,
+        populate_by_name=True,
+        extra="forbid",
     )
 
     model: Annotated[str, AfterValidator(_model)] = Field(
@@ -101,7 +111,7 @@ class FleetSettings(BaseSettings):
         Topology.parse("1e1pd"),
         description="how many instances encode, prefill, decode: 1e1pd (default), 1e1p1d, 2e1p2d",
     )
-    device: Literal["cuda", "xpu", "cpu"] | None = Field(
+    device: Annotated[Literal["cuda", "xpu", "cpu"] | None, BeforeValidator(_lower)] = Field(
         None,
         validation_alias="DEVICE_PLATFORM",
         description="what instances run on; by default cuda where an NVIDIA device is visible, "

@@ -10,7 +10,7 @@ from typing import Self
 
 from epd.fleet.engine import Engine
 from epd.fleet.guarding import Guard
-from epd.fleet.interruptions import interrupted_later
+from epd.fleet.interrupts import held
 from epd.fleet.plan import Plan
 from epd.fleet.platforms import CPU
 from epd.fleet.ports import free_ports
@@ -152,7 +152,7 @@ class Fleet:
     def _start(self, server: Server) -> None:
         log = self._logs / f"{server.name}.log"
         self._report(f"starting {server.name}: {server.url}, log in {log}")
-        with interrupted_later():
+        with held():
             process = Process(server.name, server.url, server.command, server.environment, log)
             self._processes.append(process)
             if self._guard is not None:

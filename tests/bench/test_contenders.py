@@ -1,8 +1,23 @@
+import os
+import sys
+import time
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.bench.contenders import EPD, PLACES, RELAY, Contender
+from epd.bench.contenders import EPD, PLACES, RELAY, Contender, Measured
+from epd.fleet import stop
+
+FORKS = """
+import subprocess, sys, time
+burn = "import time; end = time.process_time() + 0.5\\nwhile time.process_time() < end: pass"
+subprocess.run([sys.executable, "-c", burn])
+print("burnt", flush=True)
+time.sleep(600)
+"""
+"""A program whose child does all the work, and has ended."""
 
 FILLED = dict.fromkeys(PLACES, "7")
 WORDS = st.lists(st.from_regex(r"[a-z./:-]+", fullmatch=True), min_size=1)
@@ -32,3 +47,17 @@ def test_our_own_have_all_places_filled(command: str) -> None:
 def test_what_is_no_contender_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"place|form"):
         Contender.parse(text)
+
+
+def test_what_a_child_used_that_has_ended_counts(tmp_path: Path) -> None:
+    (tmp_path / "forks.py").write_text(FORKS)
+    contender = Contender("forks", (sys.executable, str(tmp_path / "forks.py")))
+    log = tmp_path / "log"
+    one = Measured(contender, {"port": "1"}, log, os.sched_getaffinity(0))
+    while "burnt" not in log.read_text():
+        time.sleep(0.05)
+        one.process.check_alive()
+    used_s = one.cpu_s()
+    stop([one.process])
+
+    assert used_s >= 0.5

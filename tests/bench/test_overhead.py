@@ -1,9 +1,14 @@
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import orjson
 import pytest
+
+from tests.fleet.processes import left, marked, new_mark
 
 RELAY = f"{sys.executable} -m epd.bench.relay {{port}} {{decode_urls}}"
 
@@ -20,11 +25,25 @@ web.run_app(app, host="127.0.0.1", port=int(sys.argv[1]), print=None)
 """
 """A server that is well, and does nothing."""
 
+DIES = """
+    import asyncio, os
+    asyncio.get_running_loop().call_later(0.5, os._exit, 3)
+    return web.Response()
+""".strip()
 
-def bench(*flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "epd", "bench", "overhead", "--rounds", "1"]
+
+EPD_BENCH = (sys.executable, "-m", "epd", "bench", "overhead", "--rounds", "1")
+
+
+def bench(
+    *flags: str, environ: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*command, "--seconds", "0.2", *flags], capture_output=True, text=True, check=False
+        [*EPD_BENCH, "--seconds", "0.2", *flags],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -81,6 +100,9 @@ def test_a_contender_that_refuses_requests_is_no_success(tmp_path: Path) -> None
         (("--rounds", "0"), "must be positive"),
         (("--scenario", "nonsense"), "invalid choice"),
         (("--against", "x"), "not of the form"),
+        (("--against", "a/b=x"), "not of the form"),
+        (("--against", "a=x {port.y}"), "has a place that is none"),
+        (("--out", "/nonexistent/x"), "No such file"),
         (("--against", "epd=x"), "names that differ"),
         (("--check", "/nonexistent"), "No such file"),
     ],
@@ -90,4 +112,64 @@ def test_wrong_flags_are_said_in_a_line(flags: tuple[str, ...], message: str) ->
 
     assert done.returncode == 2
     assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("recorded", "message"),
+    [
+        ({"results": []}, "holds none of the scenarios that are measured"),
+        ({"kind": "serve", "runs": []}, "'results'"),
+        (
+            {"results": [{"scenario": {"name": "a"}, "contenders": {"relay": {"epd_ratio": "x"}}}]},
+            "could not convert",
+        ),
+    ],
+)
+def test_a_check_that_checks_nothing_is_an_error(
+    tmp_path: Path, recorded: object, message: str
+) -> None:
+    file = tmp_path / "recorded.json"
+    file.write_bytes(orjson.dumps(recorded))
+    done = bench("--scenario", "text-json", "--check", str(file))
+
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_contender_that_cannot_be_started_leaves_no_other() -> None:
+    mark = new_mark()
+    done = bench(
+        "--scenario", "text-json", "--against", "x=/nonexistent/program", environ=marked(mark)
+    )
+
+    assert done.returncode == 1
+    assert "'/nonexistent/program'" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert left(mark, 0) == {}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_whatever_ends_it_leaves_nothing(number: signal.Signals) -> None:
+    mark = new_mark()
+    command = [*EPD_BENCH, "--seconds", "60", "--scenario", "text-json"]
+    with subprocess.Popen(command, env=marked(mark), stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert "text, JSON" in process.stderr.readline()
+        os.kill(process.pid, number)
+        said = process.stderr.read()
+
+    assert "Traceback" not in said
+    assert left(mark) == {}
+
+
+def test_a_contender_that_ends_while_it_is_measured_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "dying.py"
+    script.write_text(HEALTHY.replace("return web.Response()", DIES))
+    dying = f"dying={sys.executable} {script} {{port}}"
+    done = bench("--scenario", "text-json", "--against", dying)
+
+    assert done.returncode == 1
+    assert "dying ended with code 3" in done.stderr
     assert "Traceback" not in done.stderr

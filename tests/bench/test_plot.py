@@ -86,9 +86,30 @@ def test_a_target_without_a_cache_is_left_out_of_the_hit_rates(tmp_path: Path) -
     assert "vllm, pool" not in texts(tmp_path / "serve-hits-light.svg")
 
 
-@pytest.mark.parametrize("document", [{}, {"kind": "other"}, {"kind": "serve"}, [], "no"])
+@pytest.mark.parametrize(
+    "document",
+    [
+        {},
+        {"kind": "other"},
+        {"kind": "serve"},
+        {"kind": "overhead", "results": [{"scenario": {"fresh": False}, "contenders": []}]},
+        [],
+        "no",
+    ],
+)
 def test_what_holds_no_results_is_said_in_a_line(document: object, tmp_path: Path) -> None:
     done = plot(document, tmp_path)
 
     assert done.returncode == 2
     assert "holds no results" in done.stderr
+
+
+def test_a_folder_that_is_not_there_is_said_in_a_line(tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    results.write_bytes(orjson.dumps(OVERHEAD))
+    command = [sys.executable, "-m", "epd", "bench", "plot", str(results), "--folder", "/none"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 1
+    assert "No such file" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epd.fleet.cache_folder import FolderTaken, default_folder, default_url, make
+from epd.fleet.cache_folder import FolderTaken, default_folder, default_url, kept, make
 from epd.fleet.devices import LETTERS, assign, overfull, parse, parse_instances
 from epd.fleet.engine import Engine
 from epd.fleet.plan import Plan, url_of
@@ -282,3 +282,36 @@ def test_the_cache_is_in_no_folder_of_somebody_else(tmp_path: Path) -> None:
     assert (tmp_path / "own").stat().st_mode & 0o777 == 0o700
     with pytest.raises(FolderTaken, match="not this user's"):
         make(tmp_path / "link")
+
+
+def test_a_cache_is_of_one_fleet_at_a_time(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    with kept(folder):
+        with pytest.raises(FolderTaken, match="another fleet's"), kept(folder):
+            pass
+        assert folder.exists()
+    assert not folder.exists()
+    with kept(folder):
+        pass
+
+
+def test_requests_ask_for_a_model_as_it_was_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    for said, model in ((f"{tmp_path}/", f"{tmp_path}/"), ("~/", f"{tmp_path}/")):
+        assert plan(model=said).engines[0].command()[4] == model
+
+
+def test_variables_are_read_as_the_example_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GPU_E", "MAX_NUM_SEQS", "DEVICE_AFFINITY_ENV", "LOG_PATH"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("DEVICE_PLATFORM", "XPU")
+    settings = FleetSettings(model="a/b")
+
+    assert settings.device == "xpu"
+    assert settings.gpu_e is None
+    assert settings.device_affinity_env is None
+    assert settings.log_path == Path("logs")
