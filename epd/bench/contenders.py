@@ -18,7 +18,7 @@ PYTHON = shlex.quote(sys.executable)
 EPD = (
     f"{PYTHON} -m epd serve --port {{port}} --encode-servers-urls {{encode_urls}} "
     "--prefill-servers-urls {prefill_urls} --decode-servers-urls {decode_urls} "
-    "--ec-store {ec_store} --log-level warning"
+    "--ec-store {ec_store}"
 )
 RELAY = f"{PYTHON} -m epd.bench.relay {{port}} {{decode_urls}}"
 NAME = re.compile(r"[\w.+-]+", re.ASCII)
