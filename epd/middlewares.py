@@ -1,9 +1,11 @@
 """What every request passes: its id and its end, errors as answers, API keys, its turn."""
 
 import asyncio
+import math
 import re
 import secrets
 import select
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import NamedTuple, get_args
@@ -65,8 +67,7 @@ CLIENT_CLOSED = 499
 @web.middleware
 async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Give the request its id, and tell the observers how it ended."""
-    clock = asyncio.get_running_loop().time
-    started, app, route = clock(), request.app, _route(request)
+    started, app, route = time.monotonic(), request.app, _route(request)
     access = app[ACCESS].get(request.match_info.handler, Access.TENANT)  # no route: closed as most
     context = request[CONTEXT] = _context(request, app, access)
     status, error = CLIENT_CLOSED, None
@@ -83,7 +84,7 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
             method=request.method,
             path=route,
             status=status,
-            seconds=clock() - started,
+            seconds=time.monotonic() - started,
             error=_left(request) if status == CLIENT_CLOSED else error and error.slug,
             reason=_reason(error),
             stages=tuple(context.stages),
@@ -104,7 +105,7 @@ class Visit(NamedTuple):
         context: what it carries through the stages.
         route: its route's path.
         access: whom that answers.
-        started_s: when it came, on the event loop's clock.
+        started_s: when it came, on the monotonic clock.
     """
 
     app: web.Application
@@ -171,7 +172,7 @@ async def _served(request: web.Request, handler: Handler, visit: Visit) -> web.S
     app, context = visit.app, visit.context
     api = visit.route.startswith("/v1/")
     costly = api and request.method == "POST"
-    until_s = visit.started_s + _limit_s(request, app[CONFIG]) if costly else None
+    until_s = visit.started_s + _limit_s(request, app[CONFIG]) if costly else math.inf
     async with app[DRAIN].bounded(until_s):
         _authenticate(request, visit)
         admission = app[ADMISSION]
@@ -246,9 +247,9 @@ def own_headers(context: RequestContext) -> dict[str, str]:
     """Headers of every answer."""
     own = {"X-Request-Id": context.client_id or context.request_id, "Server": SERVER}
     if context.stages:
+        spans = stage_seconds(context.stages)
         own["Server-Timing"] = ", ".join(
-            f"{stage};dur={seconds * 1000:.1f}"
-            for stage, seconds in stage_seconds(context.stages).items()
+            [f"{stage};dur={seconds * 1000:.1f}" for stage, seconds in spans.items()]
         )
     if context.items:
         own["x-epd-items"] = ",".join(

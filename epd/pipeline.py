@@ -58,7 +58,8 @@ class Attempts:
 
     def alone(self, stage: Stage) -> bool:
         """Whether a stage that fails now does so by itself: the first time, others may have."""
-        depends = names_entries(self.sent) or (stage == "decode" and self.prefilled)
+        named = bool(self.encoded) and names_entries(self.sent)
+        depends = named or (stage == "decode" and self.prefilled)
         return not depends or stage in self.failures
 
 
