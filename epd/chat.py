@@ -7,7 +7,6 @@ wire is vLLM's chat completion API (`vllm/entrypoints/openai/chat_completion/pro
 import gc
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -154,12 +153,18 @@ def parse_json(raw: bytes | bytearray) -> Any:
             f"the body has more than {MAX_CONTAINERS} lists and objects or {MAX_VALUES} values",
             slug="invalid_json",
         )
-    with _no_collection():
+    # No garbage collection: it would look at all that was parsed again and again, for nothing.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
         value = _loads(raw)
-        if deeper(value, MAX_DEPTH):
+        if _may_be_deeper(raw, MAX_DEPTH) and deeper(value, MAX_DEPTH):
             raise BadRequest(
                 f"the body is nested deeper than {MAX_DEPTH} levels", slug="invalid_json"
             )
+    finally:
+        if collects:
+            gc.enable()
     return value
 
 
@@ -170,18 +175,6 @@ def _loads(raw: bytes | bytearray) -> Any:
         raise BadRequest(
             f"the body is not valid JSON: {error.msg} at character {error.pos}", slug="invalid_json"
         ) from None
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """No garbage collection: it would look at all that was parsed again and again, for nothing."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _has_too_many(raw: bytes | bytearray) -> bool:
@@ -209,6 +202,11 @@ def _without_strings(raw: bytes | bytearray) -> bytes:
     quotes = raw.replace(rb"\\", b"").replace(rb"\"", b"")
     pieces = quotes.split(b'"', 4 * MAX_VALUES)
     return b"".join(pieces[::2])
+
+
+def _may_be_deeper(raw: bytes | bytearray, limit: int) -> bool:
+    """Whether a body has brackets enough for so many levels."""
+    return raw.count(b"[") + raw.count(b"{") > limit
 
 
 def deeper(value: Any, limit: int) -> bool:
