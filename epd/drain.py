@@ -93,7 +93,7 @@ class Bounded:
     def __init__(self, drain: Drain, until_s: float) -> None:
         self._drain = drain
         self._until_s = until_s
-        self._limit = asyncio.timeout(None)
+        self._limit = asyncio.timeout_at(None)
 
     async def __aenter__(self) -> None:
         """Begin."""

@@ -46,8 +46,6 @@ STREAM = web.RequestKey("stream", web.StreamResponse)
 """Its answer, where that is a stream."""
 ANSWERED = web.RequestKey("answered", int)
 """Its status, set once the client has all of its answer and may leave."""
-OUTCOME = web.RequestKey("outcome", ProxyError)
-"""Set where a stream broke after its status had gone out."""
 
 UNKNOWN = "unknown"
 """The name of what is no route."""
@@ -72,8 +70,9 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     context = request[CONTEXT] = _context(request, app, access)
     status, error = CLIENT_CLOSED, None
     try:
-        response = await _answered(request, handler, Visit(app, context, route, access, started))
-        status, error = response.status, request.get(OUTCOME)
+        visit = Visit(app, context, route, access, started)
+        response, error = await _answered(request, handler, visit)
+        status = response.status
         return response
     finally:
         if status == CLIENT_CLOSED:
@@ -115,10 +114,12 @@ class Visit(NamedTuple):
     started_s: float
 
 
-async def _answered(request: web.Request, handler: Handler, visit: Visit) -> web.StreamResponse:
-    """The answer; every error in OpenAI's shape."""
+async def _answered(
+    request: web.Request, handler: Handler, visit: Visit
+) -> tuple[web.StreamResponse, ProxyError | None]:
+    """The answer, and the error that it is or ends in; every error in OpenAI's shape."""
     try:
-        return await _served(request, handler, visit)
+        return await _served(request, handler, visit), None
     except ProxyError as failure:
         error = failure
     except web.RequestPayloadError:
@@ -132,11 +133,10 @@ async def _answered(request: web.Request, handler: Handler, visit: Visit) -> web
     except Exception:  # noqa: BLE001 - the last resort: logged whole, answered in OpenAI's shape
         structlog.get_logger("epd").exception("bug", request_id=visit.context.request_id)
         error = ProxyError("the proxy failed; its log says why")
-    request[OUTCOME] = error
     stream = request.get(STREAM)
     if stream is not None and stream.prepared:
-        return await _broken(request, stream, error)
-    return _error_response(request, error, visit.context)
+        return await _broken(request, stream, error), error
+    return _error_response(request, error, visit.context), error
 
 
 async def _broken(
@@ -261,7 +261,7 @@ def own_headers(context: RequestContext) -> dict[str, str]:
 
 
 def _context(request: web.Request, app: web.Application, access: Access) -> RequestContext:
-    config, headers, keyed = app[CONFIG], request.headers, KEYS in app
+    config, headers, keyed = app[CONFIG], request.headers, app.get(KEYS) is not None
     client_id = _client_id(headers)
     own_keys = keyed or (access is Access.ADMIN and config.admin_api_key is not None)
     return RequestContext(

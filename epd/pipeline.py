@@ -187,7 +187,9 @@ class Pipeline:
         context: RequestContext,
     ) -> None:
         """Encode what is not encoded yet, or all of it anew, and make of it what is sent next."""
-        if attempts.encoded is None:
+        if not uuids:
+            attempts.encoded = []
+        elif attempts.encoded is None:
             attempts.encoded = await self._encoder.encode(body, uuids, context)
             # Before the answer: who has it may use the name.
             named = [one for one in attempts.encoded if one.item.uuid is not None]
