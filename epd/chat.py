@@ -8,7 +8,6 @@ import gc
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import orjson
@@ -234,19 +233,18 @@ def mm_items(body: Body, most: int | None = None) -> tuple[MMItem, ...]:
     Raises:
         BadRequest: a message or a content part has the wrong shape, or there are too many items.
     """
-    found = (
-        MMItem(message, position, part["type"], part)
-        for message, position, part in _content_parts(body)
-        if part["type"] in MODALITY
-    )
-    items = tuple(islice(found, None if most is None else most + 1))
-    if most is not None and len(items) > most:
-        raise BadRequest(
-            f"a request may have at most {most} media items",
-            slug="too_many_items",
-            param="messages",
-        )
-    return items
+    items: list[MMItem] = []
+    for message, position, part in _content_parts(body):
+        if part["type"] not in MODALITY:
+            continue
+        if len(items) == most:
+            raise BadRequest(
+                f"a request may have at most {most} media items",
+                slug="too_many_items",
+                param="messages",
+            )
+        items.append(MMItem(message, position, part["type"], part))
+    return tuple(items)
 
 
 def _content_parts(body: Body) -> Iterator[tuple[int, int, Mapping[str, Any]]]:

@@ -51,7 +51,7 @@ from epd.relay import StreamRelay
 from epd.releases import Releases
 from epd.reload import RELOAD, Reload
 from epd.stages import RequestContext, Stages
-from epd.tenants import ApiKeys, KeysInvalid, parse_keys
+from epd.tenants import ANONYMOUS, ApiKeys, KeysInvalid, parse_keys
 from epd.upstream import Reply, Upstream
 from epd.warmup import Warmup
 
@@ -170,7 +170,9 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     """`POST /v1/chat/completions`, streaming and not."""
     app, context = request.app, request[CONTEXT]
     config = app[CONFIG]
-    body = salted(await _parsed(request, chat.parse), config.scope_of(context.tenant))
+    body = await _parsed(request, chat.parse)
+    if context.tenant is not ANONYMOUS:  # whom all share with
+        body = salted(body, config.scope_of(context.tenant))
     async with await app[PIPELINE].run(body, context) as reply:
         headers = _answer_headers(reply, context)
         if not headers["Content-Type"].startswith("text/event-stream"):
