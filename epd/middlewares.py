@@ -84,7 +84,7 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
             path=route,
             status=status,
             seconds=time.monotonic() - started,
-            error=_left(request) if status == CLIENT_CLOSED else error and error.slug,
+            error=_left(request) if status == CLIENT_CLOSED else _slug(error),
             reason=_reason(error),
             stages=tuple(context.stages),
             items=context.items,
@@ -311,6 +311,10 @@ def _left(request: web.Request) -> str:
     connection = request.protocol
     stalled = isinstance(connection, Connection) and connection.stalled
     return "client_stalled" if stalled else "client_closed"
+
+
+def _slug(error: ProxyError | None) -> str | None:
+    return None if error is None else error.slug
 
 
 def _reason(error: ProxyError | None) -> str | None:
