@@ -294,12 +294,14 @@ class Admission:
             ticket = self.door.arrive(tenant)
         except QueueFull:
             raise self._refusal("queue_full") from None
-        self._present[tenant] += 1
+        if most is not None:
+            self._present[tenant] += 1
         return ticket
 
     def leave(self, ticket: Ticket) -> None:
         """Give back what it has, for `Presence` alone."""
-        self._present[ticket.tenant] -= 1
+        if self._limits.tenant_requests is not None:
+            self._present[ticket.tenant] -= 1
         self.door.leave(ticket)
 
     async def turn(self, ticket: Ticket) -> None:
@@ -332,12 +334,14 @@ class Admission:
         if self.body_bytes + size > self._limits.body_bytes:
             raise self._refusal("body_bytes")
         self.body_bytes += size
-        self._tenant_bytes[tenant] += size
+        if most is not None:
+            self._tenant_bytes[tenant] += size
 
     def give_bytes(self, tenant: Tenant, size: int) -> None:
         """Count fewer, for `Held` alone."""
         self.body_bytes -= size
-        self._tenant_bytes[tenant] -= size
+        if self._limits.tenant_body_bytes is not None:
+            self._tenant_bytes[tenant] -= size
 
     def _refusal(self, reason: Reason, retry_after_s: float = 1.0) -> TryLater:
         self.refused[reason] += 1

@@ -29,6 +29,10 @@ async def read_body(request: web.Request, config: ProxyConfig, grown: Grown) -> 
         )
     if (request.content_length or 0) > request.client_max_size:
         raise too_large(request.client_max_size)
+    if request.content.is_eof():  # it came with its head
+        body = request.content.read_nowait()
+        _count(len(body), request.client_max_size, grown)
+        return body
     await _ask_for(request)
     try:
         return await _collect(request, config, grown)
@@ -37,10 +41,6 @@ async def read_body(request: web.Request, config: ProxyConfig, grown: Grown) -> 
 
 
 async def _collect(request: web.Request, config: ProxyConfig, grown: Grown) -> bytes | bytearray:
-    if request.content.is_eof():  # it came with its head
-        body = request.content.read_nowait()
-        _count(len(body), request.client_max_size, grown)
-        return body
     started = asyncio.get_running_loop().time()
     latest = started + config.body_timeout_s
     parts = bytearray()  # a list of parts would cost 40 times what a client sends byte by byte

@@ -7,9 +7,7 @@ wire is vLLM's chat completion API (`vllm/entrypoints/openai/chat_completion/pro
 import gc
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import orjson
@@ -154,12 +152,18 @@ def parse_json(raw: bytes | bytearray) -> Any:
             f"the body has more than {MAX_CONTAINERS} lists and objects or {MAX_VALUES} values",
             slug="invalid_json",
         )
-    with _no_collection():
+    # No garbage collection: it would look at all that was parsed again and again, for nothing.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
         value = _loads(raw)
-        if deeper(value, MAX_DEPTH):
+        if _may_be_deeper(raw, MAX_DEPTH) and deeper(value, MAX_DEPTH):
             raise BadRequest(
                 f"the body is nested deeper than {MAX_DEPTH} levels", slug="invalid_json"
             )
+    finally:
+        if collects:
+            gc.enable()
     return value
 
 
@@ -170,18 +174,6 @@ def _loads(raw: bytes | bytearray) -> Any:
         raise BadRequest(
             f"the body is not valid JSON: {error.msg} at character {error.pos}", slug="invalid_json"
         ) from None
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """No garbage collection: it would look at all that was parsed again and again, for nothing."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _has_too_many(raw: bytes | bytearray) -> bool:
@@ -211,6 +203,11 @@ def _without_strings(raw: bytes | bytearray) -> bytes:
     return b"".join(pieces[::2])
 
 
+def _may_be_deeper(raw: bytes | bytearray, limit: int) -> bool:
+    """Whether a body has brackets enough for so many levels."""
+    return raw.count(b"[") + raw.count(b"{") > limit
+
+
 def deeper(value: Any, limit: int) -> bool:
     """Whether a value has more levels of lists and objects: level by level, as none may recurse."""
     level = [value] if isinstance(value, list | dict) else []
@@ -236,19 +233,18 @@ def mm_items(body: Body, most: int | None = None) -> tuple[MMItem, ...]:
     Raises:
         BadRequest: a message or a content part has the wrong shape, or there are too many items.
     """
-    found = (
-        MMItem(message, position, part["type"], part)
-        for message, position, part in _content_parts(body)
-        if part["type"] in MODALITY
-    )
-    items = tuple(islice(found, None if most is None else most + 1))
-    if most is not None and len(items) > most:
-        raise BadRequest(
-            f"a request may have at most {most} media items",
-            slug="too_many_items",
-            param="messages",
-        )
-    return items
+    items: list[MMItem] = []
+    for message, position, part in _content_parts(body):
+        if part["type"] not in MODALITY:
+            continue
+        if len(items) == most:
+            raise BadRequest(
+                f"a request may have at most {most} media items",
+                slug="too_many_items",
+                param="messages",
+            )
+        items.append(MMItem(message, position, part["type"], part))
+    return tuple(items)
 
 
 def _content_parts(body: Body) -> Iterator[tuple[int, int, Mapping[str, Any]]]:

@@ -41,7 +41,9 @@ def cut(raw: bytes | bytearray) -> tuple[bytes | bytearray, Cuts]:
     backslash, so it begins and ends in one string, or is in none, as a mark would. Whether all of
     its characters may stand in a string is left to the engines, which read it strictly.
     """
-    token = "@" + secrets.token_hex(TOKEN_BYTES) if len(raw) > WINDOW else ""
+    if len(raw) <= WINDOW:
+        return raw, NO_CUTS
+    token = "@" + secrets.token_hex(TOKEN_BYTES)
     whole, kept, cuts, end = memoryview(raw), list[bytes | memoryview](), dict[str, memoryview](), 0
     for start, stop in _media(raw):
         mark = f"{token}{len(cuts):0{NUMBER_DIGITS}}"

@@ -1,6 +1,8 @@
 """How long a request may run: until its own time has passed, or the application's life ends."""
 
 import asyncio
+import math
+import time
 from types import TracebackType
 
 from aiohttp import web
@@ -11,17 +13,21 @@ from epd.errors import Overloaded, ProxyError, UpstreamTimeout
 class Drain:
     """Which requests run, and whether the application is about to stop.
 
+    One timer serves them all: it is set for the earliest end, and looks again from there.
+
     Attributes:
         began: it is, and whoever sends requests should send them elsewhere.
         over: it has, and what still runs is ended.
-        running: the time that each request has.
+        running: the requests, and when the time of each has passed, on the monotonic clock.
     """
 
     def __init__(self) -> None:
         self.began = False
         self.over = False
-        self.running: set[asyncio.Timeout] = set()
+        self.running: dict[asyncio.Timeout, float] = {}
         self._one_ended = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_s = math.inf
 
     def begin(self) -> None:
         """Say from now on that the application is about to stop. Requests are served as before."""
@@ -30,9 +36,7 @@ class Drain:
     def cut(self) -> None:
         """End the requests that run: what they are in the middle of raises `Overloaded`."""
         self.over = True
-        now = asyncio.get_running_loop().time()
-        for limit in self.running:
-            limit.reschedule(now)
+        self._end_late(math.inf)
 
     async def idle(self) -> None:
         """Wait until no request runs."""
@@ -40,33 +44,61 @@ class Drain:
             self._one_ended.clear()
             await self._one_ended.wait()
 
+    def add(self, limit: asyncio.Timeout, until_s: float) -> None:
+        """A request runs, for `Bounded` alone."""
+        self.running[limit] = until_s
+        if self.over:
+            limit.reschedule(0)
+        elif until_s < self._timer_s:
+            self._set_timer(until_s)
+
     def ended(self, limit: asyncio.Timeout) -> None:
-        """A request runs no longer."""
-        self.running.discard(limit)
+        """A request runs no longer, for `Bounded` alone."""
+        del self.running[limit]
         self._one_ended.set()
 
-    def bounded(self, until_s: float | None = None) -> "Bounded":
-        """Run a request in this context, until `cut` or a time on the event loop's clock.
+    def bounded(self, until_s: float = math.inf) -> "Bounded":
+        """Run a request in this context, until `cut` or a time on the monotonic clock.
 
         A request has one such context: `asyncio.timeout` takes a task that two of them have
         cancelled for one that somebody else cancelled.
         """
         return Bounded(self, until_s)
 
+    def _set_timer(self, when_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        delay_s = when_s - time.monotonic()
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, delay_s), self._look)
+        self._timer_s = when_s
+
+    def _look(self) -> None:
+        self._timer, self._timer_s = None, math.inf
+        now_s = time.monotonic()
+        self._end_late(now_s)
+        if later := [until_s for until_s in self.running.values() if now_s < until_s < math.inf]:
+            self._set_timer(min(later))
+
+    def _end_late(self, now_s: float) -> None:
+        for limit, until_s in self.running.items():
+            if until_s <= now_s and not limit.expired():
+                limit.reschedule(0)  # which is past: at once
+
 
 class Bounded:
     """The time that one request has."""
 
-    __slots__ = ("_drain", "_limit")
+    __slots__ = ("_drain", "_limit", "_until_s")
 
-    def __init__(self, drain: Drain, until_s: float | None) -> None:
+    def __init__(self, drain: Drain, until_s: float) -> None:
         self._drain = drain
-        self._limit = asyncio.timeout_at(0 if drain.over else until_s)
+        self._until_s = until_s
+        self._limit = asyncio.timeout_at(None)
 
     async def __aenter__(self) -> None:
         """Begin."""
         await self._limit.__aenter__()
-        self._drain.running.add(self._limit)
+        self._drain.add(self._limit, self._until_s)
 
     async def __aexit__(
         self,

@@ -21,7 +21,7 @@ class StageDone(NamedTuple):
     Attributes:
         stage: queue, store, encode, prefill, decode or release.
         instance: base URL of the instance; of the store, what kind it is; of the queue, "proxy".
-        started_s: when it was sent, on the event loop's clock.
+        started_s: when it was sent, on the monotonic clock.
         seconds: until its answer was read; for decode until the answer's head came; in the queue
             until the request's turn came.
         error: slug of the error, `cancelled`, or None.

@@ -144,6 +144,10 @@ class Health:
         state = self.state(now_s)
         return state is State.HEALTHY or (state is State.TRIAL and not self._under_way)
 
+    def well(self, now_s: float) -> bool:
+        """Whether nothing speaks against it, as for nearly all nearly always."""
+        return self._state is State.HEALTHY and now_s >= self._busy_until_s
+
     def busy(self, now_s: float) -> bool:
         """Whether it has asked to be left alone."""
         return now_s < self._busy_until_s

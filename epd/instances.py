@@ -118,6 +118,8 @@ class InstanceTable:
         """
         now_s = self._clock()
         pool = [(instance, self._health[instance]) for instance in self._by_role[role]]
+        if not [instance for instance, health in pool if not health.well(now_s)]:
+            return [*self._by_role[role]]
         up = [one for one in pool if one[1].state(now_s) is not State.DOWN] or pool
         fit = [one for one in up if one[1].fit(now_s)]
         if 2 * len(fit) < len(up):

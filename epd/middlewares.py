@@ -1,9 +1,11 @@
 """What every request passes: its id and its end, errors as answers, API keys, its turn."""
 
 import asyncio
+import math
 import re
 import secrets
 import select
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import NamedTuple, get_args
@@ -44,8 +46,6 @@ STREAM = web.RequestKey("stream", web.StreamResponse)
 """Its answer, where that is a stream."""
 ANSWERED = web.RequestKey("answered", int)
 """Its status, set once the client has all of its answer and may leave."""
-OUTCOME = web.RequestKey("outcome", ProxyError)
-"""Set where a stream broke after its status had gone out."""
 
 UNKNOWN = "unknown"
 """The name of what is no route."""
@@ -65,14 +65,14 @@ CLIENT_CLOSED = 499
 @web.middleware
 async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Give the request its id, and tell the observers how it ended."""
-    clock = asyncio.get_running_loop().time
-    started, app, route = clock(), request.app, _route(request)
+    started, app, route = time.monotonic(), request.app, _route(request)
     access = app[ACCESS].get(request.match_info.handler, Access.TENANT)  # no route: closed as most
     context = request[CONTEXT] = _context(request, app, access)
     status, error = CLIENT_CLOSED, None
     try:
-        response = await _answered(request, handler, Visit(app, context, route, access, started))
-        status, error = response.status, request.get(OUTCOME)
+        visit = Visit(app, context, route, access, started)
+        response, error = await _answered(request, handler, visit)
+        status = response.status
         return response
     finally:
         if status == CLIENT_CLOSED:
@@ -83,8 +83,8 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
             method=request.method,
             path=route,
             status=status,
-            seconds=clock() - started,
-            error=_left(request) if status == CLIENT_CLOSED else error and error.slug,
+            seconds=time.monotonic() - started,
+            error=_left(request) if status == CLIENT_CLOSED else _slug(error),
             reason=_reason(error),
             stages=tuple(context.stages),
             items=context.items,
@@ -104,7 +104,7 @@ class Visit(NamedTuple):
         context: what it carries through the stages.
         route: its route's path.
         access: whom that answers.
-        started_s: when it came, on the event loop's clock.
+        started_s: when it came, on the monotonic clock.
     """
 
     app: web.Application
@@ -114,10 +114,12 @@ class Visit(NamedTuple):
     started_s: float
 
 
-async def _answered(request: web.Request, handler: Handler, visit: Visit) -> web.StreamResponse:
-    """The answer; every error in OpenAI's shape."""
+async def _answered(
+    request: web.Request, handler: Handler, visit: Visit
+) -> tuple[web.StreamResponse, ProxyError | None]:
+    """The answer, and the error that it is or ends in; every error in OpenAI's shape."""
     try:
-        return await _served(request, handler, visit)
+        return await _served(request, handler, visit), None
     except ProxyError as failure:
         error = failure
     except web.RequestPayloadError:
@@ -131,11 +133,10 @@ async def _answered(request: web.Request, handler: Handler, visit: Visit) -> web
     except Exception:  # noqa: BLE001 - the last resort: logged whole, answered in OpenAI's shape
         structlog.get_logger("epd").exception("bug", request_id=visit.context.request_id)
         error = ProxyError("the proxy failed; its log says why")
-    request[OUTCOME] = error
     stream = request.get(STREAM)
     if stream is not None and stream.prepared:
-        return await _broken(request, stream, error)
-    return _error_response(request, error, visit.context)
+        return await _broken(request, stream, error), error
+    return _error_response(request, error, visit.context), error
 
 
 async def _broken(
@@ -171,7 +172,7 @@ async def _served(request: web.Request, handler: Handler, visit: Visit) -> web.S
     app, context = visit.app, visit.context
     api = visit.route.startswith("/v1/")
     costly = api and request.method == "POST"
-    until_s = visit.started_s + _limit_s(request, app[CONFIG]) if costly else None
+    until_s = visit.started_s + _limit_s(request, app[CONFIG]) if costly else math.inf
     async with app[DRAIN].bounded(until_s):
         _authenticate(request, visit)
         admission = app[ADMISSION]
@@ -246,9 +247,9 @@ def own_headers(context: RequestContext) -> dict[str, str]:
     """Headers of every answer."""
     own = {"X-Request-Id": context.client_id or context.request_id, "Server": SERVER}
     if context.stages:
+        spans = stage_seconds(context.stages)
         own["Server-Timing"] = ", ".join(
-            f"{stage};dur={seconds * 1000:.1f}"
-            for stage, seconds in stage_seconds(context.stages).items()
+            [f"{stage};dur={seconds * 1000:.1f}" for stage, seconds in spans.items()]
         )
     if context.items:
         own["x-epd-items"] = ",".join(
@@ -260,7 +261,7 @@ def own_headers(context: RequestContext) -> dict[str, str]:
 
 
 def _context(request: web.Request, app: web.Application, access: Access) -> RequestContext:
-    config, headers, keyed = app[CONFIG], request.headers, KEYS in app
+    config, headers, keyed = app[CONFIG], request.headers, app.get(KEYS) is not None
     client_id = _client_id(headers)
     own_keys = keyed or (access is Access.ADMIN and config.admin_api_key is not None)
     return RequestContext(
@@ -310,6 +311,10 @@ def _left(request: web.Request) -> str:
     connection = request.protocol
     stalled = isinstance(connection, Connection) and connection.stalled
     return "client_stalled" if stalled else "client_closed"
+
+
+def _slug(error: ProxyError | None) -> str | None:
+    return None if error is None else error.slug
 
 
 def _reason(error: ProxyError | None) -> str | None:

@@ -58,7 +58,8 @@ class Attempts:
 
     def alone(self, stage: Stage) -> bool:
         """Whether a stage that fails now does so by itself: the first time, others may have."""
-        depends = names_entries(self.sent) or (stage == "decode" and self.prefilled)
+        named = bool(self.encoded) and names_entries(self.sent)
+        depends = named or (stage == "decode" and self.prefilled)
         return not depends or stage in self.failures
 
 
@@ -186,7 +187,9 @@ class Pipeline:
         context: RequestContext,
     ) -> None:
         """Encode what is not encoded yet, or all of it anew, and make of it what is sent next."""
-        if attempts.encoded is None:
+        if not uuids:
+            attempts.encoded = []
+        elif attempts.encoded is None:
             attempts.encoded = await self._encoder.encode(body, uuids, context)
             # Before the answer: who has it may use the name.
             named = [one for one in attempts.encoded if one.item.uuid is not None]

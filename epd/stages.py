@@ -1,8 +1,8 @@
 """Encode, prefill, decode and release: one stage each, as requests to instances."""
 
-import asyncio
 import itertools
 import secrets
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
@@ -53,7 +53,7 @@ class RequestContext:
         degraded: what was done in another stage than its own.
         client_id: what its client calls it, where it calls it anything.
         cuts: what was cut out of its body, and is put back into those for its instances.
-        prefilled_s: when prefill had answered, on the event loop's clock.
+        prefilled_s: when prefill had answered, on the monotonic clock.
         kv_wait_s: from then until decode's first event, in a stream.
     """
 
@@ -87,7 +87,7 @@ class RequestContext:
     def first_event(self) -> None:
         """Decode has sent something: it has what prefill kept for it."""
         if self.prefilled_s is not None and self.kv_wait_s is None:
-            self.kv_wait_s = asyncio.get_running_loop().time() - self.prefilled_s
+            self.kv_wait_s = time.monotonic() - self.prefilled_s
 
     def timed(self, stage: Stage, where: str) -> "Timed":
         """Emit a `StageDone` when the context is left, however it is left."""
@@ -103,17 +103,16 @@ class RequestContext:
 class Timed:
     """One stage of a request, under way."""
 
-    __slots__ = ("_clock", "_context", "_stage", "_started_s", "_where")
+    __slots__ = ("_context", "_stage", "_started_s", "_where")
 
     def __init__(self, context: RequestContext, stage: Stage, where: str) -> None:
         self._context = context
         self._stage: Stage = stage
         self._where = where
-        self._clock = asyncio.get_running_loop().time
 
     def __enter__(self) -> None:
         """It begins."""
-        self._started_s = self._clock()
+        self._started_s = time.monotonic()
 
     def __exit__(
         self, kind: object, error: BaseException | None, trace: TracebackType | None
@@ -122,7 +121,7 @@ class Timed:
         slug = None
         if error is not None:
             slug = error.slug if isinstance(error, ProxyError) else "cancelled"
-        seconds = self._clock() - self._started_s
+        seconds = time.monotonic() - self._started_s
         self._context.done(StageDone(self._stage, self._where, self._started_s, seconds, slug))
 
 
@@ -171,7 +170,7 @@ class Stages:
                 timeout_s=self._config.prefill_timeout_s,
             )
             params = read_prefilled(_accepted(answer, "prefill", context))
-        context.prefilled_s = asyncio.get_running_loop().time()
+        context.prefilled_s = time.monotonic()
         return params
 
     def decode(self, instance: Instance, body: Body, context: RequestContext) -> "Decoding":

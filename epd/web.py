@@ -3,7 +3,7 @@
 import asyncio
 import stat
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -51,7 +51,7 @@ from epd.relay import StreamRelay
 from epd.releases import Releases
 from epd.reload import RELOAD, Reload
 from epd.stages import RequestContext, Stages
-from epd.tenants import ApiKeys, KeysInvalid, parse_keys
+from epd.tenants import ANONYMOUS, ApiKeys, KeysInvalid, parse_keys
 from epd.upstream import Reply, Upstream
 from epd.warmup import Warmup
 
@@ -169,17 +169,21 @@ def _cache(config: ProxyConfig) -> AbstractAsyncContextManager[EncoderCache | No
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """`POST /v1/chat/completions`, streaming and not."""
     app, context = request.app, request[CONTEXT]
-    body = salted(await _parsed(request, chat.parse), app[CONFIG].scope_of(context.tenant))
+    config = app[CONFIG]
+    body = await _parsed(request, chat.parse)
+    if context.tenant is not ANONYMOUS:  # whom all share with
+        body = salted(body, config.scope_of(context.tenant))
     async with await app[PIPELINE].run(body, context) as reply:
         headers = _answer_headers(reply, context)
         if not headers["Content-Type"].startswith("text/event-stream"):
-            return await _whole(request, reply, headers)
+            whole = await reply.read(idle_s=config.idle_timeout_s, limit=MAX_DECODE_BYTES)
+            return web.Response(status=reply.status, body=whole, headers=headers)
         stream = request[STREAM] = web.StreamResponse(
             status=reply.status, headers={**headers, "Cache-Control": "no-cache"}
         )
         await stream.prepare(request)
         relay = StreamRelay(reply, stream, _transport(request), context)
-        await relay.run(app[CONFIG].idle_timeout_s)
+        await relay.run(config.idle_timeout_s)
         await stream.write_eof()
         request[ANSWERED] = stream.status
         await relay.drained()
@@ -198,16 +202,9 @@ def _transport(request: web.Request) -> asyncio.WriteTransport:
 
 
 def _answer_headers(reply: Reply, context: RequestContext) -> dict[str, str]:
-    content_type = reply.headers.get("Content-Type", "")
-    return own_headers(context) | {
-        "Content-Type": content_type if content_type.isprintable() else ""
-    }
-
-
-async def _whole(request: web.Request, reply: Reply, headers: Mapping[str, str]) -> web.Response:
-    idle_s = request.app[CONFIG].idle_timeout_s
-    whole = await reply.read(idle_s=idle_s, limit=MAX_DECODE_BYTES)
-    return web.Response(status=reply.status, body=whole, headers=headers)
+    headers, content_type = own_headers(context), reply.headers.get("Content-Type", "")
+    headers["Content-Type"] = content_type if content_type.isprintable() else ""
+    return headers
 
 
 async def _not_yet(_: web.Request) -> None:

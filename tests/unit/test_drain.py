@@ -1,6 +1,7 @@
 """`Drain`: what runs ends by itself, or is told to."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -60,7 +61,7 @@ async def test_who_is_told_in_time_may_say_last_words() -> None:
 
 async def test_a_request_ends_when_its_own_time_has_passed() -> None:
     drain = Drain()
-    now_s = asyncio.get_running_loop().time()
+    now_s = time.monotonic()
     with pytest.raises(UpstreamTimeout) as raised:
         async with drain.bounded(now_s + 0.01):
             await asyncio.sleep(60)
@@ -68,14 +69,14 @@ async def test_a_request_ends_when_its_own_time_has_passed() -> None:
     assert (raised.value.status, raised.value.slug) == (504, "request_timeout")
     async with drain.bounded(now_s + 60):
         await asyncio.sleep(0)
-    assert drain.running == set()
+    assert not drain.running
 
 
 async def test_the_end_of_the_application_comes_before_a_request_s_own() -> None:
     drain = Drain()
 
     async def long() -> None:
-        async with drain.bounded(asyncio.get_running_loop().time() + 60):
+        async with drain.bounded(time.monotonic() + 60):
             await asyncio.sleep(60)
 
     task = asyncio.create_task(long())
@@ -99,3 +100,43 @@ async def test_other_ends_are_left_as_they_are() -> None:
             await asyncio.sleep(60)
     async with asyncio.timeout(5):
         await drain.idle()
+
+
+async def test_who_has_less_time_ends_before_who_came_earlier() -> None:
+    drain = Drain()
+    now_s = time.monotonic()
+    ended: list[str] = []
+
+    async def takes(name: str, until_s: float) -> None:
+        try:
+            async with drain.bounded(until_s):
+                await asyncio.sleep(60)
+        except UpstreamTimeout:
+            ended.append(name)
+
+    async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+        for name, seconds in (("third", 0.3), ("first", 0.05), ("second", 0.15)):
+            group.create_task(takes(name, now_s + seconds))
+
+    assert ended == ["first", "second", "third"]
+
+
+async def test_who_says_last_words_at_the_end_of_its_time_is_not_told_twice() -> None:
+    drain = Drain()
+    cut = asyncio.Event()
+
+    async def streams() -> str:
+        async with drain.bounded(time.monotonic() + 0.01):
+            try:
+                await asyncio.sleep(60)
+            finally:
+                await cut.wait()
+        return "ended"
+
+    task = asyncio.create_task(streams())
+    await asyncio.sleep(0.05)
+    drain.cut()
+    cut.set()
+
+    with pytest.raises(Overloaded):
+        await task
