@@ -44,7 +44,7 @@ class AsyncStore:
         """Open a store by its URL, as `open_store` does."""
         pool = DaemonPool(THREADS, "ec-store")
         try:
-            return cls(await asyncio.wrap_future(pool.submit(lambda: open_store(url))), pool)
+            return cls(await pool.awaitable(lambda: open_store(url)), pool)
         except BaseException:
             pool.close()
             raise
@@ -81,7 +81,7 @@ class AsyncStore:
 
     def begin(self, visit: Callable[[Store], T]) -> asyncio.Future[T]:
         """Several calls in one go, on one thread: each hop there and back costs as much as one."""
-        return asyncio.wrap_future(self._pool.submit(lambda: visit(self._store)))
+        return self._pool.awaitable(lambda: visit(self._store))
 
     async def delete(self, keys: Sequence[EntryKey]) -> int:
         """As `Store.delete`."""
@@ -121,7 +121,7 @@ class AsyncStore:
         closing = DaemonPool(1, "ec-store-close")
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
-                await asyncio.wrap_future(closing.submit(self._store.close))
+                await closing.awaitable(self._store.close)
         closing.close()
         self._pool.close()
 
@@ -139,7 +139,7 @@ class AsyncStore:
         await self.close()
 
     async def _call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return await asyncio.wrap_future(self._pool.submit(lambda: function(*args, **kwargs)))
+        return await self._pool.awaitable(lambda: function(*args, **kwargs))
 
     async def _iterate(self, start: Callable[[], Iterator[T]]) -> AsyncIterator[T]:
         rows = await self._call(start)

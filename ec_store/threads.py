@@ -1,9 +1,12 @@
 """Threads that a process can leave behind: a store may hang for as long as it likes."""
 
+import asyncio
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -46,10 +49,39 @@ class DaemonPool:
             except BaseException as error:  # noqa: BLE001 - whoever waits for it is told
                 future.set_exception(error)
 
+        if not self._begin(job):
+            future.cancel()
+        return future
+
+    def awaitable(self, call: Callable[[], T]) -> asyncio.Future[T]:
+        """The same for the running event loop, without the locks of a future for threads."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def tell(settle: Callable[[], object]) -> None:
+            with suppress(RuntimeError):  # the loop is closed, and nobody waits
+                loop.call_soon_threadsafe(lambda: future.done() or settle())
+
+        def job() -> None:
+            if self._closed or future.cancelled():
+                tell(future.cancel)
+                return
+            try:
+                result = call()
+            except BaseException as failure:  # noqa: BLE001 - whoever waits for it is told
+                tell(partial(future.set_exception, failure))
+            else:
+                tell(partial(future.set_result, result))
+
+        if not self._begin(job):
+            future.cancel()
+        return future
+
+    def _begin(self, job: Job) -> bool:
+        """Have a job done by a thread; False where the pool is closed."""
         with self._lock:
             if self._closed:
-                future.cancel()
-                return future
+                return False
             self._jobs.put(job)
             if self._idle:
                 self._idle -= 1
@@ -61,7 +93,7 @@ class DaemonPool:
                 except RuntimeError:
                     # The interpreter ends, or there are too many: it waits for another thread.
                     self._threads -= 1
-        return future
+        return True
 
     def close(self) -> None:
         """Make no further call; those that run are left to end by themselves."""
