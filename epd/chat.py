@@ -156,7 +156,7 @@ def parse_json(raw: bytes | bytearray) -> Any:
         )
     with _no_collection():
         value = _loads(raw)
-        if deeper(value, MAX_DEPTH):
+        if may_be_deep(raw) and deeper(value, MAX_DEPTH):
             raise BadRequest(
                 f"the body is nested deeper than {MAX_DEPTH} levels", slug="invalid_json"
             )
@@ -209,6 +209,11 @@ def _without_strings(raw: bytes | bytearray) -> bytes:
     quotes = raw.replace(rb"\\", b"").replace(rb"\"", b"")
     pieces = quotes.split(b'"', 4 * MAX_VALUES)
     return b"".join(pieces[::2])
+
+
+def may_be_deep(raw: bytes | bytearray) -> bool:
+    """Whether JSON has so many brackets that what is in it might be nested deeper than it may."""
+    return raw.count(b"[") + raw.count(b"{") > MAX_DEPTH
 
 
 def deeper(value: Any, limit: int) -> bool:

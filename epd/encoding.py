@@ -1,7 +1,7 @@
 """Where the encoder outputs of a request's items come from: the store, or an encode instance."""
 
 import asyncio
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -118,7 +118,8 @@ class Encoder:
                     look = await looking.answer()
                 looked = _answer(look, wanted, alone=anew)
                 encoded = await self._each(body, uuids, looked, context)
-        context.items = Counter([one.result for one in encoded])
+        results = [one.result for one in encoded]
+        context.items = {result: results.count(result) for result in results}
         return encoded
 
     def _identifiers(

@@ -116,8 +116,11 @@ class InstanceTable:
         fail, unless they are more than half: then the fault is more likely elsewhere, and the rest
         would only be overrun. Last, those that have asked for a rest, unless all have.
         """
+        instances = self._by_role[role]
+        if len(instances) == 1:
+            return list(instances)
         now_s = self._clock()
-        pool = [(instance, self._health[instance]) for instance in self._by_role[role]]
+        pool = [(instance, self._health[instance]) for instance in instances]
         up = [one for one in pool if one[1].state(now_s) is not State.DOWN] or pool
         fit = [one for one in up if one[1].fit(now_s)]
         if 2 * len(fit) < len(up):
