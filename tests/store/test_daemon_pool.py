@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ec_store import Entry, EntryKey, entry_files, open_store
+from ec_store.aio import on_thread
 from ec_store.threads import DaemonPool
 
 
@@ -74,12 +75,12 @@ def test_what_waits_is_cancelled_when_the_pool_is_closed() -> None:
 async def test_the_ends_of_calls_are_told_to_an_event_loop() -> None:
     pool = DaemonPool(1, "test")
 
-    assert await pool.awaitable(lambda: 10) == 10
+    assert await on_thread(pool, lambda: 10) == 10
     with pytest.raises(ZeroDivisionError):
-        await pool.awaitable(lambda: 1 // 0)
+        await on_thread(pool, lambda: 1 // 0)
     pool.close()
     with pytest.raises(asyncio.CancelledError):
-        await pool.awaitable(lambda: 1)
+        await on_thread(pool, lambda: 1)
 
 
 async def test_a_call_that_an_event_loop_gave_up_is_not_made_or_goes_on_by_itself() -> None:
@@ -90,13 +91,13 @@ async def test_a_call_that_an_event_loop_gave_up_is_not_made_or_goes_on_by_itsel
         go.wait(10)
         made.append(1)
 
-    first = pool.awaitable(call)
+    first = on_thread(pool, call)
     await asyncio.sleep(0.05)
-    second = pool.awaitable(lambda: made.append(2))
+    second = on_thread(pool, lambda: made.append(2))
     first.cancel()
     second.cancel()
     go.set()
-    await pool.awaitable(lambda: made.append(3))
+    await on_thread(pool, lambda: made.append(3))
 
     assert made == [1, 3]
 
@@ -104,7 +105,7 @@ async def test_a_call_that_an_event_loop_gave_up_is_not_made_or_goes_on_by_itsel
 async def test_what_an_event_loop_waits_for_is_cancelled_when_the_pool_is_closed() -> None:
     pool = DaemonPool(1, "test")
     go = threading.Event()
-    first, second = pool.awaitable(lambda: go.wait(10)), pool.awaitable(lambda: True)
+    first, second = on_thread(pool, lambda: go.wait(10)), on_thread(pool, lambda: True)
     await asyncio.sleep(0.05)
     pool.close()
     go.set()
