@@ -151,6 +151,22 @@ class Folder:
         """Rename a file, over what has that name, here or into another folder."""
         os.rename(name, new, src_dir_fd=self.fd, dst_dir_fd=(into or self).fd)
 
+    def link(self, name: str, text: str) -> bool:
+        """A symbolic link that says something and leads nowhere; False where the name is taken."""
+        try:
+            os.symlink(text, name, dir_fd=self.fd)
+        except FileExistsError:
+            return False
+        return True
+
+    def has(self, name: str) -> bool:
+        """Whether there is anything of this name. Raises OSError where that cannot be said."""
+        try:
+            self.stat(name)
+        except FileNotFoundError:
+            return False
+        return True
+
     def stat(self, name: str) -> os.stat_result:
         """What a name stands for, links not followed."""
         return os.stat(name, dir_fd=self.fd, follow_symlinks=False)

@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass
+from functools import lru_cache
 
 MAX_PART_BYTES = 64 * 1024
 MAX_OWNER_BYTES = 256
@@ -36,11 +37,17 @@ class EntryKey:
         Nothing from outside becomes a file name or a Redis key as it came. Parts are framed by
         their length, so that no two keys run together.
         """
-        digest = hashlib.sha256()
-        for part in (self.namespace, self.identifier):
-            encoded = part.encode("utf-8", "surrogatepass")
-            digest.update(len(encoded).to_bytes(4, "big") + encoded)
-        return digest.hexdigest()
+        return _digest(self.namespace, self.identifier)
+
+
+@lru_cache(maxsize=1024)
+def _digest(*parts: str) -> str:
+    """Remembered, as a key is looked for, claimed and given back within a second."""
+    digest = hashlib.sha256()
+    for part in parts:
+        encoded = part.encode("utf-8", "surrogatepass")
+        digest.update(len(encoded).to_bytes(4, "big") + encoded)
+    return digest.hexdigest()
 
 
 def key_or_none(namespace: str, identifier: str) -> EntryKey | None:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-Job = Callable[[], None]
+Job = Callable[[], object]
 
 
 class DaemonPool:
@@ -27,7 +27,7 @@ class DaemonPool:
         """
         self._most = threads
         self._name = name
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Job, Job] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._idle = 0
         self._threads = 0
@@ -38,30 +38,38 @@ class DaemonPool:
         future: Future[T] = Future()
 
         def job() -> None:
-            if self._closed or not future.set_running_or_notify_cancel():
-                future.cancel()
+            if not future.set_running_or_notify_cancel():
                 return
             try:
                 future.set_result(call())
             except BaseException as error:  # noqa: BLE001 - whoever waits for it is told
                 future.set_exception(error)
 
-        with self._lock:
-            if self._closed:
-                future.cancel()
-                return future
-            self._jobs.put(job)
-            if self._idle:
-                self._idle -= 1
-            elif self._threads < self._most:
-                self._threads += 1
-                name = f"{self._name}-{self._threads}"
-                try:
-                    threading.Thread(target=self._work, name=name, daemon=True).start()
-                except RuntimeError:
-                    # The interpreter ends, or there are too many: it waits for another thread.
-                    self._threads -= 1
+        self.begin(job, future.cancel)
         return future
+
+    def begin(self, job: Job, dropped: Job) -> None:
+        """Have a job done, which raises nothing; where the pool is closed, `dropped` instead."""
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                self._jobs.put((job, dropped))
+                self._wake()
+        if closed:
+            dropped()
+
+    def _wake(self) -> None:
+        """Have a thread at hand for one more job, if there may be another one."""
+        if self._idle:
+            self._idle -= 1
+        elif self._threads < self._most:
+            self._threads += 1
+            name = f"{self._name}-{self._threads}"
+            try:
+                threading.Thread(target=self._work, name=name, daemon=True).start()
+            except RuntimeError:
+                # The interpreter ends, or there are too many: it waits for another thread.
+                self._threads -= 1
 
     def close(self) -> None:
         """Make no further call; those that run are left to end by themselves."""
@@ -71,9 +79,10 @@ class DaemonPool:
                 self._jobs.put(None)
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
+        while (jobs := self._jobs.get()) is not None:
+            job, dropped = jobs
+            (dropped if self._closed else job)()
             # Not kept while this waits for the next one.
-            del job
+            del job, dropped, jobs
             with self._lock:
                 self._idle += 1

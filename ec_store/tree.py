@@ -3,7 +3,7 @@
 entries/ab/cd/<digest>                      an entry
 entries/ab/cd/.<digest>.<size>.<random>.tmp one that is written or removed at the moment
 leases/<when it ends>/<digest>              a lease
-claims/<digest>                             who makes an entry
+claims/<digest>                             a link that says who makes an entry
 claims/<digest>.next                        a claim that is changed at the moment
 namespaces/<digest of the model>.json       a model's namespace
 quarantine/<digest>.<random>                what was found corrupt

@@ -165,9 +165,9 @@ class EncoderCache:
             look.claim_nothing()
         visiting = self._store.begin(look.run)
         try:
-            await asyncio.wait([visiting], timeout=PATIENT_S if patient else self._budget_s)
+            await _ended(visiting, PATIENT_S if patient else self._budget_s)
             if look.found is not None and not visiting.done():
-                await asyncio.wait([visiting], timeout=PATIENT_S)
+                await _ended(visiting, PATIENT_S)
         finally:
             if not visiting.done():
                 look.leave()
@@ -286,6 +286,24 @@ class EncoderCache:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+async def _ended(visiting: "asyncio.Future[None]", timeout_s: float) -> None:
+    """Wait for the end of a visit, for so long at most: `asyncio.wait`, for one and with less."""
+    loop = asyncio.get_running_loop()
+    waiter = loop.create_future()
+
+    def wake(*_: object) -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    timer = loop.call_later(timeout_s, wake)
+    visiting.add_done_callback(wake)
+    try:
+        await waiter
+    finally:
+        timer.cancel()
+        visiting.remove_done_callback(wake)
 
 
 def _seen(visiting: "asyncio.Future[None]") -> None:

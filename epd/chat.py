@@ -157,7 +157,7 @@ def parse_json(raw: bytes | bytearray) -> Any:
     gc.disable()
     try:
         value = _loads(raw)
-        if _may_be_deeper(raw, MAX_DEPTH) and deeper(value, MAX_DEPTH):
+        if may_be_deep(raw) and deeper(value, MAX_DEPTH):
             raise BadRequest(
                 f"the body is nested deeper than {MAX_DEPTH} levels", slug="invalid_json"
             )
@@ -203,9 +203,9 @@ def _without_strings(raw: bytes | bytearray) -> bytes:
     return b"".join(pieces[::2])
 
 
-def _may_be_deeper(raw: bytes | bytearray, limit: int) -> bool:
-    """Whether a body has brackets enough for so many levels."""
-    return raw.count(b"[") + raw.count(b"{") > limit
+def may_be_deep(raw: bytes | bytearray) -> bool:
+    """Whether JSON has so many brackets that what is in it might be nested deeper than it may."""
+    return raw.count(b"[") + raw.count(b"{") > MAX_DEPTH
 
 
 def deeper(value: Any, limit: int) -> bool:

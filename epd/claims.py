@@ -6,9 +6,9 @@ hint: whatever goes wrong costs a second encode.
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from ec_store import EntryInfo, EntryKey
 from epd.cache import PATIENT_S, EncoderCache, Look
@@ -28,19 +28,6 @@ TENDS = 20
 
 
 @dataclass(slots=True)
-class Turn:
-    """A place in the queue of those who want an item encoded.
-
-    Attributes:
-        found: the entry, where somebody else has made it.
-        made: the identifier under which an encode instance now writes it; to be set.
-    """
-
-    found: EntryInfo | None = None
-    made: str | None = None
-
-
-@dataclass(slots=True)
 class _Held:
     """A claim of this proxy.
 
@@ -56,22 +43,23 @@ class _Held:
 
 
 class Claims:
-    """Claims are taken, renewed while they are held, and given back. Belongs to one event loop."""
+    """Claims are taken, renewed while they are held, and given back. Belongs to one event loop.
+
+    Attributes:
+        first: who looks for a key that nobody else here looked for before.
+    """
 
     def __init__(self, cache: EncoderCache) -> None:
         self._cache = cache
         self._owner = secrets.token_hex(16)
         self._held: dict[EntryKey, _Held] = {}
-        self._first: dict[EntryKey, Look] = {}
+        self.first: dict[EntryKey, Look] = {}
         self._tending = False
 
-    @asynccontextmanager
-    async def look(
+    def look(
         self, model: str | None, identifiers: Sequence[str], *, patient: bool = False
-    ) -> AsyncIterator[Look | None]:
-        """What the store has of some items; None where it has no answer.
-
-        What it has not is claimed while the context is open: whose turn it is, need not wait.
+    ) -> "Looking":
+        """A look for some items, in which what the store has not is claimed.
 
         Args:
             model: whose items they are.
@@ -80,29 +68,12 @@ class Claims:
         """
         keys = self._cache.keys(model, identifiers)
         # What others here have claimed or ask for is for its turn to find out.
-        first = not patient and not any(key in self._held or key in self._first for key in keys)
+        first = not patient and not any(key in self._held or key in self.first for key in keys)
         look = self._new(keys) if first else Look(keys)
-        if first:
-            self._first.update(dict.fromkeys(keys, look))
-        held: Sequence[EntryKey] = ()
-        try:
-            try:
-                answered = await self._cache.visit(look, patient=patient)
-            finally:
-                held = self._hold(look.claimed)
-            yield look if answered else None
-        finally:
-            for key in keys:
-                if self._first.get(key) is look:
-                    del self._first[key]
-            self._let_go(held)
+        return Looking(self, look, first=first, patient=patient)
 
-    @asynccontextmanager
-    async def turn(self, model: str | None, identifier: str, wait_s: float) -> AsyncIterator[Turn]:
-        """Wait until nobody else encodes an item, or somebody has.
-
-        While the context is open, other proxies on the same store wait in turn. After it they go on
-        waiting until the entry is there, for an encode instance answers before it has written.
+    def turn(self, model: str | None, identifier: str, wait_s: float) -> "Turn":
+        """A place in the queue of those who want an item encoded.
 
         Args:
             model: whose item it is.
@@ -110,21 +81,16 @@ class Claims:
             wait_s: how long to wait at most. After it, or where the store is away, the item is
                 encoded whoever else does.
         """
-        keys = self._cache.keys(model, [identifier])
-        turn, held = Turn(), list[EntryKey]()
-        try:
-            for key in keys:
-                # Whoever comes first goes by the look that claimed it, and the next one looks anew.
-                look = self._first.pop(key, None)
-                if look is not None and key in look.claimed:
-                    held += self._hold([key])
-                else:
-                    turn.found = await self._wait_for_turn(key, wait_s, held)
-            yield turn
-        finally:
-            self._let_go(held, WRITTEN_WITHIN_S if turn.made is not None else 0.0)
+        return Turn(self, self._cache.keys(model, [identifier]), wait_s)
 
-    async def _wait_for_turn(
+    async def visit(self, look: Look, held: list[EntryKey], *, patient: bool) -> bool:
+        """Have a look made, and hold what was claimed; whether the store has an answer."""
+        try:
+            return await self._cache.visit(look, patient=patient)
+        finally:
+            held += self.hold(look.claimed)
+
+    async def wait_for_turn(
         self, key: EntryKey, wait_s: float, held: list[EntryKey]
     ) -> EntryInfo | None:
         """The entry, where it is there; the key is held where it was claimed."""
@@ -133,10 +99,7 @@ class Claims:
         waits = iter(POLL_S)
         while True:
             look = self._new([key])
-            try:
-                await self._cache.visit(look, patient=True)
-            finally:
-                held += self._hold(look.claimed)
+            await self.visit(look, held, patient=True)
             found = (look.found or {}).get(key)
             if found or held or not look.settled or clock() > deadline_s:
                 return found
@@ -145,7 +108,8 @@ class Claims:
     def _new(self, keys: Sequence[EntryKey]) -> Look:
         return Look(keys, self._owner, CLAIM_S)
 
-    def _hold(self, keys: Sequence[EntryKey]) -> Sequence[EntryKey]:
+    def hold(self, keys: Sequence[EntryKey]) -> Sequence[EntryKey]:
+        """Need claims that were taken, until they are let go."""
         now_s = asyncio.get_running_loop().time()
         for key in keys:
             self._held.setdefault(key, _Held(now_s)).holders += 1
@@ -154,7 +118,7 @@ class Claims:
             self._cache.later(self._tend())
         return keys
 
-    def _let_go(self, keys: Sequence[EntryKey], after_s: float = 0.0) -> None:
+    def let_go(self, keys: Sequence[EntryKey], after_s: float = 0.0) -> None:
         """Need claims no longer, which are given back then, or `after_s`."""
         now_s = asyncio.get_running_loop().time()
         over = []
@@ -199,3 +163,78 @@ class Claims:
             await self._cache.write(
                 lambda store: store.claim(keys, self._owner, CLAIM_S), PATIENT_S
             )
+
+
+class Looking:
+    """A look at the store: a context, within which what it claims is held.
+
+    Whose turn it is within the context, need not wait.
+    """
+
+    __slots__ = ("_claims", "_first", "_held", "_look", "_patient")
+
+    def __init__(self, claims: Claims, look: Look, *, first: bool, patient: bool) -> None:
+        """To be made by `Claims.look`."""
+        self._claims = claims
+        self._look = look
+        self._first = first
+        self._patient = patient
+        self._held: list[EntryKey] = []
+
+    def __enter__(self) -> Self:
+        """Let others here know."""
+        if self._first:
+            self._claims.first.update(dict.fromkeys(self._look.keys, self._look))
+        return self
+
+    async def answer(self) -> Look | None:
+        """What the store has; None where it has no answer."""
+        answered = await self._claims.visit(self._look, self._held, patient=self._patient)
+        return self._look if answered else None
+
+    def __exit__(self, *_: object) -> None:
+        """Let go of what was claimed."""
+        first = self._claims.first
+        for key in self._look.keys:
+            if first.get(key) is self._look:
+                del first[key]
+        self._claims.let_go(self._held)
+
+
+class Turn:
+    """A place in the queue of those who want an item encoded: a context.
+
+    While it is open, other proxies on the same store wait in turn. After it they go on waiting
+    until the entry is there, for an encode instance answers before it has written.
+
+    Attributes:
+        made: whether an encode instance now writes the entry; to be set.
+    """
+
+    __slots__ = ("_claims", "_held", "_keys", "_wait_s", "made")
+
+    def __init__(self, claims: Claims, keys: Sequence[EntryKey], wait_s: float) -> None:
+        """To be made by `Claims.turn`."""
+        self._claims = claims
+        self._keys = keys
+        self._wait_s = wait_s
+        self._held: list[EntryKey] = []
+        self.made = False
+
+    def __enter__(self) -> Self:
+        """Nothing is held yet."""
+        return self
+
+    async def come(self) -> EntryInfo | None:
+        """Wait until nobody else encodes the item, or somebody has: the entry then."""
+        for key in self._keys:
+            # Whoever comes first goes by the look that claimed it, and the next one looks anew.
+            look = self._claims.first.pop(key, None)
+            if look is None or key not in look.claimed:
+                return await self._claims.wait_for_turn(key, self._wait_s, self._held)
+            self._held += self._claims.hold([key])
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        """Let go of what was claimed, at once where nothing was made."""
+        self._claims.let_go(self._held, WRITTEN_WITHIN_S if self.made else 0.0)

@@ -1,16 +1,15 @@
 """Where the encoder outputs of a request's items come from: the store, or an encode instance."""
 
 import asyncio
-from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import orjson
 
 from epd.cache import EncoderCache, Look
 from epd.chat import MM_KWARGS, Body, MMItem, mm_items
-from epd.claims import Claims, Turn
+from epd.claims import Claims
 from epd.config import ProxyConfig
 from epd.errors import (
     NoInstance,
@@ -107,47 +106,49 @@ class Encoder:
         """
         if not uuids:
             return []
-        async with self._looked_up(body, uuids, context, anew=anew) as looked:
-
-            async def one(item: MMItem) -> EncodedItem:
-                return await self._one(body, item, uuids[item], looked, context)
-
-            if all(item in looked.found for item in uuids) or len(uuids) == 1:
-                encoded = [await one(item) for item in uuids]
-            else:
-                encoded = await _all(one, uuids)
-        context.items = Counter(one.result for one in encoded)
+        wanted = self._identifiers(body, uuids, anew=anew)
+        if self._claims is None or not wanted:
+            looked = LookUp({}, answered=self._claims is not None, alone=anew)
+            encoded = await self._each(body, uuids, looked, context)
+        else:
+            patient = not all(item.has_media for item in uuids)
+            keys = list({*wanted.values()})
+            with self._claims.look(body.get("model"), keys, patient=patient) as looking:
+                with context.timed("store", "lookup"):
+                    look = await looking.answer()
+                looked = _answer(look, wanted, alone=anew)
+                encoded = await self._each(body, uuids, looked, context)
+        results = [one.result for one in encoded]
+        context.items = {result: results.count(result) for result in results}
         return encoded
 
-    @asynccontextmanager
-    async def _looked_up(
-        self,
-        body: Body,
-        uuids: Mapping[MMItem, str | None],
-        context: RequestContext,
-        *,
-        anew: bool,
-    ) -> AsyncIterator[LookUp]:
-        """What the store has; what it has not is claimed, as far as it can, in the context."""
-        identifiers = {
+    def _identifiers(
+        self, body: Body, uuids: Mapping[MMItem, str | None], *, anew: bool
+    ) -> Mapping[MMItem, str]:
+        """What the store is asked for, by item."""
+        return {
             item: identifier
             for item, uuid in uuids.items()
             if uuid is not None
             and (identifier := self._identifier(_wanted(body, uuid)))
             and not (anew and item.has_media)
         }
-        if self._claims is None or not identifiers:
-            yield LookUp({}, answered=self._claims is not None, alone=anew)
-            return
-        patient = not all(item.has_media for item in uuids)
-        async with AsyncExitStack() as stack:
-            with context.timed("store", "lookup"):
-                look = await stack.enter_async_context(
-                    self._claims.look(
-                        body.get("model"), list({*identifiers.values()}), patient=patient
-                    )
-                )
-            yield _answer(look, identifiers, alone=anew)
+
+    async def _each(
+        self,
+        body: Body,
+        uuids: Mapping[MMItem, str | None],
+        looked: LookUp,
+        context: RequestContext,
+    ) -> list[EncodedItem]:
+        """All items, once the store was asked."""
+
+        async def one(item: MMItem) -> EncodedItem:
+            return await self._one(body, item, uuids[item], looked, context)
+
+        if len(uuids) == 1 or all(item in looked.found for item in uuids):
+            return [await one(item) for item in uuids]
+        return await _all(one, uuids)
 
     async def _one(
         self,
@@ -199,28 +200,27 @@ class Encoder:
         async def work() -> tuple[Encoded, bool]:
             nonlocal begun_here
             begun_here = True
-            async with nullcontext(Turn()) if alone else self._turn(wanted) as turn:
-                if turn.found is not None and turn.found.modality == item.modality:
-                    return from_entry(turn.found), False
-                encoded = await self._somewhere(body, item, uuid, context)
-                turn.made = encoded.identifier
-                self._learn(wanted, encoded)
+            identifier = self._identifier(wanted)
+            if alone or self._claims is None or identifier is None:
+                return await made(), True
+            wait_s = self._config.encode_timeout_s
+            with self._claims.turn(wanted.model, identifier, wait_s) as turn:
+                found = await turn.come()
+                if found is not None and found.modality == item.modality:
+                    return from_entry(found), False
+                encoded = await made()
+                turn.made = encoded.identifier is not None
                 return encoded, True
+
+        async def made() -> Encoded:
+            encoded = await self._somewhere(body, item, uuid, context)
+            self._learn(wanted, encoded)
+            return encoded
 
         # Whose key the instances refuse, fails alone.
         flight = (wanted, context.headers.get("Authorization"), alone)
-        encoded, made = await self._flights.try_join(flight, work)
-        return encoded, made and begun_here
-
-    @asynccontextmanager
-    async def _turn(self, wanted: Wanted) -> AsyncIterator[Turn]:
-        identifier = self._identifier(wanted)
-        if self._claims is None or identifier is None:
-            yield Turn()
-            return
-        wait_s = self._config.encode_timeout_s
-        async with self._claims.turn(wanted.model, identifier, wait_s) as turn:
-            yield turn
+        encoded, new = await self._flights.try_join(flight, work)
+        return encoded, new and begun_here
 
     async def _somewhere(
         self, body: Body, item: MMItem, uuid: str | None, context: RequestContext

@@ -47,8 +47,8 @@ class Flights(Generic[K, V]):
             try:
                 return await self._wait(key, begun)
             except ProxyError:
-                pass
-        return await self.join(key, start)
+                begun = self._flights.get(key)
+        return await self._wait(key, begun or self._begin(key, start))
 
     async def close(self) -> None:
         """Cancel what still runs, and wait until it is gone."""
@@ -59,7 +59,6 @@ class Flights(Generic[K, V]):
     def _begin(self, key: K, start: Start[V]) -> _Flight[V]:
         flight = self._flights[key] = _Flight(asyncio.create_task(start()))
         self._tasks.add(flight.task)
-        flight.task.add_done_callback(self._tasks.discard)
         flight.task.add_done_callback(lambda _: self._land(key, flight))
         return flight
 
@@ -77,5 +76,7 @@ class Flights(Generic[K, V]):
         """Let nobody join it any more."""
         if self._flights.get(key) is flight:
             del self._flights[key]
-        if flight.task.done() and not flight.task.cancelled():
-            flight.task.exception()  # nobody may be left to see it
+        if flight.task.done():
+            self._tasks.discard(flight.task)
+            if not flight.task.cancelled():
+                flight.task.exception()  # nobody may be left to see it

@@ -32,6 +32,10 @@ class Origin:
     tls: bool
     named: bool
 
+    def __hash__(self) -> int:
+        """The host's, which Python remembers: idle connections are looked up by it all the time."""
+        return hash(self.host)
+
 
 @dataclass(frozen=True, slots=True)
 class Target:

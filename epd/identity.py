@@ -66,5 +66,5 @@ def _own_salt(body: Mapping[str, Any]) -> tuple[bytes, ...]:
 def _digest(scope: Scope, purpose: bytes, *parts: bytes) -> str:
     """HMAC-SHA256 over parts framed by their lengths, so that no two lists of parts are one."""
     whose = b"shared" if scope.tenant is None else b"tenant " + scope.tenant.name.encode()
-    framed = (len(part).to_bytes(8, "big") + part for part in (VERSION, purpose, whose, *parts))
+    framed = [len(part).to_bytes(8, "big") + part for part in (VERSION, purpose, whose, *parts)]
     return hmac.digest(scope.secret, b"".join(framed), "sha256").hex()

@@ -116,10 +116,13 @@ class InstanceTable:
         fail, unless they are more than half: then the fault is more likely elsewhere, and the rest
         would only be overrun. Last, those that have asked for a rest, unless all have.
         """
+        instances = self._by_role[role]
+        if len(instances) == 1:
+            return list(instances)
         now_s = self._clock()
-        pool = [(instance, self._health[instance]) for instance in self._by_role[role]]
-        if not [instance for instance, health in pool if not health.well(now_s)]:
-            return [*self._by_role[role]]
+        pool = [(instance, self._health[instance]) for instance in instances]
+        if all(health.well(now_s) for _, health in pool):
+            return list(instances)
         up = [one for one in pool if one[1].state(now_s) is not State.DOWN] or pool
         fit = [one for one in up if one[1].fit(now_s)]
         if 2 * len(fit) < len(up):

@@ -53,12 +53,17 @@ class Keys:
         if not items:
             return {}
         folder = self._config.allowed_local_media_path
-        sources = {item: source(item, folder, cuts) for item in items}
-        named = [item for item, media in sources.items() if isinstance(media, Known)]
-        known = await self._recalled(body, named, tenant)
-        inline = {item: media for item, media in sources.items() if isinstance(media, Inline)}
+        named: list[MMItem] = []
+        inline: dict[MMItem, Inline] = {}
+        for item in items:
+            media = source(item, folder, cuts)
+            if isinstance(media, Inline):
+                inline[item] = media
+            elif isinstance(media, Known):
+                named.append(item)
+        known = await self._recalled(body, named, tenant) if named else {}
         scope = self._config.scope_of(tenant)
-        if sum(len(media.base64) for media in inline.values()) > IN_THREAD:
+        if sum([len(media.base64) for media in inline.values()]) > IN_THREAD:
             keys = await asyncio.to_thread(self._content_keys, scope, inline)
         else:
             keys = self._content_keys(scope, inline)

@@ -105,8 +105,12 @@ class Choice:
         usable = self._table.usable(self._role)
         if not usable:
             raise NoInstance(f"there is no {self._role} instance", slug=f"no_{self._role}")
-        candidates = self._fresh(usable, tried) if tried else usable
-        return self._policy.order(candidates or usable, key, self._table.load)[0]
+        candidates: Sequence[Instance] = usable
+        if tried:
+            candidates = self._fresh(usable, tried) or usable
+        if len(candidates) == 1:
+            return candidates[0]
+        return self._policy.order(candidates, key, self._table.load)[0]
 
     def others(self, tried: Collection[Instance]) -> bool:
         """Whether there is one that has not been tried."""

@@ -14,6 +14,7 @@ from epd.chat import (
     Body,
     MMItem,
     deeper,
+    may_be_deep,
     metadata_part,
     raw_part,
     with_parts,
@@ -221,7 +222,7 @@ def _reply_field(reply: bytes, name: str, *, stage: Stage) -> dict[str, Any]:
     value = parsed.get(name) if isinstance(parsed, dict) else ...
     if value is None:
         return {}
-    if not isinstance(value, dict) or deeper(value, MAX_DEPTH):
+    if not isinstance(value, dict) or (may_be_deep(reply) and deeper(value, MAX_DEPTH)):
         raise UpstreamFailed(
             f"the {stage} instance's answer is not what vLLM sends",
             slug=f"{stage}_bad_response",

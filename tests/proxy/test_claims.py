@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from ec_store import Entry, EntryKey, Store, StoreUnavailable
+from ec_store import Entry, EntryInfo, EntryKey, Store, StoreUnavailable
 from ec_store.shared_disk import SharedDiskStore
-from epd.cache import EncoderCache
+from epd.cache import EncoderCache, Look
 from epd.claims import Claims, Turn
 from tests.proxy.backed import BUDGET_S, NAMESPACE, Backed
 from tests.proxy.fleet import until
@@ -22,6 +22,20 @@ VISITS = ("lookup", "claim", "claim_or_find", "release", "lease")
 async def claiming(url: str) -> AsyncIterator[Claims]:
     async with EncoderCache.connect(url, budget_s=BUDGET_S, lease_s=1) as cache:
         yield Claims(cache)
+
+
+@asynccontextmanager
+async def looked(claims: Claims, *identifiers: str) -> AsyncIterator[Look | None]:
+    with claims.look("m", identifiers) as looking:
+        yield await looking.answer()
+
+
+@asynccontextmanager
+async def come(
+    claims: Claims, identifier: str, wait_s: float = 0.0
+) -> AsyncIterator[tuple[Turn, EntryInfo | None]]:
+    with claims.turn("m", identifier, wait_s) as turn:
+        yield turn, await turn.come()
 
 
 def free(store: Store, *keys: EntryKey) -> bool:
@@ -57,12 +71,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 async def test_what_is_not_there_is_claimed_with_the_look_and_its_turn_asks_no_more(
     backed: Backed, url: str, calls: list[str]
 ) -> None:
-    async with claiming(url) as claims, claims.look("m", ["a", "b"]) as look:
+    async with claiming(url) as claims, looked(claims, "a", "b") as look:
         assert look is not None
         assert list(look.claimed) == KEYS
         asked = len(calls)
-        async with claims.turn("m", "a", 0) as turn:
-            assert turn == Turn()
+        async with come(claims, "a") as (_, found):
+            assert found is None
             assert len(calls) == asked
 
         assert not free(backed.store, KEYS[0])
@@ -70,7 +84,7 @@ async def test_what_is_not_there_is_claimed_with_the_look_and_its_turn_asks_no_m
 
 async def test_claims_go_back_at_once_where_nothing_was_made(backed: Backed, url: str) -> None:
     async with claiming(url) as claims:
-        async with claims.look("m", ["a", "b"]), claims.turn("m", "a", 0):
+        async with looked(claims, "a", "b"), come(claims, "a"):
             pass
 
         await until(lambda: free(backed.store, *KEYS), timeout_s=30)
@@ -81,8 +95,8 @@ async def test_a_claim_is_kept_while_an_instance_may_still_write(
 ) -> None:
     monkeypatch.setattr("epd.claims.WRITTEN_WITHIN_S", 3600.0)
     async with claiming(url) as claims:
-        async with claims.look("m", ["a", "b"]), claims.turn("m", "a", 0) as turn:
-            turn.made = "a"
+        async with looked(claims, "a", "b"), come(claims, "a") as (turn, _):
+            turn.made = True
         await until(lambda: free(backed.store, KEYS[1]), timeout_s=30)
 
         assert not free(backed.store, KEYS[0])
@@ -93,29 +107,29 @@ async def test_a_claim_goes_back_when_an_instance_has_had_time_to_write(
 ) -> None:
     monkeypatch.setattr("epd.claims.WRITTEN_WITHIN_S", 0.1)
     async with claiming(url) as claims:
-        async with claims.look("m", ["a"]), claims.turn("m", "a", 0) as turn:
-            turn.made = "a"
+        async with looked(claims, "a"), come(claims, "a") as (turn, _):
+            turn.made = True
 
         await until(lambda: free(backed.store, KEYS[0]), timeout_s=30)
 
 
 async def test_who_comes_second_looks_anew(backed: Backed, url: str) -> None:
     """The first may have had it made since the second looked."""
-    async with claiming(url) as claims, claims.look("m", ["a"]), claims.look("m", ["a"]) as second:
+    async with claiming(url) as claims, looked(claims, "a"), looked(claims, "a") as second:
         assert second is not None
         assert not second.claimed
-        async with claims.turn("m", "a", 0) as turn:
-            turn.made = "a"
+        async with come(claims, "a") as (turn, _):
+            turn.made = True
         put(backed.store, KEYS[0])
-        async with claims.turn("m", "a", 0) as turn:
-            assert turn.found is not None
+        async with come(claims, "a") as (_, found):
+            assert found is not None
 
 
 async def test_a_claim_is_renewed_for_as_long_as_it_is_held(
     backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch, calls: list[str]
 ) -> None:
     monkeypatch.setattr("epd.claims.CLAIM_S", 3.0)
-    async with claiming(url) as claims, claims.look("m", ["a"]):
+    async with claiming(url) as claims, looked(claims, "a"):
         await until(lambda: calls.count("claim") > 1, timeout_s=30)
         assert not free(backed.store, KEYS[0])
 
@@ -128,12 +142,12 @@ async def test_a_store_that_takes_no_claims_is_still_looked_into(
 
     put(backed.store, KEYS[0])
     monkeypatch.setattr(SharedDiskStore, "claim", away)
-    async with claiming(url) as claims, claims.look("m", ["a", "b"]) as look:
+    async with claiming(url) as claims, looked(claims, "a", "b") as look:
         assert look is not None
         assert list(look.found or {}) == KEYS[:1]
         assert not look.claimed
-        async with asyncio.timeout(30), claims.turn("m", "b", 3600) as turn:
-            assert turn == Turn()
+        async with asyncio.timeout(30), come(claims, "b", 3600) as (_, found):
+            assert found is None
 
 
 async def test_what_is_found_again_is_not_leased_again(

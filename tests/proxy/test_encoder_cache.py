@@ -550,10 +550,11 @@ async def test_a_claim_in_use_is_not_given_back_with_a_renewal_that_nobody_waits
     monkeypatch.setattr("epd.claims.CLAIM_S", 0.3)
     monkeypatch.setattr("ec_store.shared_disk.SharedDiskStore.release", recorded)
     async with EncoderCache.connect(url, budget_s=BUDGET_S, lease_s=1) as cache:
-        async with Claims(cache).turn("m", "item", 1) as turn:
+        with Claims(cache).turn("m", "item", 1) as turn:
+            await turn.come()
             monkeypatch.setattr("ec_store.shared_disk.SharedDiskStore.claim", slow)
             await asyncio.sleep(0.2)  # a renewal has begun
-            turn.made = "item"
+            turn.made = True
         await until(lambda: released)
         await asyncio.sleep(1.5)
 

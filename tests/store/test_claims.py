@@ -1,5 +1,6 @@
 """Claims where something goes wrong: on disk, then in Redis."""
 
+import errno
 import multiprocessing
 import os
 import random
@@ -13,7 +14,7 @@ import pytest
 from ec_store import EntryKey, StoreUnavailable
 from ec_store import claims as disk_claims
 from ec_store.base import LONGEST_CLAIM_S
-from ec_store.files import write
+from ec_store.files import Folder
 from ec_store.redis_client import RedisClient
 from ec_store.redis_link import Command, Reply
 from ec_store.redis_store import RedisStore
@@ -56,8 +57,8 @@ def change_of(root: Path, claimed: EntryKey) -> Path:
 
 
 def age(path: Path, seconds: float) -> None:
-    then = path.stat().st_mtime - seconds
-    os.utime(path, (then, then))
+    then = path.lstat().st_mtime - seconds
+    os.utime(path, (then, then), follow_symlinks=False)
 
 
 def names(root: Path) -> set[str]:
@@ -67,22 +68,26 @@ def names(root: Path) -> set[str]:
 # On disk
 
 
-@pytest.mark.parametrize("content", [b"", b"30", b"x owner", b"nan owner", b"\xff\xff \xff"])
-def test_a_file_that_is_no_claim_is_nobodys(
-    root: Path, disk: SharedDiskStore, content: bytes
+@pytest.mark.parametrize("content", [b"30", b"30 ", b"x owner", b"nan owner", b"\xff\xff \xff"])
+@pytest.mark.parametrize("linked", [True, False])
+def test_what_is_no_claim_is_nobodys(
+    root: Path, disk: SharedDiskStore, content: bytes, *, linked: bool
 ) -> None:
-    file_of(root, key()).write_bytes(content)
+    if linked:
+        file_of(root, key()).symlink_to(os.fsdecode(content))
+    else:
+        file_of(root, key()).write_bytes(content)
 
     assert disk.claim([key()], "a", 30) == [True]
     assert disk.claim([key()], "b", 30) == [False]
 
 
-@pytest.mark.parametrize("seconds", [b"inf", b"1e300"])
+@pytest.mark.parametrize("seconds", ["inf", "1e300"])
 def test_no_claim_is_found_to_live_for_ever(
-    root: Path, disk: SharedDiskStore, seconds: bytes
+    root: Path, disk: SharedDiskStore, seconds: str
 ) -> None:
     path = file_of(root, key())
-    path.write_bytes(seconds + b" other")
+    path.symlink_to(f"{seconds} other")
     assert disk.claim([key()], "a", 30) == [False]
     age(path, LONGEST_CLAIM_S + 1)
 
@@ -116,31 +121,36 @@ def test_a_change_that_a_crash_left_holds_nobody_up_for_long(
     root: Path, disk: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk_claims, "WAIT_S", 0.01)
-    disk.claim([key("held")], "a", 30)
-    for name in ("held", "free"):
-        change_of(root, key(name)).write_bytes(b"30")
+    both = [key("held"), key("ended")]
+    disk.claim(both, "a", 30)
+    age(file_of(root, key("ended")), 31)
+    for each in both:
+        change_of(root, each).symlink_to("30")
 
-    assert disk.claim([key("held"), key("free")], "b", 30) == [False, False]
-    assert disk.claim([key("held"), key("free")], "a", 30) == [True, False]
-    disk.release([key("held")], "a")
-    for name in ("held", "free"):
-        age(change_of(root, key(name)), disk_claims.STALE_S + 1)
-    disk.release([key("held")], "a")
-    assert disk.claim([key("held"), key("free")], "b", 30) == [True, True]
-    assert names(root) == {key("held").digest, key("free").digest}
+    assert disk.claim(both, "b", 30) == [False, False]
+    assert disk.claim(both, "a", 30) == [True, False]
+    for each in both:
+        age(change_of(root, each), disk_claims.STALE_S + 1)
+    assert disk.claim(both, "b", 30) == [False, True]
+    assert disk.claim(both, "a", 30) == [True, False]
+    assert names(root) == {each.digest for each in both}
 
 
 def test_who_was_stopped_within_a_change_does_not_make_it_later(
     root: Path, disk: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stopped_meanwhile(fd: int, parts: Sequence[memoryview]) -> None:
+    has = Folder.has
+
+    def stopped_meanwhile(folder: Folder, name: str) -> bool:
         monkeypatch.undo()
-        write(fd, parts)
         age(change_of(root, key()), disk_claims.STALE_S + 1)
         assert other.claim([key()], "other", 30) == [True]
+        return has(folder, name)
 
     with opened(root) as other:
-        monkeypatch.setattr(disk_claims, "write", stopped_meanwhile)
+        other.claim([key()], "dead", 30)
+        age(file_of(root, key()), 31)
+        monkeypatch.setattr(Folder, "has", stopped_meanwhile)
 
         assert disk.claim([key()], "a", 30) == [False]
         assert disk.claim([key()], "other", 30) == [True]
@@ -149,26 +159,67 @@ def test_who_was_stopped_within_a_change_does_not_make_it_later(
 def test_a_claim_that_was_renewed_meanwhile_is_not_taken_over(
     root: Path, disk: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun = disk_claims._begun  # noqa: SLF001
+    changed = disk_claims._changed  # noqa: SLF001
 
-    def renewed_before(*args: Any) -> int | None:
+    def renewed_before(*args: Any) -> bool:
         monkeypatch.undo()
         assert other.claim([key()], "holder", 30) == [True]
-        return begun(*args)
+        return changed(*args)
 
     with opened(root) as other:
         other.claim([key()], "holder", 30)
         age(file_of(root, key()), 31)
-        monkeypatch.setattr(disk_claims, "_begun", renewed_before)
+        monkeypatch.setattr(disk_claims, "_changed", renewed_before)
 
         assert disk.claim([key()], "a", 30) == [False]
         assert names(root) == {key().digest}
 
 
+def test_what_was_given_back_within_a_change_is_not_replaced_but_taken(
+    root: Path, disk: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A third may take it in any moment, and its claim must not be renamed over."""
+    has, renamed = Folder.has, list[object]()
+
+    def gone_by_now(folder: Folder, name: str) -> bool:
+        file_of(root, key()).unlink()
+        return has(folder, name)
+
+    disk.claim([key()], "a", 30)
+    monkeypatch.setattr(Folder, "has", gone_by_now)
+    monkeypatch.setattr(Folder, "rename", lambda *names: renamed.append(names))
+
+    assert disk.claim([key()], "a", 30) == [True]
+    assert not renamed
+    assert names(root) == {key().digest}
+
+
+def test_a_claim_that_is_about_to_end_is_left_to_end(root: Path, disk: SharedDiskStore) -> None:
+    disk.claim([key()], "a", disk_claims.SURE_S)
+    disk.release([key()], "a")
+    assert names(root) == {key().digest}
+
+    disk.claim([key()], "a", 30)
+    disk.release([key()], "a")
+    assert names(root) == set()
+
+
+def test_where_there_are_no_links_nobody_waits_for_anybody(
+    disk: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_links(*_: object) -> bool:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(Folder, "link", no_links)
+    assert disk.claim([key()], "a", 30) == [True]
+    assert disk.claim([key()], "b", 30) == [True]
+    disk.release([key()], "a")
+
+
 def test_claims_that_ended_are_swept_and_others_are_not(root: Path, disk: SharedDiskStore) -> None:
     disk.claim([key(name) for name in ("ended", "live")], "a", 30)
     age(file_of(root, key("ended")), 31)
-    change_of(root, key("crashed")).write_bytes(b"")
+    change_of(root, key("crashed")).symlink_to("30")
     age(change_of(root, key("crashed")), disk_claims.STALE_S + 1)
     (root / "claims" / "README").write_text("not a claim")
     disk.evict()
@@ -209,12 +260,12 @@ def test_claims_that_cannot_be_written_are_unavailable(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(disk_claims, "write", full)
+    monkeypatch.setattr(Folder, "link", full)
     with pytest.raises(StoreUnavailable, match="No space"):
         disk.claim([key()], "a", 30)
-    with pytest.raises(StoreUnavailable, match="No space"):
-        disk.release([key("held")], "a")
     assert names(root) == {key("held").digest}
+    disk.release([key("held")], "a")
+    assert names(root) == set()
     disk.close()
     with pytest.raises(StoreUnavailable):
         disk.claim([key()], "a", 30)

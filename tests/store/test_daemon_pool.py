@@ -1,5 +1,6 @@
 """Calls on threads that nobody has to wait for."""
 
+import asyncio
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from ec_store import Entry, EntryKey, entry_files, open_store
+from ec_store.aio import on_thread
 from ec_store.threads import DaemonPool
 
 
@@ -68,6 +70,49 @@ def test_what_waits_is_cancelled_when_the_pool_is_closed() -> None:
         second.result(5)
     with pytest.raises(CancelledError):
         pool.submit(lambda: 1).result(5)
+
+
+async def test_the_ends_of_calls_are_told_to_an_event_loop() -> None:
+    pool = DaemonPool(1, "test")
+
+    assert await on_thread(pool, lambda: 10) == 10
+    with pytest.raises(ZeroDivisionError):
+        await on_thread(pool, lambda: 1 // 0)
+    pool.close()
+    with pytest.raises(asyncio.CancelledError):
+        await on_thread(pool, lambda: 1)
+
+
+async def test_a_call_that_an_event_loop_gave_up_is_not_made_or_goes_on_by_itself() -> None:
+    pool = DaemonPool(1, "test")
+    go, made = threading.Event(), list[int]()
+
+    def call() -> None:
+        go.wait(10)
+        made.append(1)
+
+    first = on_thread(pool, call)
+    await asyncio.sleep(0.05)
+    second = on_thread(pool, lambda: made.append(2))
+    first.cancel()
+    second.cancel()
+    go.set()
+    await on_thread(pool, lambda: made.append(3))
+
+    assert made == [1, 3]
+
+
+async def test_what_an_event_loop_waits_for_is_cancelled_when_the_pool_is_closed() -> None:
+    pool = DaemonPool(1, "test")
+    go = threading.Event()
+    first, second = on_thread(pool, lambda: go.wait(10)), on_thread(pool, lambda: True)
+    await asyncio.sleep(0.05)
+    pool.close()
+    go.set()
+
+    assert await first
+    with pytest.raises(asyncio.CancelledError):
+        await second
 
 
 def test_a_process_ends_while_a_call_hangs() -> None:
