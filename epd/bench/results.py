@@ -106,7 +106,7 @@ def _counted(
     if not figures.completed <= items.total <= sent:
         return None, (
             f"without hit rate and encodes: the proxy counted {items.total} pictures, {sent} were "
-            "sent: others use it"
+            "sent: others use it, or several workers, whose figures come a second late"
         )
     if items.hits / items.total > ideal_hit_rate(dataset.trace):
         return items, "pictures were in the cache before: another --seed makes others"
