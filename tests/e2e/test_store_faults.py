@@ -18,6 +18,7 @@ import pytest
 from ec_store import Entry, EntryKey, Store, StoreUnavailable, open_store
 from ec_store.breaker import OPEN_S
 from ec_store.shared_disk import LOOK_EVERY_S
+from epd.claims import WRITTEN_WITHIN_S
 from epd.fleet import Engine
 from tests.e2e.conftest import Served, metric, stored
 from tests.e2e.stacks import ON_CLUSTER, ON_DISK, ON_REDIS, on
@@ -101,6 +102,17 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it has not happened"
         time.sleep(0.02)
+
+
+def settle(figures: Callable[[], object]) -> None:
+    """Wait until they stay as they are for longer than claims are kept after an encode."""
+    deadline = time.monotonic() + WAIT_S
+    last, since = figures(), time.monotonic()
+    while time.monotonic() - since < 2 * WRITTEN_WITHIN_S:
+        assert time.monotonic() < deadline, "they do not settle"
+        time.sleep(0.1)
+        if (now := figures()) != last:
+            last, since = now, time.monotonic()
 
 
 def content(reply: httpx.Response) -> str:
@@ -459,8 +471,9 @@ def test_one_rank_of_the_encode_engine_writes(stack: Served) -> None:
         return sum(server.command("DBSIZE") for server in stack.redis)
 
     with open_store(stack.stack.store) as store:
-        # What was encoded before is written before this one.
+        # What was encoded before is written before this one; its claims are given back later.
         encoded(stack, store, unseen(stack))
+        settle(lambda: (commands(), entries()))
         before, held = commands(), entries()
         keys = [key_of(encode(stack, unseen(stack))) for _ in range(count)]
         until(lambda: entries() >= held + count)
