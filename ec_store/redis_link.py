@@ -84,6 +84,11 @@ class Link:
         self.owed = 0
         self.generation = generation
 
+    @property
+    def open(self) -> bool:
+        """Whether it has a socket: redis-py closes that of a call which is interrupted."""
+        return self._connection._sock is not None  # noqa: SLF001 - it has no public name
+
     def until(self, deadline_s: float) -> None:
         """When what is sent and received from now on ends, by the monotonic clock."""
         self._connection._sock.deadline_s = deadline_s  # noqa: SLF001 - it has no public name
@@ -229,12 +234,14 @@ class Node:
     def _take(self, deadline_s: float) -> Link:
         self._own()
         generation = self._generation
-        try:
-            link = self._idle.pop()
-        except IndexError:
-            return Link(self._connect(deadline_s), generation)
-        link.until(deadline_s)
-        return link
+        while True:
+            try:
+                link = self._idle.pop()
+            except IndexError:
+                return Link(self._connect(deadline_s), generation)
+            if link.open:
+                link.until(deadline_s)
+                return link
 
     def _own(self) -> None:
         if self._pid != os.getpid():

@@ -280,6 +280,7 @@ def test_a_signal_ends_the_stack_that_it_started(tmp_path: Path, models: Path) -
             pass
         started = processes_of(mark)
         process.terminate()
+        process.stderr.read()  # to its end: who cannot write any more ends otherwise
 
     assert len(started) > 2
     assert process.returncode == 1
