@@ -86,7 +86,11 @@ class Link:
 
     @property
     def open(self) -> bool:
-        """Whether it has a socket: redis-py closes that of a call which is interrupted."""
+        """Whether it has a socket.
+
+        An interrupted call can become garbage in a cycle: then redis-py closes the connection, and
+        the call's own end keeps it, in either order.
+        """
         return self._connection._sock is not None  # noqa: SLF001 - it has no public name
 
     def until(self, deadline_s: float) -> None:

@@ -1,5 +1,6 @@
 """What goes wrong with a Redis, and what a store makes of it."""
 
+import gc
 import os
 import signal
 import threading
@@ -16,7 +17,9 @@ from redis.crc import key_slot
 
 from ec_store import Entry, EntryTooLarge, StoreUnavailable, redis_client
 from ec_store.redis_entries import RedisEntries
+from ec_store.redis_link import Node
 from ec_store.redis_store import RedisStore
+from ec_store.redis_url import redis_options
 from tests.store.contract import assert_same, key, sized
 from tests.store.redis_server import RedisServer, cluster, free_port
 
@@ -561,6 +564,23 @@ def test_an_interrupted_call_leaves_no_answer_for_the_next(
 
     assert interrupts > 20
     assert store.stats().corrupt == 0
+
+
+def test_what_an_interrupted_call_left_to_be_collected_is_not_used(server: RedisServer) -> None:
+    """Collected in a cycle, a connection is closed, and its call's end keeps it all the same."""
+    options = redis_options(server.url())
+    node = Node(options.addresses[0], options)
+    call = node.link(time.monotonic() + 5)
+    call.__enter__()
+    cycle: list[object] = [call]
+    cycle.append(cycle)
+    del call, cycle
+    gc.collect()
+
+    with node.link(time.monotonic() + 5) as link:
+        link.send([("PING",)])
+        assert link.read() == b"PONG"
+    node.close()
 
 
 def test_a_forked_child_has_connections_of_its_own(store: RedisStore) -> None:
