@@ -266,7 +266,7 @@ async def test_where_one_item_fails_for_good_the_others_are_cancelled(launch: La
         fleet.e.chat = fails_one
         sent = request(image(b"good"), image(b"fine"), image(b"bad!"))
 
-        assert (await asyncio.wait_for(fleet.chat(sent), 10))[0] == 502
+        assert (await asyncio.wait_for(fleet.chat(sent), 20))[0] == 502
         await until(lambda: fleet.e.aborted == 2)
 
 

