@@ -36,7 +36,7 @@ def encoded(*instances: FakeInstance) -> int:
 
 
 @pytest.mark.fault(1, 6, 7, 8)
-@pytest.mark.parametrize("fault", [refuses(500), refuses(502), refuses(408), drops, hangs], ids=str)
+@pytest.mark.parametrize("fault", [refuses(500), refuses(502), refuses(408), drops, hangs])
 async def test_where_one_encoder_fails_another_encodes(launch: Launch, fault: Handler) -> None:
     config: Any = {"encode_timeout_s": 0.3, "encode_policy": "round_robin"}
     async with launch(encode=2, **config) as fleet:
