@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import Metric
@@ -52,7 +52,6 @@ def samples(families: Iterable[Metric], *, created: bool = False) -> Samples:
     }
 
 
-@settings(deadline=None)
 @given(st.lists(WORK, min_size=1, max_size=5))
 def test_the_sum_is_what_one_process_would_have_counted(
     works: list[list[tuple[str, str, int]]],
@@ -62,7 +61,6 @@ def test_the_sum_is_what_one_process_would_have_counted(
     assert samples(added([Process(work).page() for work in works])) == samples(alone.page())
 
 
-@settings(deadline=None)
 @given(st.lists(WORK, min_size=1, max_size=5))
 def test_counting_began_where_it_began_first(works: list[list[tuple[str, str, int]]]) -> None:
     pages = [Process(work).page() for work in works]
@@ -74,7 +72,6 @@ def test_counting_began_where_it_began_first(works: list[list[tuple[str, str, in
     assert samples(added(pages), created=True) == first
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0, 1e9), min_size=1, max_size=8), st.randoms(use_true_random=False))
 def test_the_order_of_workers_changes_no_digit(values: list[float], random: Random) -> None:
     pages = []
@@ -88,7 +85,6 @@ def test_the_order_of_workers_changes_no_digit(values: list[float], random: Rand
     assert samples(added(pages)) == once
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from(list(GAUGES)), st.lists(st.integers(0, 9), min_size=1)))
 def test_a_gauge_is_of_all_what_its_name_says(values: dict[str, list[int]]) -> None:
     registries = defaultdict[int, CollectorRegistry](CollectorRegistry)
