@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Style, types, who may import whom, and a test for every fault.
+# Style, types, who may import whom, a test for every fault, and documents without a broken link.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 ./scripts/setup.sh
@@ -8,3 +8,6 @@ cd "$(dirname "$0")/.."
 .venv/bin/mypy
 .venv/bin/lint-imports
 .venv/bin/python scripts/fault_table.py --check
+site=$(mktemp --directory)
+trap 'rm -rf "$site"' EXIT
+NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet --site-dir "$site"
