@@ -58,6 +58,8 @@ class FakeInstance:
     aborted: int = 0
     open: int = 0
     url: str = ""
+    version: str = "0.33.0"
+    models: tuple[str, ...] = ("m",)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         self.open += 1
@@ -76,7 +78,10 @@ class FakeInstance:
             return web.Response(status=200 if self.healthy else 503)
         self.other_calls.append(f"{request.method} {request.path}")
         if request.path == "/v1/models":
-            return web.json_response({"object": "list", "data": [{"id": "m"}]})
+            data = [{"id": name} for name in self.models]
+            return web.json_response({"object": "list", "data": data})
+        if request.path == "/version":
+            return web.json_response({"version": self.version})
         return web.Response(status=200 if self.profiler else 404)
 
     @asynccontextmanager
@@ -85,7 +90,7 @@ class FakeInstance:
         app.router.add_post("/v1/chat/completions", self._chat)
         for path in ("/start_profile", "/stop_profile"):
             app.router.add_post(path, self._other)
-        for path in ("/health", "/v1/models"):
+        for path in ("/health", "/v1/models", "/version"):
             app.router.add_get(path, self._other)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.2)
         await runner.setup()
