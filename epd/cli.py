@@ -13,16 +13,17 @@ from pydantic import AliasChoices, BeforeValidator, Field, SecretStr, Validation
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from epd import bench, fleet, logs
+from epd import bench, fleet
 from epd.config import AdminKey, ProxyConfig
-from epd.descriptors import raise_limit
+from epd.edge.descriptors import raise_limit
+from epd.http.tls import TlsInvalid, server_context, upstream_context
+from epd.observe import logs
 from epd.parser import Parser
-from epd.server import serve
+from epd.server.serve import serve
+from epd.server.web import create_app
+from epd.server.workers import WorkersFailed, supervise
 from epd.tenants import KeysInvalid, key_line, new_key
-from epd.tls import TlsInvalid, server_context, upstream_context
 from epd.version import __version__
-from epd.web import create_app
-from epd.workers import WorkersFailed, supervise
 
 GROUPS = {
     "*_urls": "instances",

@@ -18,9 +18,9 @@ from pydantic_settings import NoDecode
 from yarl import URL
 
 from ec_store import check_url
-from epd.health import HealthPolicy
-from epd.instances import Instance, Role
-from epd.policies import PolicyName
+from epd.routing.health import HealthPolicy
+from epd.routing.instances import Instance, Role
+from epd.routing.policies import PolicyName
 from epd.tenants import ANONYMOUS, KEY, Scope, Tenant
 
 NO_INSTANCES = frozenset({"", "disable", "none"})

@@ -25,7 +25,7 @@ from typing import Any
 import aiohttp
 
 from epd.fleet import Topology, free_ports
-from epd.instances import Role
+from epd.routing.instances import Role
 from scripts.chaos_faults import Faults, excused, excused_by_a_kill, kills, plan, storm
 from scripts.chaos_fleet import DiskStore, Instance, Proxy, RedisStore
 from scripts.chaos_load import MAX_BODY_BYTES, Clients, Questions, ask

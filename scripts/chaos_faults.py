@@ -13,7 +13,7 @@ from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from epd.instances import Role
+from epd.routing.instances import Role
 from scripts.chaos_fleet import Breakable, Instance
 from scripts.chaos_load import Outcome
 

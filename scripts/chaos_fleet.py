@@ -16,7 +16,7 @@ import aiohttp
 import redis
 
 from epd.fleet import Process, free_ports
-from epd.instances import Role
+from epd.routing.instances import Role
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {"PYTHONPATH": str(ROOT)}

@@ -27,7 +27,7 @@ from aiohttp import web
 
 from ec_store import Entry, EntryKey, StoreError
 from ec_store.aio import AsyncStore
-from epd.instances import Role
+from epd.routing.instances import Role
 from scripts.chaos_answers import EARLY, LATE, Answer, deliver, error
 
 MODEL, NAMESPACE = "m", "chaos@main:0"

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 
-from epd.instances import Role
+from epd.routing.instances import Role
 
 Devices = tuple[str, ...]
 """The devices of one instance; over several its tensors are divided."""

@@ -9,7 +9,7 @@ from typing import Any
 from epd.fleet.devices import Devices
 from epd.fleet.platforms import CPU, Platform
 from epd.fleet.server import Server
-from epd.instances import Role
+from epd.routing.instances import Role
 
 VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
 """The `vllm` command of the environment that this process runs in."""

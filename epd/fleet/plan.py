@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from epd.fleet.engine import Engine
 from epd.fleet.server import Server
-from epd.instances import Role
+from epd.routing.instances import Role
 
 ANSWERS = (Role.DECODE, Role.PREFILL_DECODE)
 """The roles of which one instance at least must run: the proxy does without the others."""

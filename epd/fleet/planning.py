@@ -10,7 +10,7 @@ from epd.fleet.engine import TRANSFERS_KV, Engine
 from epd.fleet.plan import Plan
 from epd.fleet.platforms import PLATFORMS, Platform, detected
 from epd.fleet.settings import FleetSettings
-from epd.instances import Role
+from epd.routing.instances import Role
 
 NIXL_STEP = 10
 """Between the handshake ports of two instances: data-parallel ranks take those that follow."""

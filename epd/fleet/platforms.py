@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
-from epd.instances import Role
+from epd.routing.instances import Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from ec_store import check_url
 from epd.fleet.devices import Devices, parse, parse_instances
 from epd.fleet.engine import VLLM
 from epd.fleet.topology import Topology
-from epd.instances import Role
+from epd.routing.instances import Role
 
 QUOTA = "64GiB"
 """Of a store that is named by its folder alone."""

@@ -17,7 +17,7 @@ from epd.fleet.ports import free_ports
 from epd.fleet.process import POLL_S, Process, ProcessDied, stop, wait_until_ready
 from epd.fleet.server import Server
 from epd.fleet.topology import Topology
-from epd.instances import Role
+from epd.routing.instances import Role
 
 READY_TIMEOUT_S = 600.0
 

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Self
 
-from epd.instances import Role
+from epd.routing.instances import Role
 
 _NAME = re.compile(r"(?P<e>[1-9]\d?)e(?:(?P<pd>[1-9]\d?)pd|(?P<p>[1-9]\d?)p(?P<d>[1-9]\d?)d)")
 

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ec_store import EntryInfo, open_store
 from epd.fleet import Engine, Stack, Topology
-from epd.instances import Role
+from epd.routing.instances import Role
 from tests.e2e.stacks import AUDIO_STACKS, CLUSTER, REDIS, VISION_STACKS, Spec
 from tests.store.redis_server import RedisServer, cluster
 

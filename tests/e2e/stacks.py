@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from epd.instances import Role
+from epd.routing.instances import Role
 
 VISION, AUDIO = "tiny-qwen2.5-vl", "tiny-qwen2-audio"
 E_PD, E_P_D = "1e1pd", "1e1p1d"

@@ -12,9 +12,9 @@ import openai
 import pytest
 from PIL import Image
 
-from epd.chat import mm_items
-from epd.identity import content_key
-from epd.media import Inline, source
+from epd.bodies.chat import mm_items
+from epd.cache.identity import content_key
+from epd.media.parts import Inline, source
 from epd.tenants import Scope
 from tests.e2e.conftest import MEDIA, Served, metric, stored
 from tests.e2e.stacks import AUDIO_STACKS, VISION_STACKS, on

@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from ec_store import open_store
-from epd.instances import Role
+from epd.routing.instances import Role
 from epd.tenants import key_line
 from tests.e2e.conftest import MEDIA, Served, metric, stored
 from tests.e2e.stacks import ON_CLUSTER, ON_DISK, ON_REDIS, on

@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 
-from epd.instances import Role
+from epd.routing.instances import Role
 from tests.e2e.conftest import Served, metric
 from tests.e2e.stacks import DISK, E_P_D, VISION, Spec, on
 from tests.e2e.test_answers import ask, picture, unseen

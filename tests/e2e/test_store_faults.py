@@ -18,7 +18,7 @@ import pytest
 from ec_store import Entry, EntryKey, Store, StoreUnavailable, open_store
 from ec_store.breaker import OPEN_S
 from ec_store.shared_disk import LOOK_EVERY_S
-from epd.claims import WRITTEN_WITHIN_S
+from epd.cache.claims import WRITTEN_WITHIN_S
 from epd.fleet import Engine
 from tests.e2e.conftest import Served, metric, stored
 from tests.e2e.stacks import ON_CLUSTER, ON_DISK, ON_REDIS, on

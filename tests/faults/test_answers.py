@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epd.sse import EventAligner
+from epd.bodies.sse import EventAligner
 from tests.faults.relay import End, Relay
 from tests.faults.scripted import (
     LAST_CHUNK,

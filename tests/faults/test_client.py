@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from epd.client import PIECE_BYTES, READ_BUFFER_BYTES, Broken, Connection, Pool, Unreachable
-from epd.http1 import Origin, request_head, target_of
+from epd.http.client import PIECE_BYTES, READ_BUFFER_BYTES, Broken, Connection, Pool, Unreachable
+from epd.http.http1 import Origin, request_head, target_of
 from tests.faults.scripted import (
     STREAM_HEAD,
     Exchange,

@@ -359,7 +359,7 @@ async def test_a_request_behind_an_upgrade_that_is_declined_is_no_head_that_has_
 
 @pytest.mark.fault(47)
 async def test_a_body_that_comes_too_slowly_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("epd.body.GRACE_S", 0.3)
+    monkeypatch.setattr("epd.edge.body.GRACE_S", 0.3)
     async with launch(body_min_rate_bytes=10_000) as fleet:
         async with connected(fleet.url) as (reader, writer):
             writer.write(post(1_000_000))
@@ -374,7 +374,7 @@ async def test_a_body_that_comes_too_slowly_is_a_408(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.fault(47)
 async def test_a_body_that_comes_fast_enough_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("epd.body.GRACE_S", 0.3)
+    monkeypatch.setattr("epd.edge.body.GRACE_S", 0.3)
     body = chat(padding="x" * 8000)
     async with launch(body_min_rate_bytes=4000) as fleet, connected(fleet.url) as (reader, writer):
         writer.write(post(len(body)))
@@ -423,7 +423,7 @@ async def test_a_client_that_does_not_read_a_whole_answer_is_cut_off(
     monkeypatch: pytest.MonkeyPatch, closed: bool
 ) -> None:
     if closed:  # what is left fits in the buffer, and closing waits for it to be read
-        monkeypatch.setattr("epd.protocol.WRITE_BUFFER_BYTES", 10**9)
+        monkeypatch.setattr("epd.edge.protocol.WRITE_BUFFER_BYTES", 10**9)
 
     async def answers(_: web.Request, __: dict[str, Any]) -> web.Response:
         return web.json_response({"choices": ["x" * 20_000_000]})

@@ -7,9 +7,9 @@ import time
 import pytest
 import structlog
 
-from epd import identity, keys
-from epd.loop_lag import watched
-from epd.media import Inline
+from epd.cache import identity, keys
+from epd.media.parts import Inline
+from epd.observe.loop_lag import watched
 from epd.tenants import Scope
 from tests.proxy.fleet import Launch, until
 from tests.requests import image, input_audio, request

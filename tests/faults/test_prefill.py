@@ -320,7 +320,7 @@ async def test_decode_is_told_of_a_prefill_that_nobody_waits_for(
 async def test_it_is_told_once_and_not_for_ever(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("epd.stages.RELEASE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("epd.request.stages.RELEASE_TIMEOUT_S", 0.2)
     async with launch(prefill=1) as fleet:
         fleet.d.chat = hangs
         task = asyncio.create_task(fleet.chat(request(text())))

@@ -17,9 +17,9 @@ import pytest
 from pydantic import ValidationError
 
 import epd
-from epd import tls
-from epd.protocol import MAX_REFUSALS
-from epd.tls import TlsInvalid, server_context, upstream_context
+from epd.edge.protocol import MAX_REFUSALS
+from epd.http import tls
+from epd.http.tls import TlsInvalid, server_context, upstream_context
 from tests.certificates import Authority, Certificate, encrypted
 from tests.faults.raw import connected, ended
 from tests.proxy.fake_instance import FakeInstance, decodes, encodes

@@ -14,7 +14,7 @@ import pytest
 from epd.fleet import Engine, Process, ProcessDied, Stack, Topology
 from epd.fleet.ports import free_ports
 from epd.fleet.process import stop, wait_until_ready
-from epd.instances import Role
+from epd.routing.instances import Role
 
 SERVER = """
 import subprocess, sys, http.server

@@ -19,7 +19,7 @@ from epd.fleet.platforms import CPU, CUDA, XPU, detected
 from epd.fleet.server import Server
 from epd.fleet.settings import FleetSettings
 from epd.fleet.topology import Topology
-from epd.instances import Role
+from epd.routing.instances import Role
 
 STORE = "file:///ec"
 TWO = MappingProxyType({"CUDA_VISIBLE_DEVICES": "0,1"})

@@ -13,10 +13,10 @@ import aiohttp
 from aiohttp import web
 
 import epd
+from epd.edge.listening import Site
+from epd.edge.protocol import Runner
 from epd.events import InstanceChanged, RequestDone, StageDone
-from epd.listening import Site
-from epd.middlewares import CONFIG, OBSERVERS
-from epd.protocol import Runner
+from epd.server.middlewares import CONFIG, OBSERVERS
 from tests.proxy.fake_instance import FakeInstance, decodes, encodes, prefills
 
 

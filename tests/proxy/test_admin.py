@@ -7,7 +7,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 import epd
-from epd.admin import HEALTH_KEPT_S
+from epd.server.admin import HEALTH_KEPT_S
 from tests.proxy.fleet import Fleet, Launch, until
 from tests.requests import request, text
 

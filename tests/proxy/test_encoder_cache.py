@@ -13,9 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
 from ec_store import EntryKey
-from epd.cache import EncoderCache
-from epd.claims import Claims
-from epd.logs import LogObserver
+from epd.cache.claims import Claims
+from epd.cache.encoder_cache import EncoderCache
+from epd.observe.logs import LogObserver
 from tests.proxy.backed import (
     BUDGET_S,
     NAMESPACE,
@@ -229,7 +229,7 @@ async def test_a_store_that_hangs_costs_its_budget_and_then_nothing(
 async def test_the_namespace_is_followed_when_it_changes(
     launch: Launch, backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("epd.cache.REFRESH_S", 0.05)
+    monkeypatch.setattr("epd.cache.encoder_cache.REFRESH_S", 0.05)
     async with caching(launch, backed, url) as fleet:
         await items_of(fleet, request(image()))
         await asyncio.gather(*backed.writes)
@@ -547,7 +547,7 @@ async def test_a_claim_in_use_is_not_given_back_with_a_renewal_that_nobody_waits
         released.append(time.monotonic())
         release(*args)
 
-    monkeypatch.setattr("epd.claims.CLAIM_S", 0.3)
+    monkeypatch.setattr("epd.cache.claims.CLAIM_S", 0.3)
     monkeypatch.setattr("ec_store.shared_disk.SharedDiskStore.release", recorded)
     async with EncoderCache.connect(url, budget_s=BUDGET_S, lease_s=1) as cache:
         with Claims(cache).turn("m", "item", 1) as turn:

@@ -219,7 +219,7 @@ async def test_an_item_that_cannot_be_encoded_is_the_engines_error(
 async def test_an_output_that_is_not_stored_is_a_503(
     launch: Launch, backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("epd.warmup.STORED_WITHIN_S", 0.1)
+    monkeypatch.setattr("epd.request.warmup.STORED_WITHIN_S", 0.1)
     backed.write_s = 1.0
     async with caching(launch, backed, url) as fleet:
         assert (await push(fleet, image(b"cat")))[0] == 503

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from epd.config import ProxyConfig
 from epd.errors import ProxyError
-from epd.fetch import MediaFetcher
+from epd.media.fetch import MediaFetcher
 from tests.proxy.fake_origin import ALLOWED, FakeNames, FakeOrigin
 from tests.proxy.fleet import until
 from tests.requests import data_url

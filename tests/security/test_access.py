@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 import epd
-from epd.access import ON_BEHALF
+from epd.edge.access import ON_BEHALF
 from tests.proxy.clients import ALICE, bearer
 from tests.proxy.fleet import Fleet, Launch
 from tests.proxy.test_process import EPD, INSTANCES, serving

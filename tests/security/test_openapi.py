@@ -22,9 +22,9 @@ from schemathesis.specs.openapi.checks import (
 )
 
 import epd
-from epd.access import Access
+from epd.edge.access import Access
+from epd.server.web import OPENAPI, ROUTES
 from epd.version import __version__
-from epd.web import OPENAPI, ROUTES
 from tests.proxy.backed import Backed
 from tests.proxy.clients import bearer
 from tests.proxy.fleet import Launch

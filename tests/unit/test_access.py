@@ -3,7 +3,7 @@
 import pytest
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from epd.access import is_local
+from epd.edge.access import is_local
 
 HERE = {"Host": "127.0.0.1:8000"}
 

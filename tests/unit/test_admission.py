@@ -16,8 +16,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from epd.admission import Admission, Door, Limits, Pace, QueueFull, Ticket, limits_of
 from epd.config import ProxyConfig
+from epd.edge.admission import Admission, Door, Limits, Pace, QueueFull, Ticket, limits_of
 from epd.errors import Overloaded, TooManyRequests, TryLater
 from epd.tenants import Tenant
 

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.admission import Admission, Limits
 from epd.bench import results, vllm_bench
 from epd.bench.dataset import Dataset
 from epd.bench.targets import Items, Model, NoFigures, Target, parse_items
 from epd.bench.vllm_bench import Load
+from epd.edge.admission import Admission, Limits
 from epd.events import ItemResult, RequestDone, StageDone
-from epd.metrics import MetricsObserver
+from epd.observe.metrics import MetricsObserver
 
 TARGET = Target("epd", "http://h:1")
 DATASET = Dataset("local", "/data", ("a", "b", "a", "a"))

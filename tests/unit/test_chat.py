@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd import chat
+from epd.bodies import chat
 from epd.errors import BadRequest
 from tests.requests import image, input_audio, request, text
 

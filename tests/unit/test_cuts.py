@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epd.chat import MMItem
-from epd.cuts import MARK_LENGTH, NO_CUTS, WINDOW, cut, pieces
+from epd.bodies.chat import MMItem
+from epd.bodies.cuts import MARK_LENGTH, NO_CUTS, WINDOW, cut, pieces
 from epd.errors import BadRequest
-from epd.media import Inline, source
+from epd.media.parts import Inline, source
 
 BASE64 = b"QUJD" * WINDOW
 HEADS = (b"data:image/png;base64,", b"DATA:;base64,", b"data:audio/ogg;codecs=opus;base64,")

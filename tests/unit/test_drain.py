@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from epd.drain import Drain
+from epd.edge.drain import Drain
 from epd.errors import Overloaded, UpstreamTimeout
 
 

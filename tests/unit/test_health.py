@@ -15,7 +15,7 @@ from epd.errors import (
     UpstreamTimeout,
     UpstreamUnreachable,
 )
-from epd.health import Health, HealthPolicy, Outcome, State, judged
+from epd.routing.health import Health, HealthPolicy, Outcome, State, judged
 
 POLICY = HealthPolicy()
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.http1 import (
+from epd.http.http1 import (
     MAX_HEAD_BYTES,
     AnswerReader,
     Malformed,

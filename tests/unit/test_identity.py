@@ -2,9 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from epd.cache.identity import content_key, name_key, salted
 from epd.errors import BadRequest
-from epd.identity import content_key, name_key, salted
-from epd.media import Inline
+from epd.media.parts import Inline
 from epd.tenants import Scope, Tenant
 
 ALICE, BOB = Scope(Tenant("alice")), Scope(Tenant("bob"))

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import ExifTags, Image, UnidentifiedImageError
 
-from epd.image_header import MAX_STEPS, Size, image_size
+from epd.media.image_header import MAX_STEPS, Size, image_size
 
 KINDS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd.events import RequestDone
-from epd.logs import LogObserver, plain
+from epd.observe.logs import LogObserver, plain
 
 LIBRARY = "import logging; logging.getLogger('library').{call}"
-CONFIGURED = "from epd.logs import configure; configure('json', 'info'); " + LIBRARY
+CONFIGURED = "from epd.observe.logs import configure; configure('json', 'info'); " + LIBRARY
 
 
 FULL = structlog.dev.ConsoleRenderer(colors=False)
@@ -71,7 +71,8 @@ def test_a_line_for_people_is_what_structlog_makes_of_it(
 
 
 def test_each_line_says_which_worker_wrote_it() -> None:
-    code = "from epd.logs import configure; configure('{}', 'info', worker=3); import structlog; "
+    code = "from epd.observe.logs import configure; configure('{}', 'info', worker=3); "
+    code += "import structlog; "
     code += "structlog.get_logger('epd').info('listening', url='http://a b', n=2)"
     lines = []
     for log_format in ("json", "console"):

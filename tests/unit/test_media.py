@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.chat import MMItem
+from epd.bodies.chat import MMItem
 from epd.errors import BadRequest
-from epd.media import Inline, Remote, source
+from epd.media.parts import Inline, Remote, source
 from tests.requests import data_url
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.media_cache import (
+from epd.media.cache import (
     ENTRY_OVERHEAD_BYTES,
     HEADERS,
     MAX_SECONDS,

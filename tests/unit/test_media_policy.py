@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from yarl import URL
 
 from epd.errors import BadRequest
-from epd.media_policy import MAX_URL, MediaPolicy
+from epd.media.policy import MAX_URL, MediaPolicy
 
 PUBLIC = MediaPolicy()
 INSIDE = MediaPolicy(frozenset({"media.test", "127.0.0.1"}), allow_private=True)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import Metric
 
-from epd.admission import Admission, limits_of
 from epd.config import ProxyConfig
-from epd.metric_sums import CREATED, GAUGES, added, counted, dump, load
-from epd.metrics import MetricsObserver
+from epd.edge.admission import Admission, limits_of
+from epd.observe.metric_sums import CREATED, GAUGES, added, counted, dump, load
+from epd.observe.metrics import MetricsObserver
 
 BUCKETS = (1, 5, 25)
 LABELS = st.sampled_from(["a", "b", "ü\n\"'\\{}"])

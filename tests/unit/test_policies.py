@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.instances import Instance, Role
-from epd.policies import LOAD_FACTOR, POLICIES, Affinity, LeastLoad, PolicyName, RoundRobin
+from epd.routing.instances import Instance, Role
+from epd.routing.policies import LOAD_FACTOR, POLICIES, Affinity, LeastLoad, PolicyName, RoundRobin
 
 INSTANCES = [Instance(Role.ENCODE, f"http://e{number}:1") for number in range(5)]
 LOADS = st.dictionaries(st.sampled_from(INSTANCES), st.integers(0, 50))

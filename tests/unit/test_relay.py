@@ -6,10 +6,10 @@ from typing import Any, cast
 import pytest
 from aiohttp import web
 
-from epd.client import Sink
-from epd.relay import StreamRelay
-from epd.stages import RequestContext
-from epd.upstream import Reply
+from epd.http.client import Sink
+from epd.http.upstream import Reply
+from epd.request.relay import StreamRelay
+from epd.request.stages import RequestContext
 
 EVENT = b"data: 1\n\n"
 

@@ -5,7 +5,6 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from epd import retries
 from epd.errors import (
     BadRequest,
     ProxyError,
@@ -14,7 +13,8 @@ from epd.errors import (
     UpstreamTimeout,
     UpstreamUnreachable,
 )
-from epd.retries import Retries, is_instances_fault, retry_delay_s
+from epd.routing import retries
+from epd.routing.retries import Retries, is_instances_fault, retry_delay_s
 from tests.proxy.fleet import until
 
 

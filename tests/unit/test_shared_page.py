@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epd.shared_page import HALF_BYTES, HEAD, NUMBER, PageUnreadable, SharedPage
+from epd.observe.shared_page import HALF_BYTES, HEAD, NUMBER, PageUnreadable, SharedPage
 
 WRITES = """
 import sys
-from epd.shared_page import SharedPage
+from epd.observe.shared_page import SharedPage
 page = SharedPage(int(sys.argv[1]))
 number = int(page.read() and page.read().split()[0] or 0)
 print("writes", flush=True)

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd import sse
-from epd.sse import EventAligner
+from epd.bodies import sse
+from epd.bodies.sse import EventAligner
 
 EVENTS = [
     "data: é漢\n\n".encode(),

@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.chat import Body, mm_items
+from epd.bodies.chat import Body, mm_items
+from epd.bodies.transfer import Encoded, EncodedItem, consumer_body, read_encoded, read_prefilled
 from epd.errors import UpstreamFailed
-from epd.transfer import Encoded, EncodedItem, consumer_body, read_encoded, read_prefilled
 from tests.requests import image, input_audio, request, text, video
 
 GRID = {"image_grid_thw": [1, 36, 54]}

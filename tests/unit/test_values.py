@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from epd.config import ProxyConfig
 from epd.errors import BadRequest, UpstreamRejected
 from epd.events import StageDone, stage_seconds
-from epd.instances import Role
+from epd.routing.instances import Role
 
 PROXY_FETCH = {"media_fetch": "proxy"}
 WRONG_DOMAINS = ["https://a.test", "a.test/x", "a.test:443", "*.a.test", "u@a.test", "a.test,", "["]

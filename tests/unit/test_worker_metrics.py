@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from epd.shared_page import HALF_BYTES, HEAD, NUMBER, SharedPage
-from epd.worker_metrics import WorkerMetrics, bury
+from epd.observe.shared_page import HALF_BYTES, HEAD, NUMBER, SharedPage
+from epd.observe.worker_metrics import WorkerMetrics, bury
 
 SEATS = st.integers(0, 2)
 

@@ -1,0 +1,231 @@
+"""What instances tell each other through the proxy: `ec_transfer_params`, `kv_transfer_params`."""
+
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from ec_store import EntryInfo
+from epd.bodies.chat import (
+    MAX_DEPTH,
+    MM_KWARGS,
+    Body,
+    MMItem,
+    deeper,
+    may_be_deep,
+    metadata_part,
+    raw_part,
+    with_parts,
+)
+from epd.errors import Stage, UnknownMedia, UpstreamFailed
+from epd.events import ItemResult
+
+Params = Mapping[str, Any]
+
+METADATA_ONLY = ("image", "audio")
+"""Modalities whose placeholder metadata says all that a consumer needs. A video's does not:
+Qwen2.5-VL's lacks the frame rate, and the answer silently differs from the raw video's."""
+
+CONTENT_HASH_LENGTHS = (64, 128)
+"""Digits of the hashes vLLM names media by: blake3 and sha256, or sha512
+(`vllm/multimodal/hasher.py`)."""
+
+NIXL_PREFILL: Params = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""`kv_transfer_params` that make a NIXL prefill instance keep its blocks for decode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """What an encode instance said of one item.
+
+    Attributes:
+        params: its `ec_transfer_params`, empty where it reported none (vLLM before 0.32).
+        identifier: vLLM's key of the encoder output, where one was reported.
+        metadata: placeholder fields such as `image_grid_thw`; empty: the media must go on raw.
+        namespace: where its connector keeps the model's entries, if it is one that says so.
+    """
+
+    params: Params = field(default_factory=dict)
+    identifier: str | None = None
+    metadata: Params = field(default_factory=dict)
+    namespace: str | None = None
+
+
+def from_entry(info: EntryInfo) -> Encoded:
+    """What the store's entry of an item says of it.
+
+    There are no `ec_transfer_params`: they would promise a consumer an entry that may still come.
+    """
+    return Encoded(identifier=info.key.identifier, metadata=info.metadata)
+
+
+def read_encoded(reply: bytes, modality: str) -> Encoded:
+    """The `ec_transfer_params` of one item's encode reply.
+
+    Raises:
+        UpstreamFailed: the reply is not JSON, or what it reports does not fit one item. To guess
+            here would put one picture's tensor into another's place.
+    """
+    params = _reply_field(reply, "ec_transfer_params", stage="encode")
+    if not params:
+        return Encoded()
+    if not all(isinstance(entry, dict) for entry in params.values()):
+        raise _ambiguous("an entry is not an object")
+    if len(params) > 1:
+        # A video with its sound (use_audio_in_video) makes two features of one part.
+        if len({str(entry.get("modality")) for entry in params.values()}) != len(params):
+            raise _ambiguous("several features for one item")
+        return Encoded(params)
+    [(identifier, entry)] = params.items()
+    if entry.get("modality", modality) != modality:
+        raise _ambiguous("it is of another modality")
+    match entry.get("item_indices", [0]):
+        case [int() as index] if index == 0 and index is not False:
+            pass
+        case _:
+            raise _ambiguous("an item index is out of range")
+    metadata = entry.get("metadata") or {}
+    if not isinstance(metadata, dict) or not all(map(_is_numbers, metadata.values())):
+        raise _ambiguous("its metadata are not lists of numbers")
+    namespace = entry.get("namespace")
+    return Encoded(params, identifier, metadata, namespace if isinstance(namespace, str) else None)
+
+
+def _is_numbers(value: Any) -> bool:
+    rows = value if isinstance(value, list) else [None]
+    flat = [number for row in rows for number in (row if isinstance(row, list) else [row])]
+    return all(isinstance(number, int | float) for number in flat)
+
+
+def _ambiguous(reason: str) -> UpstreamFailed:
+    return UpstreamFailed(
+        f"the encode instance's ec_transfer_params cannot be matched to the item: {reason}",
+        slug="encode_metadata",
+        stage="encode",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedItem:
+    """An item whose encoder output was asked for.
+
+    Attributes:
+        item: the item.
+        uuid: what it was sent under; None: the engine hashed it.
+        encoded: what is known of the output.
+        result: where it comes from.
+    """
+
+    item: MMItem
+    uuid: str | None
+    encoded: Encoded
+    result: ItemResult
+
+
+def consumer_body(body: Body, items: Sequence[EncodedItem], *, raw: bool) -> Body:
+    """The request for prefill and decode, once its items are encoded.
+
+    Items go on metadata-only where that is known to give the same answer, and raw otherwise. Raw
+    items are found in the store all the same, by the same key.
+
+    Args:
+        body: the request as the client sent it.
+        items: all its items.
+        raw: send all media raw, where all items have theirs.
+
+    Raises:
+        UnknownMedia: an item without media must go on with them.
+    """
+    if not items:
+        return body
+    raw = raw and all(one.item.has_media for one in items)
+    uuids = {} if raw else _metadata_uuids(items, body)
+    for one in items:
+        if one.item not in uuids and not one.item.has_media:
+            raise UnknownMedia(
+                "this request needs the media themselves: a uuid is not enough",
+                param=one.item.param,
+            )
+    parts = {
+        one.item: metadata_part(one.item, one.encoded.metadata, uuids[one.item])
+        if one.item in uuids
+        else raw_part(one.item, one.uuid)
+        for one in items
+    }
+    params = {key: entry for one in items for key, entry in one.encoded.params.items()}
+    body = with_parts(body, parts)
+    return {**body, "ec_transfer_params": params} if params else body
+
+
+def _metadata_uuids(items: Sequence[EncodedItem], body: Body) -> dict[MMItem, str]:
+    """The items that go on metadata-only, with the `uuid` of each.
+
+    vLLM refuses a request that mixes metadata-only and raw items of a modality
+    (`vllm/renderers/chat_utils.py`, `_resolve_items`), and audio processors look at the items of
+    other modalities: all items of a modality, and with audio all items, or none.
+    """
+    uuids = {one.item: metadata_uuid(one, body) for one in items}
+    raw = {item.modality for item, uuid in uuids.items() if uuid is None}
+    modalities = {item.modality for item in uuids}
+    if raw and "audio" in modalities:
+        raw = modalities
+    return {item: uuid for item, uuid in uuids.items() if uuid and item.modality not in raw}
+
+
+def metadata_uuid(one: EncodedItem, body: Body) -> str | None:
+    """The `uuid` under which a consumer finds this encoder output without seeing the media.
+
+    Media that were sent under our uuid have it. Others were hashed by the engine, whose
+    identifier serves as a uuid only if the consumer takes it verbatim: with processor kwargs it
+    would hash it again, and with a LoRA on the vision tower it would prefix it again.
+    """
+    if not one.encoded.metadata or one.item.modality not in METADATA_ONLY:
+        return None
+    if one.uuid is not None:
+        return one.uuid
+    identifier = one.encoded.identifier or ""
+    is_hash = len(identifier) in CONTENT_HASH_LENGTHS and set(identifier) <= set(string.hexdigits)
+    return identifier if is_hash and not any(body.get(field) for field in MM_KWARGS) else None
+
+
+def read_prefilled(reply: bytes) -> Params:
+    """The `kv_transfer_params` of a prefill reply, for the decode request as they are.
+
+    Raises:
+        UpstreamFailed: there are none, so decode would have to compute everything again.
+    """
+    params = _reply_field(reply, "kv_transfer_params", stage="prefill")
+    if not params:
+        raise UpstreamFailed(
+            "the prefill instance returned no kv_transfer_params: is it started with "
+            "--kv-transfer-config?",
+            slug="prefill_no_kv",
+            stage="prefill",
+        )
+    return params
+
+
+def _reply_field(reply: bytes, name: str, *, stage: Stage) -> dict[str, Any]:
+    try:
+        parsed = orjson.loads(reply)
+    except orjson.JSONDecodeError:
+        parsed = None
+    value = parsed.get(name) if isinstance(parsed, dict) else ...
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or (may_be_deep(reply) and deeper(value, MAX_DEPTH)):
+        raise UpstreamFailed(
+            f"the {stage} instance's answer is not what vLLM sends",
+            slug=f"{stage}_bad_response",
+            stage=stage,
+        )
+    return value

@@ -1,0 +1,117 @@
+"""Clients' names for their media, kept in the encoder-cache store."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ec_store import Entry, EntryKey, StoreUnavailable
+from epd.cache.encoder_cache import PATIENT_S, EncoderCache
+
+NOTHING = memoryview(b"")
+"""The tensor of a name, which is an entry that has only metadata."""
+
+MAX_STALE = 65536
+"""How many names are remembered of which the store may say what is no longer true."""
+
+
+class Name(NamedTuple):
+    """What a client's name for its media stands for.
+
+    Attributes:
+        key: what a consumer finds the output by.
+        own: whether the key is the tenant's own, a digest that holds it; an engine's hash of the
+            content is not.
+    """
+
+    key: str
+    own: bool
+
+
+class Names:
+    """What names stand for: every proxy on the store finds them. Belongs to one event loop.
+
+    What a name stood for before it could not be written anew is not believed any more: it would be
+    the wrong picture. Where that is not known, nothing is, until this proxy has written the name.
+    """
+
+    def __init__(self, cache: EncoderCache) -> None:
+        self._cache = cache
+        self._stale: dict[EntryKey, Mapping[str, Any] | None] = {}
+
+    async def remember(self, model: str | None, name: str, modality: str, stands_for: Name) -> None:
+        """Keep for what a name stands, for as long as the store keeps what is used."""
+        key = self._key(model, name)
+        if key is None:
+            return
+        metadata = stands_for._asdict()
+        infos = await self._cache.read(lambda store: store.lookup([key]), PATIENT_S)
+        before = infos[0].metadata if infos and infos[0] is not None else None
+        if before == metadata:
+            self._stale.pop(key, None)
+            return
+        entry = Entry(NOTHING, "F32", (0,), modality, metadata)
+        written: bool | None = None
+        try:
+            written = await self._cache.write(
+                lambda store: store.put(key, entry, replace=True), PATIENT_S
+            )
+        finally:
+            if written:
+                self._stale.pop(key, None)
+            else:
+                self._disbelieve(key, before)
+
+    async def recall(self, model: str | None, names: Sequence[str]) -> Mapping[str, Name]:
+        """For what names stand; those that are not known are missing.
+
+        Raises:
+            StoreUnavailable: the store gives no answer.
+        """
+        keys = [key for name in names if (key := self._key(model, name)) is not None]
+        infos = await self._cache.read(lambda store: store.lookup(keys), PATIENT_S) if keys else []
+        if infos is None:
+            raise StoreUnavailable("the encoder cache gives no answer")
+        known = {info.key: info.metadata for info in infos if info is not None}
+        if known:
+            self._cache.later(self._cache.lease(list(known)))
+        return {
+            key.identifier: Name(str(metadata.get("key")), bool(metadata.get("own")))
+            for key, metadata in known.items()
+            if self._believes(key, metadata)
+        }
+
+    async def forget(
+        self, model: str | None, names: Sequence[str], identifiers: Sequence[str] = ()
+    ) -> None:
+        """Delete names and entries.
+
+        Raises:
+            StoreUnavailable: the store cannot be asked to; this proxy forgets the names anyway.
+        """
+        keys = [key for name in names if (key := self._key(model, name)) is not None]
+        namespace = self._cache.namespace(model)
+        entries = [EntryKey(namespace, one) for one in identifiers] if namespace else []
+        deleted: int | None = None
+        try:
+            deleted = await self._cache.write(
+                lambda store: store.delete([*keys, *entries]), PATIENT_S
+            )
+        finally:
+            for key in keys:
+                if deleted is None:
+                    self._disbelieve(key, None)
+                else:
+                    self._stale.pop(key, None)
+        if deleted is None:
+            raise StoreUnavailable("the encoder cache gives no answer")
+
+    def _key(self, model: str | None, name: str) -> EntryKey | None:
+        namespace = self._cache.namespace(model)
+        return None if namespace is None else EntryKey(f"{namespace}#names", name)
+
+    def _believes(self, key: EntryKey, metadata: Mapping[str, Any]) -> bool:
+        return key not in self._stale or self._stale[key] not in (None, metadata)
+
+    def _disbelieve(self, key: EntryKey, metadata: Mapping[str, Any] | None) -> None:
+        self._stale[key] = metadata
+        while len(self._stale) > MAX_STALE:
+            del self._stale[next(iter(self._stale))]

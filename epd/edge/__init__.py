@@ -1,0 +1,1 @@
+"""The side that clients see: connections, bodies, who may come in, and how many."""

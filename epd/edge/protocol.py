@@ -1,0 +1,390 @@
+"""A client's connection: what aiohttp leaves open to those who send bad HTTP, or send it slowly.
+
+aiohttp parses and answers. Added here are an end to waiting, for a request's head and for a client
+that does not read; a check of what its parser lets through; a limit on connections; and our shape
+for errors that no handler sees. Nothing of a request is logged or quoted: its headers hold keys.
+"""
+
+import asyncio
+import logging
+import re
+import uuid
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any, cast
+
+import structlog
+from aiohttp import HttpVersion10, HttpVersion11, hdrs, web
+from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
+from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
+from aiohttp.web_protocol import _ErrInfo
+
+from epd.config import ProxyConfig
+from epd.edge import descriptors
+from epd.errors import BadRequest, Overloaded, ProxyError, RequestRefused
+from epd.events import Observer, RequestDone
+
+SERVER = "epd"
+"""Our `Server` header. aiohttp's own tells which holes to try."""
+WRITE_BUFFER_BYTES = 1024**2
+"""What a client has not taken yet; with more than that, decode is not read any further."""
+LINGER_S = 5.0
+"""How long we still read, and throw away, what a client sends that has had its final answer. A
+connection closed on unread bytes is reset, and the answer may be lost with it."""
+MAX_REFUSALS = 64
+"""Connections above the limit that are told so at one time; others are closed without a word."""
+MAX_CONTENT_LENGTH = 2**63 - 1
+"""llhttp takes 2**64 - 1 for no length at all, and so a body for the next request."""
+ABSOLUTE = re.compile(r"[a-z][a-z0-9+.-]*://([^/?#]*)", re.IGNORECASE)
+"""A request target that names its host (RFC 9112, 3.2.2)."""
+
+
+class Connection(web.RequestHandler):
+    """One client's connection.
+
+    Attributes:
+        stalled: whether it was ended because the client did not read its answer.
+    """
+
+    __slots__ = (
+        "_begun",
+        "_config",
+        "_head_timer",
+        "_last_payload",
+        "_refused",
+        "_server",
+        "_write_timer",
+        "stalled",
+    )
+
+    def __init__(self, server: "Server", config: ProxyConfig, **kwargs: Any) -> None:
+        super().__init__(server, **kwargs)
+        self._server = server
+        self._config = config
+        self._begun = False  # has a byte come of the head that is waited for?
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._last_payload: StreamReader = EMPTY_PAYLOAD
+        self._refused = False
+        self.stalled = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin to wait for a head, or turn the client away where there are too many."""
+        opened = cast("asyncio.Transport", transport)
+        if not self._server.admits(self):
+            self._turn_away(opened)
+            return
+        opened.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        self._await_head()
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """Forget the timers."""
+        for timer in (self._head_timer, self._write_timer):
+            if timer is not None:
+                timer.cancel()
+        self._server.forget(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse, and see to it that a head that has begun ends in time."""
+        if self._refused:
+            return
+        parsed, in_body = self._request_count, not self._last_payload.is_eof()
+        super().data_received(data)
+        if self._request_count > parsed:
+            self._head_has_come()
+        elif not in_body and data.strip(b"\r\n"):  # empty lines before a head are none of it
+            self._begun = True
+            if self._waiter is not None:  # no request is being served
+                self._await_head()
+
+    def _head_has_come(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+        self._begun = False
+        message, payload = self._messages[-1]
+        if isinstance(message, _ErrInfo) and not self._last_payload.is_eof():
+            # The parser lost its way in a body, whose reader it does not tell.
+            self._last_payload.set_exception(web.RequestPayloadError())
+        self._last_payload = payload
+
+    def _await_head(self) -> None:
+        if self._head_timer is not None:
+            return
+        self._head_timer = self._loop.call_later(self._config.header_timeout_s, self._head_is_late)
+
+    def _head_is_late(self) -> None:
+        self._head_timer = None
+        if not self._begun:
+            self.force_close()
+            return
+        error = RequestRefused(
+            408,
+            "the request's head did not come in time",
+            slug="header_timeout",
+        )
+        # As aiohttp does it with its parser's errors: answered when its turn has come.
+        self._messages.append((_ErrInfo(error.status, error, error.message), EMPTY_PAYLOAD))
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def pause_writing(self) -> None:
+        """Begin to wait for the client to read."""
+        super().pause_writing()
+        self._write_timer = self._loop.call_later(self._config.write_timeout_s, self._stall)
+
+    def resume_writing(self) -> None:
+        """It has read."""
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+        super().resume_writing()
+
+    def _stall(self) -> None:
+        self.stalled = True
+        if self.transport is not None:
+            self.transport.abort()
+
+    async def start(self) -> None:
+        """Serve the connection's requests. Afterwards it is closed."""
+        transport = self.transport
+        try:
+            await super().start()
+        finally:
+            # Closing waits for the client to take what was written: not for ever.
+            if transport is not None and transport.get_write_buffer_size():
+                self._loop.call_later(self._config.write_timeout_s, transport.abort)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,  # noqa: ARG002 - aiohttp's signature
+        exc: BaseException | None = None,
+        message: str | None = None,  # noqa: ARG002
+    ) -> web.StreamResponse:
+        """The answer to what no handler has answered, in OpenAI's shape; the last on this one."""
+        if request.writer.output_size > 0:
+            raise ConnectionError("the answer has begun: it cannot become an error")
+        error = _shown(exc)
+        if error is None:
+            structlog.get_logger("epd").error("bug", exc_info=exc)
+            error = ProxyError("the proxy failed; its log says why")
+        self._refused = True
+        headers = self._server.refuse(error)
+        response = web.Response(
+            status=error.status,
+            body=error.body(),
+            content_type="application/json",
+            headers=headers,
+        )
+        response.force_close()
+        return response
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Send the answer; after the last one, leave the client time to read it."""
+        parsed = self._request_count
+        sent, lost = await super().finish_response(request, resp, start_time)
+        if self._request_count > parsed:  # requests behind one that asked for an upgrade
+            self._head_has_come()
+        if self.transport is not None and not sent.keep_alive:
+            _half_close(self.transport)
+            if self._refused:  # for the rest of a body, aiohttp waits
+                await asyncio.sleep(LINGER_S)  # cancelled when the client closes
+        elif self._begun and not self._messages:  # its time begins when its turn has come
+            self._await_head()
+        return sent, lost
+
+    def _turn_away(self, transport: asyncio.Transport) -> None:
+        self._refused = True
+        if not self._server.answers_refusal(self):
+            transport.abort()
+            return
+        error = Overloaded("too many connections are open")
+        transport.write(_raw(error, self._server.refuse(error)))
+        _half_close(transport)
+        self._write_timer = self._loop.call_later(LINGER_S, transport.abort)
+
+
+class Server(web.Server):
+    """Makes a `Connection` for each client, and counts them."""
+
+    def __init__(
+        self, made: web.Server, config: ProxyConfig, observers: Sequence[Observer], **kwargs: Any
+    ) -> None:
+        """As `made`, which aiohttp has made for the application."""
+        super().__init__(
+            self._checked,
+            request_factory=made.request_factory,
+            handler_cancellation=made.handler_cancellation,
+            **kwargs,
+        )
+        self._handler = made.request_handler
+        self._config = config
+        self._observers = observers
+        self._limit = config.max_connections or descriptors.client_connections()
+        self._open = set[Connection]()
+        self._turned_away = set[Connection]()
+
+    def __call__(self) -> Connection:
+        """A connection that is about to be made."""
+        return Connection(self, self._config, loop=self._loop, **self._kwargs)
+
+    def admits(self, connection: Connection) -> bool:
+        """Whether there is room for it, which it then has."""
+        if len(self._open) >= self._limit:
+            return False
+        self._open.add(connection)
+        return True
+
+    def has_room(self, handshakes: int) -> bool:
+        """Whether one more may begin a handshake, be it only to be told that there are too many."""
+        here = len(self._open) + len(self._turned_away) + handshakes
+        return here < self._limit + MAX_REFUSALS
+
+    def answers_refusal(self, connection: Connection) -> bool:
+        """Whether a client that is turned away is told so."""
+        if len(self._turned_away) >= MAX_REFUSALS:
+            return False
+        self._turned_away.add(connection)
+        return True
+
+    def forget(self, connection: Connection) -> None:
+        """It is closed."""
+        self._open.discard(connection)
+        self._turned_away.discard(connection)
+
+    def refuse(self, error: ProxyError) -> dict[str, str]:
+        """Tell the observers, and return the answer's headers."""
+        request_id = uuid.uuid4().hex
+        event = RequestDone(
+            request_id=request_id,
+            engine_id=request_id,
+            method="unknown",
+            path="unknown",
+            status=error.status,
+            seconds=0.0,
+            error=error.slug,
+            reason=error.message,
+            stages=(),
+            items={},
+            retries=0,
+        )
+        for observer in self._observers:
+            observer.request_done(event)
+        return {**error.headers, "X-Request-Id": request_id, "Server": SERVER}
+
+    async def _checked(self, request: web.BaseRequest) -> web.StreamResponse:
+        if (error := _refusal(request)) is not None:
+            return request.protocol.handle_error(request, error.status, error)
+        return await self._handler(request)
+
+
+class Runner(web.AppRunner):
+    """Runs the application on `Connection`s; a client that leaves cancels what runs for it.
+
+    Attributes:
+        config: what connections are limited by.
+    """
+
+    def __init__(
+        self,
+        app: web.Application,
+        config: ProxyConfig,
+        observers: Sequence[Observer],
+        **kwargs: Any,
+    ) -> None:
+        """Take what `web.AppRunner` takes, and who is told of requests no handler sees."""
+        super().__init__(app, handler_cancellation=True, **kwargs)
+        self.config = config
+        self._observers = observers
+
+    async def _make_server(self) -> Server:
+        return Server(
+            await super()._make_server(),
+            self.config,
+            self._observers,
+            keepalive_timeout=self.config.keep_alive_s,
+            lingering_time=LINGER_S,
+            auto_decompress=False,
+            access_log=None,
+            # aiohttp logs headers that it cannot parse as they came, keys and all.
+            logger=_silent(),
+        )
+
+
+def _refusal(request: web.BaseRequest) -> ProxyError | None:
+    """What is wrong with a request, whichever route it is for."""
+    if _is_ambiguous(request):
+        return _invalid("the request's length or version is ambiguous")
+    if _is_elsewhere(request):
+        return _invalid("the request's target is on another host than its Host says")
+    if hdrs.EXPECT in request.headers and any(
+        it and it.lower() != "100-continue" for it in request.headers.getall(hdrs.EXPECT)
+    ):
+        return RequestRefused(
+            417, "nothing can be expected but 100-continue", slug="unsupported_expectation"
+        )
+    return None
+
+
+def _is_elsewhere(request: web.BaseRequest) -> bool:
+    """Whether it names two hosts. aiohttp goes by its target; a check of `Host` would be passed."""
+    target = ABSOLUTE.match(request.raw_path)
+    return target is not None and target[1].lower() != request.headers.get(hdrs.HOST, "").lower()
+
+
+def _is_ambiguous(request: web.BaseRequest) -> bool:
+    """Whether another HTTP parser may see other requests in the same bytes (request smuggling)."""
+    if request.version < HttpVersion10 or (request.content_length or 0) > MAX_CONTENT_LENGTH:
+        return True
+    codings = request.headers.getall(hdrs.TRANSFER_ENCODING, ())
+    return bool(codings) and (
+        request.version < HttpVersion11 or any(coding.lower() != "chunked" for coding in codings)
+    )
+
+
+def _shown(failure: BaseException | None) -> ProxyError | None:
+    """What a client is told; None for what is our own mistake."""
+    match failure:
+        case ProxyError():
+            return failure
+        case LineTooLong():
+            return _invalid("the request line or a header is too long")
+        case HttpProcessingError():
+            return _invalid("the request is not valid HTTP/1.1")
+        case _:
+            return None
+
+
+def _invalid(message: str) -> BadRequest:
+    return BadRequest(message, slug="invalid_http")
+
+
+def _half_close(transport: asyncio.Transport) -> None:
+    if transport.can_write_eof() and not transport.is_closing():
+        transport.write_eof()
+
+
+def _raw(error: ProxyError, headers: dict[str, str]) -> bytes:
+    body = error.body()
+    head = {
+        **headers,
+        "Content-Type": "application/json",
+        "Content-Length": str(len(body)),
+        "Connection": "close",
+    }
+    lines = "".join(f"{name}: {value}\r\n" for name, value in head.items())
+    return (
+        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n{lines}\r\n".encode() + body
+    )
+
+
+def _silent() -> logging.Logger:
+    logger = logging.getLogger("epd.http")
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
+    return logger

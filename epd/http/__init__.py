@@ -1,0 +1,1 @@
+"""Requests to instances: addresses, connections, answers."""

@@ -1,0 +1,342 @@
+"""Connections to HTTP/1.1 servers: one request at a time on each, and a pool of idle ones.
+
+Waits have no timer of their own: each connection has one, which is set anew only where it would
+come too late (`Connection._wait`).
+"""
+
+import asyncio
+import ssl
+from collections import deque
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import cast
+
+from multidict import CIMultiDict
+
+from epd.bodies.cuts import Pieces
+from epd.http.addresses import Addresses
+from epd.http.http1 import AnswerReader, Malformed, Origin
+
+PIECE_BYTES = 256 * 1024
+"""A body is written so many bytes at a time, so that neither TLS nor a copy holds the loop."""
+READ_BUFFER_BYTES = 256 * 1024
+"""What nobody has taken yet of an answer; with more than that, it is not read any further."""
+
+
+Sink = Callable[[bytes], bool]
+"""Takes a piece of a body, and says whether it can take another one."""
+
+
+class Unreachable(Exception):
+    """There is no connection to be had. The cause says why."""
+
+
+class Broken(Exception):
+    """The connection ended before the answer did, or what came is none."""
+
+
+class Connection(asyncio.Protocol):
+    """One connection, and the exchange that is under way on it.
+
+    Attributes:
+        reused: whether the request under way is not its first.
+        kept: whether it may be used again.
+        idle_since_s: since when it has had nothing to do, on the event loop's clock.
+    """
+
+    def __init__(self) -> None:
+        self.reused = False
+        self.kept = True
+        self.idle_since_s = 0.0
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport
+        self._answer = AnswerReader()
+        self._asked = False
+        self._failure: Exception | None = None
+        self._writable = True
+        self._reading = True
+        self._waiter: asyncio.Future[None] | None = None
+        self._sink: Sink | None = None
+        self._idle_s = 0.0
+        self._until_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def status(self) -> int:
+        """The answer's; 0 until its head has come."""
+        return self._answer.status
+
+    @property
+    def headers(self) -> CIMultiDict[str]:
+        """The answer's."""
+        return self._answer.headers
+
+    @property
+    def untouched(self) -> bool:
+        """Whether no byte of an answer has come."""
+        return not self._answer.begun
+
+    @property
+    def usable(self) -> bool:
+        """Whether another request can be sent."""
+        return (
+            self.kept
+            and self._reading  # else the next answer would not be read
+            and (not self._asked or self._answer.reusable)
+            and not self._transport.is_closing()
+            and not self._transport.get_write_buffer_size()
+        )
+
+    async def ask(self, head: bytes, body: Pieces, until_s: float) -> None:
+        """Send a request and wait for the head of its answer.
+
+        Raises:
+            Broken: the connection ended, or what came is no answer.
+            TimeoutError: it was not there at `until_s`, on the event loop's clock.
+        """
+        self.reused, self._asked = self._asked, True
+        self._answer.expect()
+        if sum(map(len, body)) <= PIECE_BYTES:
+            self._transport.write(b"".join((head, *body)))
+        else:
+            self._transport.write(head)
+            for piece in body:
+                await self._send(memoryview(piece), until_s)
+        while not self._answer.status:
+            await self._wait(until_s)
+
+    async def _send(self, body: memoryview, until_s: float) -> None:
+        for start in range(0, len(body), PIECE_BYTES):
+            # Who has answered by now may not read the rest, and is not waited for.
+            while not self._writable and not self._answer.status:
+                await self._wait(until_s)
+            if self._answer.status >= HTTPStatus.BAD_REQUEST:  # RFC 9112, 9.5: send no more
+                self.kept = False
+                return
+            self._transport.write(body[start : start + PIECE_BYTES])
+
+    async def chunk(self, until_s: float) -> bytes:
+        """What has come of the body since the last one; empty when it has ended.
+
+        Raises:
+            Broken: the connection ended before it.
+            TimeoutError: nothing came until `until_s`, on the event loop's clock.
+        """
+        while not (data := self._take()):
+            if self._answer.complete:
+                return b""
+            await self._wait(until_s)
+        return data
+
+    async def pour(self, sink: Sink, idle_s: float) -> bool:
+        """Hand on the body as it comes, with no task woken for it, while `sink` can take more.
+
+        Returns:
+            Whether it has ended.
+
+        Raises:
+            Broken: the connection ended before it.
+            TimeoutError: nothing came for `idle_s` seconds.
+        """
+        self._sink, self._idle_s = sink, idle_s
+        try:
+            more = self._poured()
+            while more:
+                await self._wait(self._loop.time() + idle_s)
+                more = self._poured()
+        finally:
+            self._sink = None
+        return self._answer.complete and not self._answer.held
+
+    def _poured(self) -> bool:
+        """Hand on what has come; whether more will be, with nobody woken for it."""
+        sink = self._sink
+        if sink is None:
+            return False
+        if data := self._take():
+            self._until_s = self._loop.time() + self._idle_s
+            if not sink(data):
+                self._sink = None
+                return False
+        return not self._answer.complete
+
+    def _take(self) -> bytes:
+        data = self._answer.take()
+        if not self._reading:
+            self._reading = True
+            self._transport.resume_reading()
+        return data
+
+    def abort(self) -> None:
+        """End it now. Whoever is at the other end learns that nobody waits any more."""
+        self._transport.abort()
+
+    async def _wait(self, until_s: float) -> None:
+        """Wait until something has happened."""
+        if self._failure is not None:
+            raise Broken from self._failure
+        self._until_s = until_s
+        if self._timer is None or self._timer.when() > until_s:
+            self._set_timer()
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(self._until_s, self._check)
+
+    def _check(self) -> None:
+        """Look whether it is too late: since the timer was set, something may have happened."""
+        self._timer = None
+        if self._waiter is None or self._waiter.done():
+            return
+        if self._loop.time() < self._until_s:
+            self._set_timer()
+        else:
+            self._waiter.set_exception(TimeoutError())
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # What the event loop calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Remember where requests go."""
+        self._transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Read what has come."""
+        if not self._asked or self._answer.complete:  # nobody has asked for it
+            self.abort()
+            return
+        try:
+            self._answer.feed(data)
+        except Malformed as error:
+            self._failure = error
+            self.abort()
+        if self._poured() and self._failure is None:
+            return
+        if self._answer.held > READ_BUFFER_BYTES and self._reading:
+            self._reading = False
+            self._transport.pause_reading()
+        self._wake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell who waits, unless that has made the answer complete."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._failure is None and (exc is not None or not self._answer.ended()):
+            self._failure = exc or ConnectionResetError("the connection was closed")
+        self._wake()
+
+    def pause_writing(self) -> None:
+        """The other end does not take more for now."""
+        self._writable = False
+
+    def resume_writing(self) -> None:
+        """It does again."""
+        self._writable = True
+        self._wake()
+
+
+class Pool:
+    """Connections by where they go. Belongs to one event loop."""
+
+    def __init__(
+        self, tls: ssl.SSLContext, *, connect_timeout_s: float, keep_alive_s: float
+    ) -> None:
+        """Begin with no connection.
+
+        Args:
+            tls: what servers are verified with.
+            connect_timeout_s: a connection that is not made by then, name looked up, handshake
+                made, will not be.
+            keep_alive_s: for how long idle ones are kept.
+        """
+        self._tls = tls
+        self._connect_timeout_s = connect_timeout_s
+        self._keep_alive_s = keep_alive_s
+        self._loop = asyncio.get_running_loop()
+        self._addresses = Addresses()
+        self._idle: dict[Origin, deque[Connection]] = {}
+        self._sweeper: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    def take(self, origin: Origin) -> Connection | None:
+        """The idle connection that was used last, where there is one."""
+        idle = self._idle.get(origin)
+        since_s = self._loop.time() - self._keep_alive_s
+        while idle:
+            connection = idle.pop()
+            if connection.usable and connection.idle_since_s > since_s:
+                return connection
+            connection.abort()
+        return None
+
+    async def connect(self, origin: Origin) -> Connection:
+        """A new connection.
+
+        Raises:
+            Unreachable: it could not be made, or not in time.
+        """
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                return await self._connect(origin)
+        except (OSError, UnicodeError) as error:  # no time left; a name that cannot be one
+            raise Unreachable from error
+
+    async def _connect(self, origin: Origin) -> Connection:
+        tls = self._tls if origin.tls else None
+        name = origin.host.rstrip(".") if origin.tls else None  # as certificates say it
+        if not origin.named:
+            _, connection = await self._loop.create_connection(
+                Connection, origin.host, origin.port, ssl=tls, server_hostname=name
+            )
+            return connection
+        opened = await self._addresses.connect(origin.host, origin.port)
+        try:
+            _, connection = await self._loop.create_connection(
+                Connection, sock=opened, ssl=tls, server_hostname=name
+            )
+        except BaseException:
+            opened.close()
+            raise
+        return connection
+
+    def give_back(self, origin: Origin, connection: Connection) -> None:
+        """Keep a connection for the next request, if it can be used again; else end it."""
+        if self._closed or not connection.usable:
+            connection.abort()
+            return
+        connection.idle_since_s = self._loop.time()
+        self._idle.setdefault(origin, deque()).append(connection)
+        if self._sweeper is None:
+            self._sweeper = self._loop.call_later(self._keep_alive_s, self._sweep)
+
+    def _sweep(self) -> None:
+        """End what has been idle for too long."""
+        since_s = self._loop.time() - self._keep_alive_s
+        for origin, idle in list(self._idle.items()):
+            while idle and not (idle[0].usable and idle[0].idle_since_s > since_s):
+                idle.popleft().abort()
+            if not idle:
+                del self._idle[origin]
+        again = self._loop.call_later(self._keep_alive_s / 2, self._sweep) if self._idle else None
+        self._sweeper = again
+
+    async def close(self) -> None:
+        """End all idle connections, and keep none from now on."""
+        self._closed = True
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        for idle in self._idle.values():
+            for connection in idle:
+                connection.abort()
+        self._idle.clear()
+        await self._addresses.close()

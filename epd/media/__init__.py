@@ -1,0 +1,1 @@
+"""Media items: where their bytes are, what they are, and fetching them."""

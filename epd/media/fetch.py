@@ -1,0 +1,358 @@
+"""Remote media: left to the engines, or fetched here and put into the request."""
+
+import asyncio
+import base64
+import re
+import socket
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from http import HTTPStatus
+from typing import Protocol, Self
+
+import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
+from yarl import URL
+
+from epd.bodies.chat import Body, MMItem, with_parts
+from epd.config import ProxyConfig
+from epd.errors import BadRequest, ProxyError, UpstreamFailed, UpstreamTimeout
+from epd.flights import Flights
+from epd.media.cache import (
+    HEADERS,
+    CacheKey,
+    Entry,
+    Headers,
+    MediaCache,
+    conditional,
+    fresh_s,
+    may_keep,
+    revalidated,
+)
+from epd.media.parts import Remote, source
+from epd.media.policy import NO_ADDRESS, MediaPolicy, refused
+from epd.version import __version__
+
+MAX_REDIRECTS = 3
+CONNECTIONS = 32
+"""Downloads at once; each holds up to `max_media_bytes`, as base64, in memory."""
+
+CONNECTIONS_PER_HOST = 16
+"""So that one slow host does not take all of them."""
+
+BASE64_BYTES = 3
+"""What base64 takes at a time; text of whole groups can be joined."""
+
+REDIRECTS = frozenset({301, 302, 303, 307, 308})
+TRANSIENT = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS})
+MEDIA_TYPE = re.compile(r"(image|audio|video)/[a-z0-9][a-z0-9.+-]{0,62}")
+UNKNOWN_TYPE = "application/octet-stream"
+"""For what an origin names otherwise: engines go by the content of pictures and sounds."""
+
+
+class RemoteMedia(Protocol):
+    """Who fetches remote media."""
+
+    async def inlined(self, body: Body, items: Sequence[MMItem], scope: str = "") -> Body:
+        """The body as the stages get it.
+
+        Args:
+            body: the request.
+            items: its mm items.
+            scope: whose request it is; what is fetched for one scope is not used for another.
+        """
+
+
+class EngineFetch:
+    """The engines fetch: the request stays as it is."""
+
+    async def inlined(
+        self,
+        body: Body,
+        items: Sequence[MMItem],  # noqa: ARG002 - as the protocol has it
+        scope: str = "",  # noqa: ARG002
+    ) -> Body:
+        """The body unchanged."""
+        return body
+
+
+@asynccontextmanager
+async def remote_media(config: ProxyConfig) -> AsyncIterator[RemoteMedia]:
+    """What `--media-fetch` says, closed when the context is left."""
+    if config.media_fetch == "engine":
+        yield EngineFetch()
+        return
+    async with MediaFetcher.open(config) as fetcher:
+        yield fetcher
+
+
+class MediaFetcher:
+    """Fetches `http` and `https` media and remembers them."""
+
+    def __init__(self, session: aiohttp.ClientSession, config: ProxyConfig) -> None:
+        self._session = session
+        self._config = config
+        self._policy = media_policy(config)
+        self._cache = MediaCache(config.media_cache_bytes)
+        self._flights: Flights[CacheKey, str] = Flights()
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls, config: ProxyConfig, resolver: AbstractResolver | None = None
+    ) -> AsyncIterator[Self]:
+        """A fetcher with a connection pool of its own, closed when the context is left."""
+        checked = CheckedResolver(media_policy(config), resolver or aiohttp.DefaultResolver())
+        connector = aiohttp.TCPConnector(
+            resolver=checked,
+            # Every connection is to addresses that were checked for it.
+            use_dns_cache=False,
+            limit=CONNECTIONS,
+            limit_per_host=CONNECTIONS_PER_HOST,
+        )
+        async with aiohttp.ClientSession(
+            connector=connector,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers={"User-Agent": f"epd/{__version__}", "Accept-Encoding": "identity"},
+            # What comes with the head would be decoded, whatever its size, before it is refused.
+            auto_decompress=False,
+            trust_env=False,
+        ) as session:
+            fetcher = cls(session, config)
+            try:
+                yield fetcher
+            finally:
+                await fetcher._flights.close()
+                await checked.close()
+
+    async def inlined(self, body: Body, items: Sequence[MMItem], scope: str = "") -> Body:
+        """The body with `data:` URLs in place of `http` and `https` ones.
+
+        All items at once; together they may be as large as a body that brings its media.
+
+        Raises:
+            ProxyError: the first item that failed; the others are left.
+        """
+        remote = self._remote(items)
+        if not remote:
+            return body
+        total = _Total(self._config.max_body_bytes)
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = {
+                    item: group.create_task(self._part(item, url, scope, total))
+                    for item, url in remote.items()
+                }
+        except ExceptionGroup as failures:
+            first = failures.exceptions[0]
+            raise first from first.__cause__
+        return with_parts(body, {item: task.result() for item, task in tasks.items()})
+
+    def _remote(self, items: Sequence[MMItem]) -> dict[MMItem, str]:
+        """Items to fetch; `file:` URLs stay the engines'."""
+        sources = {item: source(item, self._config.allowed_local_media_path) for item in items}
+        return {
+            item: media.url
+            for item, media in sources.items()
+            if isinstance(media, Remote) and not media.url.lower().startswith("file:")
+        }
+
+    async def _part(self, item: MMItem, url: str, scope: str, total: "_Total") -> dict[str, object]:
+        try:
+            data_url = await self.fetch(url, item.modality, scope)
+            total.add(len(data_url))
+        except ProxyError as error:
+            raise error.at(f"{item.param}.{item.kind}.url") from error.__cause__
+        return {**item.part, item.kind: {**item.part[item.kind], "url": data_url}}
+
+    async def fetch(self, url: str, modality: str, scope: str = "") -> str:
+        """The media as a `data:` URL.
+
+        Concurrent calls of one scope for one URL are one download, whatever the origin lets
+        caches do: they ask for the same at the same time.
+
+        Raises:
+            BadRequest: it must not be fetched, the origin does not have it, or it is too large.
+            UpstreamFailed: the origin is broken.
+            UpstreamTimeout: it did not come in time.
+        """
+        target = self._policy.check(url)
+        key = CacheKey(scope, modality, str(target))
+        known = self._cache.get(key)
+        if known is not None and _now() < known.fresh_until:
+            return known.data_url
+        return await self._flights.join(key, partial(self._load, key, target, known))
+
+    async def _load(self, key: CacheKey, target: URL, known: Entry | None) -> str:
+        try:
+            with _translated():
+                async with asyncio.timeout(self._config.media_timeout_s):
+                    entry = await self._download(target, key, known)
+        except BadRequest:
+            self._cache.drop(key)
+            raise
+        if may_keep(entry.headers, key.scope):
+            self._cache.put(key, entry)
+        else:
+            self._cache.drop(key)
+        return entry.data_url
+
+    async def _download(self, url: URL, key: CacheKey, known: Entry | None) -> Entry:
+        """Follow redirects, and read what they lead to or find it unchanged."""
+        asked = _now()
+        fresh = float("inf")
+        for _ in range(MAX_REDIRECTS + 1):
+            ours = known if known is not None and known.url == str(url) else None
+            headers = {"Accept": f"{key.modality}/*"} | (conditional(ours.headers) if ours else {})
+            async with self._session.get(url, headers=headers, allow_redirects=False) as response:
+                said = _cache_headers(response)
+                location = response.headers.get("Location")
+                if response.status in REDIRECTS and location:
+                    # What they lead to is no fresher than the way there.
+                    fresh = min(fresh, fresh_s(said) if may_keep(said, key.scope) else 0)
+                    url = self._policy.check(location, base=url)
+                    continue
+                if response.status == HTTPStatus.NOT_MODIFIED and ours is not None:
+                    data_url, said = ours.data_url, revalidated(ours.headers, said)
+                else:
+                    data_url = await self._read(response, key.modality)
+            return Entry(data_url, str(url), said, asked + min(fresh, fresh_s(said)))
+        raise BadRequest(
+            f"the origin redirects more than {MAX_REDIRECTS} times", slug="media_fetch_failed"
+        )
+
+    async def _read(self, response: aiohttp.ClientResponse, modality: str) -> str:
+        """The body of a 200 as a `data:` URL."""
+        _check_head(response)
+        limit = self._config.max_media_bytes
+        if (response.content_length or 0) > limit:
+            raise _too_large(limit)
+        pieces, rest, size = [_data_url_head(response, modality)], b"", 0
+        # Piece by piece: encoding all of it at once would hold the interpreter's lock.
+        async for chunk in response.content.iter_any():
+            size += len(chunk)
+            if size > limit:
+                raise _too_large(limit)
+            rest += chunk
+            whole = len(rest) // BASE64_BYTES * BASE64_BYTES
+            pieces.append(base64.b64encode(rest[:whole]).decode("ascii"))
+            rest = rest[whole:]
+        pieces.append(base64.b64encode(rest).decode("ascii"))
+        return "".join(pieces)
+
+
+class CheckedResolver(AbstractResolver):
+    """Resolves names to the addresses that the policy allows, and no others.
+
+    aiohttp connects to what it is given here and does not resolve again, so that no second answer
+    of a name server can differ from the one that was checked.
+    """
+
+    def __init__(self, policy: MediaPolicy, resolver: AbstractResolver) -> None:
+        self._policy = policy
+        self._resolver = resolver
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        """The allowed addresses of the name.
+
+        Raises:
+            OSError: it has none.
+        """
+        found = await self._resolver.resolve(host, port, family)
+        allowed = [address for address in found if self._policy.allows_address(address["host"])]
+        if not allowed:
+            raise OSError("no allowed address")
+        return allowed
+
+    async def close(self) -> None:
+        """Close the resolver behind this one."""
+        await self._resolver.close()
+
+
+@dataclass(slots=True)
+class _Total:
+    """What one request's media amount to."""
+
+    limit: int
+    size: int = field(default=0)
+
+    def add(self, size: int) -> None:
+        self.size += size
+        if self.size > self.limit:
+            raise BadRequest(
+                f"the request's media are together larger than {self.limit} bytes as base64",
+                slug="media_too_large",
+            )
+
+
+def media_policy(config: ProxyConfig) -> MediaPolicy:
+    """The policy that the flags make."""
+    return MediaPolicy(
+        allowed_domains=frozenset(config.allowed_media_domains),
+        allow_http=config.allow_http_media,
+        allow_private=config.allow_private_media,
+    )
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _cache_headers(response: aiohttp.ClientResponse) -> Headers:
+    headers = response.headers
+    return {name: ",".join(headers.getall(name)) for name in HEADERS if name in headers}
+
+
+def _check_head(response: aiohttp.ClientResponse) -> None:
+    status = response.status
+    if status // 100 == 4 and status not in TRANSIENT:  # noqa: PLR2004
+        raise BadRequest(f"the origin answered {status}", slug="media_fetch_failed")
+    if status != HTTPStatus.OK:
+        raise _origin_failed(f"the origin answered {status}")
+    if response.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise _origin_failed("the origin sent an encoded answer that was not asked for")
+
+
+def _data_url_head(response: aiohttp.ClientResponse, modality: str) -> str:
+    media_type = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    known = MEDIA_TYPE.fullmatch(media_type) and media_type.startswith(f"{modality}/")
+    return f"data:{media_type if known else UNKNOWN_TYPE};base64,"
+
+
+def _too_large(limit: int) -> BadRequest:
+    return BadRequest(f"the media are larger than {limit} bytes", slug="media_too_large")
+
+
+def _origin_failed(message: str) -> UpstreamFailed:
+    return UpstreamFailed(message, slug="media_origin_failed")
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    """Turn aiohttp's errors into ours.
+
+    They carry addresses and whole URLs: only their names go on, to the log.
+    """
+    try:
+        yield
+    except TimeoutError:
+        raise UpstreamTimeout("the media did not come in time", slug="media_timeout") from None
+    except aiohttp.ClientConnectorDNSError as error:
+        if error.errno == socket.EAI_AGAIN:
+            raise _origin_failed("the host's name cannot be resolved now") from None
+        # The same for a name that does not exist: which names exist inside is nobody's business.
+        raise refused(NO_ADDRESS) from None
+    except aiohttp.InvalidURL:
+        raise refused("not a valid URL") from None
+    except aiohttp.ClientConnectorError as error:
+        raise _origin_failed("the origin cannot be reached") from _named(error)
+    except (aiohttp.ClientError, OSError) as error:
+        raise _origin_failed("the connection to the origin broke") from _named(error)
+
+
+def _named(error: Exception) -> OSError:
+    return OSError(type(error).__name__)

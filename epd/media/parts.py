@@ -1,0 +1,185 @@
+"""Where a media item's bytes are, and whether a request may have them, or name that place."""
+
+import binascii
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from epd.bodies.chat import MMItem
+from epd.bodies.cuts import MARK_LENGTH, NO_CUTS, Cuts
+from epd.errors import BadRequest
+from epd.media.image_header import image_size
+
+MAX_DATA_URL_HEAD = 1024
+"""Characters before the comma of a data: URL."""
+
+GROUP, GROUP_BYTES = 4, 3
+"""Characters of base64, and what they stand for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inline:
+    """Media inside the request.
+
+    Attributes:
+        media_type: what the client says it is, such as `image/jpeg`; lower case.
+        base64: the bytes as base64, where they came: a copy of what may be 100 MB takes long.
+    """
+
+    media_type: str
+    base64: bytes | memoryview
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Some of the bytes; fewer where they end.
+
+        Raises:
+            ValueError: this is not base64.
+        """
+        first, end = offset // GROUP_BYTES, -(-(offset + size) // GROUP_BYTES)
+        groups = self.base64[first * GROUP : end * GROUP]
+        return binascii.a2b_base64(groups, strict_mode=True)[offset % GROUP_BYTES :][:size]
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """Media that the engines fetch: an http, https or file URL."""
+
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Media that the client has sent before.
+
+    Attributes:
+        uuid: what it calls them.
+    """
+
+    uuid: str
+
+
+def source(
+    item: MMItem, allowed_local_media_path: Path | None = None, cuts: Cuts = NO_CUTS
+) -> Inline | Remote | Known:
+    """Where the item's media are.
+
+    Args:
+        item: the item.
+        allowed_local_media_path: the folder below which files may be named.
+        cuts: what was cut out of its request.
+
+    Raises:
+        BadRequest: the part has no media, or they are somewhere a request may not name.
+    """
+    if not item.has_media and item.uuid is not None:
+        return Known(item.uuid)
+    value = item.part.get(item.kind)
+    if item.kind == "input_audio":
+        return _input_audio(value, cuts, item.param)
+    url = value.get("url") if isinstance(value, dict) else None
+    if not isinstance(url, str) or not url:
+        raise BadRequest(
+            f'{item.kind} must be an object with a "url"', param=f"{item.param}.{item.kind}"
+        )
+    param = f"{item.param}.{item.kind}.url"
+    if url[:5].lower() == "data:":
+        return _from_data_url(url, cuts, param)
+    return _from_url(url, allowed_local_media_path, param)
+
+
+def check_image(media: Inline, *, min_side: int, max_pixels: int, param: str) -> None:
+    """Refuse a picture that an engine must not be given.
+
+    One pixel has ended engines (CVE-2026-22773), and what is small as a file may be gigabytes as
+    pixels. Kinds of pictures that are not known here are the engine's to judge.
+
+    Raises:
+        BadRequest: it is too small, too large, or broken.
+    """
+    try:
+        size = image_size(media.read)
+    except ValueError as error:
+        # The base64 decoder's own words are about its argument.
+        reason = "it is not base64" if isinstance(error, binascii.Error) else str(error)
+        raise _invalid(f"the image cannot be read: {reason}", param) from None
+    if size is None:
+        return
+    width, height = size
+    if min(size) < min_side:
+        raise _invalid(
+            f"the image has {width} x {height} pixels, and less than {min_side} on a side", param
+        )
+    if width * height > max_pixels:
+        raise _invalid(
+            f"the image has {width} x {height} pixels, and more than {max_pixels} in all", param
+        )
+
+
+def _invalid(message: str, param: str) -> BadRequest:
+    return BadRequest(message, slug="invalid_media", param=param)
+
+
+def _input_audio(value: Any, cuts: Cuts, param: str) -> Inline:
+    match value:
+        case {"data": str() as data, "format": str() as audio_format} if data:
+            return Inline(f"audio/{audio_format.lower()}", _base64(data, cuts))
+        case _:
+            raise BadRequest(
+                'input_audio must be an object with "data" and "format"',
+                param=f"{param}.input_audio",
+            )
+
+
+def _base64(text: str, cuts: Cuts) -> bytes | memoryview:
+    found = cuts.get(text) if len(text) == MARK_LENGTH else None
+    return text.encode() if found is None else found
+
+
+def _from_url(url: str, allowed_local_media_path: Path | None, param: str) -> Remote:
+    # A parser differential between a check here and the fetch in the engine is how a media
+    # policy is got around (CVE-2026-24779): what two parsers could read differently is refused.
+    if "\\" in url or any(character <= " " or character == "\x7f" for character in url):
+        raise BadRequest("the URL has a character that must be percent-encoded", param=param)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        raise BadRequest("not a valid URL", param=param) from None
+    if parts.scheme in {"http", "https"}:
+        if not parts.hostname or "@" in parts.netloc:
+            raise BadRequest("the URL must name a host, and no user", param=param)
+        return Remote(url)
+    if parts.scheme == "file":
+        _check_local(url, allowed_local_media_path, param)
+        return Remote(url)
+    raise BadRequest("the URL must start with data:, https://, http:// or file://", param=param)
+
+
+def _from_data_url(url: str, cuts: Cuts, param: str) -> Inline:
+    comma = url.find(",", 5, 5 + MAX_DATA_URL_HEAD)
+    # As vLLM reads it (`vllm/multimodal/media/connector.py`, `_load_data_url`): parameters such as
+    # `codecs=opus` may stand between the media type and `base64`.
+    media_type, semicolon, encoding = url[5 : max(5, comma)].rpartition(";")
+    if not semicolon or encoding != "base64":
+        raise BadRequest(
+            "a data: URL must have the form data:<media type>;base64,<data>", param=param
+        )
+    return Inline(media_type.partition(";")[0].lower(), _base64(url[comma + 1 :], cuts))
+
+
+def _check_local(url: str, allowed: Path | None, param: str) -> None:
+    if allowed is None:
+        raise BadRequest(
+            "file:// media are off; --allowed-local-media-path turns them on", param=param
+        )
+    parts = urlsplit(url)
+    path = unquote(parts.path)
+    if url[:8].lower() != "file:///" or parts.query or parts.fragment or "\0" in path:
+        raise BadRequest("a file URL must have the form file:///absolute/path", param=param)
+    # Symlinks are followed, so that none leads out of the folder.
+    try:
+        inside = allowed.resolve() in Path(path).resolve().parents
+    except (OSError, RuntimeError):  # a loop of symlinks
+        inside = False
+    if not inside:
+        raise BadRequest("the file is not under --allowed-local-media-path", param=param)

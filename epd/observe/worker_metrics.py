@@ -1,0 +1,80 @@
+"""The figures of all workers, whichever of them is asked.
+
+Each worker writes its figures to a page that the others read: every second, and before it answers.
+So no figure was ever shown that is not on a page, and no counter goes back when a worker dies. A
+worker that replaces another goes on counting from where that one's page ends.
+"""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+
+import structlog
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from epd.observe.metric_sums import added, counted, dump, load
+from epd.observe.shared_page import PageUnreadable, SharedPage
+
+WRITE_S = 1.0
+"""How old the figures of other workers may be: little beside the time between two scrapes."""
+
+
+class WorkerMetrics(Collector):
+    """The figures of one worker, and by them those of all.
+
+    Args:
+        own: what this worker has counted, and is doing.
+        pages: those of all workers, in the same order in each.
+        seat: the place of its own among them.
+    """
+
+    def __init__(self, own: Collector, pages: Sequence[SharedPage], seat: int) -> None:
+        self._own = own
+        self._pages = pages
+        self._page = pages[seat]
+        self._warned: set[object] = set()
+        self._earlier = counted(self._read(self._page))
+        self._written = b""
+
+    def write(self) -> None:
+        """Let the others know, if there is anything new."""
+        page = dump(added([self._earlier, self._own.collect()]))
+        if page == self._written:
+            return
+        try:
+            self._page.write(page)
+        except OSError as error:
+            self._warn(self, "other workers cannot be told of this one's metrics", error)
+        else:
+            self._written = page
+
+    async def keep_writing(self) -> None:
+        """Do so again and again."""
+        while True:
+            self.write()
+            await asyncio.sleep(WRITE_S)
+
+    def collect(self) -> Iterator[Metric]:
+        """The figures of all, this one's being those of this moment."""
+        self.write()
+        yield from added([self._read(page) for page in self._pages])
+
+    def _read(self, page: SharedPage) -> list[Metric]:
+        try:
+            return load(page.read() or b"[]")
+        except (PageUnreadable, OSError, ValueError) as error:
+            self._warn(page, "the metrics of a worker cannot be read, and are left out", error)
+            return []
+
+    def _warn(self, about: object, event: str, error: Exception) -> None:
+        if about not in self._warned:
+            self._warned.add(about)
+            structlog.get_logger("epd").warning(event, reason=str(error))
+
+
+def bury(page: SharedPage) -> None:
+    """Leave of a worker that has died what it counted, and not what it was doing."""
+    try:
+        page.write(dump(counted(load(page.read() or b"[]"))))
+    except (PageUnreadable, OSError, ValueError) as error:
+        structlog.get_logger("epd").warning("the metrics of a worker are lost", reason=str(error))

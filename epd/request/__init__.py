@@ -1,0 +1,1 @@
+"""One request through its stages: encode, prefill, decode."""

@@ -1,0 +1,313 @@
+"""Where the encoder outputs of a request's items come from: the store, or an encode instance."""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import orjson
+
+from epd.bodies.chat import MM_KWARGS, Body, MMItem, mm_items
+from epd.bodies.transfer import Encoded, EncodedItem, from_entry
+from epd.cache.claims import Claims
+from epd.cache.encoder_cache import EncoderCache, Look
+from epd.config import ProxyConfig
+from epd.errors import (
+    NoInstance,
+    ProxyError,
+    UnknownMedia,
+    UpstreamFailed,
+    UpstreamTimeout,
+    no_store,
+)
+from epd.flights import Flights
+from epd.request.stages import RequestContext, Stages
+from epd.routing.instances import Instance, InstanceTable, Role
+from epd.routing.policies import Choice
+from epd.routing.retries import Retries, is_instances_fault, retry_delay_s
+
+TRIES = 3
+"""How many encode instances an item is sent to at most."""
+
+AT_ONCE = 16
+"""How many items of one request are encoded at once: connections are shared with all others, and
+few fleets have more encode instances."""
+
+MAX_LEARNED = 65536
+"""How many identifiers are remembered that an engine made of a uuid and something else."""
+
+
+class Wanted(NamedTuple):
+    """An encoder output, as far as it is known before an engine has made it.
+
+    Attributes:
+        model: the model's served name.
+        uuid: the item's.
+        kwargs: what else its content depends on.
+    """
+
+    model: str | None
+    uuid: str
+    kwargs: bytes
+
+
+class LookUp(NamedTuple):
+    """What the store said of a request's items.
+
+    Attributes:
+        found: the items that it has.
+        answered: whether it said anything.
+        alone: whether nobody else is waited for, since what they make would be of no use.
+    """
+
+    found: Mapping[MMItem, Encoded]
+    answered: bool
+    alone: bool = False
+
+
+class Encoder:
+    """Gets each encoder output once, however many items, requests and proxies want it."""
+
+    def __init__(
+        self,
+        stages: Stages,
+        table: InstanceTable,
+        cache: EncoderCache | None,
+        config: ProxyConfig,
+    ) -> None:
+        self._stages = stages
+        self._table = table
+        self._cache = cache
+        self._claims = None if cache is None else Claims(cache)
+        self._config = config
+        self._choice = Choice(table, Role.ENCODE, config.encode_policy)
+        self._retries = Retries()
+        self._flights: Flights[object, tuple[Encoded, bool]] = Flights()
+        self._learned: OrderedDict[Wanted, str] = OrderedDict()
+
+    async def encode(
+        self,
+        body: Body,
+        uuids: Mapping[MMItem, str | None],
+        context: RequestContext,
+        *,
+        anew: bool = False,
+    ) -> list[EncodedItem]:
+        """The encoder outputs of all items; those that are missing are encoded, `AT_ONCE`.
+
+        Args:
+            body: the request.
+            uuids: its items and their keys.
+            context: the request's.
+            anew: whether what the store has is of no use, as a consumer could not load it.
+
+        Raises:
+            ProxyError: the first item that failed; the others are cancelled.
+        """
+        if not uuids:
+            return []
+        wanted = self._identifiers(body, uuids, anew=anew)
+        if self._claims is None or not wanted:
+            looked = LookUp({}, answered=self._claims is not None, alone=anew)
+            encoded = await self._each(body, uuids, looked, context)
+        else:
+            patient = not all(item.has_media for item in uuids)
+            keys = list({*wanted.values()})
+            with self._claims.look(body.get("model"), keys, patient=patient) as looking:
+                with context.timed("store", "lookup"):
+                    look = await looking.answer()
+                looked = _answer(look, wanted, alone=anew)
+                encoded = await self._each(body, uuids, looked, context)
+        results = [one.result for one in encoded]
+        context.items = {result: results.count(result) for result in results}
+        return encoded
+
+    def _identifiers(
+        self, body: Body, uuids: Mapping[MMItem, str | None], *, anew: bool
+    ) -> Mapping[MMItem, str]:
+        """What the store is asked for, by item."""
+        return {
+            item: identifier
+            for item, uuid in uuids.items()
+            if uuid is not None
+            and (identifier := self._identifier(_wanted(body, uuid)))
+            and not (anew and item.has_media)
+        }
+
+    async def _each(
+        self,
+        body: Body,
+        uuids: Mapping[MMItem, str | None],
+        looked: LookUp,
+        context: RequestContext,
+    ) -> list[EncodedItem]:
+        """All items, once the store was asked."""
+
+        async def one(item: MMItem) -> EncodedItem:
+            return await self._one(body, item, uuids[item], looked, context)
+
+        if len(uuids) == 1 or all(item in looked.found for item in uuids):
+            return [await one(item) for item in uuids]
+        return await _all(one, uuids)
+
+    async def _one(
+        self,
+        body: Body,
+        item: MMItem,
+        uuid: str | None,
+        looked: LookUp,
+        context: RequestContext,
+    ) -> EncodedItem:
+        if item in looked.found:
+            return EncodedItem(item, uuid, looked.found[item], "hit")
+        if not item.has_media:
+            raise _gone(item, looked)
+        try:
+            if uuid is None:
+                encoded, mine = await self._somewhere(body, item, uuid, context), True
+            else:
+                encoded, mine = await self._once(
+                    body, item, uuid, context, alone=looked.alone or not looked.answered
+                )
+        except ProxyError as error:
+            if not self._may_be_local(body) or not is_instances_fault(error):
+                raise error.at(item.param) from error.__cause__
+            context.degraded.add("encode-local")
+            return EncodedItem(item, uuid, Encoded(), "local")
+        return EncodedItem(item, uuid, encoded, "encoded" if mine else "hit")
+
+    def _may_be_local(self, body: Body) -> bool:
+        """Whether media may go on raw: not beside items that have none."""
+        return self._config.on_encode_failure == "local" and all(
+            item.has_media for item in mm_items(body)
+        )
+
+    async def _once(
+        self, body: Body, item: MMItem, uuid: str, context: RequestContext, *, alone: bool
+    ) -> tuple[Encoded, bool]:
+        """The output, and whether it was encoded for this item.
+
+        Args:
+            body: the request.
+            item: the item.
+            uuid: its key.
+            context: the request's.
+            alone: whether other proxies are not asked.
+        """
+        wanted = _wanted(body, uuid)
+        begun_here = False
+
+        async def work() -> tuple[Encoded, bool]:
+            nonlocal begun_here
+            begun_here = True
+            identifier = self._identifier(wanted)
+            if alone or self._claims is None or identifier is None:
+                return await made(), True
+            wait_s = self._config.encode_timeout_s
+            with self._claims.turn(wanted.model, identifier, wait_s) as turn:
+                found = await turn.come()
+                if found is not None and found.modality == item.modality:
+                    return from_entry(found), False
+                encoded = await made()
+                turn.made = encoded.identifier is not None
+                return encoded, True
+
+        async def made() -> Encoded:
+            encoded = await self._somewhere(body, item, uuid, context)
+            self._learn(wanted, encoded)
+            return encoded
+
+        # Whose key the instances refuse, fails alone.
+        flight = (wanted, context.headers.get("Authorization"), alone)
+        encoded, new = await self._flights.try_join(flight, work)
+        return encoded, new and begun_here
+
+    async def _somewhere(
+        self, body: Body, item: MMItem, uuid: str | None, context: RequestContext
+    ) -> Encoded:
+        """Encode an item on one instance, or on the next where that fails.
+
+        Raises:
+            ProxyError: none could, or one says that the item is at fault.
+        """
+        key = uuid or str(item.part.get(item.kind))
+        tried: list[Instance] = []
+
+        async def attempt() -> Encoded:
+            instance = self._choice.best(key, tried)
+            tried.append(instance)
+            with self._table.using(instance):
+                return await self._stages.encode(instance, body, item, uuid, context)
+
+        def again(error: ProxyError) -> float | None:
+            others = self._choice.others(tried)
+            return retry_delay_s(error, others=others, patience_s=self._config.encode_timeout_s)
+
+        try:
+            return await self._retries.run(attempt, tries=TRIES, again=again)
+        except (UpstreamFailed, UpstreamTimeout) as error:
+            if self._table.serves(Role.ENCODE):
+                raise
+            raise NoInstance(
+                "no encode instance can be reached", slug="no_encoder", stage="encode"
+            ) from error
+
+    def _identifier(self, wanted: Wanted) -> str | None:
+        """The key of an output in the store; None where only an engine can tell it."""
+        known = self._learned.get(wanted)
+        if known is not None:
+            self._learned.move_to_end(wanted)
+            return known
+        return None if wanted.kwargs else wanted.uuid
+
+    def _learn(self, wanted: Wanted, encoded: Encoded) -> None:
+        if self._cache is not None and encoded.namespace is not None:
+            self._cache.learn(wanted.model, encoded.namespace)
+        if encoded.identifier is not None and encoded.identifier != self._identifier(wanted):
+            self._learned[wanted] = encoded.identifier
+            while len(self._learned) > MAX_LEARNED:
+                self._learned.popitem(last=False)
+
+
+async def _all(
+    one: Callable[[MMItem], Coroutine[Any, Any, EncodedItem]], items: Iterable[MMItem]
+) -> list[EncodedItem]:
+    """Those of all items, `AT_ONCE`; the first that fails ends the others."""
+    places = asyncio.Semaphore(AT_ONCE)
+
+    async def in_place(item: MMItem) -> EncodedItem:
+        async with places:
+            return await one(item)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(in_place(item)) for item in items]
+    except ExceptionGroup as failures:
+        first = failures.exceptions[0]
+        raise first from first.__cause__
+    return [task.result() for task in tasks]
+
+
+def _answer(look: Look | None, identifiers: Mapping[MMItem, str], *, alone: bool) -> LookUp:
+    if look is None:
+        return LookUp({}, answered=False)
+    infos = {key.identifier: info for key, info in (look.found or {}).items()}
+    found = {
+        item: from_entry(infos[identifier])
+        for item, identifier in identifiers.items()
+        if identifier in infos and infos[identifier].modality == item.modality
+    }
+    return LookUp(found, answered=True, alone=alone)
+
+
+def _gone(item: MMItem, looked: LookUp) -> ProxyError:
+    if not looked.answered:
+        return no_store("the encoder cache gives no answer")
+    return UnknownMedia("no media are known under this uuid: send them once more", param=item.param)
+
+
+def _wanted(body: Body, uuid: str) -> Wanted:
+    kwargs = {name: body[name] for name in MM_KWARGS if body.get(name)}
+    encoded = orjson.dumps(kwargs, option=orjson.OPT_SORT_KEYS) if kwargs else b""
+    model = body.get("model")
+    return Wanted(model if isinstance(model, str) else None, uuid, encoded)

@@ -1,0 +1,49 @@
+"""Asks instances for their health, for as long as the proxy runs."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+from epd.errors import Overloaded
+from epd.http.upstream import Upstream
+from epd.routing.instances import Instance, InstanceTable
+
+TICK_S = 0.25
+"""How often it is looked whether a probe is due."""
+
+
+@asynccontextmanager
+async def probing(
+    table: InstanceTable, upstream: Upstream, timeout_s: float
+) -> AsyncIterator[None]:
+    """Probe in the background whenever the table says so, until the context is left.
+
+    Args:
+        table: told what came of it.
+        upstream: what is asked with.
+        timeout_s: an instance that has not answered by then is not well.
+    """
+    task = asyncio.create_task(_probe_all(table, upstream, timeout_s))
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def _probe_all(table: InstanceTable, upstream: Upstream, timeout_s: float) -> None:
+    async with asyncio.TaskGroup() as group:
+        while True:
+            for instance in table.probes_due():
+                group.create_task(_probe(instance, table, upstream, timeout_s))
+            await asyncio.sleep(TICK_S)
+
+
+async def _probe(
+    instance: Instance, table: InstanceTable, upstream: Upstream, timeout_s: float
+) -> None:
+    well = None
+    with suppress(Overloaded):  # that says nothing of the instance
+        well = await upstream.probe(instance.url + "/health", timeout_s=timeout_s)
+    table.probed(instance, well=well)

@@ -1,0 +1,113 @@
+"""A stream on its way from decode to the client: whole events, as they come."""
+
+import asyncio
+from contextlib import suppress
+
+from aiohttp import hdrs, web
+
+from epd.bodies.sse import EventAligner
+from epd.errors import ProxyError, UpstreamFailed
+from epd.http.upstream import Reply
+from epd.request.stages import RequestContext
+
+AFTER_END_S = 1.0
+"""Silence after a stream's `[DONE]`, until its connection is closed rather than kept."""
+UNTAKEN_BYTES = 64 * 1024
+"""With more than this on its way to a client, each write waits for what the client takes."""
+
+
+class StreamRelay:
+    """Relays one stream.
+
+    As long as the client takes what it is sent, events are written where they are received, for
+    which no task has to wake up.
+    """
+
+    def __init__(
+        self,
+        reply: Reply,
+        stream: web.StreamResponse,
+        transport: asyncio.WriteTransport,
+        context: RequestContext,
+    ) -> None:
+        """Relay `reply` to `stream`, which is prepared.
+
+        Args:
+            reply: decode's.
+            stream: the client's.
+            transport: the client's connection.
+            context: told of the first event.
+        """
+        self._reply = reply
+        self._stream = stream
+        self._transport = transport
+        self._context = context
+        self._aligner = EventAligner()
+        self._failure: UpstreamFailed | None = None
+        self._chunked = hdrs.TRANSFER_ENCODING in stream.headers
+
+    async def run(self, idle_s: float) -> None:
+        """Relay the events up to `[DONE]`, or up to an error and the `[DONE]` that may follow.
+
+        Raises:
+            ProxyError: it broke, or stalled for `idle_s` seconds, or ended before its end.
+        """
+        while not self._aligner.ended:
+            if await self._relay(idle_s) and not self._aligner.ended:
+                raise UpstreamFailed(
+                    "the decode instance ended the stream before its end",
+                    slug="decode_truncated",
+                    stage="decode",
+                )
+        with suppress(ProxyError):  # what breaks off after an error breaks nothing
+            while not self._aligner.done:
+                if await self._relay(AFTER_END_S):
+                    return
+
+    async def drained(self) -> None:
+        """Wait for the end of an answer that is complete: its connection can be used again."""
+        with suppress(ProxyError):
+            await self._reply.read(idle_s=AFTER_END_S)
+
+    async def _relay(self, idle_s: float) -> bool:
+        """Relay some events; whether there are no more."""
+        if self._client_takes():
+            ended = await self._reply.pour(self._write, idle_s)
+        elif chunk := await self._reply.chunk(idle_s):
+            ended = False
+            if events := self._aligned(chunk):
+                await self._stream.write(events)
+        else:
+            ended = True
+        if self._failure is not None:
+            raise self._failure
+        return ended
+
+    def _write(self, chunk: bytes) -> bool:
+        """Write the events that are whole now; whether more can be written at once."""
+        # uvloop raises where one writes that has been closed.
+        if (events := self._aligned(chunk)) and not self._transport.is_closing():
+            self._transport.write(
+                b"%x\r\n%b\r\n" % (len(events), events) if self._chunked else events
+            )
+        return not self._aligner.ended and self._failure is None and self._client_takes()
+
+    def _client_takes(self) -> bool:
+        return (
+            self._transport.get_write_buffer_size() <= UNTAKEN_BYTES
+            and not self._transport.is_closing()
+        )
+
+    def _aligned(self, chunk: bytes) -> bytes:
+        try:
+            events = self._aligner.feed(chunk)
+        except ValueError:
+            self._failure = UpstreamFailed(
+                "the decode instance sent an event without end",
+                slug="decode_bad_response",
+                stage="decode",
+            )
+            return b""
+        if events:
+            self._context.first_event()
+        return events

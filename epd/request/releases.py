@@ -1,0 +1,54 @@
+"""Prefills that nobody waits for any more: decode is told, after the request has ended."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Self
+
+from epd.bodies.chat import Body
+from epd.errors import ProxyError
+from epd.request.stages import RELEASE_TIMEOUT_S, RequestContext, Stages
+from epd.routing.instances import Instance
+
+
+class Releases:
+    """Those that are under way."""
+
+    def __init__(self, stages: Stages) -> None:
+        self._stages = stages
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    @asynccontextmanager
+    async def running(cls, stages: Stages) -> AsyncIterator[Self]:
+        """Leaving waits for those that are under way, for as long as one may take."""
+        releases = cls(stages)
+        try:
+            yield releases
+        finally:
+            await releases._ended()
+
+    def begin(self, instance: Instance, body: Body, context: RequestContext) -> None:
+        """Tell a decode instance, in the background.
+
+        Args:
+            instance: the one that is told.
+            body: the decode request, with its `kv_transfer_params`.
+            context: the request's.
+        """
+        task = asyncio.create_task(self._release(instance, body, context))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _release(self, instance: Instance, body: Body, context: RequestContext) -> None:
+        with suppress(ProxyError, TimeoutError):  # the observers were told
+            async with asyncio.timeout(RELEASE_TIMEOUT_S):
+                await self._stages.release(instance, body, context)
+
+    async def _ended(self) -> None:
+        tasks = [*self._tasks]
+        if tasks:
+            await asyncio.wait(tasks, timeout=RELEASE_TIMEOUT_S)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,294 @@
+"""Encode, prefill, decode and release: one stage each, as requests to instances."""
+
+import itertools
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from types import TracebackType
+
+import orjson
+
+from epd.bodies.chat import Body, MMItem, encode_body, prefill_body, release_body
+from epd.bodies.cuts import Cuts, Pieces, pieces
+from epd.bodies.transfer import NIXL_PREFILL, Encoded, Params, read_encoded, read_prefilled
+from epd.config import ProxyConfig
+from epd.errors import (
+    ProxyError,
+    Stage,
+    UpstreamBusy,
+    UpstreamDenied,
+    UpstreamFailed,
+    UpstreamRejected,
+    said_retry_after_s,
+)
+from epd.events import Degraded, ItemResult, Observer, StageDone
+from epd.http.upstream import Answer, Reply, Upstream
+from epd.routing.health import BUSY
+from epd.routing.instances import Instance
+from epd.tenants import ANONYMOUS, Tenant
+
+CHAT_COMPLETIONS = "/v1/chat/completions"
+MAX_STATUS = 599
+
+RELEASE_TIMEOUT_S = 5.0
+"""A decode instance's answer to a request that nobody waits for."""
+
+
+@dataclass(slots=True)
+class RequestContext:
+    """What a request carries through its stages beside its body.
+
+    Attributes:
+        request_id: the id its instances see; no two requests have the same.
+        headers: headers its instances are sent, but for the request id.
+        tenant: whose request it is.
+        clients_key: whether the instances judge the client's own key, and not the proxy's.
+        observers: who is told what happens.
+        stages: what has happened so far; each stage adds to it.
+        items: how many items came from where.
+        retries: how often the request was begun anew.
+        degraded: what was done in another stage than its own.
+        client_id: what its client calls it, where it calls it anything.
+        cuts: what was cut out of its body, and is put back into those for its instances.
+        prefilled_s: when prefill had answered, on the monotonic clock.
+        kv_wait_s: from then until decode's first event, in a stream.
+    """
+
+    request_id: str
+    headers: Mapping[str, str]
+    tenant: Tenant = ANONYMOUS
+    clients_key: bool = True
+    observers: Sequence[Observer] = ()
+    stages: list[StageDone] = field(default_factory=list)
+    items: Mapping[ItemResult, int] = field(default_factory=dict)
+    retries: int = 0
+    degraded: set[Degraded] = field(default_factory=set)
+    client_id: str | None = None
+    cuts: Cuts = field(default_factory=dict)
+    prefilled_s: float | None = None
+    kv_wait_s: float | None = None
+    _children: Iterator[int] = field(default_factory=itertools.count)
+
+    def headers_for(self, request_id: str) -> dict[str, str]:
+        """Headers of one request to an instance."""
+        return {**self.headers, "Content-Type": "application/json", "X-Request-Id": request_id}
+
+    def child_id(self) -> str:
+        """An id for a request that is made on behalf of this one."""
+        return f"{self.request_id}:{next(self._children)}:{secrets.token_hex(3)}"
+
+    def written(self, body: Body) -> Pieces:
+        """A body as an instance is sent it."""
+        return pieces(orjson.dumps(body), self.cuts)
+
+    def first_event(self) -> None:
+        """Decode has sent something: it has what prefill kept for it."""
+        if self.prefilled_s is not None and self.kv_wait_s is None:
+            self.kv_wait_s = time.monotonic() - self.prefilled_s
+
+    def timed(self, stage: Stage, where: str) -> "Timed":
+        """Emit a `StageDone` when the context is left, however it is left."""
+        return Timed(self, stage, where)
+
+    def done(self, event: StageDone) -> None:
+        """Something of it has ended."""
+        self.stages.append(event)
+        for observer in self.observers:
+            observer.stage_done(event)
+
+
+class Timed:
+    """One stage of a request, under way."""
+
+    __slots__ = ("_context", "_stage", "_started_s", "_where")
+
+    def __init__(self, context: RequestContext, stage: Stage, where: str) -> None:
+        self._context = context
+        self._stage: Stage = stage
+        self._where = where
+
+    def __enter__(self) -> None:
+        """It begins."""
+        self._started_s = time.monotonic()
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """It has ended, and how."""
+        slug = None
+        if error is not None:
+            slug = error.slug if isinstance(error, ProxyError) else "cancelled"
+        seconds = time.monotonic() - self._started_s
+        self._context.done(StageDone(self._stage, self._where, self._started_s, seconds, slug))
+
+
+class Stages:
+    """The three stages, over one upstream."""
+
+    def __init__(self, upstream: Upstream, config: ProxyConfig) -> None:
+        self._upstream = upstream
+        self._config = config
+
+    async def encode(
+        self,
+        instance: Instance,
+        body: Body,
+        item: MMItem,
+        uuid: str | None,
+        context: RequestContext,
+    ) -> Encoded:
+        """Encode one item.
+
+        Raises:
+            ProxyError: the instance failed, or refused it.
+        """
+        with context.timed("encode", instance.url):
+            answer = await self._upstream.fetch(
+                instance.url + CHAT_COMPLETIONS,
+                stage="encode",
+                headers=context.headers_for(context.child_id()),
+                body=context.written(encode_body(body, item, uuid)),
+                timeout_s=self._config.encode_timeout_s,
+            )
+            return read_encoded(_accepted(answer, "encode", context), item.modality)
+
+    async def prefill(self, instance: Instance, body: Body, context: RequestContext) -> Params:
+        """Prefill the request and return its `kv_transfer_params`, which serve one decode.
+
+        Raises:
+            ProxyError: the instance failed, or returned none.
+        """
+        with context.timed("prefill", instance.url):
+            answer = await self._upstream.fetch(
+                instance.url + CHAT_COMPLETIONS,
+                stage="prefill",
+                headers=context.headers_for(context.request_id),
+                body=context.written(prefill_body(body, NIXL_PREFILL)),
+                timeout_s=self._config.prefill_timeout_s,
+            )
+            params = read_prefilled(_accepted(answer, "prefill", context))
+        context.prefilled_s = time.monotonic()
+        return params
+
+    def decode(self, instance: Instance, body: Body, context: RequestContext) -> "Decoding":
+        """Open the decode answer. The context is entered once the instance has said 2xx.
+
+        Raises:
+            UpstreamRejected: the instance said anything else.
+            ProxyError: the instance failed.
+        """
+        opening = self._upstream.open(
+            instance.url + CHAT_COMPLETIONS,
+            stage="decode",
+            headers=context.headers_for(context.request_id),
+            body=context.written(body),
+            head_timeout_s=self._config.first_byte_timeout_s,
+        )
+        return Decoding(opening, instance, context, self._config.idle_timeout_s)
+
+    async def release(self, instance: Instance, body: Body, context: RequestContext) -> None:
+        """Tell decode of a prefill that nobody waits for any more.
+
+        It then tells the prefill instance, which would else keep the request's KV blocks until
+        their lease ends (vLLM's NIXL connector, `request_finished`; `kv_lease_duration`, in older
+        versions `VLLM_NIXL_ABORT_REQUEST_TIMEOUT`). One token is asked for; leaving at the
+        answer's head aborts the rest.
+
+        Raises:
+            ProxyError: it could not be told.
+        """
+        with context.timed("release", instance.url):
+            async with self._upstream.open(
+                instance.url + CHAT_COMPLETIONS,
+                stage="release",
+                headers=context.headers_for(context.child_id()),
+                body=context.written(release_body(body)),
+                head_timeout_s=RELEASE_TIMEOUT_S,
+            ):
+                pass
+
+
+class Decoding:
+    """A decode request: see `Stages.decode`."""
+
+    __slots__ = ("_context", "_idle_s", "_opening", "_url")
+
+    def __init__(
+        self,
+        opening: AbstractAsyncContextManager[Reply],
+        instance: Instance,
+        context: RequestContext,
+        idle_s: float,
+    ) -> None:
+        self._opening = opening
+        self._url = instance.url
+        self._context = context
+        self._idle_s = idle_s
+
+    async def __aenter__(self) -> Reply:
+        """The answer, its head read."""
+        with self._context.timed("decode", self._url):
+            reply = await self._opening.__aenter__()
+            if reply.ok:
+                return reply
+            async with AsyncExitStack() as stack:
+                stack.push_async_exit(self._opening)
+                said = await reply.read(idle_s=self._idle_s)
+            raise _refusal(reply.status, said, reply.headers, self._context)
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close it."""
+        await self._opening.__aexit__(kind, error, trace)
+
+
+def _refusal(
+    status: int, said: bytes, headers: Mapping[str, str], context: RequestContext
+) -> ProxyError:
+    """Decode's errors are the client's, whatever their status; what is no error is decode's."""
+    if HTTPStatus.BAD_REQUEST <= status <= MAX_STATUS:
+        return _denied(status, "decode", context) or UpstreamRejected(
+            status, said, stage="decode", headers=headers
+        )
+    return UpstreamFailed(
+        f"the decode instance answered {status}", slug="decode_bad_response", stage="decode"
+    )
+
+
+def _accepted(answer: Answer, stage: Stage, context: RequestContext) -> bytes:
+    """The body of a 2xx answer; an error for any other."""
+    if answer.ok:
+        return answer.body
+    if answer.status in BUSY:
+        raise UpstreamBusy(
+            f"the {stage} instances have too much to do",
+            slug=f"{stage}_overloaded",
+            stage=stage,
+            retry_after_s=said_retry_after_s(answer.headers),
+        )
+    if answer.status // 100 == 4:  # noqa: PLR2004
+        raise _denied(answer.status, stage, context) or UpstreamRejected(
+            answer.status, answer.body, stage=stage, headers=answer.headers
+        )
+    raise UpstreamFailed(
+        f"the {stage} instance answered {answer.status}",
+        slug=f"{stage}_failed",
+        stage=stage,
+        answered=answer.status,
+    )
+
+
+def _denied(status: int, stage: Stage, context: RequestContext) -> UpstreamDenied | None:
+    """An error of the operator's, where the key that an instance refused is not the client's."""
+    if context.clients_key or status not in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
+        return None
+    return UpstreamDenied(
+        f"the {stage} instance refused the proxy's key", slug=f"{stage}_auth", stage=stage
+    )

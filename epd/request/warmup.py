@@ -1,0 +1,112 @@
+"""`POST /v1/media`: media sent ahead of the request that asks about them."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ec_store import EntryInfo
+from epd.bodies.chat import MM_KWARGS, MODALITY, Body, check_model, parse_json
+from epd.bodies.transfer import EncodedItem, metadata_uuid
+from epd.cache.encoder_cache import EncoderCache
+from epd.errors import BadRequest, ProxyError, no_store
+from epd.request.pipeline import Pipeline
+from epd.request.stages import RequestContext
+
+FIELDS = frozenset({"model", "content", "priority", *MM_KWARGS})
+
+STORED_WITHIN_S = 5.0
+"""How long an encode instance that has answered may take to write."""
+
+POLL_S = 0.02
+
+MAX_NAME = 64
+"""Characters of an unknown field's name that are said back."""
+
+
+class Warmup:
+    """Has media encoded ahead of the request that asks about them."""
+
+    def __init__(self, pipeline: Pipeline, cache: EncoderCache | None) -> None:
+        self._pipeline = pipeline
+        self._cache = cache
+
+    async def push(self, body: Body, context: RequestContext) -> dict[str, Any]:
+        """The answer to `POST /v1/media`, once all items are in the store.
+
+        Args:
+            body: what was asked for, as `parse` returns it.
+            context: the request's.
+
+        Raises:
+            BadRequest: a part cannot be encoded.
+            RequestRefused: 503, there is no store, or it does not keep what it is given.
+            ProxyError: an item failed.
+        """
+        if self._cache is None:
+            raise no_store("the proxy has no encoder-cache store: --ec-store")
+        try:
+            encoded = await self._pipeline.encode(body, context)
+        except ProxyError as error:
+            param = error.param and error.param.removeprefix("messages[0].")
+            raise error.at(param) from error.__cause__
+        found = await self._stored(self._cache, body.get("model"), encoded)
+        data = [
+            _described(one, metadata_uuid(one, body), found[str(one.encoded.identifier)])
+            for one in encoded
+        ]
+        return {"object": "list", "data": data}
+
+    async def _stored(
+        self, cache: EncoderCache, model: str | None, encoded: Sequence[EncodedItem]
+    ) -> Mapping[str, EntryInfo]:
+        """The entries of all items, once they are written."""
+        wanted = {one.encoded.identifier for one in encoded}
+        clock = asyncio.get_running_loop().time
+        deadline_s = clock() + STORED_WITHIN_S
+        while None not in wanted and clock() < deadline_s:
+            found = await cache.find(
+                model, [str(identifier) for identifier in wanted], patient=True
+            )
+            if found is not None and wanted <= found.keys():
+                return found
+            await asyncio.sleep(POLL_S)
+        raise no_store("the encode instances' outputs did not come into the store")
+
+
+def parse(raw: bytes | bytearray) -> Body:
+    """A chat request of the media in `{"model": …, "content": [media parts of one]}`.
+
+    Raises:
+        BadRequest: it is no such thing.
+    """
+    asked = parse_json(raw)
+    if not isinstance(asked, dict):
+        raise BadRequest("the body must be a JSON object")
+    if unknown := sorted(asked.keys() - FIELDS):
+        name = unknown[0][:MAX_NAME]
+        raise BadRequest("the body has a field that is none of this route's", param=name)
+    check_model(asked)
+    content = asked.get("content")
+    if not isinstance(content, list) or not content:
+        raise BadRequest("content must be a list of media parts", param="content")
+    for position, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str) or kind not in MODALITY:
+            raise BadRequest(
+                f"content parts must be of the types {', '.join(MODALITY)}",
+                param=f"content[{position}]",
+            )
+    fields = {name: value for name, value in asked.items() if name != "content"}
+    return {**fields, "messages": [{"role": "user", "content": content}]}
+
+
+def _described(one: EncodedItem, key: str | None, info: EntryInfo) -> dict[str, Any]:
+    return {
+        "object": "media",
+        "modality": one.item.modality,
+        "uuid": one.item.uuid or key,
+        "key": key,
+        "result": one.result,
+        "tokens": info.shape[0],
+        "bytes": info.size_bytes,
+    }

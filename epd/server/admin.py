@@ -1,0 +1,168 @@
+"""What is asked of all instances at once: health, profiling; and the models they serve."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from epd.config import ProxyConfig
+from epd.errors import ProxyError, RequestRefused, Stage, UpstreamRejected
+from epd.flights import Flights
+from epd.http.upstream import Answer, Upstream
+from epd.routing.instances import Instance, InstanceTable, Role
+from epd.routing.policies import Choice
+from epd.routing.retries import Retries, retry_delay_s
+
+CLUSTERS: Mapping[str, tuple[Stage, tuple[Role, ...]]] = {
+    "encode_cluster": ("encode", (Role.ENCODE,)),
+    "prefill_cluster": ("prefill", (Role.PREFILL,)),
+    "decode_cluster": ("decode", (Role.DECODE, Role.PREFILL_DECODE)),
+}
+"""The stages, under the names vLLM's `disagg_epd_proxy.py` gives them in `/health`."""
+
+STAGE: Mapping[Role, Stage] = {role: stage for stage, roles in CLUSTERS.values() for role in roles}
+
+
+MODELS_TRIES = 2
+"""Decode instances that are asked which models they serve."""
+HEALTH_KEPT_S = 1.0
+"""How old the answer to `GET /health` may be. The route is open: without this, each who asks opens
+a connection to every instance."""
+
+Health = tuple[int, dict[str, Any]]
+"""Status and body."""
+
+
+class Admin:
+    """Fans requests out to the instances of a table."""
+
+    def __init__(self, table: InstanceTable, upstream: Upstream, config: ProxyConfig) -> None:
+        self._table = table
+        self._upstream = upstream
+        self._timeout_s = config.health_timeout_s
+        # A choice of its own: whose turn it is to decode is not for this to move.
+        self._models = Choice(table, config.decode_role, "round_robin")
+        self._retries = Retries()
+        self._profile_timeout_s = config.profile_timeout_s
+        self._flights: Flights[str, Health] = Flights()
+        self._kept: Health | None = None
+        self._kept_until_s = 0.0
+
+    async def health(self) -> Health:
+        """Status and body of `GET /health`, at most `HEALTH_KEPT_S` old.
+
+        A stage is `healthy`, `degraded` (some of its instances are not), `unhealthy` (none is) or
+        `empty`. 503 when a stage that has instances has no healthy one. An instance's `state` is
+        what it says now; `routing`, by role, whether requests go to it (`health.State`).
+        """
+        if self._kept is not None and asyncio.get_running_loop().time() < self._kept_until_s:
+            return self._kept
+        return await self._flights.join("health", self._ask_health)
+
+    async def _ask_health(self) -> Health:
+        groups = {name: self._table.of(*roles) for name, (_, roles) in CLUSTERS.items()}
+        results = await self._ask_all("/health", headers={}, body=None, timeout_s=self._timeout_s)
+        clusters = {
+            name: _cluster_state([_is_healthy(results[one]) for one in instances])
+            for name, instances in groups.items()
+        }
+        states: dict[str, dict[str, Any]] = {}
+        for one, result in results.items():
+            state = states.setdefault(one.url, {"roles": [], "routing": {}, **_said(result)})
+            state["roles"].append(one.role)
+            state["routing"][one.role.value] = self._table.state(one)
+            state["state"] = "healthy" if _is_healthy(result) else "unhealthy"
+        status = 503 if "unhealthy" in clusters.values() else 200
+        self._kept = status, {"proxy": "healthy", **clusters, "instances": states}
+        self._kept_until_s = asyncio.get_running_loop().time() + HEALTH_KEPT_S
+        return self._kept
+
+    async def profile(
+        self, command: str, headers: Mapping[str, str], body: bytes
+    ) -> dict[str, dict[str, Any]]:
+        """Tell every instance of every stage to start or to stop profiling.
+
+        Returns:
+            By stage and URL, the status each instance answered, or its error.
+
+        Raises:
+            RequestRefused: 503, no instance has a profiler.
+        """
+        results = await self._ask_all(
+            f"/{command}_profile", headers=headers, body=body, timeout_s=self._profile_timeout_s
+        )
+        if all(
+            isinstance(result, Answer) and result.status == HTTPStatus.NOT_FOUND
+            for result in results.values()
+        ):
+            raise RequestRefused(503, "no instance has a profiler", slug="profile_unavailable")
+        return {
+            stage: {one.url: _said(results[one]) for one in self._table.of(*roles)}
+            for stage, roles in CLUSTERS.values()
+            if self._table.of(*roles)
+        }
+
+    async def models(self, headers: Mapping[str, str]) -> Answer:
+        """The decode side's `/v1/models`.
+
+        Raises:
+            ProxyError: it failed, or answered anything but 2xx.
+        """
+        tried: list[Instance] = []
+
+        async def attempt() -> Answer:
+            tried.append(self._models.best(tried=tried))
+            return await self._upstream.fetch(
+                tried[-1].url + "/v1/models",
+                stage="decode",
+                headers=headers,
+                timeout_s=self._timeout_s,
+            )
+
+        def again(error: ProxyError) -> float | None:
+            return retry_delay_s(error, others=self._models.others(tried))
+
+        answer = await self._retries.run(attempt, tries=MODELS_TRIES, again=again)
+        if not answer.ok:
+            raise UpstreamRejected(
+                answer.status, answer.body, stage="decode", headers=answer.headers
+            )
+        return answer
+
+    async def _ask_all(
+        self, path: str, *, headers: Mapping[str, str], body: bytes | None, timeout_s: float
+    ) -> dict[Instance, Answer | ProxyError]:
+        instances = self._table.of(*Role)
+
+        async def ask(instance: Instance) -> Answer | ProxyError:
+            try:
+                return await self._upstream.fetch(
+                    instance.url + path,
+                    stage=STAGE[instance.role],
+                    headers=headers,
+                    body=None if body is None else (body,),
+                    timeout_s=timeout_s,
+                )
+            except ProxyError as error:
+                return error
+
+        answers = await asyncio.gather(*map(ask, instances))
+        return dict(zip(instances, answers, strict=True))
+
+
+def _is_healthy(result: Answer | ProxyError) -> bool:
+    return isinstance(result, Answer) and result.ok
+
+
+def _said(result: Answer | ProxyError) -> dict[str, Any]:
+    if isinstance(result, Answer):
+        return {"status": result.status}
+    return {"status": None, "error": result.message}
+
+
+def _cluster_state(healthy: Sequence[bool]) -> str:
+    if not healthy:
+        return "empty"
+    if all(healthy):
+        return "healthy"
+    return "degraded" if any(healthy) else "unhealthy"

@@ -1,0 +1,328 @@
+"""The aiohttp application: routes, and the answer relayed to the client."""
+
+import asyncio
+import stat
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import orjson
+import structlog
+from aiohttp import web
+
+from epd.bodies import chat
+from epd.bodies.cuts import cut
+from epd.cache.encoder_cache import EncoderCache
+from epd.cache.identity import salted
+from epd.config import ProxyConfig
+from epd.edge.access import Access
+from epd.edge.admission import Admission, limits_of
+from epd.edge.body import read_body
+from epd.edge.drain import DRAIN, Drain, send_elsewhere
+from epd.errors import BadRequest, NoInstance, Overloaded
+from epd.events import InstanceChanged, Observer
+from epd.http.upstream import Reply, Upstream
+from epd.media.fetch import remote_media
+from epd.observe.logs import LogObserver
+from epd.observe.loop_lag import watched
+from epd.observe.metrics import CONTENT_TYPE, MetricsObserver
+from epd.request import warmup
+from epd.request.pipeline import Pipeline
+from epd.request.probes import probing
+from epd.request.relay import StreamRelay
+from epd.request.releases import Releases
+from epd.request.stages import RequestContext, Stages
+from epd.request.warmup import Warmup
+from epd.routing.health import State
+from epd.routing.instances import Instance, InstanceTable
+from epd.server.admin import Admin
+from epd.server.middlewares import (
+    ACCESS,
+    ADMISSION,
+    ANSWERED,
+    BODY,
+    CONFIG,
+    CONTEXT,
+    KEYS,
+    OBSERVERS,
+    STREAM,
+    UNKNOWN,
+    observe,
+    own_headers,
+)
+from epd.server.reload import RELOAD, Reload
+from epd.tenants import ANONYMOUS, ApiKeys, KeysInvalid, parse_keys
+
+T = TypeVar("T")
+
+PIPELINE = web.AppKey("pipeline", Pipeline)
+ADMIN = web.AppKey("admin", Admin)
+WARMUP = web.AppKey("warmup", Warmup)
+METRICS = web.AppKey("metrics", MetricsObserver)
+
+TABLE = web.AppKey("table", InstanceTable)
+
+MAX_DECODE_BYTES = 256 * 1024**2
+"""Largest answer of decode that is no stream: it is whole before the first byte goes out, so that
+what breaks off can still be an error."""
+
+OPENAPI = Path(__file__).with_name("openapi.json").read_bytes()
+
+
+def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None) -> web.Application:
+    """The proxy as an aiohttp application, to be run or to be mounted in another.
+
+    Run it with `handler_cancellation=True` (`web.run_app`, `web.AppRunner`): that is how a client
+    that leaves cancels what runs for it upstream. `epd.edge.protocol.Runner` does, and guards
+    against slow and malformed HTTP besides.
+
+    Args:
+        config: what `epd serve` makes of its flags.
+        observers: told of every event, beside what counts them for `/metrics`; by default they
+            are logged.
+
+    Raises:
+        KeysInvalid: the keys file cannot be used.
+    """
+    limits = limits_of(config)
+    app = web.Application(
+        client_max_size=min(config.max_body_bytes, limits.body_bytes), middlewares=(observe,)
+    )
+    app[CONFIG] = config
+    app[ADMISSION] = Admission(limits, time.monotonic)
+    keys = read_keys(config)
+    if keys is not None:
+        app[KEYS] = keys
+    app[ACCESS] = dict[object, Access]((route.handler, access) for access, route in ROUTES)
+    app.add_routes([route for _, route in ROUTES])
+    app.add_routes([_any("/{anything:.*}", nothing, name=UNKNOWN)])
+    app[METRICS] = MetricsObserver(app[ADMISSION])
+    app[RELOAD] = Reload(app[METRICS].reloaded)
+    app[DRAIN] = Drain()
+    app.on_response_prepare.append(send_elsewhere)
+    app[OBSERVERS] = (
+        app[METRICS],
+        *((LogObserver(config.kv_lease_s),) if observers is None else observers),
+    )
+    app.cleanup_ctx.append(_connections)
+    return app
+
+
+def read_keys(config: ProxyConfig) -> ApiKeys | None:
+    """The known API keys; None where clients need none.
+
+    Raises:
+        KeysInvalid: the keys file cannot be used.
+    """
+    path = config.api_keys_file
+    if path is None:
+        return None
+    try:
+        keys, mode = parse_keys(path.read_bytes()), path.stat().st_mode
+    except OSError as error:
+        raise KeysInvalid(f"{path}: {error.strerror}") from None
+    except KeysInvalid as error:
+        raise KeysInvalid(f"{path}: {error}") from None
+    if mode & (stat.S_IROTH | stat.S_IWOTH):
+        structlog.get_logger("epd").warning(
+            "others may read or write the keys file", path=str(path), mode=f"{mode & 0o777:o}"
+        )
+    return keys
+
+
+async def _connections(app: web.Application) -> AsyncIterator[None]:
+    config = app[CONFIG]
+    table = InstanceTable(
+        config.instances, config.health, on_change=partial(_changed, app[OBSERVERS])
+    )
+    async with (
+        watched(app[METRICS].loop_lag),
+        Upstream.connect(config.connect_timeout_s, config.upstream_ca_file) as upstream,
+        remote_media(config) as media,
+        _cache(config) as cache,
+        probing(table, upstream, config.health_timeout_s),
+        Releases.running(stages := Stages(upstream, config)) as releases,
+    ):
+        app[PIPELINE] = Pipeline(table, stages, media, cache, releases, config)
+        app[WARMUP] = Warmup(app[PIPELINE], cache)
+        app[ADMIN] = Admin(table, upstream, config)
+        app[TABLE] = table
+        yield
+
+
+def _changed(observers: Sequence[Observer], instance: Instance, state: State) -> None:
+    event = InstanceChanged(instance.url, instance.role, state)
+    for observer in observers:
+        observer.instance_changed(event)
+
+
+def _cache(config: ProxyConfig) -> AbstractAsyncContextManager[EncoderCache | None]:
+    if config.ec_store is None:
+        return nullcontext()
+    return EncoderCache.connect(
+        config.ec_store, budget_s=config.ec_store_budget_s, lease_s=config.ec_store_lease_s
+    )
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    """`POST /v1/chat/completions`, streaming and not."""
+    app, context = request.app, request[CONTEXT]
+    config = app[CONFIG]
+    body = await _parsed(request, chat.parse)
+    if context.tenant is not ANONYMOUS:  # whom all share with
+        body = salted(body, config.scope_of(context.tenant))
+    async with await app[PIPELINE].run(body, context) as reply:
+        headers = _answer_headers(reply, context)
+        if not headers["Content-Type"].startswith("text/event-stream"):
+            whole = await reply.read(idle_s=config.idle_timeout_s, limit=MAX_DECODE_BYTES)
+            return web.Response(status=reply.status, body=whole, headers=headers)
+        stream = request[STREAM] = web.StreamResponse(
+            status=reply.status, headers={**headers, "Cache-Control": "no-cache"}
+        )
+        await stream.prepare(request)
+        relay = StreamRelay(reply, stream, _transport(request), context)
+        await relay.run(config.idle_timeout_s)
+        await stream.write_eof()
+        request[ANSWERED] = stream.status
+        await relay.drained()
+        return stream
+
+
+def _transport(request: web.Request) -> asyncio.WriteTransport:
+    """The client's connection.
+
+    Raises:
+        ConnectionResetError: the client has left.
+    """
+    if request.transport is None:
+        raise ConnectionResetError("the client has left")
+    return request.transport
+
+
+def _answer_headers(reply: Reply, context: RequestContext) -> dict[str, str]:
+    headers, content_type = own_headers(context), reply.headers.get("Content-Type", "")
+    headers["Content-Type"] = content_type if content_type.isprintable() else ""
+    return headers
+
+
+async def _not_yet(_: web.Request) -> None:
+    """Leave a client that waits for `100 Continue` waiting: `read_body` says it in time."""
+
+
+async def _read(request: web.Request) -> bytes | bytearray:
+    return await read_body(request, request.app[CONFIG], request[BODY].grow)
+
+
+async def _parsed(request: web.Request, parse: Callable[[bytes | bytearray], T]) -> T:
+    """What a body says, its media cut out."""
+    raw = await _read(request)
+    rest, cuts = cut(raw)
+    try:
+        parsed = parse(rest)
+    except BadRequest:
+        if not cuts:
+            raise
+        return parse(raw)  # which says where in all of it the error is
+    request[CONTEXT].cuts = cuts
+    return parsed
+
+
+async def push_media(request: web.Request) -> web.Response:
+    """`POST /v1/media`: has media encoded ahead of the request that asks about them."""
+    context = request[CONTEXT]
+    body = await _parsed(request, warmup.parse)
+    answer = await request.app[WARMUP].push(body, context)
+    return _json(answer, context)
+
+
+async def forget_media(request: web.Request) -> web.Response:
+    """`DELETE /v1/media/{uuid}?model=…`: forgets what the client calls so."""
+    context = request[CONTEXT]
+    uuid, model = request.match_info["uuid"], request.query.get("model")
+    await request.app[PIPELINE].forget(uuid, model, context)
+    return _json({"id": uuid, "object": "media.deleted", "deleted": True}, context)
+
+
+async def models(request: web.Request) -> web.Response:
+    """`GET /v1/models`: the decode side's."""
+    context = request[CONTEXT]
+    answer = await request.app[ADMIN].models(context.headers)
+    return web.Response(
+        body=answer.body, content_type="application/json", headers=own_headers(context)
+    )
+
+
+async def health(request: web.Request) -> web.Response:
+    """`GET /health`: asks every instance."""
+    status, body = await request.app[ADMIN].health()
+    return _json(body, request[CONTEXT], status)
+
+
+async def openapi(request: web.Request) -> web.Response:
+    """`GET /openapi.json`: what there is to be asked."""
+    headers = own_headers(request[CONTEXT])
+    return web.Response(body=OPENAPI, content_type="application/json", headers=headers)
+
+
+async def ready(request: web.Request) -> web.Response:
+    """`GET /ready`: whether to send requests here. It asks nobody, and may be asked often."""
+    if request.app[DRAIN].began:
+        raise Overloaded("the proxy is about to stop", slug="shutting_down")
+    if not request.app[TABLE].serves(request.app[CONFIG].decode_role):
+        raise NoInstance("no decode instance can be reached", slug="no_decode")
+    return _json({"status": "ready"}, request[CONTEXT])
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """`GET /metrics`, for Prometheus."""
+    headers = own_headers(request[CONTEXT]) | {"Content-Type": CONTENT_TYPE}
+    return web.Response(body=request.app[METRICS].page(), headers=headers)
+
+
+async def profile(command: str, request: web.Request) -> web.Response:
+    """`POST /start_profile` and `/stop_profile`: tells every instance."""
+    body = await _read(request)
+    if body:
+        chat.parse_json(body)
+    context = request[CONTEXT]
+    headers = context.headers_for(context.request_id)
+    return _json(await request.app[ADMIN].profile(command, headers, bytes(body)), context)
+
+
+def _json(body: object, context: RequestContext, status: int = 200) -> web.Response:
+    return web.Response(
+        status=status,
+        body=orjson.dumps(body, option=orjson.OPT_INDENT_2),
+        content_type="application/json",
+        headers=own_headers(context),
+    )
+
+
+async def nothing(request: web.Request) -> web.StreamResponse:
+    """What is no route, or has other methods. aiohttp's own answer begins with `100 Continue`."""
+    routes = [it for it in request.app.router.resources() if it.name != UNKNOWN]
+    methods = {method for it in routes for method in (await it.resolve(request))[1]}
+    raise web.HTTPMethodNotAllowed(request.method, methods) if methods else web.HTTPNotFound()
+
+
+_get, _post, _delete, _any = (
+    partial(declare, expect_handler=_not_yet)
+    for declare in (web.get, web.post, web.delete, partial(web.route, "*"))
+)
+ROUTES = (
+    (Access.OPEN, _get("/health", health)),  # a load balancer has no key
+    (Access.OPEN, _get("/ready", ready)),
+    (Access.OPEN, _get("/openapi.json", openapi)),  # it says nothing of this fleet
+    (Access.TENANT, _post("/v1/chat/completions", chat_completions)),
+    (Access.TENANT, _post("/v1/media", push_media)),
+    (Access.TENANT, _delete("/v1/media/{uuid}", forget_media)),
+    (Access.TENANT, _get("/v1/models", models)),
+    (Access.ADMIN, _get("/metrics", metrics)),
+    (Access.ADMIN, _post("/start_profile", partial(profile, "start"))),
+    (Access.ADMIN, _post("/stop_profile", partial(profile, "stop"))),
+)
+"""All there is, and whom it answers. Nothing else reaches an instance: many of vLLM's routes, those
+that change its weights or let it sleep among them, want no key of their own."""

@@ -1,0 +1,121 @@
+"""One of several processes that serve one address, as the first one of them starts it.
+
+Its standard input is a pipe from the first process: the configuration comes by it, then orders; and
+its end, however the first process ended, tells the worker to stop.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import orjson
+import structlog
+import uvloop
+
+from epd.config import ProxyConfig
+from epd.edge.listening import Site
+from epd.http.tls import server_context
+from epd.observe import logs
+from epd.observe.metrics import MetricsObserver
+from epd.observe.shared_page import SharedPage
+from epd.observe.worker_metrics import WorkerMetrics
+from epd.server.last_good import read_from
+from epd.server.serve import Orders, running
+from epd.server.web import METRICS
+
+DRAIN, RELOAD = b"d", b"r"
+"""Orders to a worker, by its pipe."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inherited:
+    """What a worker has from the first process, beside the configuration: descriptors.
+
+    Attributes:
+        number: the worker's.
+        sockets: that it listens with.
+        files: copies of the files that a reload reads anew, by the names of their fields.
+        pages: of the metrics of all workers.
+    """
+
+    number: int
+    sockets: Sequence[int]
+    files: Mapping[str, int]
+    pages: Sequence[int]
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """All of them."""
+        return (*self.sockets, *self.files.values(), *self.pages)
+
+
+async def work(config: ProxyConfig, inherited: Inherited) -> None:
+    """Serve on sockets that are open already, until standard input ends.
+
+    Files are read from their copies at the start, and from where they are at each reload.
+
+    Signals to stop are for the first process, which tells the workers: a service manager may send
+    one to every process, and a worker that stopped alone would leave its connections waiting.
+    SIGUSR1 ends it at once.
+    """
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)
+    first = read_from(config, inherited.files)
+    orders, tls = _orders_by_pipe(), server_context(first)
+    async with running(config, orders, tls, first) as runner:
+        metrics = _shared(runner.app[METRICS], inherited)
+        writing = asyncio.create_task(metrics.keep_writing())
+        for descriptor in inherited.sockets:
+            await Site(runner, tls, sock=socket.socket(fileno=descriptor)).start()
+        structlog.get_logger("epd").info("serving", pid=os.getpid())
+        await orders.close.wait()
+    writing.cancel()
+    metrics.write()  # the last requests have ended just now
+
+
+def _shared(metrics: MetricsObserver, inherited: Inherited) -> WorkerMetrics:
+    pages = [SharedPage(descriptor) for descriptor in inherited.pages]
+    metrics.shown = shared = WorkerMetrics(metrics.shown, pages, inherited.number - 1)
+    return shared
+
+
+def _orders_by_pipe() -> Orders:
+    orders = Orders()
+    loop, pipe = asyncio.get_running_loop(), sys.stdin.fileno()
+
+    def read() -> None:
+        said = os.read(pipe, 64)
+        if DRAIN in said:
+            orders.drain.set()
+        if RELOAD in said:
+            orders.reload.set()
+        if not said:
+            loop.remove_reader(pipe)
+            orders.stop()
+
+    def at_once() -> None:
+        orders.now.set()
+        orders.stop()
+
+    loop.add_signal_handler(signal.SIGUSR1, at_once)
+    loop.add_reader(pipe, read)
+    return orders
+
+
+def main() -> None:
+    """Run the worker that standard input describes."""
+    # Unbuffered: what follows the line are orders.
+    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as pipe:
+        described = orjson.loads(pipe.readline())
+    config = ProxyConfig.model_validate(described["config"])
+    inherited = Inherited(**described["inherited"])
+    logs.configure(config.log_format, config.log_level, worker=inherited.number)
+    uvloop.run(work(config, inherited))
+
+
+if __name__ == "__main__":
+    main()
