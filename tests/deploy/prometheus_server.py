@@ -70,7 +70,9 @@ async def prometheus(folder: Path, target: str, admin_key: str) -> AsyncIterator
         await process.wait()
 
 
-async def _ready(process: asyncio.subprocess.Process, http: aiohttp.ClientSession, url: str) -> None:
+async def _ready(
+    process: asyncio.subprocess.Process, http: aiohttp.ClientSession, url: str
+) -> None:
     async with asyncio.timeout(START_S):
         while process.returncode is None:
             try:

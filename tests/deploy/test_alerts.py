@@ -1,7 +1,7 @@
 """Each alert fires when it should, and does not when it should not: by promtool."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import yaml
 
 from tests.deploy.tools import PROMETHEUS, promtool, rules
 
-Series = Mapping[str, str]
+Series = dict[str, str]
 """Values by series, in promtool's notation: `1+2x3` is 1, 3, 5, 7, a minute apart."""
 
 ALERTS = {rule["alert"]: rule for rule in rules() if "alert" in rule}
@@ -33,7 +33,7 @@ class Case:
     fires: Series
     quiet: Series
     minutes: int = 30
-    labels: Mapping[str, str] = field(default_factory=dict)
+    labels: dict[str, str] = field(default_factory=dict)
 
 
 def requests(failed: int, ok: int, status: str = "500") -> Series:
@@ -85,12 +85,8 @@ def gauge(name: str, labels: str, value: str) -> Series:
 
 PROXY = {"job": "epd", "instance": "p1:8000"}
 CASES = {
-    "EpdProxyDown": Case(
-        {f"up{{{P}}}": "1x5 0x60"}, {f"up{{{P}}}": "1x5 0 0 1x60"}, labels=PROXY
-    ),
-    "EpdNoProxy": Case(
-        {'up{job="other"}': "1x60"}, {f"up{{{P}}}": "0x60"}, labels={"job": "epd"}
-    ),
+    "EpdProxyDown": Case({f"up{{{P}}}": "1x5 0x60"}, {f"up{{{P}}}": "1x5 0 0 1x60"}, labels=PROXY),
+    "EpdNoProxy": Case({'up{job="other"}': "1x60"}, {f"up{{{P}}}": "0x60"}, labels={"job": "epd"}),
     "EpdRequestsFail": Case(requests(6, 94), requests(4, 96)),
     "EpdFirstTokenSlow": Case(
         histogram("epd_time_to_first_token_seconds", 'model_name="m", ', 10, 90, "10"),
@@ -223,9 +219,7 @@ def alert(name: str) -> str:
     return f'alertname="{name}", alertstate="firing"'
 
 
-def asked(
-    series: Series, expr: str, minutes: Iterable[int], samples: list[Any]
-) -> dict[str, Any]:
+def asked(series: Series, expr: str, minutes: Iterable[int], samples: list[Any]) -> dict[str, Any]:
     """What promtool is to find at each of these minutes."""
     return {
         "interval": "1m",

@@ -29,13 +29,13 @@ def test_its_rows_are_those_of_the_guide() -> None:
 def test_every_panel_has_an_id_of_its_own() -> None:
     ids = Counter(panel["id"] for panel in BOARD["panels"])
 
-    assert {count for count in ids.values()} == {1}
+    assert set(ids.values()) == {1}
 
 
 def test_no_panel_lies_on_another_or_outside() -> None:
     places = [panel["gridPos"] for panel in BOARD["panels"]]
 
-    assert all(0 <= place["x"] and place["x"] + place["w"] <= WIDTH for place in places)
+    assert all(place["x"] >= 0 and place["x"] + place["w"] <= WIDTH for place in places)
     for one, other in combinations(places, 2):
         beside = one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]
         below = one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"]
