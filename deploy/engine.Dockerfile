@@ -7,6 +7,6 @@ COPY pyproject.toml README.md LICENSE /src/
 COPY epd /src/epd
 COPY ec_store /src/ec_store
 # vLLM's own packages stay as they are: a build that would have to change one fails.
-RUN python3 -m pip freeze | grep --ignore-case '^[a-z0-9._-]*==' > /tmp/theirs \
-    && python3 -m pip install --no-cache-dir --break-system-packages --constraint /tmp/theirs /src \
+RUN uv pip freeze --system | grep == > /tmp/theirs \
+    && uv pip install --system --no-cache --constraints /tmp/theirs /src \
     && rm -r /src /tmp/theirs
