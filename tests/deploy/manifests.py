@@ -1,7 +1,6 @@
 """The Kubernetes manifests, as kustomize would put them together."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from tests.deploy.tools import DEPLOY, Document, load, load_all
@@ -88,8 +87,3 @@ def _is(peer: Mapping[str, Any], workload: str) -> bool:
         and "podSelector" in peer
         and selects(peer["podSelector"], labels(workload))
     )
-
-
-def path_of(name: str) -> Path:
-    """Of a file beside them."""
-    return FOLDER / name

@@ -1,5 +1,7 @@
 """The engines of the manifests are started as `epd up` starts them: by vLLM's own parser."""
 
+import pytest
+
 from epd.fleet.planning import planned
 from epd.fleet.settings import FleetSettings
 from tests.deploy.manifests import ENGINES, WORKLOADS, container, settings
@@ -9,6 +11,7 @@ MEMORY = 6
 """Where `parsed` has the part of the devices' memory, which a pod need not share."""
 
 
+@pytest.mark.e2e
 def test_vllm_takes_them_as_it_takes_those_of_epd_up() -> None:
     model = settings("epd-engines")["MODEL"]
     pods = [

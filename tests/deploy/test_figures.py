@@ -22,26 +22,41 @@ WITHIN_S = 60.0
 BOARD: dict[str, Any] = json.loads(DASHBOARD.read_text())
 EXPRESSIONS = [*(rule["expr"] for rule in rules()), *queries(BOARD)]
 OURS = ("epd_", "up")
-RARE = {"epd_request_retries_total", "epd_requests_degraded_total"}
-"""Counters that have no series before something rare has happened."""
 
 
-async def traffic(fleet: Fleet) -> None:
+async def traffic(fleet: Fleet, backed: Backed) -> None:
     """Some of everything that is counted."""
     for content in (b"cat", b"cat", b"dog"):
         async with fleet.post(request(image(content), stream=True)) as reply:
             assert reply.status == 200
             await reply.read()
-    fleet.d.chat, fine = hangs, fleet.d.chat
-    for left in range(2):
-        task = asyncio.create_task(fleet.chat(request(image(b"bird", detail=str(left)))))
-        before = len(fleet.d.calls)
-        await until(lambda: len(fleet.d.calls) > before)  # noqa: B023 - it is awaited at once
-        task.cancel()
-        await asyncio.wait([task])
-    fleet.d.chat = refuses(500)
+    await one_waits_for_the_other(fleet, backed)
+    await a_client_leaves(fleet)
+    fleet.d.chat, decodes = refuses(500), fleet.d.chat
     await fleet.chat(request(image(b"cat")))
-    fleet.d.chat = fine
+    fleet.d.chat = decodes
+    for instance in fleet.encode:
+        instance.chat, instance.healthy = refuses(500), False
+    assert (await fleet.chat(request(image(b"fish"))))[0] == 200
+    await until(lambda: fleet.events.changes, WITHIN_S)
+
+
+async def one_waits_for_the_other(fleet: Fleet, backed: Backed) -> None:
+    """Two want the same picture at the same time."""
+    backed.encode_s = 0.2
+    await asyncio.gather(*(fleet.chat(request(image(b"bird"))) for _ in range(2)))
+    backed.encode_s = 0
+
+
+async def a_client_leaves(fleet: Fleet) -> None:
+    """While decode has its request, which prefill has served."""
+    fleet.d.chat, decodes = hangs, fleet.d.chat
+    before = len(fleet.d.calls)
+    task = asyncio.create_task(fleet.chat(request(image(b"cat"))))
+    await until(lambda: len(fleet.d.calls) > before, WITHIN_S)
+    fleet.d.chat = decodes
+    task.cancel()
+    await asyncio.wait([task])
 
 
 @pytest.fixture
@@ -51,9 +66,9 @@ async def scraped(launch: Launch, url: str, tmp_path: Path) -> AsyncIterator[Pro
         store.register_namespace("m", NAMESPACE)
         backed = Backed(store, tmp_path / "store")
         async with caching(
-            launch, backed, url, prefill=1, admin_api_key=ADMIN, max_requests=8, max_queue=1
+            launch, backed, url, prefill=1, admin_api_key=ADMIN, probe_interval_s=0.1
         ) as fleet:
-            await traffic(fleet)
+            await traffic(fleet, backed)
             target = fleet.url.removeprefix("http://")
             async with prometheus(tmp_path, target, ADMIN) as server:
                 await recorded(server)
@@ -75,14 +90,11 @@ async def labels_of(server: Prometheus, name: str) -> set[str]:
 
 async def missing(server: Prometheus, wanted: set[Asked]) -> list[str]:
     """What is asked for and is not there."""
-    declared = set(await server.get("metadata"))
     found = []
     for name, labels in sorted(wanted, key=str):
         has = await labels_of(server, name)
-        if has:
-            found += [f"{name} has no label {label}" for label in sorted(labels - has)]
-        elif name not in declared & RARE:
-            found.append(f"there is no {name}")
+        absent = sorted(labels - has)
+        found += [f"{name} has no label {label}" for label in absent] if has else [f"no {name}"]
     return found
 
 
