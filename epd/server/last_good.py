@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from epd.config import ProxyConfig
 from epd.http.tls import TlsInvalid, server_context
-from epd.server.web import read_keys
+from epd.server.files import read_keys
 from epd.tenants import KeysInvalid
 
 FILES = ("api_keys_file", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "upstream_ca_file")

@@ -17,9 +17,10 @@ from epd.edge.drain import DRAIN
 from epd.edge.listening import Site
 from epd.edge.protocol import Runner
 from epd.http.tls import renew, server_context
+from epd.server.files import read_keys
 from epd.server.middlewares import KEYS, OBSERVERS
 from epd.server.reload import RELOAD
-from epd.server.web import create_app, read_keys
+from epd.server.web import create_app
 from epd.tenants import ApiKeys
 
 CUT_S = 5.0

@@ -1,7 +1,6 @@
 """The aiohttp application: routes, and the answer relayed to the client."""
 
 import asyncio
-import stat
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import orjson
-import structlog
 from aiohttp import web
 
 from epd.bodies import chat
@@ -39,6 +37,7 @@ from epd.request.warmup import Warmup
 from epd.routing.health import State
 from epd.routing.instances import Instance, InstanceTable
 from epd.server.admin import Admin
+from epd.server.files import read_keys
 from epd.server.middlewares import (
     ACCESS,
     ADMISSION,
@@ -54,7 +53,7 @@ from epd.server.middlewares import (
     own_headers,
 )
 from epd.server.reload import RELOAD, Reload
-from epd.tenants import ANONYMOUS, ApiKeys, KeysInvalid, parse_keys
+from epd.tenants import ANONYMOUS
 
 T = TypeVar("T")
 
@@ -109,28 +108,6 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
     )
     app.cleanup_ctx.append(_connections)
     return app
-
-
-def read_keys(config: ProxyConfig) -> ApiKeys | None:
-    """The known API keys; None where clients need none.
-
-    Raises:
-        KeysInvalid: the keys file cannot be used.
-    """
-    path = config.api_keys_file
-    if path is None:
-        return None
-    try:
-        keys, mode = parse_keys(path.read_bytes()), path.stat().st_mode
-    except OSError as error:
-        raise KeysInvalid(f"{path}: {error.strerror}") from None
-    except KeysInvalid as error:
-        raise KeysInvalid(f"{path}: {error}") from None
-    if mode & (stat.S_IROTH | stat.S_IWOTH):
-        structlog.get_logger("epd").warning(
-            "others may read or write the keys file", path=str(path), mode=f"{mode & 0o777:o}"
-        )
-    return keys
 
 
 async def _connections(app: web.Application) -> AsyncIterator[None]:

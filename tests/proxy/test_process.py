@@ -64,13 +64,30 @@ def serving(
         ([], "COMMAND"),
     ],
 )
-def test_wrong_flags_end_in_one_line_and_code_2(args: list[str], message: str) -> None:
+def test_wrong_flags_end_in_a_line_each_and_code_2(args: list[str], message: str) -> None:
     ended = run(*args)
 
     assert ended.returncode == 2
     assert ended.stdout == ""
     assert message in ended.stderr
-    assert ended.stderr.count("\n") == 1
+    assert all(": error: " in line for line in ended.stderr.splitlines())
+
+
+def test_check_says_what_serve_would_do_and_starts_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "epd.yaml"
+    file.write_text("max_items: 3")
+
+    shown = run("check", *INSTANCES, "--config", str(file), "--format", "json")
+    refused = run("check", *INSTANCES, "--config", str(file), "--upstream-ca-file", "/nowhere")
+
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert json.loads(shown.stdout)["max_items"] == {
+        "value": 3,
+        "from": "file",
+        "where": f"{file}:1",
+    }
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "epd check: error: --upstream-ca-file /nowhere: No such file" in refused.stderr
 
 
 def test_help_names_every_flag() -> None:

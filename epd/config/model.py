@@ -1,115 +1,25 @@
 """What can be set, with its defaults and limits."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
-from urllib.parse import urlsplit
+from typing import Literal, Self
 
 import orjson
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    SecretStr,
-    model_validator,
-)
-from pydantic_settings import NoDecode
-from yarl import URL
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
-from ec_store import check_url
+from epd.config.fields import (
+    AdminKey,
+    Domains,
+    KeySecret,
+    Seconds,
+    SecondsOrNone,
+    Secret,
+    StoreUrl,
+    Urls,
+)
 from epd.routing.health import HealthPolicy
 from epd.routing.instances import Instance, Role
 from epd.routing.policies import PolicyName
-from epd.tenants import ANONYMOUS, KEY, Scope, Tenant
-
-NO_INSTANCES = frozenset({"", "disable", "none"})
-"""Spellings of an empty URL list, as in vLLM's `disagg_epd_proxy.py`."""
-
-MIN_SECRET = 16
-"""Characters of a secret: who can list the store could try all the shorter ones."""
-
-
-def _split_urls(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    if value.strip().lower() in NO_INSTANCES:
-        return ()
-    return tuple(url.strip() for url in value.split(",") if url.strip())
-
-
-def _check_url(url: str) -> str:
-    if any(character <= " " for character in url):
-        raise ValueError(f"{url!r} has white space in it")
-    parts = urlsplit(url)
-    if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise ValueError(f"{url!r} is not a URL such as http://host:8001")
-    if parts.query or parts.fragment or parts.username or parts.password:
-        raise ValueError(f"{url!r} must be a base URL: no user, no query, no fragment")
-    _ = parts.port  # raises ValueError when it is none
-    return f"{parts.scheme}://{parts.netloc.lower()}{parts.path}".rstrip("/")
-
-
-def _check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
-    checked = tuple(map(_check_url, urls))
-    for url in checked:
-        if checked.count(url) > 1:
-            raise ValueError(f"{url!r} is named twice")
-    return checked
-
-
-def _check_secret(secret: SecretStr | None) -> SecretStr | None:
-    if secret is not None and len(secret) < MIN_SECRET:
-        raise ValueError(f"must have at least {MIN_SECRET} characters")
-    return secret
-
-
-def _check_admin_key(key: SecretStr | None) -> SecretStr | None:
-    if key is not None and KEY.fullmatch(key.get_secret_value()) is None:
-        raise ValueError("must have 16 to 512 printable ASCII characters and no space")
-    return key
-
-
-Urls = Annotated[
-    tuple[str, ...], NoDecode, BeforeValidator(_split_urls), AfterValidator(_check_urls)
-]
-StoreUrl = Annotated[
-    str | None,
-    BeforeValidator(lambda url: None if url in NO_INSTANCES else url),
-    AfterValidator(lambda url: None if url is None else check_url(url)),
-]
-KeySecret = Annotated[
-    SecretStr | None, BeforeValidator(lambda secret: secret or None), AfterValidator(_check_secret)
-]
-
-AdminKey = Annotated[
-    SecretStr | None, BeforeValidator(lambda key: key or None), AfterValidator(_check_admin_key)
-]
-
-
-def _split_domains(value: Any) -> Any:
-    return value.split(",") if isinstance(value, str) else value
-
-
-def _check_domain(domain: str) -> str:
-    """The host as `yarl.URL.raw_host` spells it."""
-    name = domain.strip()
-    try:
-        host = URL.build(scheme="https", host=name.strip("[]")).raw_host
-    except ValueError:
-        host = None
-    if not host or set(name) & set("*/@% "):
-        raise ValueError(f"{domain!r} is not a host name such as media.example.com")
-    return host.rstrip(".")
-
-
-Domains = Annotated[
-    tuple[Annotated[str, AfterValidator(_check_domain)], ...],
-    NoDecode,
-    BeforeValidator(lambda value: _split_domains(value) if value else ()),
-]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-SecondsOrNone = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+from epd.tenants import ANONYMOUS, Scope, Tenant
 
 
 class ProxyConfig(BaseModel):
@@ -344,7 +254,7 @@ class ProxyConfig(BaseModel):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="least level that is logged"
     )
-    openai_api_key: SecretStr | None = Field(
+    openai_api_key: Secret = Field(
         default=None,
         description="key sent to the instances where the client sends no Authorization",
     )

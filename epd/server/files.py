@@ -1,0 +1,55 @@
+"""Files that the configuration names, as they are at the start."""
+
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import structlog
+
+from epd.config import ProxyConfig
+from epd.http.tls import TlsInvalid, server_context, upstream_context
+from epd.tenants import ApiKeys, KeysInvalid, parse_keys
+
+
+def read_keys(config: ProxyConfig) -> ApiKeys | None:
+    """The known API keys; None where clients need none.
+
+    Raises:
+        KeysInvalid: the keys file cannot be used.
+    """
+    path = config.api_keys_file
+    if path is None:
+        return None
+    keys, mode = _keys_in(path)
+    if mode & (stat.S_IROTH | stat.S_IWOTH):
+        structlog.get_logger("epd").warning(
+            "others may read or write the keys file", path=str(path), mode=f"{mode & 0o777:o}"
+        )
+    return keys
+
+
+def unusable_files(config: ProxyConfig) -> Iterator[str]:
+    """What is wrong with each that cannot be used."""
+    try:
+        server_context(config)
+    except TlsInvalid as error:
+        yield str(error)
+    try:
+        upstream_context(config.upstream_ca_file)
+    except TlsInvalid as error:
+        yield str(error)
+    try:
+        if config.api_keys_file is not None:
+            _keys_in(config.api_keys_file)
+    except KeysInvalid as error:
+        yield f"--api-keys-file {error}"
+
+
+def _keys_in(path: Path) -> tuple[ApiKeys, int]:
+    """The keys, and the file's mode."""
+    try:
+        return parse_keys(path.read_bytes()), path.stat().st_mode
+    except OSError as error:
+        raise KeysInvalid(f"{path}: {error.strerror}") from None
+    except KeysInvalid as error:
+        raise KeysInvalid(f"{path}: {error}") from None
