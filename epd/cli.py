@@ -8,7 +8,7 @@ from typing import Any
 
 import uvloop
 
-from epd import bench, fleet
+from epd import bench, doctor, fleet
 from epd.config import ConfigInvalid
 from epd.config.flags import add_flags
 from epd.config.shown import as_json, as_yaml
@@ -26,11 +26,19 @@ from epd.version import __version__
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. Exits with 2 where its flags are wrong, with 1 where it fails."""
+    flags = vars(make_parser().parse_args(argv))
+    del flags["command"]
+    flags.pop("run")(**flags)
+
+
+def make_parser() -> Parser:
+    """The parser of all commands."""
     parser = Parser(prog="epd", description="Multimodal EPD proxy for vLLM.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"epd {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_serve(commands)
     _add_check(commands)
+    _add_doctor(commands)
     key_parser = commands.add_parser(
         "hash-key",
         help="make an API key, or hash one",
@@ -44,9 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     key_parser.set_defaults(run=partial(_hash_key, key_parser))
     fleet.command.add_parser(commands)
     bench.command.add_parser(commands)
-    flags = vars(parser.parse_args(argv))
-    del flags["command"]
-    flags.pop("run")(**flags)
+    return parser
 
 
 def _add_serve(commands: Commands) -> None:
@@ -82,6 +88,26 @@ def _add_check(commands: Commands) -> None:
     parser.set_defaults(run=partial(_check, parser))
 
 
+def _add_doctor(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="look at the fleet that `epd serve` would use with the same flags",
+        description="Look at every instance, the store and this machine as the proxy would use "
+        "them, and say what to change. Each stage is sent a request of some bytes and one token, "
+        "to see that it does its part; a picture that nobody has seen goes into the store. Exits "
+        "with 1 where requests would suffer.",
+        epilog="example: epd doctor --config epd.yaml",
+        usage="epd doctor [--no-requests] [--format text|json] [FLAG of epd serve ...]",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="of the output")
+    parser.add_argument(
+        "--no-requests", action="store_true", help="ask instances for what they say alone"
+    )
+    add_flags(parser)
+    parser.set_defaults(run=partial(_doctor, parser))
+
+
 def _hash_key(parser: Parser, tenant: str, *, stdin: bool) -> None:
     try:
         key = sys.stdin.readline().strip() if stdin else new_key()
@@ -114,6 +140,17 @@ def _serve(parser: Parser, **flags: Any) -> None:
 def _check(parser: Parser, *, format: str = "yaml", **flags: Any) -> None:  # noqa: A002 - a flag's name
     loaded = _loaded(parser, flags)
     print(as_json(loaded) if format == "json" else as_yaml(loaded))
+
+
+def _doctor(
+    parser: Parser,
+    *,
+    format: str,  # noqa: A002 - a flag's name
+    no_requests: bool,
+    **flags: Any,
+) -> None:
+    loaded = _loaded(parser, flags)
+    doctor.run(loaded.config, requests=not no_requests, as_document=format == "json")
 
 
 def _loaded(parser: Parser, flags: dict[str, Any]) -> Loaded:

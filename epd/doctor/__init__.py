@@ -3,3 +3,7 @@
 `facts` are what was seen, `judge` makes findings of them; `instances`, `trials`, `store` and `host`
 look.
 """
+
+from epd.doctor.command import run
+
+__all__ = ["run"]

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from ec_store import Entry, EntryKey, open_store
-from epd.cli import Settings
+from epd.config.settings import Settings
 from epd.server.web import OPENAPI
 from epd.version import __version__
 from tests.deploy.manifests import (

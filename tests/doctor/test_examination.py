@@ -1,6 +1,8 @@
 """The doctor in front of fake instances, on a real store."""
 
 import asyncio
+import json
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -237,3 +239,29 @@ def test_the_headers_have_the_proxys_key() -> None:
     )
 
     assert examination.headers_of(config) == {"Authorization": "Bearer sk-test-0123456789"}
+
+
+async def test_the_command_says_what_is_wrong_and_fails(clinic: Clinic) -> None:
+    async def doctor(*flags: str) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "epd", "doctor", *flags),
+            *(
+                "--encode-servers-urls",
+                clinic.encode.url,
+                "--decode-servers-urls",
+                clinic.decode.url,
+            ),
+            *("--ec-store", clinic.store, "--ec-store-budget-s", "5"),
+            stdout=asyncio.subprocess.PIPE,
+        )
+
+    well = await doctor("--format", "json")
+    said, _ = await well.communicate()
+    clinic.decode.healthy = False
+    ill = await doctor("--no-requests")
+    text, _ = await ill.communicate()
+
+    assert (well.returncode, json.loads(said)["verdict"]) == (0, "warn")
+    assert ill.returncode == 1
+    assert f"fail  prefill_decode {clinic.decode.url}" in text.decode()
+    assert "-> start it, or take it out of the configuration" in text.decode()
