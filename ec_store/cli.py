@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="ec-store", description="Look after an encoder-cache store.", allow_abbrev=False
     )
