@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epd.config import ConfigInvalid, ProxyConfig
@@ -75,6 +75,7 @@ def test_what_stays_are_fields() -> None:
     assert set(ProxyConfig.model_fields) >= FIXED | STAGES
 
 
+@settings(deadline=None)
 @given(before=some, after=some, others=some)
 def test_a_source_has_its_instances_replaced_and_no_other_ones(
     before: list[Instance], after: list[Instance], others: list[Instance]
