@@ -9,8 +9,9 @@ from typing import Any
 import uvloop
 
 from epd import bench, doctor, fleet
-from epd.config import ConfigInvalid
+from epd.config import ConfigInvalid, ProxyConfig
 from epd.config.flags import add_flags
+from epd.config.live import LiveConfig
 from epd.config.shown import as_json, as_yaml
 from epd.config.sources import Loaded, load
 from epd.edge.descriptors import raise_limit
@@ -120,15 +121,18 @@ def _hash_key(parser: Parser, tenant: str, *, stdin: bool) -> None:
 
 
 def _serve(parser: Parser, **flags: Any) -> None:
-    loaded = _loaded(parser, flags)
-    config = loaded.config
+    config = LiveConfig.of(_loaded(parser, flags).config)
     logs.configure(config.log_format, config.log_level)
     raise_limit()
+
+    def read() -> ProxyConfig:
+        return load(flags).config
+
     try:
         if config.workers == 1:
-            uvloop.run(serve(config))
+            uvloop.run(serve(config, read))
         else:
-            asyncio.run(supervise(config))  # uvloop's processes have no process_group
+            asyncio.run(supervise(config, read))  # uvloop's processes have no process_group
     except (KeysInvalid, TlsInvalid) as error:  # changed since it was checked
         parser.errors([str(error)])
     except WorkersFailed as failure:

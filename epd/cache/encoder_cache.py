@@ -93,7 +93,12 @@ class Look:
 
 
 class EncoderCache:
-    """A store, asked about the entries of served models. Belongs to one event loop."""
+    """A store, asked about the entries of served models. Belongs to one event loop.
+
+    Attributes:
+        budget_s: for a look-up; there may be another from now on.
+        lease_s: how long what was found is safe from eviction; the same.
+    """
 
     def __init__(self, url: str, *, budget_s: float, lease_s: float) -> None:
         """Ask nothing yet.
@@ -104,8 +109,8 @@ class EncoderCache:
             lease_s: how long what was found is safe from eviction.
         """
         self._url = url
-        self._budget_s = budget_s
-        self._lease_s = lease_s
+        self.budget_s = budget_s
+        self.lease_s = lease_s
         self._store: AsyncStore | None = None
         self._reading = Breaker("reading from the encoder cache")
         self._writing = Breaker("writing to the encoder cache")
@@ -165,7 +170,7 @@ class EncoderCache:
             look.claim_nothing()
         visiting = self._store.begin(look.run)
         try:
-            await _ended(visiting, PATIENT_S if patient else self._budget_s)
+            await _ended(visiting, PATIENT_S if patient else self.budget_s)
             if look.found is not None and not visiting.done():
                 await _ended(visiting, PATIENT_S)
         finally:
@@ -195,7 +200,7 @@ class EncoderCache:
     def _keep(self, keys: Sequence[EntryKey]) -> None:
         """Have entries leased that are not leased for long enough."""
         now_s = asyncio.get_running_loop().time()
-        short = [key for key in keys if self._leased.get(key, 0.0) < now_s + self._lease_s]
+        short = [key for key in keys if self._leased.get(key, 0.0) < now_s + self.lease_s]
         if short:
             self.later(self.lease(short))
 
@@ -204,8 +209,8 @@ class EncoderCache:
 
         It is asked for half as long again, so as not to be asked for each time.
         """
-        until_s = asyncio.get_running_loop().time() + 1.5 * self._lease_s
-        infos = await self.write(lambda store: store.lease(keys, 1.5 * self._lease_s), PATIENT_S)
+        until_s = asyncio.get_running_loop().time() + 1.5 * self.lease_s
+        infos = await self.write(lambda store: store.lease(keys, 1.5 * self.lease_s), PATIENT_S)
         for info in infos or ():
             if info is not None:
                 self._leased[info.key] = until_s

@@ -41,6 +41,7 @@ def metavar_of(name: str, field: FieldInfo) -> str:
         ("_bytes", "BYTES"),
         ("file", "FILE"),
         ("config", "FILE"),
+        ("ec_store", "URL"),
         ("_ca_certs", "FILE"),
         ("_domains", "HOSTS"),
     ):

@@ -31,10 +31,14 @@ class Settings(ProxyConfig, BaseSettings):
     )
 
     openai_api_key: Secret = Field(
-        default=None, validation_alias=AliasChoices("EPD_OPENAI_API_KEY", "OPENAI_API_KEY")
+        default=None,
+        validation_alias=AliasChoices("EPD_OPENAI_API_KEY", "OPENAI_API_KEY"),
+        description=ProxyConfig.model_fields["openai_api_key"].description,
     )
     admin_api_key: AdminKey = Field(
-        default=None, validation_alias=AliasChoices("EPD_ADMIN_API_KEY", "ADMIN_API_KEY")
+        default=None,
+        validation_alias=AliasChoices("EPD_ADMIN_API_KEY", "ADMIN_API_KEY"),
+        description=ProxyConfig.model_fields["admin_api_key"].description,
     )
 
 

@@ -246,7 +246,11 @@ class Connection(asyncio.Protocol):
 
 
 class Pool:
-    """Connections by where they go. Belongs to one event loop."""
+    """Connections by where they go. Belongs to one event loop.
+
+    Attributes:
+        connect_timeout_s: by when a connection is made, or is not; there may be another.
+    """
 
     def __init__(
         self, tls: ssl.SSLContext, *, connect_timeout_s: float, keep_alive_s: float
@@ -260,7 +264,7 @@ class Pool:
             keep_alive_s: for how long idle ones are kept.
         """
         self._tls = tls
-        self._connect_timeout_s = connect_timeout_s
+        self.connect_timeout_s = connect_timeout_s
         self._keep_alive_s = keep_alive_s
         self._loop = asyncio.get_running_loop()
         self._addresses = Addresses()
@@ -286,7 +290,7 @@ class Pool:
             Unreachable: it could not be made, or not in time.
         """
         try:
-            async with asyncio.timeout(self._connect_timeout_s):
+            async with asyncio.timeout(self.connect_timeout_s):
                 return await self._connect(origin)
         except (OSError, UnicodeError) as error:  # no time left; a name that cannot be one
             raise Unreachable from error

@@ -143,6 +143,10 @@ class Upstream:
         """Send over its connections."""
         self._pool = pool
 
+    def connect_within(self, timeout_s: float) -> None:
+        """Have a connection made by then from now on, or not."""
+        self._pool.connect_timeout_s = timeout_s
+
     @classmethod
     @asynccontextmanager
     async def connect(

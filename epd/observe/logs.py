@@ -46,11 +46,20 @@ def configure(log_format: str, level: str, *, worker: int | None = None) -> None
         factory = structlog.WriteLoggerFactory(sys.stderr)
     structlog.configure(
         processors=processors,
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level.upper())),
+        wrapper_class=_at(level),
         logger_factory=factory,
     )
     # Else Python writes what libraries warn of as plain text between the lines.
     logging.basicConfig(handlers=[_Relay(logging.WARNING)], force=True)
+
+
+def set_level(level: str) -> None:
+    """Log from this level on; `configure` has been called."""
+    structlog.configure(**{**structlog.get_config(), "wrapper_class": _at(level)})
+
+
+def _at(level: str) -> type[structlog.typing.FilteringBoundLogger]:
+    return structlog.make_filtering_bound_logger(logging.getLevelName(level.upper()))
 
 
 def _named(worker: int, _: Any, __: str, event: EventDict) -> EventDict:
@@ -99,6 +108,11 @@ class LogObserver:
             kv_lease_s: how long prefill keeps its blocks; what takes half of it is a warning.
         """
         self._long_s = kv_lease_s / 2
+
+    def adopt(self, kv_lease_s: float) -> None:
+        """Go by another lease, and by the level that logging has now."""
+        self._long_s = kv_lease_s / 2
+        self.__dict__.pop("_log", None)
 
     @cached_property
     def _log(self) -> structlog.typing.FilteringBoundLogger:

@@ -234,6 +234,7 @@ class Encoder:
         tried: list[Instance] = []
 
         async def attempt() -> Encoded:
+            self._choice.use(self._config.encode_policy)
             instance = self._choice.best(key, tried)
             tried.append(instance)
             with self._table.using(instance):

@@ -12,7 +12,7 @@ from epd.cache.keys import Keys
 from epd.config import ProxyConfig
 from epd.errors import ProxyError, Stage, UpstreamTimeout, UpstreamUnreachable
 from epd.http.upstream import Reply
-from epd.media.fetch import RemoteMedia
+from epd.media.fetch import MediaFetcher
 from epd.request.encoding import Encoder
 from epd.request.releases import Releases
 from epd.request.stages import Decoding, RequestContext, Stages
@@ -110,7 +110,7 @@ class Pipeline:
         self,
         table: InstanceTable,
         stages: Stages,
-        media: RemoteMedia,
+        media: MediaFetcher,
         cache: EncoderCache | None,
         releases: Releases,
         config: ProxyConfig,

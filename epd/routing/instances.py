@@ -97,6 +97,12 @@ class InstanceTable:
         if self._health.pop(instance, None) is not None:
             self._by_role[instance.role].remove(instance)
 
+    def judge_by(self, policy: HealthPolicy) -> None:
+        """Judge all of them by another policy from now on."""
+        self._policy = policy
+        for health in self._health.values():
+            health.policy = policy
+
     def of(self, *roles: Role) -> tuple[Instance, ...]:
         """All instances of these roles."""
         return tuple(instance for role in roles for instance in self._by_role[role])

@@ -90,7 +90,12 @@ class Choice:
     def __init__(self, table: InstanceTable, role: Role, policy: PolicyName) -> None:
         self._table = table
         self._role = role
-        self._policy = POLICIES[policy]()
+        self._policy: Policy = POLICIES[policy]()
+
+    def use(self, policy: PolicyName) -> None:
+        """Go by this policy, anew where it is another."""
+        if type(self._policy) is not POLICIES[policy]:
+            self._policy = POLICIES[policy]()
 
     def best(self, key: str = "", tried: Collection[Instance] = ()) -> Instance:
         """An instance, one that has not been tried where there is one.

@@ -39,11 +39,10 @@ class Admin:
     def __init__(self, table: InstanceTable, upstream: Upstream, config: ProxyConfig) -> None:
         self._table = table
         self._upstream = upstream
-        self._timeout_s = config.health_timeout_s
+        self._config = config
         # A choice of its own: whose turn it is to decode is not for this to move.
         self._models = Choice(table, config.decode_role, "round_robin")
         self._retries = Retries()
-        self._profile_timeout_s = config.profile_timeout_s
         self._flights: Flights[str, Health] = Flights()
         self._kept: Health | None = None
         self._kept_until_s = 0.0
@@ -61,7 +60,10 @@ class Admin:
 
     async def _ask_health(self) -> Health:
         groups = {name: self._table.of(*roles) for name, (_, roles) in CLUSTERS.items()}
-        results = await self._ask_all("/health", headers={}, body=None, timeout_s=self._timeout_s)
+        routing = {one: self._table.state(one) for one in self._table.of(*Role)}
+        results = await self._ask_all(
+            "/health", headers={}, body=None, timeout_s=self._config.health_timeout_s
+        )
         clusters = {
             name: _cluster_state([_is_healthy(results[one]) for one in instances])
             for name, instances in groups.items()
@@ -70,7 +72,7 @@ class Admin:
         for one, result in results.items():
             state = states.setdefault(one.url, {"roles": [], "routing": {}, **_said(result)})
             state["roles"].append(one.role)
-            state["routing"][one.role.value] = self._table.state(one)
+            state["routing"][one.role.value] = routing[one]
             state["state"] = "healthy" if _is_healthy(result) else "unhealthy"
         status = 503 if "unhealthy" in clusters.values() else 200
         self._kept = status, {"proxy": "healthy", **clusters, "instances": states}
@@ -89,7 +91,10 @@ class Admin:
             RequestRefused: 503, no instance has a profiler.
         """
         results = await self._ask_all(
-            f"/{command}_profile", headers=headers, body=body, timeout_s=self._profile_timeout_s
+            f"/{command}_profile",
+            headers=headers,
+            body=body,
+            timeout_s=self._config.profile_timeout_s,
         )
         if all(
             isinstance(result, Answer) and result.status == HTTPStatus.NOT_FOUND
@@ -97,9 +102,9 @@ class Admin:
         ):
             raise RequestRefused(503, "no instance has a profiler", slug="profile_unavailable")
         return {
-            stage: {one.url: _said(results[one]) for one in self._table.of(*roles)}
+            stage: said
             for stage, roles in CLUSTERS.values()
-            if self._table.of(*roles)
+            if (said := {one.url: _said(it) for one, it in results.items() if one.role in roles})
         }
 
     async def models(self, headers: Mapping[str, str]) -> Answer:
@@ -116,7 +121,7 @@ class Admin:
                 tried[-1].url + "/v1/models",
                 stage="decode",
                 headers=headers,
-                timeout_s=self._timeout_s,
+                timeout_s=self._config.health_timeout_s,
             )
 
         def again(error: ProxyError) -> float | None:

@@ -16,7 +16,7 @@ from aiohttp.typedefs import Handler
 
 from epd.config import ProxyConfig
 from epd.edge.access import Access, Headers, bearer, check_admin
-from epd.edge.admission import Admission, Held
+from epd.edge.admission import Admission, Held, max_body_bytes
 from epd.edge.body import too_large
 from epd.edge.drain import DRAIN
 from epd.edge.protocol import SERVER, Connection
@@ -201,8 +201,9 @@ def _authenticate(request: web.Request, visit: Visit) -> None:
 async def _in_turn(request: web.Request, handler: Handler, visit: Visit) -> web.StreamResponse:
     """Let a request in when there is a place for it."""
     admission, context = visit.app[ADMISSION], visit.context
-    if (size := request.content_length or 0) > request.client_max_size:
-        raise too_large(request.client_max_size)
+    limit = max_body_bytes(visit.app[CONFIG])
+    if (size := request.content_length or 0) > limit:
+        raise too_large(limit)
     with admission.arrive(context.tenant) as ticket:
         if ticket.where == "queue":
             with context.timed("queue", "proxy"):

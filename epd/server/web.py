@@ -23,8 +23,8 @@ from epd.edge.drain import DRAIN, Drain, send_elsewhere
 from epd.errors import BadRequest, NoInstance, Overloaded
 from epd.events import InstanceChanged, Observer
 from epd.http.upstream import Reply, Upstream
-from epd.media.fetch import remote_media
-from epd.observe.logs import LogObserver
+from epd.media.fetch import MediaFetcher
+from epd.observe.logs import LogObserver, set_level
 from epd.observe.loop_lag import watched
 from epd.observe.metrics import CONTENT_TYPE, MetricsObserver
 from epd.request import warmup
@@ -34,6 +34,7 @@ from epd.request.relay import StreamRelay
 from epd.request.releases import Releases
 from epd.request.stages import RequestContext, Stages
 from epd.request.warmup import Warmup
+from epd.routing import membership
 from epd.routing.health import State
 from epd.routing.instances import Instance, InstanceTable
 from epd.server.admin import Admin
@@ -86,12 +87,9 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
     Raises:
         KeysInvalid: the keys file cannot be used.
     """
-    limits = limits_of(config)
-    app = web.Application(
-        client_max_size=min(config.max_body_bytes, limits.body_bytes), middlewares=(observe,)
-    )
+    app = web.Application(middlewares=(observe,))
     app[CONFIG] = config
-    app[ADMISSION] = Admission(limits, time.monotonic)
+    app[ADMISSION] = Admission(limits_of(config), time.monotonic)
     keys = read_keys(config)
     if keys is not None:
         app[KEYS] = keys
@@ -102,10 +100,15 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
     app[RELOAD] = Reload(app[METRICS].reloaded)
     app[DRAIN] = Drain()
     app.on_response_prepare.append(send_elsewhere)
-    app[OBSERVERS] = (
-        app[METRICS],
-        *((LogObserver(config.kv_lease_s),) if observers is None else observers),
-    )
+    log = LogObserver(config.kv_lease_s)
+    app[OBSERVERS] = (app[METRICS], *((log,) if observers is None else observers))
+
+    def follow(_: ProxyConfig) -> None:
+        app[ADMISSION].adopt(limits_of(config))
+        set_level(config.log_level)
+        log.adopt(config.kv_lease_s)
+
+    app[RELOAD].follow(follow)
     app.cleanup_ctx.append(_connections)
     return app
 
@@ -118,15 +121,24 @@ async def _connections(app: web.Application) -> AsyncIterator[None]:
     async with (
         watched(app[METRICS].loop_lag),
         Upstream.connect(config.connect_timeout_s, config.upstream_ca_file) as upstream,
-        remote_media(config) as media,
+        MediaFetcher.open(config) as media,
         _cache(config) as cache,
-        probing(table, upstream, config.health_timeout_s),
+        probing(table, upstream, config),
         Releases.running(stages := Stages(upstream, config)) as releases,
     ):
         app[PIPELINE] = Pipeline(table, stages, media, cache, releases, config)
         app[WARMUP] = Warmup(app[PIPELINE], cache)
         app[ADMIN] = Admin(table, upstream, config)
         app[TABLE] = table
+
+        def follow(before: ProxyConfig) -> None:
+            membership.replace(table, before.instances, config.instances)
+            table.judge_by(config.health)
+            upstream.connect_within(config.connect_timeout_s)
+            if cache is not None:
+                cache.budget_s, cache.lease_s = config.ec_store_budget_s, config.ec_store_lease_s
+
+        app[RELOAD].follow(follow)
         yield
 
 

@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -23,6 +23,7 @@ import orjson
 import structlog
 
 from epd.config import ProxyConfig
+from epd.config.live import LiveConfig
 from epd.observe.shared_page import SharedPage
 from epd.observe.worker_metrics import bury
 from epd.server.last_good import LastGood
@@ -71,22 +72,28 @@ class Seat:
         return self.pages[self.number - 1]
 
 
-async def supervise(config: ProxyConfig) -> None:
+async def supervise(config: LiveConfig, read: Callable[[], ProxyConfig]) -> None:
     """Keep the workers running until SIGTERM or SIGINT, as `server.serve` does for one process.
+
+    Args:
+        config: what is in force; what may change of it does at SIGHUP, for the workers too.
+        read: what is configured then.
 
     Raises:
         OSError: the address cannot be listened on.
         WorkersFailed: they do not stay alive.
     """
     with _pages(config.workers) as pages:
-        await _supervise(config, pages)
+        await _supervise(config, read, pages)
 
 
-async def _supervise(config: ProxyConfig, pages: Sequence[SharedPage]) -> None:
+async def _supervise(
+    config: LiveConfig, read: Callable[[], ProxyConfig], pages: Sequence[SharedPage]
+) -> None:
     log = structlog.get_logger("epd")
     orders = orders_by_signal(config)
-    with _listening(config) as groups, closing(LastGood(config)) as files:
-        reloading = asyncio.create_task(_reload(orders, files))
+    with _listening(config) as groups, closing(LastGood(config, read)) as good:
+        reloading = asyncio.create_task(_reload(orders, good))
         for listener in groups[0]:
             log.info(
                 "listening",
@@ -95,7 +102,7 @@ async def _supervise(config: ProxyConfig, pages: Sequence[SharedPage]) -> None:
                 workers=config.workers,
             )
         keepers = [
-            asyncio.create_task(_keep(Seat(number, sockets, pages), config, files, orders))
+            asyncio.create_task(_keep(Seat(number, sockets, pages), good, orders))
             for number, sockets in enumerate(groups, start=1)
         ]
         await orders.drain.wait()
@@ -109,21 +116,21 @@ async def _supervise(config: ProxyConfig, pages: Sequence[SharedPage]) -> None:
         raise failure
 
 
-async def _reload(orders: Orders, files: LastGood) -> None:
+async def _reload(orders: Orders, good: LastGood) -> None:
     while True:
         await orders.reload.wait()
         orders.reload.clear()
-        files.renew()
+        good.renew()
 
 
-async def _keep(seat: Seat, config: ProxyConfig, files: LastGood, orders: Orders) -> None:
+async def _keep(seat: Seat, good: LastGood, orders: Orders) -> None:
     """Run a worker, and another whenever it dies, until all are to close."""
     clock = asyncio.get_running_loop().time
     deaths = 0
     try:
         while not orders.close.is_set():
             started = clock()
-            end = await _run(seat, config, files, orders)
+            end = await _run(seat, good, orders)
             if orders.close.is_set():
                 return
             deaths = deaths + 1 if clock() - started < STEADY_S else 1
@@ -140,16 +147,16 @@ async def _keep(seat: Seat, config: ProxyConfig, files: LastGood, orders: Orders
         orders.stop()
 
 
-async def _run(seat: Seat, config: ProxyConfig, files: LastGood, orders: Orders) -> str:
+async def _run(seat: Seat, good: LastGood, orders: Orders) -> str:
     """Run one worker to its end, and say what it died of."""
-    reloaded = files.reloaded  # a reload while it starts comes too late for its copies
+    reloaded = good.reloaded  # a reload while it starts comes too late for what it starts with
     try:
-        process, pipe = await _start(seat, config, files.descriptors)
+        process, pipe = await _start(seat, good.config, good.descriptors)
     except OSError as error:  # no process or no memory to be had at the moment
         return str(error)
     with closing(pipe):
-        await first_of(process.wait(), orders.close.wait(), _pass_on(orders, files, reloaded, pipe))
-    limit_s = config.drain_timeout_s + CUT_S + CLEANUP_S + GRACE_S
+        await first_of(process.wait(), orders.close.wait(), _pass_on(orders, good, reloaded, pipe))
+    limit_s = good.config.drain_timeout_s + CUT_S + CLEANUP_S + GRACE_S
     await first_of(process.wait(), orders.now.wait(), asyncio.sleep(limit_s))
     with suppress(ProcessLookupError):
         process.send_signal(signal.SIGUSR1)
@@ -162,20 +169,20 @@ async def _run(seat: Seat, config: ProxyConfig, files: LastGood, orders: Orders)
 
 
 async def _pass_on(
-    orders: Orders, files: LastGood, reloaded: asyncio.Event, pipe: asyncio.StreamWriter
+    orders: Orders, good: LastGood, reloaded: asyncio.Event, pipe: asyncio.StreamWriter
 ) -> None:
     """Tell a worker what this process is told."""
 
     async def drain() -> None:
         await orders.drain.wait()
-        pipe.write(DRAIN)
+        pipe.write(DRAIN + b"\n")
 
     async def reload() -> None:
         turn = reloaded
         while True:
             await turn.wait()
-            turn = files.reloaded
-            pipe.write(RELOAD)
+            turn = good.reloaded
+            pipe.write(RELOAD + good.said + b"\n")
 
     await asyncio.gather(drain(), reload())
 

@@ -96,7 +96,7 @@ def test_help_names_every_flag() -> None:
     assert ended.returncode == 0
     for flag in ("--encode-servers-urls", "--prefill-servers-urls", "--decode-servers-urls"):
         assert flag in ended.stdout
-    for secret in ("openai-api-key", "key-secret"):
+    for secret in ("--openai-api-key ", "--key-secret ", "--admin-api-key "):
         assert secret not in ended.stdout
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epd.config import ConfigInvalid
@@ -42,6 +42,7 @@ def wrong(text: str, path: Path, **flags: str) -> list[str]:
 some = st.dictionaries(st.sampled_from(NUMBERS), st.integers(1, 10**6))
 
 
+@settings(deadline=None)
 @given(flags=some, environment=some, file=some)
 def test_flags_go_before_the_environment_and_that_before_the_file(
     flags: Mapping[str, int],
@@ -150,6 +151,7 @@ def test_what_is_wrong_with_a_file(text: str, reason: str, tmp_path: Path) -> No
     assert any(one.startswith(reason) for one in reasons), reasons
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_any_text_is_a_file_or_refused(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     path = tmp_path_factory.getbasetemp() / "any.yaml"
