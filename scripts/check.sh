@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Style, types, who may import whom, and a test for every fault.
+# Style, types, who may import whom, a test for every fault, and the reference of metrics.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 ./scripts/setup.sh
@@ -8,3 +8,4 @@ cd "$(dirname "$0")/.."
 .venv/bin/mypy
 .venv/bin/lint-imports
 .venv/bin/python scripts/fault_table.py --check
+.venv/bin/python scripts/metrics_reference.py --check

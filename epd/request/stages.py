@@ -263,8 +263,14 @@ class Stages:
                 headers=context.headers_for(context.child_id()),
                 body=context.written(release_body(body)),
                 head_timeout_s=RELEASE_TIMEOUT_S,
-            ):
-                pass
+            ) as reply:
+                # An engine that fails it has had it, and has told prefill.
+                if not reply.ok and reply.status != HTTPStatus.INTERNAL_SERVER_ERROR:
+                    raise UpstreamFailed(
+                        f"the decode instance answered {reply.status}",
+                        slug="release_failed",
+                        stage="release",
+                    )
 
 
 class Decoding:
