@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol
 
 from epd.errors import Stage
+from epd.histogram import Histogram
 
 ItemResult = Literal["hit", "encoded", "local"]
 """Where an item's encoder output comes from: it was there or on its way, an encode instance made it
@@ -13,6 +15,37 @@ for this request, or prefill or decode make it themselves because no encode inst
 
 Degraded = Literal["encode-local", "prefill-local"]
 """What another instance did than the one whose stage it is: `x-epd-degraded`."""
+
+
+Modality = str
+"""image, audio or video."""
+
+Waiting = Stage | Literal["answer"]
+"""What a request waits for: a stage, or the rest of its answer."""
+
+GAPS_S = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.02,
+    0.03,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+)
+"""Upper bounds by which times between the chunks of a stream are counted."""
+
+
+NO_HITS: Mapping[Modality, int] = MappingProxyType({})
 
 
 class StageDone(NamedTuple):
@@ -25,6 +58,8 @@ class StageDone(NamedTuple):
         seconds: until its answer was read; for decode until the answer's head came; in the queue
             until the request's turn came.
         error: slug of the error, `cancelled`, or None.
+        model_name: what instances call the request's model (`epd.models`).
+        modality: of the item that was encoded.
     """
 
     stage: Stage
@@ -32,6 +67,8 @@ class StageDone(NamedTuple):
     started_s: float
     seconds: float
     error: str | None
+    model_name: str = ""
+    modality: Modality | None = None
 
 
 class RequestDone(NamedTuple):
@@ -52,6 +89,13 @@ class RequestDone(NamedTuple):
         engine_id: the id sent to the instances.
         kv_wait_s: from prefill's answer to decode's first event, in a stream: for so long prefill
             kept its blocks at most.
+        model_name: what instances call its model (`epd.models`).
+        at: what it was waiting for last.
+        first_token_s: from its head to decode's first event; where it is no stream, to the answer.
+        gaps: times between the chunks of its stream, in seconds, by `GAPS_S`.
+        hits: how many of its items needed no encode, by modality.
+        waits: how many of those waited for an encode that somebody else had begun.
+        saved_bytes: of their media, as they stood in the request, that no instance was sent.
     """
 
     request_id: str
@@ -67,6 +111,13 @@ class RequestDone(NamedTuple):
     degraded: frozenset[Degraded] = frozenset()
     kv_wait_s: float | None = None
     engine_id: str = ""
+    model_name: str = ""
+    at: Waiting = "proxy"
+    first_token_s: float | None = None
+    gaps: Histogram | None = None
+    hits: Mapping[Modality, int] = NO_HITS
+    waits: int = 0
+    saved_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

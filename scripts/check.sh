@@ -9,6 +9,7 @@ cd "$(dirname "$0")/.."
 .venv/bin/mypy
 .venv/bin/lint-imports
 .venv/bin/python scripts/fault_table.py --check
+.venv/bin/python scripts/metrics_reference.py --check
 .venv/bin/python scripts/config_reference.py --check
 site=$(mktemp --directory)
 trap 'rm -rf "$site"' EXIT

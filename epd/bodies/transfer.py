@@ -147,8 +147,7 @@ def consumer_body(body: Body, items: Sequence[EncodedItem], *, raw: bool) -> Bod
     """
     if not items:
         return body
-    raw = raw and all(one.item.has_media for one in items)
-    uuids = {} if raw else _metadata_uuids(items, body)
+    uuids = metadata_uuids(items, body, raw=raw)
     for one in items:
         if one.item not in uuids and not one.item.has_media:
             raise UnknownMedia(
@@ -166,19 +165,21 @@ def consumer_body(body: Body, items: Sequence[EncodedItem], *, raw: bool) -> Bod
     return {**body, "ec_transfer_params": params} if params else body
 
 
-def _metadata_uuids(items: Sequence[EncodedItem], body: Body) -> dict[MMItem, str]:
-    """The items that go on metadata-only, with the `uuid` of each.
+def metadata_uuids(items: Sequence[EncodedItem], body: Body, *, raw: bool) -> dict[MMItem, str]:
+    """The items that go on metadata-only, with the `uuid` of each; see `consumer_body`.
 
     vLLM refuses a request that mixes metadata-only and raw items of a modality
     (`vllm/renderers/chat_utils.py`, `_resolve_items`), and audio processors look at the items of
     other modalities: all items of a modality, and with audio all items, or none.
     """
+    if raw and all(one.item.has_media for one in items):
+        return {}
     uuids = {one.item: metadata_uuid(one, body) for one in items}
-    raw = {item.modality for item, uuid in uuids.items() if uuid is None}
+    others = {item.modality for item, uuid in uuids.items() if uuid is None}
     modalities = {item.modality for item in uuids}
-    if raw and "audio" in modalities:
-        raw = modalities
-    return {item: uuid for item, uuid in uuids.items() if uuid and item.modality not in raw}
+    if others and "audio" in modalities:
+        others = modalities
+    return {item: uuid for item, uuid in uuids.items() if uuid and item.modality not in others}
 
 
 def metadata_uuid(one: EncodedItem, body: Body) -> str | None:

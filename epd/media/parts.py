@@ -88,6 +88,17 @@ def source(
     return _from_url(url, allowed_local_media_path, param)
 
 
+def inline_bytes(item: MMItem, cuts: Cuts) -> int:
+    """How long the base64 text is of an item that is in the request; 0 of another."""
+    value = item.part.get(item.kind)
+    fields = value if isinstance(value, dict) else {}
+    text = fields.get("data") or fields.get("url")
+    if not isinstance(text, str) or (item.kind != "input_audio" and text[:5].lower() != "data:"):
+        return 0
+    found = cuts.get(text[-MARK_LENGTH:])
+    return len(text) - text.find(",") - 1 if found is None else len(found)
+
+
 def check_image(media: Inline, *, min_side: int, max_pixels: int, param: str) -> None:
     """Refuse a picture that an engine must not be given.
 

@@ -1,11 +1,13 @@
 """Log lines: one per request, for people or for machines.
 
-No media, prompts, keys or URL queries: an event holds none.
+No media, prompts, keys or URL queries: an event holds none. What is logged while a request
+is served, by whomever, bears its id.
 """
 
 import logging
 import re
 import sys
+from contextvars import ContextVar
 from functools import cached_property, partial
 from typing import Any
 
@@ -14,6 +16,20 @@ import structlog
 from structlog.typing import EventDict
 
 from epd.events import InstanceChanged, RequestDone, StageDone, stage_seconds
+
+REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
+"""Of the request that is being served, as its client knows it."""
+
+MAX_FAILURES = 8
+"""Failed requests to instances that a request's line names."""
+
+NEXT = {
+    "ejected": "no request until its time is over, then one on trial",
+    "down": "no request until a probe is answered, then one on trial",
+    "trial": "one request at a time, until one is answered",
+    "healthy": "requests as to all others",
+}
+"""What comes of an instance that has changed, for who reads of it."""
 
 FURTHER = frozenset({"exception", "stack", "exc_info", "logger", "logger_name"})
 """Fields that a line for people has a form of its own for."""
@@ -31,6 +47,7 @@ def configure(log_format: str, level: str, *, worker: int | None = None) -> None
     """
     processors: list[structlog.typing.Processor] = [
         structlog.processors.add_log_level,
+        _of_request,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.format_exc_info,
     ]
@@ -60,6 +77,13 @@ def set_level(level: str) -> None:
 
 def _at(level: str) -> type[structlog.typing.FilteringBoundLogger]:
     return structlog.make_filtering_bound_logger(logging.getLevelName(level.upper()))
+
+
+def _of_request(_: Any, __: str, event: EventDict) -> EventDict:
+    """Say in whose service it was written."""
+    if (request_id := REQUEST_ID.get()) is not None:
+        event.setdefault("request_id", request_id)
+    return event
 
 
 def _named(worker: int, _: Any, __: str, event: EventDict) -> EventDict:
@@ -121,19 +145,24 @@ class LogObserver:
         return log
 
     def stage_done(self, event: StageDone) -> None:
-        """One line at level debug."""
-        if not self._log.is_enabled_for(logging.DEBUG):
+        """One line at level debug; a warning where prefill's blocks were not given back."""
+        lost = event.stage == "release" and event.error is not None
+        level = logging.WARNING if lost else logging.DEBUG
+        if not self._log.is_enabled_for(level):
             return
-        self._log.debug(
+        more = {"next": "prefill keeps its blocks until their lease ends"} if lost else {}
+        self._log.log(
+            level,
             "stage",
             stage=event.stage,
             instance=event.instance,
             seconds=round(event.seconds, 4),
             error=event.error,
+            **more,
         )
 
     def request_done(self, event: RequestDone) -> None:
-        """One line: info, or warning where it failed; routes beside `/v1` at level debug."""
+        """One line: info, a warning where it or an instance failed; beside `/v1` at level debug."""
         level = self._level(event)
         if not self._log.is_enabled_for(level):
             return
@@ -149,7 +178,7 @@ class LogObserver:
         )
 
     def _level(self, event: RequestDone) -> int:
-        if event.error is not None or self._waited_long(event):
+        if event.error is not None or self._waited_long(event) or _failures(event):
             return logging.WARNING
         return logging.INFO if "/v1/" in event.path else logging.DEBUG
 
@@ -172,6 +201,8 @@ class LogObserver:
             fields["engine_id"] = event.engine_id
         if event.kv_wait_s is not None and self._waited_long(event):
             fields["kv_wait_s"] = round(event.kv_wait_s, 4)
+        if failures := _failures(event):
+            fields["failures"] = ",".join(failures)
         if event.error is not None:
             fields |= {"error": event.error, "reason": event.reason}
         return fields
@@ -180,5 +211,20 @@ class LogObserver:
         """One line: a warning where it is left alone, info where it is back."""
         level = logging.INFO if event.state in {"healthy", "trial"} else logging.WARNING
         self._log.log(
-            level, "instance", instance=event.instance, role=event.role, state=event.state
+            level,
+            "instance",
+            instance=event.instance,
+            role=event.role,
+            state=event.state,
+            next=NEXT[event.state],
         )
+
+
+def _failures(event: RequestDone) -> list[str]:
+    """Which instance failed at what, and how; the first ones."""
+    failed = [
+        f"{one.stage}@{one.instance}={one.error}"
+        for one in event.stages
+        if one.error is not None and one.error != "cancelled"
+    ]
+    return failed[:MAX_FAILURES]

@@ -1,7 +1,7 @@
 """Where the encoder outputs of a request's items come from: the store, or an encode instance."""
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -106,6 +106,7 @@ class Encoder:
         """
         if not uuids:
             return []
+        context.hits, context.waits = {}, 0
         wanted = self._identifiers(body, uuids, anew=anew)
         if self._claims is None or not wanted:
             looked = LookUp({}, answered=self._claims is not None, alone=anew)
@@ -120,6 +121,8 @@ class Encoder:
                 encoded = await self._each(body, uuids, looked, context)
         results = [one.result for one in encoded]
         context.items = {result: results.count(result) for result in results}
+        if "hit" in context.items:
+            context.hits = Counter([one.item.modality for one in encoded if one.result == "hit"])
         return encoded
 
     def _identifiers(
@@ -142,6 +145,7 @@ class Encoder:
         context: RequestContext,
     ) -> list[EncodedItem]:
         """All items, once the store was asked."""
+        context.at = "encode"
 
         async def one(item: MMItem) -> EncodedItem:
             return await self._one(body, item, uuids[item], looked, context)
@@ -174,6 +178,7 @@ class Encoder:
                 raise error.at(item.param) from error.__cause__
             context.degraded.add("encode-local")
             return EncodedItem(item, uuid, Encoded(), "local")
+        context.waits += not mine
         return EncodedItem(item, uuid, encoded, "encoded" if mine else "hit")
 
     def _may_be_local(self, body: Body) -> bool:

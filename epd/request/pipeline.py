@@ -6,13 +6,14 @@ from http import HTTPStatus
 from types import TracebackType
 
 from epd.bodies.chat import Body, MMItem, check_mm_kwargs, mm_items, names_entries
-from epd.bodies.transfer import EncodedItem, Params, consumer_body
+from epd.bodies.transfer import EncodedItem, Params, consumer_body, metadata_uuids
 from epd.cache.encoder_cache import EncoderCache
 from epd.cache.keys import Keys
 from epd.config import ProxyConfig
 from epd.errors import ProxyError, Stage, UpstreamTimeout, UpstreamUnreachable
 from epd.http.upstream import Reply
 from epd.media.fetch import MediaFetcher
+from epd.media.parts import inline_bytes
 from epd.request.encoding import Encoder
 from epd.request.releases import Releases
 from epd.request.stages import Decoding, RequestContext, Stages
@@ -200,6 +201,13 @@ class Pipeline:
             context.degraded.add("prefill-local")
         raw = self._config.decode_media == "raw" or attempts.anew or attempts.without_prefill
         attempts.sent = consumer_body(body, attempts.encoded, raw=raw)
+        context.saved_bytes = 0
+        if context.hits:
+            unsent = metadata_uuids(attempts.encoded, body, raw=raw)
+            hits = [one.item for one in attempts.encoded if one.result == "hit"]
+            context.saved_bytes = sum(
+                inline_bytes(item, context.cuts) for item in hits if item in unsent
+            )
 
     async def _answered(self, attempts: Attempts, context: RequestContext) -> "Answer":
         params = await self._prefilled(attempts, context)

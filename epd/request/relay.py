@@ -1,12 +1,15 @@
 """A stream on its way from decode to the client: whole events, as they come."""
 
 import asyncio
+import time
 from contextlib import suppress
 
 from aiohttp import hdrs, web
 
 from epd.bodies.sse import EventAligner
 from epd.errors import ProxyError, UpstreamFailed
+from epd.events import GAPS_S
+from epd.histogram import Histogram
 from epd.http.upstream import Reply
 from epd.request.stages import RequestContext
 
@@ -36,7 +39,7 @@ class StreamRelay:
             reply: decode's.
             stream: the client's.
             transport: the client's connection.
-            context: told of the first event.
+            context: told of the first event, and of the time between events.
         """
         self._reply = reply
         self._stream = stream
@@ -44,6 +47,8 @@ class StreamRelay:
         self._context = context
         self._aligner = EventAligner()
         self._failure: UpstreamFailed | None = None
+        self._gaps = context.gaps = Histogram(GAPS_S)
+        self._last_s: float | None = None
         self._chunked = hdrs.TRANSFER_ENCODING in stream.headers
 
     async def run(self, idle_s: float) -> None:
@@ -109,5 +114,13 @@ class StreamRelay:
             )
             return b""
         if events:
-            self._context.first_event()
+            self._timed(events)
         return events
+
+    def _timed(self, events: bytes) -> None:
+        now_s = time.monotonic()
+        if self._last_s is None:
+            self._context.first_event(now_s, events)
+        else:
+            self._gaps.add(now_s - self._last_s)
+        self._last_s = now_s

@@ -24,8 +24,17 @@ from epd.errors import (
     UpstreamRejected,
     said_retry_after_s,
 )
-from epd.events import Degraded, ItemResult, Observer, StageDone
+from epd.events import (
+    Degraded,
+    ItemResult,
+    Modality,
+    Observer,
+    StageDone,
+    Waiting,
+)
+from epd.histogram import Histogram
 from epd.http.upstream import Answer, Reply, Upstream
+from epd.models import ModelNames
 from epd.routing.health import BUSY
 from epd.routing.instances import Instance
 from epd.tenants import ANONYMOUS, Tenant
@@ -55,6 +64,15 @@ class RequestContext:
         cuts: what was cut out of its body, and is put back into those for its instances.
         prefilled_s: when prefill had answered, on the monotonic clock.
         kv_wait_s: from then until decode's first event, in a stream.
+        models: what instances call which model.
+        model: what the client calls the one it asks for.
+        at: what it waits for, or did last.
+        first_event_s: when decode's first event came, on the monotonic clock; where the answer is
+            no stream, when all of it had come.
+        gaps: times between the chunks of its stream.
+        hits: how many of its items needed no encode, by modality.
+        waits: how many of those waited for an encode that somebody else had begun.
+        saved_bytes: of their media that no instance was sent.
     """
 
     request_id: str
@@ -70,6 +88,14 @@ class RequestContext:
     cuts: Cuts = field(default_factory=dict)
     prefilled_s: float | None = None
     kv_wait_s: float | None = None
+    models: ModelNames = field(default_factory=ModelNames)
+    model: str | None = None
+    at: Waiting = "proxy"
+    first_event_s: float | None = None
+    gaps: Histogram | None = None
+    hits: Mapping[Modality, int] = field(default_factory=dict)
+    waits: int = 0
+    saved_bytes: int = 0
     _children: Iterator[int] = field(default_factory=itertools.count)
 
     def headers_for(self, request_id: str) -> dict[str, str]:
@@ -84,14 +110,26 @@ class RequestContext:
         """A body as an instance is sent it."""
         return pieces(orjson.dumps(body), self.cuts)
 
-    def first_event(self) -> None:
-        """Decode has sent something: it has what prefill kept for it."""
-        if self.prefilled_s is not None and self.kv_wait_s is None:
-            self.kv_wait_s = time.monotonic() - self.prefilled_s
+    @property
+    def model_name(self) -> str:
+        """What instances call its model."""
+        return self.models.of(self.model)
 
-    def timed(self, stage: Stage, where: str) -> "Timed":
+    def first_event(self, now_s: float, event: bytes) -> None:
+        """Decode has begun its stream: it has what prefill kept for it."""
+        self.first_event_s = now_s
+        self.models.learn(self.model, event)
+        if self.prefilled_s is not None:
+            self.kv_wait_s = now_s - self.prefilled_s
+
+    def whole(self, answer: bytes) -> None:
+        """Decode has answered, with no stream."""
+        self.first_event_s = time.monotonic()
+        self.models.learn(self.model, answer)
+
+    def timed(self, stage: Stage, where: str, modality: Modality | None = None) -> "Timed":
         """Emit a `StageDone` when the context is left, however it is left."""
-        return Timed(self, stage, where)
+        return Timed(self, stage, where, modality)
 
     def done(self, event: StageDone) -> None:
         """Something of it has ended."""
@@ -103,15 +141,19 @@ class RequestContext:
 class Timed:
     """One stage of a request, under way."""
 
-    __slots__ = ("_context", "_stage", "_started_s", "_where")
+    __slots__ = ("_context", "_modality", "_stage", "_started_s", "_where")
 
-    def __init__(self, context: RequestContext, stage: Stage, where: str) -> None:
+    def __init__(
+        self, context: RequestContext, stage: Stage, where: str, modality: Modality | None
+    ) -> None:
         self._context = context
         self._stage: Stage = stage
         self._where = where
+        self._modality = modality
 
     def __enter__(self) -> None:
         """It begins."""
+        self._context.at = self._stage
         self._started_s = time.monotonic()
 
     def __exit__(
@@ -121,8 +163,18 @@ class Timed:
         slug = None
         if error is not None:
             slug = error.slug if isinstance(error, ProxyError) else "cancelled"
-        seconds = time.monotonic() - self._started_s
-        self._context.done(StageDone(self._stage, self._where, self._started_s, seconds, slug))
+        started_s, context = self._started_s, self._context
+        context.done(
+            StageDone(
+                self._stage,
+                self._where,
+                started_s,
+                time.monotonic() - started_s,
+                slug,
+                context.model_name,
+                self._modality,
+            )
+        )
 
 
 class Stages:
@@ -145,7 +197,7 @@ class Stages:
         Raises:
             ProxyError: the instance failed, or refused it.
         """
-        with context.timed("encode", instance.url):
+        with context.timed("encode", instance.url, item.modality):
             answer = await self._upstream.fetch(
                 instance.url + CHAT_COMPLETIONS,
                 stage="encode",
@@ -153,7 +205,9 @@ class Stages:
                 body=context.written(encode_body(body, item, uuid)),
                 timeout_s=self._config.encode_timeout_s,
             )
-            return read_encoded(_accepted(answer, "encode", context), item.modality)
+            accepted = _accepted(answer, "encode", context)
+            context.models.learn(context.model, accepted)
+            return read_encoded(accepted, item.modality)
 
     async def prefill(self, instance: Instance, body: Body, context: RequestContext) -> Params:
         """Prefill the request and return its `kv_transfer_params`, which serve one decode.
@@ -169,7 +223,9 @@ class Stages:
                 body=context.written(prefill_body(body, NIXL_PREFILL)),
                 timeout_s=self._config.prefill_timeout_s,
             )
-            params = read_prefilled(_accepted(answer, "prefill", context))
+            accepted = _accepted(answer, "prefill", context)
+            context.models.learn(context.model, accepted)
+            params = read_prefilled(accepted)
         context.prefilled_s = time.monotonic()
         return params
 
@@ -207,8 +263,14 @@ class Stages:
                 headers=context.headers_for(context.child_id()),
                 body=context.written(release_body(body)),
                 head_timeout_s=RELEASE_TIMEOUT_S,
-            ):
-                pass
+            ) as reply:
+                # An engine that fails it has had it, and has told prefill.
+                if not reply.ok and reply.status != HTTPStatus.INTERNAL_SERVER_ERROR:
+                    raise UpstreamFailed(
+                        f"the decode instance answered {reply.status}",
+                        slug="release_failed",
+                        stage="release",
+                    )
 
 
 class Decoding:
@@ -233,6 +295,7 @@ class Decoding:
         with self._context.timed("decode", self._url):
             reply = await self._opening.__aenter__()
             if reply.ok:
+                self._context.at = "answer"
                 return reply
             async with AsyncExitStack() as stack:
                 stack.push_async_exit(self._opening)

@@ -29,6 +29,8 @@ from epd.errors import (
     WrongMethod,
 )
 from epd.events import ItemResult, Observer, RequestDone, stage_seconds
+from epd.models import ModelNames
+from epd.observe.logs import REQUEST_ID as LOGGED
 from epd.request.stages import RequestContext
 from epd.tenants import ApiKeys
 
@@ -39,6 +41,7 @@ ACCESS = web.AppKey("access", Mapping[object, Access])
 """Whom each handler answers."""
 ADMISSION = web.AppKey("admission", Admission)
 OBSERVERS = web.AppKey("observers", Sequence[Observer])
+MODELS = web.AppKey("models", ModelNames)
 CONTEXT = web.RequestKey("context", RequestContext)
 BODY = web.RequestKey("body", Held)
 """What the body is counted with as it is read."""
@@ -69,6 +72,7 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     access = app[ACCESS].get(request.match_info.handler, Access.TENANT)  # no route: closed as most
     context = request[CONTEXT] = _context(request, app, access)
     status, error = CLIENT_CLOSED, None
+    logged = LOGGED.set(context.client_id or context.request_id)
     try:
         visit = Visit(app, context, route, access, started)
         response, error = await _answered(request, handler, visit)
@@ -77,6 +81,7 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     finally:
         if status == CLIENT_CLOSED:
             status = request.get(ANSWERED, CLIENT_CLOSED)
+        first_s = context.first_event_s
         event = RequestDone(
             request_id=context.client_id or context.request_id,
             engine_id=context.request_id,
@@ -91,9 +96,17 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
             retries=context.retries,
             degraded=frozenset(context.degraded),
             kv_wait_s=context.kv_wait_s,
+            model_name=context.model_name,
+            at=context.at,
+            first_token_s=None if first_s is None else first_s - started,
+            gaps=context.gaps,
+            hits=context.hits,
+            waits=context.waits,
+            saved_bytes=context.saved_bytes,
         )
         for observer in context.observers:
             observer.request_done(event)
+        LOGGED.reset(logged)
 
 
 class Visit(NamedTuple):
@@ -131,7 +144,7 @@ async def _answered(
     except ConnectionError:  # the client's; an instance's is a ProxyError
         raise
     except Exception:  # noqa: BLE001 - the last resort: logged whole, answered in OpenAI's shape
-        structlog.get_logger("epd").exception("bug", request_id=visit.context.request_id)
+        structlog.get_logger("epd").exception("bug", next="the client is answered 500")
         error = ProxyError("the proxy failed; its log says why")
     stream = request.get(STREAM)
     if stream is not None and stream.prepared:
@@ -209,6 +222,7 @@ async def _in_turn(request: web.Request, handler: Handler, visit: Visit) -> web.
             with context.timed("queue", "proxy"):
                 async with _watched(request):
                     await admission.turn(ticket)
+            context.at = "proxy"
         request[BODY].grow(size)
         return await handler(request)
 
@@ -272,6 +286,7 @@ def _context(request: web.Request, app: web.Application, access: Access) -> Requ
         # Whether it is the client's own key, or none, that the instances see.
         clients_key=not keyed and ("Authorization" in headers or config.openai_api_key is None),
         observers=app[OBSERVERS],
+        models=app[MODELS],
     )
 
 

@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import orjson
 from aiohttp import web
 
 from epd.bodies import chat
+from epd.bodies.chat import Body
 from epd.bodies.cuts import cut
 from epd.cache.encoder_cache import EncoderCache
 from epd.cache.identity import salted
@@ -24,9 +24,11 @@ from epd.errors import BadRequest, NoInstance, Overloaded
 from epd.events import InstanceChanged, Observer
 from epd.http.upstream import Reply, Upstream
 from epd.media.fetch import MediaFetcher
+from epd.models import ModelNames
+from epd.observe.glances import InstancesGlance, StoreGlance
 from epd.observe.logs import LogObserver, set_level
 from epd.observe.loop_lag import watched
-from epd.observe.metrics import CONTENT_TYPE, MetricsObserver
+from epd.observe.metrics import MetricsObserver
 from epd.request import warmup
 from epd.request.pipeline import Pipeline
 from epd.request.probes import probing
@@ -47,6 +49,7 @@ from epd.server.middlewares import (
     CONFIG,
     CONTEXT,
     KEYS,
+    MODELS,
     OBSERVERS,
     STREAM,
     UNKNOWN,
@@ -55,8 +58,6 @@ from epd.server.middlewares import (
 )
 from epd.server.reload import RELOAD, Reload
 from epd.tenants import ANONYMOUS
-
-T = TypeVar("T")
 
 PIPELINE = web.AppKey("pipeline", Pipeline)
 ADMIN = web.AppKey("admin", Admin)
@@ -96,6 +97,7 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
     app[ACCESS] = dict[object, Access]((route.handler, access) for access, route in ROUTES)
     app.add_routes([route for _, route in ROUTES])
     app.add_routes([_any("/{anything:.*}", nothing, name=UNKNOWN)])
+    app[MODELS] = ModelNames()
     app[METRICS] = MetricsObserver(app[ADMISSION])
     app[RELOAD] = Reload(app[METRICS].reloaded)
     app[DRAIN] = Drain()
@@ -130,6 +132,8 @@ async def _connections(app: web.Application) -> AsyncIterator[None]:
         app[WARMUP] = Warmup(app[PIPELINE], cache)
         app[ADMIN] = Admin(table, upstream, config)
         app[TABLE] = table
+        for glance in (InstancesGlance(table), StoreGlance(cache)):
+            app[METRICS].registry.register(glance)
 
         def follow(before: ProxyConfig) -> None:
             membership.replace(table, before.instances, config.instances)
@@ -167,6 +171,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         headers = _answer_headers(reply, context)
         if not headers["Content-Type"].startswith("text/event-stream"):
             whole = await reply.read(idle_s=config.idle_timeout_s, limit=MAX_DECODE_BYTES)
+            context.whole(whole)
             return web.Response(status=reply.status, body=whole, headers=headers)
         stream = request[STREAM] = web.StreamResponse(
             status=reply.status, headers={**headers, "Cache-Control": "no-cache"}
@@ -205,17 +210,18 @@ async def _read(request: web.Request) -> bytes | bytearray:
     return await read_body(request, request.app[CONFIG], request[BODY].grow)
 
 
-async def _parsed(request: web.Request, parse: Callable[[bytes | bytearray], T]) -> T:
+async def _parsed(request: web.Request, parse: Callable[[bytes | bytearray], Body]) -> Body:
     """What a body says, its media cut out."""
+    context = request[CONTEXT]
     raw = await _read(request)
     rest, cuts = cut(raw)
     try:
-        parsed = parse(rest)
+        parsed, context.cuts = parse(rest), cuts
     except BadRequest:
         if not cuts:
             raise
-        return parse(raw)  # which says where in all of it the error is
-    request[CONTEXT].cuts = cuts
+        parsed = parse(raw)  # which says where in all of it the error is
+    context.model = parsed.get("model")
     return parsed
 
 
@@ -230,8 +236,8 @@ async def push_media(request: web.Request) -> web.Response:
 async def forget_media(request: web.Request) -> web.Response:
     """`DELETE /v1/media/{uuid}?model=…`: forgets what the client calls so."""
     context = request[CONTEXT]
-    uuid, model = request.match_info["uuid"], request.query.get("model")
-    await request.app[PIPELINE].forget(uuid, model, context)
+    uuid, context.model = request.match_info["uuid"], request.query.get("model")
+    await request.app[PIPELINE].forget(uuid, context.model, context)
     return _json({"id": uuid, "object": "media.deleted", "deleted": True}, context)
 
 
@@ -267,8 +273,9 @@ async def ready(request: web.Request) -> web.Response:
 
 async def metrics(request: web.Request) -> web.Response:
     """`GET /metrics`, for Prometheus."""
-    headers = own_headers(request[CONTEXT]) | {"Content-Type": CONTENT_TYPE}
-    return web.Response(body=request.app[METRICS].page(), headers=headers)
+    page, content_type = request.app[METRICS].page(request.headers.get("Accept", ""))
+    headers = own_headers(request[CONTEXT]) | {"Content-Type": content_type}
+    return web.Response(body=page, headers=headers)
 
 
 async def profile(command: str, request: web.Request) -> web.Response:

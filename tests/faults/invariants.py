@@ -19,7 +19,7 @@ GRACE_S = 10.0
 """How long what was left behind may take to be gone: longer than decode may take to be told that
 a prefill is not wanted any more."""
 
-UNDER_WAY = re.compile(r"in_flight|queued|waiting")
+UNDER_WAY = re.compile(r"in_flight|queued|waiting|instance_requests")
 """Gauges that are 0 when nothing is being done."""
 
 OF_STATE = {"/health", "/ready"}
@@ -65,7 +65,7 @@ async def becomes(found: Callable[[], object], expected: object) -> None:
 def under_way(fleet: Fleet) -> dict[str, float]:
     """What instances still do for the proxy, and what the proxy believes to be doing."""
     calls = {instance.url: float(instance.open) for instance in fleet.instances}
-    page = fleet.runner.app[METRICS].page().decode()
+    page = fleet.runner.app[METRICS].page()[0].decode()
     gauges = {
         f"{sample.name}{sample.labels}": sample.value
         for family in text_string_to_metric_families(page)
