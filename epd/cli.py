@@ -18,6 +18,7 @@ from epd.config import AdminKey, ProxyConfig
 from epd.edge.descriptors import raise_limit
 from epd.http.tls import TlsInvalid, server_context, upstream_context
 from epd.observe import logs
+from epd.observe.tracing import TracesUnavailable, check_tracing
 from epd.parser import Parser
 from epd.server.serve import serve
 from epd.server.web import create_app
@@ -28,6 +29,7 @@ from epd.version import __version__
 GROUPS = {
     "*_urls": "instances",
     "log_*": "logging",
+    "otlp_*": "traces",
     "tenant_*": "tenants",
     "eject_*": "health of instances",
     "probe_*": "health of instances",
@@ -126,6 +128,7 @@ def _serve(parser: Parser, **flags: Any) -> None:
     try:
         server_context(config)
         upstream_context(config.upstream_ca_file)
+        check_tracing(config)
         if config.workers == 1:
             uvloop.run(serve(config))
         else:
@@ -133,7 +136,7 @@ def _serve(parser: Parser, **flags: Any) -> None:
             asyncio.run(supervise(config))  # uvloop's processes have no process_group
     except KeysInvalid as error:
         parser.error(f"--api-keys-file {error}")
-    except TlsInvalid as error:
+    except (TlsInvalid, TracesUnavailable) as error:
         parser.error(str(error))
     except WorkersFailed as failure:
         sys.exit(f"epd serve: {failure}")
@@ -188,6 +191,7 @@ def _flag(field: str) -> str:
 def _metavar(name: str, field: FieldInfo) -> str:
     for suffix, metavar in (
         ("_urls", "URLS"),
+        ("_endpoint", "URL"),
         ("_s", "SECONDS"),
         ("_bytes", "BYTES"),
         ("file", "FILE"),

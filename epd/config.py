@@ -78,6 +78,11 @@ StoreUrl = Annotated[
     BeforeValidator(lambda url: None if url in NO_INSTANCES else url),
     AfterValidator(lambda url: None if url is None else check_url(url)),
 ]
+EndpointUrl = Annotated[
+    str | None,
+    BeforeValidator(lambda url: None if url in NO_INSTANCES else url),
+    AfterValidator(lambda url: None if url is None else _check_url(url)),
+]
 KeySecret = Annotated[
     SecretStr | None, BeforeValidator(lambda secret: secret or None), AfterValidator(_check_secret)
 ]
@@ -343,6 +348,12 @@ class ProxyConfig(BaseModel):
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="least level that is logged"
+    )
+    otlp_traces_endpoint: EndpointUrl = Field(
+        default=None,
+        description="OpenTelemetry collector that each request's spans are exported to, such as "
+        "http://host:4317 (gRPC), or http://host:4318/v1/traces with "
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL=http/protobuf; OTEL_... variables say the rest",
     )
     openai_api_key: SecretStr | None = Field(
         default=None,

@@ -50,6 +50,7 @@ class RequestDone(NamedTuple):
         retries: how often the request was begun anew, unseen by the client.
         degraded: what was done in another stage than its own.
         engine_id: the id sent to the instances.
+        trace_id: of its trace, where it is traced.
         kv_wait_s: from prefill's answer to decode's first event, in a stream: for so long prefill
             kept its blocks at most.
     """
@@ -67,6 +68,7 @@ class RequestDone(NamedTuple):
     degraded: frozenset[Degraded] = frozenset()
     kv_wait_s: float | None = None
     engine_id: str = ""
+    trace_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

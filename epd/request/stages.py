@@ -23,15 +23,20 @@ from epd.errors import (
     UpstreamFailed,
     UpstreamRejected,
     said_retry_after_s,
+    slug_of,
 )
 from epd.events import Degraded, ItemResult, Observer, StageDone
 from epd.http.upstream import Answer, Reply, Upstream
 from epd.routing.health import BUSY
 from epd.routing.instances import Instance
+from epd.spans import RequestSpan, Span
 from epd.tenants import ANONYMOUS, Tenant
 
 CHAT_COMPLETIONS = "/v1/chat/completions"
 MAX_STATUS = 599
+
+WITHIN = frozenset[Stage]({"queue", "store"})
+"""Stages in which no instance is asked."""
 
 RELEASE_TIMEOUT_S = 5.0
 """A decode instance's answer to a request that nobody waits for."""
@@ -55,6 +60,8 @@ class RequestContext:
         cuts: what was cut out of its body, and is put back into those for its instances.
         prefilled_s: when prefill had answered, on the monotonic clock.
         kv_wait_s: from then until decode's first event, in a stream.
+        span: what it is traced by, where it is traced.
+        answering: decode's span, until its first event.
     """
 
     request_id: str
@@ -70,11 +77,14 @@ class RequestContext:
     cuts: Cuts = field(default_factory=dict)
     prefilled_s: float | None = None
     kv_wait_s: float | None = None
+    span: RequestSpan | None = None
+    answering: Span | None = None
     _children: Iterator[int] = field(default_factory=itertools.count)
 
-    def headers_for(self, request_id: str) -> dict[str, str]:
-        """Headers of one request to an instance."""
-        return {**self.headers, "Content-Type": "application/json", "X-Request-Id": request_id}
+    def headers_for(self, request_id: str, span: Span | None = None) -> dict[str, str]:
+        """Headers of one request to an instance, whose own spans are children of `span`."""
+        own = {**self.headers, "Content-Type": "application/json", "X-Request-Id": request_id}
+        return own if span is None else {**own, **span.headers}
 
     def child_id(self) -> str:
         """An id for a request that is made on behalf of this one."""
@@ -88,10 +98,16 @@ class RequestContext:
         """Decode has sent something: it has what prefill kept for it."""
         if self.prefilled_s is not None and self.kv_wait_s is None:
             self.kv_wait_s = time.monotonic() - self.prefilled_s
+        if self.answering is not None:
+            self.answering.event("first_token")
+            self.answering = None
 
-    def timed(self, stage: Stage, where: str) -> "Timed":
-        """Emit a `StageDone` when the context is left, however it is left."""
-        return Timed(self, stage, where)
+    def timed(self, stage: Stage, where: str, item: MMItem | None = None) -> "Timed":
+        """Emit a `StageDone` when the context is left, however it is left.
+
+        Its span begins here, where the request is traced.
+        """
+        return Timed(self, stage, where, item)
 
     def done(self, event: StageDone) -> None:
         """Something of it has ended."""
@@ -101,26 +117,37 @@ class RequestContext:
 
 
 class Timed:
-    """One stage of a request, under way."""
+    """One stage of a request, under way.
 
-    __slots__ = ("_context", "_stage", "_started_s", "_where")
+    Attributes:
+        span: its span, where the request is traced.
+    """
 
-    def __init__(self, context: RequestContext, stage: Stage, where: str) -> None:
+    __slots__ = ("_context", "_stage", "_started_s", "_where", "span")
+
+    def __init__(
+        self, context: RequestContext, stage: Stage, where: str, item: MMItem | None
+    ) -> None:
         self._context = context
         self._stage: Stage = stage
         self._where = where
+        self.span: Span | None = None
+        if context.span is not None:
+            instance = None if stage in WITHIN else where
+            self.span = context.span.child(stage, instance=instance, item=item)
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Span | None:
         """It begins."""
         self._started_s = time.monotonic()
+        return self.span
 
     def __exit__(
         self, kind: object, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """It has ended, and how."""
-        slug = None
-        if error is not None:
-            slug = error.slug if isinstance(error, ProxyError) else "cancelled"
+        slug = slug_of(error)
+        if self.span is not None and (error is not None or self._stage != "decode"):
+            self.span.end(slug)  # decode's goes on until its answer has been relayed
         seconds = time.monotonic() - self._started_s
         self._context.done(StageDone(self._stage, self._where, self._started_s, seconds, slug))
 
@@ -145,14 +172,16 @@ class Stages:
         Raises:
             ProxyError: the instance failed, or refused it.
         """
-        with context.timed("encode", instance.url):
+        with context.timed("encode", instance.url, item) as span:
             answer = await self._upstream.fetch(
                 instance.url + CHAT_COMPLETIONS,
                 stage="encode",
-                headers=context.headers_for(context.child_id()),
+                headers=context.headers_for(context.child_id(), span),
                 body=context.written(encode_body(body, item, uuid)),
                 timeout_s=self._config.encode_timeout_s,
             )
+            if span is not None:
+                span.answered(answer.status)
             return read_encoded(_accepted(answer, "encode", context), item.modality)
 
     async def prefill(self, instance: Instance, body: Body, context: RequestContext) -> Params:
@@ -161,14 +190,16 @@ class Stages:
         Raises:
             ProxyError: the instance failed, or returned none.
         """
-        with context.timed("prefill", instance.url):
+        with context.timed("prefill", instance.url) as span:
             answer = await self._upstream.fetch(
                 instance.url + CHAT_COMPLETIONS,
                 stage="prefill",
-                headers=context.headers_for(context.request_id),
+                headers=context.headers_for(context.request_id, span),
                 body=context.written(prefill_body(body, NIXL_PREFILL)),
                 timeout_s=self._config.prefill_timeout_s,
             )
+            if span is not None:
+                span.answered(answer.status)
             params = read_prefilled(_accepted(answer, "prefill", context))
         context.prefilled_s = time.monotonic()
         return params
@@ -180,14 +211,15 @@ class Stages:
             UpstreamRejected: the instance said anything else.
             ProxyError: the instance failed.
         """
+        timed = context.timed("decode", instance.url)
         opening = self._upstream.open(
             instance.url + CHAT_COMPLETIONS,
             stage="decode",
-            headers=context.headers_for(context.request_id),
+            headers=context.headers_for(context.request_id, timed.span),
             body=context.written(body),
             head_timeout_s=self._config.first_byte_timeout_s,
         )
-        return Decoding(opening, instance, context, self._config.idle_timeout_s)
+        return Decoding(opening, timed, context, self._config.idle_timeout_s)
 
     async def release(self, instance: Instance, body: Body, context: RequestContext) -> None:
         """Tell decode of a prefill that nobody waits for any more.
@@ -200,11 +232,11 @@ class Stages:
         Raises:
             ProxyError: it could not be told.
         """
-        with context.timed("release", instance.url):
+        with context.timed("release", instance.url) as span:
             async with self._upstream.open(
                 instance.url + CHAT_COMPLETIONS,
                 stage="release",
-                headers=context.headers_for(context.child_id()),
+                headers=context.headers_for(context.child_id(), span),
                 body=context.written(release_body(body)),
                 head_timeout_s=RELEASE_TIMEOUT_S,
             ):
@@ -214,25 +246,29 @@ class Stages:
 class Decoding:
     """A decode request: see `Stages.decode`."""
 
-    __slots__ = ("_context", "_idle_s", "_opening", "_url")
+    __slots__ = ("_context", "_idle_s", "_opening", "_timed")
 
     def __init__(
         self,
         opening: AbstractAsyncContextManager[Reply],
-        instance: Instance,
+        timed: Timed,
         context: RequestContext,
         idle_s: float,
     ) -> None:
         self._opening = opening
-        self._url = instance.url
+        self._timed = timed
         self._context = context
         self._idle_s = idle_s
 
     async def __aenter__(self) -> Reply:
         """The answer, its head read."""
-        with self._context.timed("decode", self._url):
+        with self._timed as span:
             reply = await self._opening.__aenter__()
+            if span is not None:
+                span.answered(reply.status)
+                span.event("head")
             if reply.ok:
+                self._context.answering = span
                 return reply
             async with AsyncExitStack() as stack:
                 stack.push_async_exit(self._opening)
@@ -246,6 +282,8 @@ class Decoding:
         trace: TracebackType | None,
     ) -> None:
         """Close it."""
+        if self._timed.span is not None:
+            self._timed.span.end(slug_of(error))
         await self._opening.__aexit__(kind, error, trace)
 
 

@@ -29,6 +29,7 @@ from epd.media.fetch import remote_media
 from epd.observe.logs import LogObserver
 from epd.observe.loop_lag import watched
 from epd.observe.metrics import CONTENT_TYPE, MetricsObserver
+from epd.observe.tracing import tracing
 from epd.request import warmup
 from epd.request.pipeline import Pipeline
 from epd.request.probes import probing
@@ -49,6 +50,7 @@ from epd.server.middlewares import (
     KEYS,
     OBSERVERS,
     STREAM,
+    TRACER,
     UNKNOWN,
     observe,
     own_headers,
@@ -139,6 +141,7 @@ async def _connections(app: web.Application) -> AsyncIterator[None]:
         config.instances, config.health, on_change=partial(_changed, app[OBSERVERS])
     )
     async with (
+        tracing(config) as tracer,  # left last: what ends with the others is exported too
         watched(app[METRICS].loop_lag),
         Upstream.connect(config.connect_timeout_s, config.upstream_ca_file) as upstream,
         remote_media(config) as media,
@@ -150,6 +153,8 @@ async def _connections(app: web.Application) -> AsyncIterator[None]:
         app[WARMUP] = Warmup(app[PIPELINE], cache)
         app[ADMIN] = Admin(table, upstream, config)
         app[TABLE] = table
+        if tracer is not None:
+            app[TRACER] = tracer
         yield
 
 
@@ -172,6 +177,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     app, context = request.app, request[CONTEXT]
     config = app[CONFIG]
     body = await _parsed(request, chat.parse)
+    if context.span is not None:
+        context.span.asks(str(body.get("model")))
     if context.tenant is not ANONYMOUS:  # whom all share with
         body = salted(body, config.scope_of(context.tenant))
     async with await app[PIPELINE].run(body, context) as reply:
