@@ -320,9 +320,11 @@ async def test_an_error_is_named_by_its_slug_and_has_its_status(
 async def test_a_stream_says_when_its_head_came_and_its_first_token(
     launch: Launch, collector: Collector
 ) -> None:
-    async with launch(otlp_traces_endpoint=collector.url) as fleet:
-        async with fleet.post(request(text(), stream=True)) as reply:
-            await reply.read()
+    async with (
+        launch(otlp_traces_endpoint=collector.url) as fleet,
+        fleet.post(request(text(), stream=True)) as reply,
+    ):
+        await reply.read()
 
     [decode] = collector.children(only(collector))
     assert decode.events == ("head", "first_token")
