@@ -19,7 +19,7 @@ def check_tracing(config: ProxyConfig) -> None:
     if config.otlp_traces_endpoint is None:
         return
     try:
-        from epd.observe.otel import protocol  # noqa: PLC0415 - an extra, and not a light one
+        from epd.observe.otlp import protocol  # noqa: PLC0415 - an extra, and not a light one
     except ImportError as error:
         raise TracesUnavailable(
             f"--otlp-traces-endpoint needs pip install 'epd-proxy[otel]': {error}"
@@ -39,6 +39,6 @@ def tracing(config: ProxyConfig) -> AbstractAsyncContextManager[Tracer | None]:
     if config.otlp_traces_endpoint is None:
         return nullcontext()
     check_tracing(config)
-    from epd.observe.otel import exporting  # noqa: PLC0415 - as above
+    from epd.observe.otlp import exporting  # noqa: PLC0415 - as above
 
     return exporting(config.otlp_traces_endpoint)
