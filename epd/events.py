@@ -87,6 +87,7 @@ class RequestDone(NamedTuple):
         retries: how often the request was begun anew, unseen by the client.
         degraded: what was done in another stage than its own.
         engine_id: the id sent to the instances.
+        trace_id: of its trace, where it is traced.
         kv_wait_s: from prefill's answer to decode's first event, in a stream: for so long prefill
             kept its blocks at most.
         model_name: what instances call its model (`epd.models`).
@@ -118,6 +119,7 @@ class RequestDone(NamedTuple):
     hits: Mapping[Modality, int] = NO_HITS
     waits: int = 0
     saved_bytes: int = 0
+    trace_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

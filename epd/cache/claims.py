@@ -223,6 +223,12 @@ class Turn:
         """Nothing is held yet."""
         return self
 
+    @property
+    def first(self) -> bool:
+        """Whether it has come already: nobody else is known to want the item."""
+        looks = self._claims.first
+        return all(key in looks and key in looks[key].claimed for key in self._keys)
+
     async def come(self) -> EntryInfo | None:
         """Wait until nobody else encodes the item, or somebody has: the entry then."""
         for key in self._keys:

@@ -65,6 +65,11 @@ StoreUrl = Annotated[
     BeforeValidator(lambda url: None if url in NO_INSTANCES else url),
     AfterValidator(lambda url: None if url is None else check_url(url)),
 ]
+EndpointUrl = Annotated[
+    str | None,
+    BeforeValidator(lambda url: None if url in NO_INSTANCES else url),
+    AfterValidator(lambda url: None if url is None else _check_url(url)),
+]
 KeySecret = Annotated[
     SecretStr | None, BeforeValidator(lambda secret: secret or None), AfterValidator(_check_secret)
 ]

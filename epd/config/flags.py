@@ -37,6 +37,7 @@ def metavar_of(name: str, field: FieldInfo) -> str:
     """What stands for a value."""
     for suffix, metavar in (
         ("_urls", "URLS"),
+        ("_endpoint", "URL"),
         ("_s", "SECONDS"),
         ("_bytes", "BYTES"),
         ("file", "FILE"),

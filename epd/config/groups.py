@@ -8,6 +8,7 @@ GROUPS: Mapping[str, str] = MappingProxyType(
     {
         "*_urls": "instances",
         "log_*": "logging",
+        "otlp_*": "traces",
         "tenant_*": "tenants",
         "eject_*": "health of instances",
         "probe_*": "health of instances",

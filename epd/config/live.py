@@ -24,6 +24,7 @@ FIXED = frozenset(
         "isolation",
         "key_secret",
         "log_format",
+        "otlp_traces_endpoint",
     }
 )
 """Fields that are read at the start alone."""

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 from epd.config.fields import (
     AdminKey,
     Domains,
+    EndpointUrl,
     KeySecret,
     Seconds,
     SecondsOrNone,
@@ -253,6 +254,12 @@ class ProxyConfig(BaseModel):
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="least level that is logged"
+    )
+    otlp_traces_endpoint: EndpointUrl = Field(
+        default=None,
+        description="OpenTelemetry collector that each request's spans are exported to, such as "
+        "http://host:4317 (gRPC), or http://host:4318/v1/traces with "
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL=http/protobuf; OTEL_... variables say the rest",
     )
     openai_api_key: Secret = Field(
         default=None,

@@ -199,6 +199,8 @@ class LogObserver:
             fields["degraded"] = ",".join(sorted(event.degraded))
         if event.engine_id != event.request_id:
             fields["engine_id"] = event.engine_id
+        if event.trace_id is not None:
+            fields["trace_id"] = event.trace_id
         if event.kv_wait_s is not None and self._waited_long(event):
             fields["kv_wait_s"] = round(event.kv_wait_s, 4)
         if failures := _failures(event):

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from ec_store import EntryInfo
 from epd.bodies.chat import MM_KWARGS, Body, MMItem, mm_items
 from epd.bodies.transfer import Encoded, EncodedItem, from_entry
-from epd.cache.claims import Claims
+from epd.cache.claims import Claims, Turn
 from epd.cache.encoder_cache import EncoderCache, Look
 from epd.config import ProxyConfig
 from epd.errors import (
@@ -25,6 +26,7 @@ from epd.request.stages import RequestContext, Stages
 from epd.routing.instances import Instance, InstanceTable, Role
 from epd.routing.policies import Choice
 from epd.routing.retries import Retries, is_instances_fault, retry_delay_s
+from epd.spans import Span
 
 TRIES = 3
 """How many encode instances an item is sent to at most."""
@@ -35,6 +37,10 @@ few fleets have more encode instances."""
 
 MAX_LEARNED = 65536
 """How many identifiers are remembered that an engine made of a uuid and something else."""
+
+
+WAIT = "encode wait"
+"""The span of an item that somebody else encodes."""
 
 
 class Wanted(NamedTuple):
@@ -49,6 +55,20 @@ class Wanted(NamedTuple):
     model: str | None
     uuid: str
     kwargs: bytes
+
+
+class Made(NamedTuple):
+    """An encoder output that one request has got for all that wanted it.
+
+    Attributes:
+        encoded: the output.
+        new: whether an encode instance made it just now.
+        span: of the request to that instance, where it is traced.
+    """
+
+    encoded: Encoded
+    new: bool
+    span: Span | None = None
 
 
 class LookUp(NamedTuple):
@@ -82,7 +102,7 @@ class Encoder:
         self._config = config
         self._choice = Choice(table, Role.ENCODE, config.encode_policy)
         self._retries = Retries()
-        self._flights: Flights[object, tuple[Encoded, bool]] = Flights()
+        self._flights: Flights[object, Made] = Flights()
         self._learned: OrderedDict[Wanted, str] = OrderedDict()
 
     async def encode(
@@ -201,31 +221,41 @@ class Encoder:
         """
         wanted = _wanted(body, uuid)
         begun_here = False
+        waiting: Span | None = None
 
-        async def work() -> tuple[Encoded, bool]:
+        async def work() -> Made:
             nonlocal begun_here
             begun_here = True
+            if waiting is not None:  # for one that failed
+                waiting.end()
             identifier = self._identifier(wanted)
             if alone or self._claims is None or identifier is None:
-                return await made(), True
+                return await made()
             wait_s = self._config.encode_timeout_s
             with self._claims.turn(wanted.model, identifier, wait_s) as turn:
-                found = await turn.come()
+                found = await _come(turn, item, context)
                 if found is not None and found.modality == item.modality:
-                    return from_entry(found), False
-                encoded = await made()
-                turn.made = encoded.identifier is not None
-                return encoded, True
+                    return Made(from_entry(found), new=False)
+                one = await made()
+                turn.made = one.encoded.identifier is not None
+                return one
 
-        async def made() -> Encoded:
+        async def made() -> Made:
             encoded = await self._somewhere(body, item, uuid, context)
             self._learn(wanted, encoded)
-            return encoded
+            span = None if context.span is None else context.span.sent("encode", item)
+            return Made(encoded, new=True, span=span)
 
         # Whose key the instances refuse, fails alone.
         flight = (wanted, context.headers.get("Authorization"), alone)
-        encoded, new = await self._flights.try_join(flight, work)
-        return encoded, new and begun_here
+        if context.span is None or flight not in self._flights:
+            one = await self._flights.try_join(flight, work)
+        else:
+            with context.span.child(WAIT, item=item) as waiting:
+                one = await self._flights.try_join(flight, work)
+                if one.span is not None:
+                    waiting.link(one.span)
+        return one.encoded, one.new and begun_here
 
     async def _somewhere(
         self, body: Body, item: MMItem, uuid: str | None, context: RequestContext
@@ -292,6 +322,14 @@ async def _all(
         first = failures.exceptions[0]
         raise first from first.__cause__
     return [task.result() for task in tasks]
+
+
+async def _come(turn: Turn, item: MMItem, context: RequestContext) -> EntryInfo | None:
+    """Wait for an item's turn."""
+    if context.span is None or turn.first:
+        return await turn.come()
+    with context.span.child(WAIT, item=item):
+        return await turn.come()
 
 
 def _answer(look: Look | None, identifiers: Mapping[MMItem, str], *, alone: bool) -> LookUp:

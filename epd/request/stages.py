@@ -23,6 +23,7 @@ from epd.errors import (
     UpstreamFailed,
     UpstreamRejected,
     said_retry_after_s,
+    slug_of,
 )
 from epd.events import (
     Degraded,
@@ -37,10 +38,14 @@ from epd.http.upstream import Answer, Reply, Upstream
 from epd.models import ModelNames
 from epd.routing.health import BUSY
 from epd.routing.instances import Instance
+from epd.spans import RequestSpan, Span
 from epd.tenants import ANONYMOUS, Tenant
 
 CHAT_COMPLETIONS = "/v1/chat/completions"
 MAX_STATUS = 599
+
+WITHIN = frozenset[Stage]({"queue", "store"})
+"""Stages in which no instance is asked."""
 
 RELEASE_TIMEOUT_S = 5.0
 """A decode instance's answer to a request that nobody waits for."""
@@ -73,6 +78,8 @@ class RequestContext:
         hits: how many of its items needed no encode, by modality.
         waits: how many of those waited for an encode that somebody else had begun.
         saved_bytes: of their media that no instance was sent.
+        span: what it is traced by, where it is traced.
+        answering: decode's span, until its first event.
     """
 
     request_id: str
@@ -96,11 +103,14 @@ class RequestContext:
     hits: Mapping[Modality, int] = field(default_factory=dict)
     waits: int = 0
     saved_bytes: int = 0
+    span: RequestSpan | None = None
+    answering: Span | None = None
     _children: Iterator[int] = field(default_factory=itertools.count)
 
-    def headers_for(self, request_id: str) -> dict[str, str]:
-        """Headers of one request to an instance."""
-        return {**self.headers, "Content-Type": "application/json", "X-Request-Id": request_id}
+    def headers_for(self, request_id: str, span: Span | None = None) -> dict[str, str]:
+        """Headers of one request to an instance, whose own spans are children of `span`."""
+        own = {**self.headers, "Content-Type": "application/json", "X-Request-Id": request_id}
+        return own if span is None else {**own, **span.headers}
 
     def child_id(self) -> str:
         """An id for a request that is made on behalf of this one."""
@@ -121,15 +131,21 @@ class RequestContext:
         self.models.learn(self.model, event)
         if self.prefilled_s is not None:
             self.kv_wait_s = now_s - self.prefilled_s
+        if self.answering is not None:
+            self.answering.event("first_token")
+            self.answering = None
 
     def whole(self, answer: bytes) -> None:
         """Decode has answered, with no stream."""
         self.first_event_s = time.monotonic()
         self.models.learn(self.model, answer)
 
-    def timed(self, stage: Stage, where: str, modality: Modality | None = None) -> "Timed":
-        """Emit a `StageDone` when the context is left, however it is left."""
-        return Timed(self, stage, where, modality)
+    def timed(self, stage: Stage, where: str, item: MMItem | None = None) -> "Timed":
+        """Emit a `StageDone` when the context is left, however it is left.
+
+        Its span begins here, where the request is traced.
+        """
+        return Timed(self, stage, where, item)
 
     def done(self, event: StageDone) -> None:
         """Something of it has ended."""
@@ -139,37 +155,45 @@ class RequestContext:
 
 
 class Timed:
-    """One stage of a request, under way."""
+    """One stage of a request, under way.
 
-    __slots__ = ("_context", "_modality", "_stage", "_started_s", "_where")
+    Attributes:
+        span: its span, where the request is traced.
+    """
+
+    __slots__ = ("_context", "_modality", "_stage", "_started_s", "_where", "span")
 
     def __init__(
-        self, context: RequestContext, stage: Stage, where: str, modality: Modality | None
+        self, context: RequestContext, stage: Stage, where: str, item: MMItem | None
     ) -> None:
         self._context = context
         self._stage: Stage = stage
         self._where = where
-        self._modality = modality
+        self._modality = None if item is None else item.modality
+        self.span: Span | None = None
+        if context.span is not None:
+            instance = None if stage in WITHIN else where
+            self.span = context.span.child(stage, instance=instance, item=item)
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Span | None:
         """It begins."""
         self._context.at = self._stage
         self._started_s = time.monotonic()
+        return self.span
 
     def __exit__(
         self, kind: object, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """It has ended, and how."""
-        slug = None
-        if error is not None:
-            slug = error.slug if isinstance(error, ProxyError) else "cancelled"
-        started_s, context = self._started_s, self._context
+        slug, ended_s, context = slug_of(error), time.monotonic(), self._context
+        if self.span is not None and (error is not None or self._stage != "decode"):
+            self.span.end(slug)  # decode's goes on until its answer has been relayed
         context.done(
             StageDone(
                 self._stage,
                 self._where,
-                started_s,
-                time.monotonic() - started_s,
+                self._started_s,
+                ended_s - self._started_s,
                 slug,
                 context.model_name,
                 self._modality,
@@ -197,14 +221,16 @@ class Stages:
         Raises:
             ProxyError: the instance failed, or refused it.
         """
-        with context.timed("encode", instance.url, item.modality):
+        with context.timed("encode", instance.url, item) as span:
             answer = await self._upstream.fetch(
                 instance.url + CHAT_COMPLETIONS,
                 stage="encode",
-                headers=context.headers_for(context.child_id()),
+                headers=context.headers_for(context.child_id(), span),
                 body=context.written(encode_body(body, item, uuid)),
                 timeout_s=self._config.encode_timeout_s,
             )
+            if span is not None:
+                span.answered(answer.status)
             accepted = _accepted(answer, "encode", context)
             context.models.learn(context.model, accepted)
             return read_encoded(accepted, item.modality)
@@ -215,14 +241,16 @@ class Stages:
         Raises:
             ProxyError: the instance failed, or returned none.
         """
-        with context.timed("prefill", instance.url):
+        with context.timed("prefill", instance.url) as span:
             answer = await self._upstream.fetch(
                 instance.url + CHAT_COMPLETIONS,
                 stage="prefill",
-                headers=context.headers_for(context.request_id),
+                headers=context.headers_for(context.request_id, span),
                 body=context.written(prefill_body(body, NIXL_PREFILL)),
                 timeout_s=self._config.prefill_timeout_s,
             )
+            if span is not None:
+                span.answered(answer.status)
             accepted = _accepted(answer, "prefill", context)
             context.models.learn(context.model, accepted)
             params = read_prefilled(accepted)
@@ -236,14 +264,15 @@ class Stages:
             UpstreamRejected: the instance said anything else.
             ProxyError: the instance failed.
         """
+        timed = context.timed("decode", instance.url)
         opening = self._upstream.open(
             instance.url + CHAT_COMPLETIONS,
             stage="decode",
-            headers=context.headers_for(context.request_id),
+            headers=context.headers_for(context.request_id, timed.span),
             body=context.written(body),
             head_timeout_s=self._config.first_byte_timeout_s,
         )
-        return Decoding(opening, instance, context, self._config.idle_timeout_s)
+        return Decoding(opening, timed, context, self._config.idle_timeout_s)
 
     async def release(self, instance: Instance, body: Body, context: RequestContext) -> None:
         """Tell decode of a prefill that nobody waits for any more.
@@ -256,11 +285,11 @@ class Stages:
         Raises:
             ProxyError: it could not be told.
         """
-        with context.timed("release", instance.url):
+        with context.timed("release", instance.url) as span:
             async with self._upstream.open(
                 instance.url + CHAT_COMPLETIONS,
                 stage="release",
-                headers=context.headers_for(context.child_id()),
+                headers=context.headers_for(context.child_id(), span),
                 body=context.written(release_body(body)),
                 head_timeout_s=RELEASE_TIMEOUT_S,
             ) as reply:
@@ -276,26 +305,30 @@ class Stages:
 class Decoding:
     """A decode request: see `Stages.decode`."""
 
-    __slots__ = ("_context", "_idle_s", "_opening", "_url")
+    __slots__ = ("_context", "_idle_s", "_opening", "_timed")
 
     def __init__(
         self,
         opening: AbstractAsyncContextManager[Reply],
-        instance: Instance,
+        timed: Timed,
         context: RequestContext,
         idle_s: float,
     ) -> None:
         self._opening = opening
-        self._url = instance.url
+        self._timed = timed
         self._context = context
         self._idle_s = idle_s
 
     async def __aenter__(self) -> Reply:
         """The answer, its head read."""
-        with self._context.timed("decode", self._url):
+        with self._timed as span:
             reply = await self._opening.__aenter__()
+            if span is not None:
+                span.answered(reply.status)
+                span.event("head")
             if reply.ok:
                 self._context.at = "answer"
+                self._context.answering = span
                 return reply
             async with AsyncExitStack() as stack:
                 stack.push_async_exit(self._opening)
@@ -309,6 +342,8 @@ class Decoding:
         trace: TracebackType | None,
     ) -> None:
         """Close it."""
+        if self._timed.span is not None:
+            self._timed.span.end(slug_of(error))
         await self._opening.__aexit__(kind, error, trace)
 
 

@@ -1,4 +1,4 @@
-"""Files that the configuration names, as they are at the start."""
+"""What the configuration names, as it is at the start: files, and a library that may be missing."""
 
 import stat
 from collections.abc import Iterator
@@ -8,6 +8,7 @@ import structlog
 
 from epd.config import ProxyConfig
 from epd.http.tls import TlsInvalid, server_context, upstream_context
+from epd.observe.tracing import TracesUnavailable, check_tracing
 from epd.tenants import ApiKeys, KeysInvalid, parse_keys
 
 
@@ -37,6 +38,10 @@ def unusable_files(config: ProxyConfig) -> Iterator[str]:
     try:
         upstream_context(config.upstream_ca_file)
     except TlsInvalid as error:
+        yield str(error)
+    try:
+        check_tracing(config)
+    except TracesUnavailable as error:
         yield str(error)
     try:
         if config.api_keys_file is not None:

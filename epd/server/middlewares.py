@@ -32,6 +32,7 @@ from epd.events import ItemResult, Observer, RequestDone, stage_seconds
 from epd.models import ModelNames
 from epd.observe.logs import REQUEST_ID as LOGGED
 from epd.request.stages import RequestContext
+from epd.spans import RequestSpan, Tracer
 from epd.tenants import ApiKeys
 
 CONFIG = web.AppKey("config", ProxyConfig)
@@ -42,6 +43,8 @@ ACCESS = web.AppKey("access", Mapping[object, Access])
 ADMISSION = web.AppKey("admission", Admission)
 OBSERVERS = web.AppKey("observers", Sequence[Observer])
 MODELS = web.AppKey("models", ModelNames)
+TRACER = web.AppKey("tracer", Tracer)
+"""There only where requests are traced."""
 CONTEXT = web.RequestKey("context", RequestContext)
 BODY = web.RequestKey("body", Held)
 """What the body is counted with as it is read."""
@@ -53,7 +56,8 @@ ANSWERED = web.RequestKey("answered", int)
 UNKNOWN = "unknown"
 """The name of what is no route."""
 
-FORWARDED_HEADERS = ("traceparent", "tracestate")
+TRACE_HEADERS = ("traceparent", "tracestate")
+"""Of W3C trace context: they go on as they are, where the proxy has no spans of its own."""
 TIMEOUT = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 """A client's x-request-timeout, in seconds."""
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -70,7 +74,7 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Give the request its id, and tell the observers how it ended."""
     started, app, route = time.monotonic(), request.app, _route(request)
     access = app[ACCESS].get(request.match_info.handler, Access.TENANT)  # no route: closed as most
-    context = request[CONTEXT] = _context(request, app, access)
+    context = request[CONTEXT] = _context(request, app, access, route)
     status, error = CLIENT_CLOSED, None
     logged = LOGGED.set(context.client_id or context.request_id)
     try:
@@ -103,7 +107,10 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
             hits=context.hits,
             waits=context.waits,
             saved_bytes=context.saved_bytes,
+            trace_id=None if context.span is None else context.span.trace_id,
         )
+        if context.span is not None:
+            context.span.done(event)
         for observer in context.observers:
             observer.request_done(event)
         LOGGED.reset(logged)
@@ -261,6 +268,8 @@ async def _watch(request: web.Request) -> None:
 def own_headers(context: RequestContext) -> dict[str, str]:
     """Headers of every answer."""
     own = {"X-Request-Id": context.client_id or context.request_id, "Server": SERVER}
+    if context.span is not None:
+        own["X-Trace-Id"] = context.span.trace_id
     if context.stages:
         spans = stage_seconds(context.stages)
         own["Server-Timing"] = ", ".join(
@@ -275,14 +284,19 @@ def own_headers(context: RequestContext) -> dict[str, str]:
     return own
 
 
-def _context(request: web.Request, app: web.Application, access: Access) -> RequestContext:
+def _context(
+    request: web.Request, app: web.Application, access: Access, route: str
+) -> RequestContext:
     config, headers, keyed = app[CONFIG], request.headers, app.get(KEYS) is not None
+    tracer = app.get(TRACER)
+    span = None if tracer is None else _span(tracer, request, route)
     client_id = _client_id(headers)
     own_keys = keyed or (access is Access.ADMIN and config.admin_api_key is not None)
     return RequestContext(
         request_id=_request_id(client_id),
         client_id=client_id,
-        headers=_forwarded(headers, config, own_keys=own_keys),
+        headers=_forwarded(headers, config, span, own_keys=own_keys),
+        span=span,
         # Whether it is the client's own key, or none, that the instances see.
         clients_key=not keyed and ("Authorization" in headers or config.openai_api_key is None),
         observers=app[OBSERVERS],
@@ -307,14 +321,30 @@ def _request_id(client_id: str | None) -> str:
     return secrets.token_hex(16) if client_id is None else f"{client_id}-{secrets.token_hex(4)}"
 
 
-def _forwarded(headers: Headers, config: ProxyConfig, *, own_keys: bool) -> dict[str, str]:
+def _span(tracer: Tracer, request: web.Request, route: str) -> RequestSpan | None:
+    """What a request to the API is traced by; health, metrics and what is no route are not."""
+    if not route.startswith("/v1/"):
+        return None
+    return tracer.request(request.method, route, _kept(request.headers, TRACE_HEADERS))
+
+
+def _forwarded(
+    headers: Headers, config: ProxyConfig, span: RequestSpan | None, *, own_keys: bool
+) -> dict[str, str]:
     # A key that opens this proxy is none of the instances' business.
-    names = FORWARDED_HEADERS if own_keys else ("Authorization", *FORWARDED_HEADERS)
-    # W3C trace context allows several tracestate headers, which are one list.
-    kept = {name: ",".join(headers.getall(name)) for name in names if name in headers}
+    names = () if own_keys else ("Authorization",)
+    if span is None:
+        kept = _kept(headers, (*names, *TRACE_HEADERS))
+    else:
+        kept = {**_kept(headers, names), **span.headers}
     if config.openai_api_key is not None:
         kept.setdefault("Authorization", f"Bearer {config.openai_api_key.get_secret_value()}")
     return kept
+
+
+def _kept(headers: Headers, names: Sequence[str]) -> dict[str, str]:
+    # W3C trace context allows several tracestate headers, which are one list.
+    return {name: ",".join(headers.getall(name)) for name in names if name in headers}
 
 
 def _route(request: web.Request) -> str:

@@ -29,6 +29,7 @@ from epd.observe.glances import InstancesGlance, StoreGlance
 from epd.observe.logs import LogObserver, set_level
 from epd.observe.loop_lag import watched
 from epd.observe.metrics import MetricsObserver
+from epd.observe.tracing import tracing
 from epd.request import warmup
 from epd.request.pipeline import Pipeline
 from epd.request.probes import probing
@@ -52,6 +53,7 @@ from epd.server.middlewares import (
     MODELS,
     OBSERVERS,
     STREAM,
+    TRACER,
     UNKNOWN,
     observe,
     own_headers,
@@ -121,6 +123,7 @@ async def _connections(app: web.Application) -> AsyncIterator[None]:
         config.instances, config.health, on_change=partial(_changed, app[OBSERVERS])
     )
     async with (
+        tracing(config) as tracer,  # left last: what ends with the others is exported too
         watched(app[METRICS].loop_lag),
         Upstream.connect(config.connect_timeout_s, config.upstream_ca_file) as upstream,
         MediaFetcher.open(config) as media,
@@ -132,6 +135,8 @@ async def _connections(app: web.Application) -> AsyncIterator[None]:
         app[WARMUP] = Warmup(app[PIPELINE], cache)
         app[ADMIN] = Admin(table, upstream, config)
         app[TABLE] = table
+        if tracer is not None:
+            app[TRACER] = tracer
         for glance in (InstancesGlance(table), StoreGlance(cache)):
             app[METRICS].registry.register(glance)
 
@@ -165,6 +170,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     app, context = request.app, request[CONTEXT]
     config = app[CONFIG]
     body = await _parsed(request, chat.parse)
+    if context.span is not None:
+        context.span.asks(str(body.get("model")))
     if context.tenant is not ANONYMOUS:  # whom all share with
         body = salted(body, config.scope_of(context.tenant))
     async with await app[PIPELINE].run(body, context) as reply:
