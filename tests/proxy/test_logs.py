@@ -12,6 +12,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from epd.cache.encoder_cache import EncoderCache
+from epd.observe.logs import REQUEST_ID
 from tests.proxy.fake_instance import (
     FakeInstance,
     Handler,
@@ -129,17 +131,28 @@ async def test_blocks_that_could_not_be_given_back_are_a_warning_of_the_request(
     assert "lease" in line["next"]
 
 
-async def test_what_is_kept_for_the_store_is_in_no_requests_name(tmp_path: Path) -> None:
+async def test_a_store_that_goes_away_is_a_line_with_what_comes_next(tmp_path: Path) -> None:
     folder = tmp_path / "store"
     async with proxy("--ec-store", f"file://{folder}") as running:
         await running.ask("r-1")
-        away = folder.rename(tmp_path / "gone")
+        folder.rename(tmp_path / "gone")
         folder.write_text("no folder")
         line = await running.logged("the encoder cache is away")
-        assert away.exists()
 
     assert "request_id" not in line
     assert "asked again" in line["next"]
+
+
+async def test_what_is_done_for_the_store_later_is_in_no_requests_name() -> None:
+    seen: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+
+    async def work() -> None:
+        seen.set_result(REQUEST_ID.get())
+
+    REQUEST_ID.set("r-1")
+    EncoderCache("file:///nowhere", budget_s=1, lease_s=1).later(work())
+
+    assert await seen is None
 
 
 async def test_an_instance_that_is_left_alone_is_a_line_with_what_comes_next() -> None:
