@@ -13,7 +13,7 @@ from pydantic import AliasChoices, BeforeValidator, Field, SecretStr, Validation
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from epd import bench, fleet
+from epd import bench, fleet, top
 from epd.config import AdminKey, ProxyConfig
 from epd.edge.descriptors import raise_limit
 from epd.http.tls import TlsInvalid, server_context, upstream_context
@@ -91,6 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     key_parser.set_defaults(run=partial(_hash_key, key_parser))
     fleet.command.add_parser(commands)
     bench.command.add_parser(commands)
+    top.command.add_parser(commands)
     flags = vars(parser.parse_args(argv))
     del flags["command"]
     flags.pop("run")(**flags)
