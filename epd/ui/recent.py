@@ -16,9 +16,9 @@ from epd.ui.snapshot import (
     Events,
     Notice,
     Request,
-    Sample,
     Second,
     Span,
+    is_work,
 )
 
 SHOWN_SPANS = 16
@@ -55,7 +55,7 @@ class Recent:
 
     def request_done(self, event: RequestDone) -> None:
         """Keep it, unless it was about the proxy itself."""
-        if not event.path.startswith("/v1/"):
+        if not is_work(event.path):
             return
         now_s = self._clock()
         self._requests.append((now_s, event))
@@ -81,7 +81,10 @@ class Recent:
         """All that is kept, as other processes can read it."""
         return Events(
             samples={
-                stage: [_sample(event) for event in ring]
+                stage: [
+                    (it.instance, it.started_s + it.seconds, it.seconds, it.error is not None)
+                    for it in ring
+                ]
                 for stage, ring in self._stages.items()
                 if ring
             },
@@ -89,11 +92,6 @@ class Recent:
             requests=[_request(*one) for one in self._requests],
             notices=[_notice(*one) for one in self._notices],
         )
-
-
-def _sample(event: StageDone) -> Sample:
-    ended_s = round(event.started_s + event.seconds, 3)
-    return event.instance, ended_s, round(event.seconds, 5), event.error is not None
 
 
 def _request(ended_s: float, event: RequestDone) -> Request:

@@ -13,6 +13,9 @@ KEPT_SAMPLES = 512
 """For each stage."""
 KEPT_SECONDS = 120
 
+NO_WORK = frozenset({"/v1/models"})
+"""Of the API: asked for by load balancers and such, again and again."""
+
 Sample = tuple[str, float, float, bool]
 """Of one request to an instance: the instance, when it ended, how long it took, if it failed."""
 
@@ -90,3 +93,8 @@ class Snapshot(TypedDict):
 
     instances: list[Seen]
     events: Events
+
+
+def is_work(path: str) -> bool:
+    """Whether requests of a route are shown: those that instances work for."""
+    return path.startswith("/v1/") and path not in NO_WORK

@@ -1,8 +1,9 @@
 """The document of `GET /ui/state`: what all processes know, put together. Pure."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple, TypedDict
 
 from epd.ui.snapshot import (
@@ -100,51 +101,32 @@ def state(snapshots: Sequence[Snapshot], totals: Totals, store: str | None, now:
         store: what kind of encoder-cache store the proxy asks, such as `redis`.
         now: when.
     """
-    stages = _stages(snapshots, now.monotonic_s)
+    flows = {stage: _flow(stage, snapshots, now.monotonic_s) for stage in FLOWS}
     return State(
         version=__version__,
         now=round(now.unix_s, 3),
         workers=len(snapshots),
         store=store,
         totals=totals,
-        instances=_instances(snapshots, stages),
-        stages=[StageShown(stage=stage, **stages[stage].latency()) for stage in FLOWS],
+        instances=_instances(snapshots, flows),
+        stages=[StageShown(stage=stage, **flow.whole()) for stage, flow in flows.items()],
         seconds=_seconds(snapshots, now),
         requests=_requests(snapshots, now),
         notices=_notices(snapshots, now),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Samples:
-    """Requests to instances that ended within the window.
-
-    Attributes:
-        samples: each.
-        rates: how many end in a second now, by instance.
-    """
-
-    samples: Sequence[Sample]
-    rates: Mapping[str, float]
-
-    def of(self, instance: str) -> "Samples":
-        """Those of one instance."""
-        return Samples(
-            [one for one in self.samples if one[0] == instance],
-            {instance: self.rates.get(instance, 0.0)},
-        )
-
-    def latency(self) -> Latency:
-        """What they say."""
-        seconds = sorted(seconds for _, _, seconds, failed in self.samples if not failed)
-        return Latency(
-            rate=round(sum(self.rates.values()), 2),
-            failed=len(self.samples) - len(seconds),
-            count=len(self.samples),
-            p50_s=quantile(seconds, 0.5),
-            p95_s=quantile(seconds, 0.95),
-            p99_s=quantile(seconds, 0.99),
-        )
+def _latency(samples: Sequence[Sample], rate: float) -> Latency:
+    """What requests to instances say, of which so many end in a second."""
+    seconds = sorted(seconds for _, _, seconds, failed in samples if not failed)
+    return Latency(
+        rate=round(rate, 2),
+        failed=len(samples) - len(seconds),
+        count=len(samples),
+        p50_s=quantile(seconds, 0.5),
+        p95_s=quantile(seconds, 0.95),
+        p99_s=quantile(seconds, 0.99),
+    )
 
 
 def quantile(ordered: Sequence[float], share: float) -> float | None:
@@ -152,16 +134,32 @@ def quantile(ordered: Sequence[float], share: float) -> float | None:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else None
 
 
-def _stages(snapshots: Sequence[Snapshot], now_s: float) -> dict[str, Samples]:
-    stages = {}
-    for stage in FLOWS:
-        rings = [snapshot["events"]["samples"].get(stage, []) for snapshot in snapshots]
-        rates: dict[str, float] = {}
-        for instance, rate in (pair for ring in rings for pair in _rates(ring, now_s)):
-            rates[instance] = rates.get(instance, 0.0) + rate
-        late = [one for ring in rings for one in ring if one[1] > now_s - WINDOW_S]
-        stages[stage] = Samples(late, rates)
-    return stages
+class Flow(NamedTuple):
+    """One stage of late: its requests within the window, and how many end in a second now."""
+
+    samples: Mapping[str, Sequence[Sample]]
+    rates: Mapping[str, float]
+
+    def of(self, instance: str) -> Latency:
+        """At one instance."""
+        return _latency(self.samples.get(instance, ()), self.rates.get(instance, 0.0))
+
+    def whole(self) -> Latency:
+        """At all of them."""
+        return _latency(list(chain(*self.samples.values())), sum(self.rates.values()))
+
+
+def _flow(stage: str, snapshots: Iterable[Snapshot], now_s: float) -> Flow:
+    samples: dict[str, list[Sample]] = defaultdict(list)
+    rates: dict[str, float] = defaultdict(float)
+    for snapshot in snapshots:
+        ring = snapshot["events"]["samples"].get(stage, [])
+        for one in ring:
+            if one[1] > now_s - WINDOW_S:
+                samples[one[0]].append(one)
+        for instance, rate in _rates(ring, now_s):
+            rates[instance] += rate
+    return Flow(samples, rates)
 
 
 def _rates(ring: Sequence[Sample], now_s: float) -> Iterator[tuple[str, float]]:
@@ -174,15 +172,14 @@ def _rates(ring: Sequence[Sample], now_s: float) -> Iterator[tuple[str, float]]:
             yield instance, 1 / span_s
 
 
-def _instances(snapshots: Sequence[Snapshot], stages: Mapping[str, Samples]) -> list[InstanceShown]:
+def _instances(snapshots: Sequence[Snapshot], flows: Mapping[str, Flow]) -> list[InstanceShown]:
     seen: dict[tuple[str, str], Seen] = {}
     for one in (one for snapshot in snapshots for one in snapshot["instances"]):
         known = seen.setdefault((one["role"], one["url"]), Seen(**{**one, "requests": 0}))
         known["requests"] += one["requests"]
         known["state"] = max(known["state"], one["state"], key=WORST.index)
     return [
-        InstanceShown(**one, **stages[SERVES[one["role"]]].of(one["url"]).latency())
-        for one in seen.values()
+        InstanceShown(**one, **flows[SERVES[one["role"]]].of(one["url"])) for one in seen.values()
     ]
 
 

@@ -3,15 +3,16 @@
 So both say the same, and they are of all workers. Labels that are not asked for are summed over.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import TypedDict, get_args
 
 from prometheus_client.metrics_core import Metric
 
 from epd.events import ItemResult
+from epd.ui.snapshot import is_work
 
-CHAT = "/v1/chat/completions"
+ERROR = 400
 CLIENT_CLOSED = 499
 
 LABELS = {
@@ -54,16 +55,15 @@ def totals(families: Iterable[Metric]) -> Totals:
     def count(name: str, *labels: str) -> int:
         return int(sums.get((name, *labels), 0))
 
-    statuses = {
-        int(key[2]): int(value)
-        for key, value in sums.items()
-        if key[:2] == ("epd_requests_total", CHAT)
-    }
-    left = statuses.get(CLIENT_CLOSED, 0)
+    statuses = Counter[int]()
+    for (name, *labels), value in sums.items():
+        if name == "epd_requests_total" and is_work(labels[0]):
+            statuses[int(labels[1])] += int(value)
+    left = statuses[CLIENT_CLOSED]
     items = {result: count("epd_items_total", result) for result in get_args(ItemResult)}
     return Totals(
-        requests=sum(statuses.values()),
-        failed=sum(value for status, value in statuses.items() if status >= 400) - left,  # noqa: PLR2004
+        requests=statuses.total(),
+        failed=sum(count for status, count in statuses.items() if status >= ERROR) - left,
         left=left,
         refused=count("epd_requests_refused_total"),
         retries=count("epd_request_retries_total"),

@@ -62,6 +62,8 @@ def families() -> list[Metric]:
     requests.add_metric(["/v1/chat/completions", "502"], 4)
     requests.add_metric(["/v1/chat/completions", "499"], 2)
     requests.add_metric(["/metrics", "200"], 77)
+    requests.add_metric(["/v1/models", "200"], 50)
+    requests.add_metric(["/v1/media", "200"], 3)
     return [
         items,
         requests,

@@ -76,7 +76,7 @@ def test_requests_of_all_workers_are_shown_the_last_first(clock: Clock) -> None:
 
 
 def test_what_is_asked_of_the_proxy_itself_is_not_shown(recent: Recent) -> None:
-    for path in ("/metrics", "/ui/state", "unknown"):
+    for path in ("/metrics", "/ui/state", "unknown", "/v1/models"):
         recent.request_done(done(path=path, error="unknown_route"))
     document = shown(known(recent))
 
@@ -175,7 +175,7 @@ def test_seconds_are_a_whole_minute_with_nothing_left_out(clock: Clock) -> None:
 def test_totals_are_those_of_the_page_of_metrics() -> None:
     found = totals(families())
 
-    assert (found["requests"], found["failed"], found["left"]) == (906, 4, 2)
+    assert (found["requests"], found["failed"], found["left"]) == (909, 4, 2)
     assert found["items"] == {"hit": 830, "encoded": 170, "local": 0}
     assert found["in_flight"] == 12
     assert found["saved"] == {"encodes": 830, "bytes": 312_400_000, "encode_seconds": 148.2}
