@@ -198,7 +198,7 @@ class ProxyConfig(BaseModel):
     )
     admin_api_key: AdminKey = Field(
         default=None,
-        description="what opens /metrics, /start_profile and /stop_profile; without it they "
+        description="what opens /metrics, /ui/state, /start_profile and /stop_profile; without it they "
         "answer clients on this machine alone",
     )
 
