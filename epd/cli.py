@@ -8,7 +8,7 @@ from typing import Any
 
 import uvloop
 
-from epd import bench, doctor, fleet
+from epd import bench, doctor, fleet, top
 from epd.config import ConfigInvalid, ProxyConfig
 from epd.config.flags import add_flags
 from epd.config.live import LiveConfig
@@ -53,6 +53,7 @@ def make_parser() -> Parser:
     key_parser.set_defaults(run=partial(_hash_key, key_parser))
     fleet.command.add_parser(commands)
     bench.command.add_parser(commands)
+    top.command.add_parser(commands)
     return parser
 
 

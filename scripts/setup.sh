@@ -61,6 +61,17 @@ fetch_prometheus() {
     rm -rf "$folder"
 }
 
+# The tests of the page /ui look at it in a browser: Debian's, or the one that Playwright brings.
+install_browser() {
+    [ -z "$(command -v chromium)" ] || return 0
+    if [ "$(id -u)" = 0 ] && [ -n "$(command -v apt-get)" ]; then
+        (apt-get update -qq && apt-get install -qq --no-install-recommends chromium fonts-liberation) \
+            >/dev/null 2>&1 && return 0
+    fi
+    "$venv/bin/playwright" install chromium >/dev/null ||
+        echo "no browser could be installed, which the tests in tests/ui need"
+}
+
 wanted="$(cat pyproject.toml scripts/setup.sh scripts/adapt_vllm_cpu.py \
     scripts/torchvision_operators.py | cksum) $here"
 found=$(cat "$stamp" 2>/dev/null || true)
@@ -78,5 +89,6 @@ install || install --extra-index-url "$torch_cpu_index"
 "$venv/bin/python" scripts/adapt_vllm_cpu.py
 install_redis
 fetch_prometheus
+install_browser
 echo "$wanted" >"$stamp"
 echo "set up in $((SECONDS - started)) s"

@@ -13,9 +13,12 @@ from epd.errors import RequestRefused, Unauthorized
 
 Headers = CIMultiDictProxy[str]
 
-ON_BEHALF = ("Forwarded", "X-Forwarded-For", "X-Real-IP", "Via", "Origin", "Sec-Fetch-Site")
+ON_BEHALF = ("Forwarded", "X-Forwarded-For", "X-Real-IP", "Via", "Origin")
 """Headers of a request that a proxy or a web page makes: its sender is on this machine, and who
 wants it need not be."""
+FROM = "Sec-Fetch-Site"
+"""Who has a browser send this; no web page can set it."""
+OWN_PAGE = "same-origin"
 
 
 class Access(Enum):
@@ -77,6 +80,8 @@ def is_local(headers: Headers, peer: str | None) -> bool:
         _is_loopback(peer)
         and (host == "localhost" or _is_loopback(host))
         and not any(name in headers for name in ON_BEHALF)
+        # The page `/ui` may ask: a browser adds no Origin to its GETs, and does to all else.
+        and all(site == OWN_PAGE for site in headers.getall(FROM, ()))
     )
 
 

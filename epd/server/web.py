@@ -40,6 +40,7 @@ from epd.request.warmup import Warmup
 from epd.routing import membership
 from epd.routing.health import State
 from epd.routing.instances import Instance, InstanceTable
+from epd.server import ui
 from epd.server.admin import Admin
 from epd.server.files import read_keys
 from epd.server.middlewares import (
@@ -60,11 +61,14 @@ from epd.server.middlewares import (
 )
 from epd.server.reload import RELOAD, Reload
 from epd.tenants import ANONYMOUS
+from epd.ui.board import Board
+from epd.ui.recent import Recent
 
 PIPELINE = web.AppKey("pipeline", Pipeline)
 ADMIN = web.AppKey("admin", Admin)
 WARMUP = web.AppKey("warmup", Warmup)
 METRICS = web.AppKey("metrics", MetricsObserver)
+RECENT = web.AppKey("recent", Recent)
 
 TABLE = web.AppKey("table", InstanceTable)
 
@@ -101,11 +105,13 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
     app.add_routes([_any("/{anything:.*}", nothing, name=UNKNOWN)])
     app[MODELS] = ModelNames()
     app[METRICS] = MetricsObserver(app[ADMISSION])
+    app[RECENT] = Recent()
     app[RELOAD] = Reload(app[METRICS].reloaded)
     app[DRAIN] = Drain()
     app.on_response_prepare.append(send_elsewhere)
     log = LogObserver(config.kv_lease_s)
-    app[OBSERVERS] = (app[METRICS], *((log,) if observers is None else observers))
+    own: tuple[Observer, ...] = (app[METRICS], app[RECENT])
+    app[OBSERVERS] = (*own, *((log,) if observers is None else observers))
 
     def follow(_: ProxyConfig) -> None:
         app[ADMISSION].adopt(limits_of(config))
@@ -135,6 +141,7 @@ async def _connections(app: web.Application) -> AsyncIterator[None]:
         app[WARMUP] = Warmup(app[PIPELINE], cache)
         app[ADMIN] = Admin(table, upstream, config)
         app[TABLE] = table
+        app[ui.BOARD] = Board(app[RECENT], table, app[METRICS], ui.store_kind(config))
         if tracer is not None:
             app[TRACER] = tracer
         for glance in (InstancesGlance(table), StoreGlance(cache)):
@@ -319,11 +326,14 @@ ROUTES = (
     (Access.OPEN, _get("/health", health)),  # a load balancer has no key
     (Access.OPEN, _get("/ready", ready)),
     (Access.OPEN, _get("/openapi.json", openapi)),  # it says nothing of this fleet
+    (Access.OPEN, _get("/ui", ui.page)),  # nor do these
+    (Access.OPEN, _get("/ui/{file}", ui.asset)),
     (Access.TENANT, _post("/v1/chat/completions", chat_completions)),
     (Access.TENANT, _post("/v1/media", push_media)),
     (Access.TENANT, _delete("/v1/media/{uuid}", forget_media)),
     (Access.TENANT, _get("/v1/models", models)),
     (Access.ADMIN, _get("/metrics", metrics)),
+    (Access.ADMIN, _get("/ui/state", ui.state)),
     (Access.ADMIN, _post("/start_profile", partial(profile, "start"))),
     (Access.ADMIN, _post("/stop_profile", partial(profile, "stop"))),
 )

@@ -27,7 +27,9 @@ from epd.observe.shared_page import SharedPage
 from epd.observe.worker_metrics import WorkerMetrics
 from epd.server.last_good import read_from
 from epd.server.serve import Orders, running
+from epd.server.ui import BOARD
 from epd.server.web import METRICS
+from epd.ui.board import Board
 
 DRAIN, RELOAD = b"drain", b"reload "
 """How orders to a worker begin, by its pipe, a line each."""
@@ -43,17 +45,19 @@ class Inherited:
         sockets: that it listens with.
         files: copies of the files that a reload reads anew, by the names of their fields.
         pages: of the metrics of all workers.
+        recents: of what they have seen of late.
     """
 
     number: int
     sockets: Sequence[int]
     files: Mapping[str, int]
     pages: Sequence[int]
+    recents: Sequence[int]
 
     @property
     def descriptors(self) -> tuple[int, ...]:
         """All of them."""
-        return (*self.sockets, *self.files.values(), *self.pages)
+        return (*self.sockets, *self.files.values(), *self.pages, *self.recents)
 
 
 async def work(config: ProxyConfig, inherited: Inherited) -> None:
@@ -71,12 +75,14 @@ async def work(config: ProxyConfig, inherited: Inherited) -> None:
     orders, tls = pipe.orders, server_context(first)
     async with running(first, orders, tls, pipe.configured, config) as runner:
         metrics = _shared(runner.app[METRICS], inherited)
-        writing = asyncio.create_task(metrics.keep_writing())
+        board = _shared_board(runner.app[BOARD], inherited)
+        writing = [asyncio.create_task(one.keep_writing()) for one in (metrics, board)]
         for descriptor in inherited.sockets:
             await Site(runner, tls, sock=socket.socket(fileno=descriptor)).start()
         structlog.get_logger("epd").info("serving", pid=os.getpid())
         await orders.close.wait()
-    writing.cancel()
+    for task in writing:
+        task.cancel()
     metrics.write()  # the last requests have ended just now
 
 
@@ -84,6 +90,11 @@ def _shared(metrics: MetricsObserver, inherited: Inherited) -> WorkerMetrics:
     pages = [SharedPage(descriptor) for descriptor in inherited.pages]
     metrics.shown = shared = WorkerMetrics(metrics.shown, pages, inherited.number - 1)
     return shared
+
+
+def _shared_board(board: Board, inherited: Inherited) -> Board:
+    board.share([SharedPage(one) for one in inherited.recents], inherited.number - 1)
+    return board
 
 
 class Pipe:

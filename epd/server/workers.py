@@ -5,7 +5,8 @@ same port (`SO_REUSEPORT`): on one that all share, the first to wake takes every
 waits, and keeps it. The first process holds all of them too, so that connections that wait at a
 worker that dies are served by the next one.
 
-Each worker has a page for its metrics, which all of them read.
+Each worker has a page for its metrics and one for what it has seen of late, which all of them
+read.
 """
 
 import asyncio
@@ -37,6 +38,7 @@ from epd.server.serve import (
     url,
 )
 from epd.server.worker import DRAIN, RELOAD, Inherited
+from epd.ui.board import forget
 
 BACKLOG = 128
 STEADY_S = 30.0
@@ -64,12 +66,14 @@ class Seat:
     number: int
     sockets: Sockets
     pages: Sequence[SharedPage]
-    """Everyone's, in the order of their numbers, which begin at 1."""
+    """Everyone's, of metrics, in the order of their numbers, which begin at 1."""
+    recents: Sequence[SharedPage]
+    """The same, of what they have seen of late."""
 
-    @property
-    def page(self) -> SharedPage:
-        """Its own."""
-        return self.pages[self.number - 1]
+    def bury(self) -> None:
+        """Have nobody take its worker, which has died, for one that lives."""
+        bury(self.pages[self.number - 1])
+        forget(self.recents[self.number - 1])
 
 
 async def supervise(config: LiveConfig, read: Callable[[], ProxyConfig]) -> None:
@@ -83,12 +87,15 @@ async def supervise(config: LiveConfig, read: Callable[[], ProxyConfig]) -> None
         OSError: the address cannot be listened on.
         WorkersFailed: they do not stay alive.
     """
-    with _pages(config.workers) as pages:
-        await _supervise(config, read, pages)
+    with _pages(config.workers) as pages, _pages(config.workers) as recents:
+        await _supervise(config, read, pages, recents)
 
 
 async def _supervise(
-    config: LiveConfig, read: Callable[[], ProxyConfig], pages: Sequence[SharedPage]
+    config: LiveConfig,
+    read: Callable[[], ProxyConfig],
+    pages: Sequence[SharedPage],
+    recents: Sequence[SharedPage],
 ) -> None:
     log = structlog.get_logger("epd")
     orders = orders_by_signal(config)
@@ -102,7 +109,7 @@ async def _supervise(
                 workers=config.workers,
             )
         keepers = [
-            asyncio.create_task(_keep(Seat(number, sockets, pages), good, orders))
+            asyncio.create_task(_keep(Seat(number, sockets, pages, recents), good, orders))
             for number, sockets in enumerate(groups, start=1)
         ]
         await orders.drain.wait()
@@ -164,7 +171,7 @@ async def _run(seat: Seat, good: LastGood, orders: Orders) -> str:
     with suppress(ProcessLookupError):
         process.kill()
     code = await process.wait()
-    bury(seat.page)
+    seat.bury()
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
@@ -195,6 +202,7 @@ async def _start(
         [listener.fileno() for listener in seat.sockets],
         files,
         [page.descriptor for page in seat.pages],
+        [page.descriptor for page in seat.recents],
     )
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "epd.server.worker"),
@@ -213,7 +221,7 @@ async def _start(
 
 @contextmanager
 def _pages(count: int) -> Iterator[list[SharedPage]]:
-    """Pages for the metrics of so many workers.
+    """Pages for so many workers.
 
     Raises:
         OSError: there is no memory or no descriptor for them.

@@ -85,7 +85,9 @@ class FakeInstance:
         return web.Response(status=200 if self.profiler else 404)
 
     @asynccontextmanager
-    async def running(self, context: ssl.SSLContext | None = None) -> AsyncIterator["FakeInstance"]:
+    async def running(
+        self, context: ssl.SSLContext | None = None, port: int = 0
+    ) -> AsyncIterator["FakeInstance"]:
         app = web.Application(client_max_size=2**30)
         app.router.add_post("/v1/chat/completions", self._chat)
         for path in ("/start_profile", "/stop_profile"):
@@ -94,7 +96,7 @@ class FakeInstance:
             app.router.add_get(path, self._other)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.2)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
+        await web.TCPSite(runner, "127.0.0.1", port, ssl_context=context).start()
         scheme = "http" if context is None else "https"
         self.url = f"{scheme}://127.0.0.1:{runner.addresses[0][1]}"
         try:
