@@ -27,6 +27,10 @@ from epd.version import __version__
 
 GROUPS = {
     "*_urls": "instances",
+    "ec_consumer_*": "instances",
+    "*registration*": "instances",
+    "instances_file": "instances",
+    "discover*": "instances",
     "log_*": "logging",
     "tenant_*": "tenants",
     "eject_*": "health of instances",
@@ -186,8 +190,18 @@ def _flag(field: str) -> str:
 
 
 def _metavar(name: str, field: FieldInfo) -> str:
+    if name in {
+        "discover_encode",
+        "discover_prefill",
+        "discover_decode",
+        "discover_prefill_decode",
+    }:
+        return "HOST:PORT"
     for suffix, metavar in (
         ("_urls", "URLS"),
+        ("_store", "URL"),
+        ("_hosts", "HOSTS"),
+        ("_server", "ADDRESS"),
         ("_s", "SECONDS"),
         ("_bytes", "BYTES"),
         ("file", "FILE"),

@@ -75,7 +75,7 @@ class MetricsObserver:
         )
         self._instances = Counter(
             "epd_instance_changes",
-            "How often an instance was ejected, was down, was put on trial and became healthy.",
+            "How often an instance was added, removed, refused, ejected, down, on trial, healthy.",
             ["role", "state"],
             registry=self._registry,
         )

@@ -72,9 +72,12 @@ class RequestContext:
     kv_wait_s: float | None = None
     _children: Iterator[int] = field(default_factory=itertools.count)
 
-    def headers_for(self, request_id: str) -> dict[str, str]:
-        """Headers of one request to an instance."""
-        return {**self.headers, "Content-Type": "application/json", "X-Request-Id": request_id}
+    def headers_for(self, request_id: str, rank: int | None = None) -> dict[str, str]:
+        """Headers of one request to an instance, or to one of its data-parallel ranks."""
+        own = {"Content-Type": "application/json", "X-Request-Id": request_id}
+        if rank is not None:
+            own["X-data-parallel-rank"] = str(rank)
+        return {**self.headers, **own}
 
     def child_id(self) -> str:
         """An id for a request that is made on behalf of this one."""
@@ -155,7 +158,9 @@ class Stages:
             )
             return read_encoded(_accepted(answer, "encode", context), item.modality)
 
-    async def prefill(self, instance: Instance, body: Body, context: RequestContext) -> Params:
+    async def prefill(
+        self, instance: Instance, body: Body, context: RequestContext, rank: int | None = None
+    ) -> Params:
         """Prefill the request and return its `kv_transfer_params`, which serve one decode.
 
         Raises:
@@ -165,7 +170,7 @@ class Stages:
             answer = await self._upstream.fetch(
                 instance.url + CHAT_COMPLETIONS,
                 stage="prefill",
-                headers=context.headers_for(context.request_id),
+                headers=context.headers_for(context.request_id, rank),
                 body=context.written(prefill_body(body, NIXL_PREFILL)),
                 timeout_s=self._config.prefill_timeout_s,
             )
@@ -173,7 +178,9 @@ class Stages:
         context.prefilled_s = time.monotonic()
         return params
 
-    def decode(self, instance: Instance, body: Body, context: RequestContext) -> "Decoding":
+    def decode(
+        self, instance: Instance, body: Body, context: RequestContext, rank: int | None = None
+    ) -> "Decoding":
         """Open the decode answer. The context is entered once the instance has said 2xx.
 
         Raises:
@@ -183,7 +190,7 @@ class Stages:
         opening = self._upstream.open(
             instance.url + CHAT_COMPLETIONS,
             stage="decode",
-            headers=context.headers_for(context.request_id),
+            headers=context.headers_for(context.request_id, rank),
             body=context.written(body),
             head_timeout_s=self._config.first_byte_timeout_s,
         )

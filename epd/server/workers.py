@@ -23,6 +23,7 @@ import orjson
 import structlog
 
 from epd.config import ProxyConfig
+from epd.discovery.membership import shared
 from epd.observe.shared_page import SharedPage
 from epd.observe.worker_metrics import bury
 from epd.server.last_good import LastGood
@@ -78,8 +79,8 @@ async def supervise(config: ProxyConfig) -> None:
         OSError: the address cannot be listened on.
         WorkersFailed: they do not stay alive.
     """
-    with _pages(config.workers) as pages:
-        await _supervise(config, pages)
+    with _pages(config.workers) as pages, shared(config) as with_folder:
+        await _supervise(with_folder, pages)
 
 
 async def _supervise(config: ProxyConfig, pages: Sequence[SharedPage]) -> None:
