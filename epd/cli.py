@@ -15,6 +15,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from epd import bench, fleet
 from epd.config import AdminKey, ProxyConfig
+from epd.discovery.entries import EntriesInvalid
+from epd.discovery.watching import check_file
 from epd.edge.descriptors import raise_limit
 from epd.http.tls import TlsInvalid, server_context, upstream_context
 from epd.observe import logs
@@ -130,6 +132,8 @@ def _serve(parser: Parser, **flags: Any) -> None:
     try:
         server_context(config)
         upstream_context(config.upstream_ca_file)
+        if config.instances_file is not None:
+            check_file(config.instances_file)
         if config.workers == 1:
             uvloop.run(serve(config))
         else:
@@ -139,6 +143,8 @@ def _serve(parser: Parser, **flags: Any) -> None:
         parser.error(f"--api-keys-file {error}")
     except TlsInvalid as error:
         parser.error(str(error))
+    except EntriesInvalid as error:
+        parser.error(f"--instances-file {config.instances_file}: {error}")
     except WorkersFailed as failure:
         sys.exit(f"epd serve: {failure}")
     except OSError as error:

@@ -121,6 +121,8 @@ def write_json(instances: Iterable[Instance]) -> bytes:
 
 
 def _read(document: Any) -> tuple[Instance, ...]:
+    if not isinstance(document, dict):
+        raise EntriesInvalid("it has no list called instances")
     try:
         found = _Document.model_validate(document)
     except (ValidationError, RecursionError) as invalid:

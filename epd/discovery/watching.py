@@ -109,6 +109,19 @@ class WatchedFile:
         await self._memory.keep(LAST_FILE, raw)
 
 
+def check_file(path: Path) -> None:
+    """Refuse a file that a proxy cannot start with.
+
+    Raises:
+        EntriesInvalid: it is not there, or is none of instances.
+    """
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise EntriesInvalid(error.strerror or type(error).__name__) from None
+    read_yaml(raw)
+
+
 class WatchedNames:
     """Names, each of whose addresses is an instance.
 

@@ -44,7 +44,8 @@ def serving(
     assert process.stderr is not None
     with process:
         try:
-            yield json.loads(process.stderr.readline())["url"], process
+            said = (json.loads(line) for line in process.stderr)
+            yield next(line["url"] for line in said if line["event"] == "listening"), process
         finally:
             process.kill()
 
