@@ -436,6 +436,9 @@ class ProxyConfig(BaseModel):
             raise ValueError(
                 "instances that prefill and decode do not go with those that do one of both"
             )
+        awaited = self.dynamic_registration or self.instances_file
+        if Role.DECODE in roles and Role.PREFILL not in roles and not awaited:
+            raise ValueError("--discover-decode needs prefill instances to go with")
         return self
 
     @model_validator(mode="after")

@@ -95,8 +95,9 @@ def read_yaml(raw: bytes) -> tuple[Instance, ...]:
         EntriesInvalid: it is no such file.
     """
     try:
-        document = yaml.safe_load(raw)
-    except (yaml.YAMLError, UnicodeError, RecursionError):
+        # All scalars as text: what YAML takes for dates and numbers is no concern of this.
+        document = yaml.load(raw, Loader=yaml.BaseLoader)  # noqa: S506 - it makes no objects
+    except (yaml.YAMLError, ValueError, RecursionError):
         raise EntriesInvalid("it is no YAML") from None
     return _read(document)
 

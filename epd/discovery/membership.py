@@ -29,21 +29,27 @@ async def membership(
     """
     async with _opened(config.registration_store if config.dynamic_registration else None) as store:
         registrations = Registrations(store, registry)
-        first, then = [], []
+        sources = [*_watches(config, registry, upstream)]
         if not isinstance(store, InProcess):
-            first, then = [registrations.refresh()], [registrations.follow]
-        for watch in _watches(config, registry, upstream):
-            first.append(watch.begin())
-            then.append(watch.follow)
-        if first:
-            await asyncio.wait([asyncio.ensure_future(one) for one in first], timeout=BEGIN_S)
-        tasks = [asyncio.create_task(one()) for one in then]
+            sources.append(registrations)
+        begun = [asyncio.create_task(source.begin()) for source in sources]
+        if begun:
+            await asyncio.wait(begun, timeout=BEGIN_S)
+        tasks = [asyncio.create_task(_run(*pair)) for pair in zip(sources, begun, strict=True)]
         try:
             yield registrations
         finally:
-            for task in tasks:
+            for task in (*begun, *tasks):
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            ends = await asyncio.gather(*begun, *tasks, return_exceptions=True)
+    for end in ends:
+        if isinstance(end, Exception):
+            raise end
+
+
+async def _run(source: Watch, begun: asyncio.Task[None]) -> None:
+    await begun
+    await source.follow()
 
 
 @asynccontextmanager

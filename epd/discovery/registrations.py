@@ -63,6 +63,16 @@ class Registrations:
             structlog.get_logger("epd").info("unregistered", instance=url)
             return True
 
+    async def begin(self) -> None:
+        """Take over what others have registered."""
+        await self.refresh()
+
+    async def follow(self) -> None:
+        """Do so again and again."""
+        while True:
+            await asyncio.sleep(POLL_S)
+            await self.refresh()
+
     async def refresh(self) -> None:
         """Take over what there is now; where that cannot be read, all stays as it is."""
         async with self._turn:
@@ -72,12 +82,6 @@ class Registrations:
                 self._complaint.failed(str(error))
             else:
                 self._complaint.well()
-
-    async def follow(self) -> None:
-        """Do so again and again."""
-        while True:
-            await asyncio.sleep(POLL_S)
-            await self.refresh()
 
     async def _read(self) -> None:
         found = await self._store.read()

@@ -54,9 +54,12 @@ def test_anything_is_read_or_refused(raw: bytes) -> None:
         ("instances: [{role: encode, url: 'http://e:1', size: 2}]", "instances.0.size"),
         ("instances: [{role: encode, url: 'http://e:1', dp_size: 0}]", "instances.0.dp_size"),
         ("version: 2\ninstances: []", "version"),
-        ("a: &a [*a]\ninstances: *a", "instances"),
+        ("a: &a [*a]\ninstances: *a", "no YAML"),
         ("instances: [{role: encode, url: 'http://e'}, {url: 'http://e/', role: encode}]", "twice"),
         ("\x00", "no YAML"),
+        ("instances: 2001-99-99", "instances"),
+        ("instances: !!timestamp x", "instances"),
+        ("instances: [!!python/object:os.system {}]", "instances.0"),
         ("{" * 5000, "no YAML"),
     ],
 )
