@@ -124,17 +124,20 @@ class RequestDone(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class InstanceChanged:
-    """An instance is thought to be something else than before.
+    """An instance is thought to be something else than before, has come, or has gone.
 
     Attributes:
         instance: its base URL.
         role: its role.
-        state: what it is thought to be now.
+        state: what it is thought to be now; `added`, `removed`, or `refused` where it clashes with
+            others.
+        source: who said so, of the last three.
     """
 
     instance: str
     role: str
     state: str
+    source: str | None = None
 
 
 class Observer(Protocol):
@@ -147,7 +150,7 @@ class Observer(Protocol):
         """A client's request has ended."""
 
     def instance_changed(self, event: InstanceChanged) -> None:
-        """An instance was ejected, has gone, or is back."""
+        """An instance was ejected, is down, or is back; or takes part, or does no more."""
 
 
 def stage_seconds(stages: Sequence[StageDone]) -> dict[Stage, float]:

@@ -1,13 +1,14 @@
 """The kinds of values that settings have: how each is written, and what it must be."""
 
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 from pydantic_settings import NoDecode
 from yarl import URL
 
 from ec_store import check_url
+from epd.routing.allowed import check_pattern
+from epd.routing.urls import base_url, name_server, registration_store_url, service_url
 from epd.tenants import KEY
 
 NO_INSTANCES = frozenset({"", "disable", "none"})
@@ -25,20 +26,8 @@ def _split_urls(value: Any) -> Any:
     return tuple(url.strip() for url in value.split(",") if url.strip())
 
 
-def _check_url(url: str) -> str:
-    if any(character <= " " for character in url):
-        raise ValueError(f"{url!r} has white space in it")
-    parts = urlsplit(url)
-    if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise ValueError(f"{url!r} is not a URL such as http://host:8001")
-    if parts.query or parts.fragment or parts.username or parts.password:
-        raise ValueError(f"{url!r} must be a base URL: no user, no query, no fragment")
-    _ = parts.port  # raises ValueError when it is none
-    return f"{parts.scheme}://{parts.netloc.lower()}{parts.path}".rstrip("/")
-
-
 def _check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
-    checked = tuple(map(_check_url, urls))
+    checked = tuple(map(base_url, urls))
     for url in checked:
         if checked.count(url) > 1:
             raise ValueError(f"{url!r} is named twice")
@@ -68,7 +57,7 @@ StoreUrl = Annotated[
 EndpointUrl = Annotated[
     str | None,
     BeforeValidator(lambda url: None if url in NO_INSTANCES else url),
-    AfterValidator(lambda url: None if url is None else _check_url(url)),
+    AfterValidator(lambda url: None if url is None else base_url(url)),
 ]
 KeySecret = Annotated[
     SecretStr | None, BeforeValidator(lambda secret: secret or None), AfterValidator(_check_secret)
@@ -99,6 +88,27 @@ Domains = Annotated[
     tuple[Annotated[str, AfterValidator(_check_domain)], ...],
     NoDecode,
     BeforeValidator(lambda value: _split_domains(value) if value else ()),
+]
+HostPatterns = Annotated[
+    tuple[Annotated[str, AfterValidator(check_pattern)], ...],
+    NoDecode,
+    BeforeValidator(lambda value: _split_domains(value) if value else ()),
+]
+Services = Annotated[
+    tuple[Annotated[str, AfterValidator(service_url)], ...],
+    NoDecode,
+    BeforeValidator(_split_urls),
+    AfterValidator(_check_urls),
+]
+RegistrationStore = Annotated[
+    str | None,
+    BeforeValidator(lambda url: None if url in NO_INSTANCES else url),
+    AfterValidator(lambda url: None if url is None else registration_store_url(url)),
+]
+DnsServer = Annotated[
+    str | None,
+    BeforeValidator(lambda server: server or None),
+    AfterValidator(lambda server: server and (name_server(server), server)[1]),
 ]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 SecondsOrNone = Annotated[float, Field(ge=0, allow_inf_nan=False)]

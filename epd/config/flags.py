@@ -35,9 +35,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def metavar_of(name: str, field: FieldInfo) -> str:
     """What stands for a value."""
+    if name in {
+        "discover_encode",
+        "discover_prefill",
+        "discover_decode",
+        "discover_prefill_decode",
+    }:
+        return "HOST:PORT"
     for suffix, metavar in (
         ("_urls", "URLS"),
         ("_endpoint", "URL"),
+        ("registration_store", "URL"),
+        ("_hosts", "HOSTS"),
+        ("_server", "ADDRESS"),
         ("_s", "SECONDS"),
         ("_bytes", "BYTES"),
         ("file", "FILE"),

@@ -7,6 +7,10 @@ from types import MappingProxyType
 GROUPS: Mapping[str, str] = MappingProxyType(
     {
         "*_urls": "instances",
+        "ec_consumer_*": "instances",
+        "*registration*": "instances",
+        "instances_file": "instances",
+        "discover*": "instances",
         "log_*": "logging",
         "otlp_*": "traces",
         "tenant_*": "tenants",

@@ -25,11 +25,20 @@ FIXED = frozenset(
         "key_secret",
         "log_format",
         "otlp_traces_endpoint",
+        "dynamic_registration",
+        "registration_store",
+        "registration_hosts",
+        "instances_file",
+        "discover_encode",
+        "discover_prefill",
+        "discover_decode",
+        "discover_prefill_decode",
+        "discovery_interval_s",
+        "discovery_dns_server",
+        "ec_consumer_dp_size",
     }
 )
 """Fields that are read at the start alone."""
-STAGES = frozenset({"prefill_servers_urls", "decode_servers_urls"})
-"""Those as well, where prefill becomes a stage of its own, or is one no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +77,6 @@ class LiveConfig(ProxyConfig):
         before = ProxyConfig.model_construct(**dict(self))
         differing = {name for name, value in wanted if value != getattr(self, name)}
         kept = differing & FIXED
-        if wanted.decode_role is not self.decode_role:
-            kept |= differing & STAGES
         values = {name: getattr(self, name) if name in kept else value for name, value in wanted}
         try:
             ProxyConfig.model_validate(values)

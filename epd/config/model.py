@@ -8,12 +8,16 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from epd.config.fields import (
     AdminKey,
+    DnsServer,
     Domains,
     EndpointUrl,
+    HostPatterns,
     KeySecret,
+    RegistrationStore,
     Seconds,
     SecondsOrNone,
     Secret,
+    Services,
     StoreUrl,
     Urls,
 )
@@ -32,13 +36,50 @@ class ProxyConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    encode_servers_urls: Urls = Field(description="encode instances, comma-separated")
+    encode_servers_urls: Urls = Field(default=(), description="encode instances, comma-separated")
     prefill_servers_urls: Urls = Field(
         default=(),
         description="prefill instances; 'disable', 'none' or empty: no prefill stage (E+PD)",
     )
     decode_servers_urls: Urls = Field(
-        description="decode instances; without prefill instances they prefill too"
+        default=(), description="decode instances; without prefill instances they prefill too"
+    )
+    ec_consumer_dp_size: int = Field(
+        default=1,
+        ge=1,
+        description="data-parallel ranks behind each prefill instance, or without any each decode "
+        "instance; the proxy names the rank",
+    )
+    dynamic_registration: bool = Field(
+        default=False,
+        description="let launchers register instances (POST /instances); needs the admin key",
+    )
+    registration_store: RegistrationStore = Field(
+        default=None,
+        description="where registrations outlive the proxy, and other proxies find them: "
+        "file:///a/folder or redis://host",
+    )
+    registration_hosts: HostPatterns = Field(
+        default=(),
+        description="hosts that may be registered, comma-separated: names, *.domain, networks",
+    )
+    instances_file: Path | None = Field(
+        default=None, description="YAML file of instances that is watched"
+    )
+    discover_encode: Services = Field(
+        default=(),
+        description="encode instances: all addresses of a name, as host:port or https://host:port",
+    )
+    discover_prefill: Services = Field(default=(), description="the same for prefill instances")
+    discover_decode: Services = Field(default=(), description="the same for decode instances")
+    discover_prefill_decode: Services = Field(
+        default=(), description="the same for instances that prefill and decode"
+    )
+    discovery_interval_s: Seconds = Field(
+        default=5.0, description="between two look-ups of such a name"
+    )
+    discovery_dns_server: DnsServer = Field(
+        default=None, description="address or address:port of the DNS server; default: the system's"
     )
     host: str = Field(default="0.0.0.0", description="address to listen on")  # noqa: S104
     port: int = Field(default=8000, ge=0, le=65535, description="port to listen on")
@@ -268,15 +309,47 @@ class ProxyConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_topology(self) -> Self:
-        for flag in ("encode_servers_urls", "decode_servers_urls"):
-            if not getattr(self, flag):
-                raise ValueError(f"{_flag(flag)} must name at least one instance")
+        for flag, there in (
+            ("encode_servers_urls", self.encode_servers_urls or self.discover_encode),
+            (
+                "decode_servers_urls",
+                self.decode_servers_urls or self.discover_decode or self.discover_prefill_decode,
+            ),
+        ):
+            if not (there or self.dynamic_registration or self.instances_file):
+                raise ValueError(
+                    f"{_flag(flag)} is required, or another source of these instances: "
+                    "--dynamic-registration, --instances-file, --discover-…"
+                )
         both = set(self.prefill_servers_urls) & set(self.decode_servers_urls)
         if both:
             raise ValueError(
                 f"{min(both)!r} is named as prefill and as decode instance; an instance that does "
                 "both belongs in --decode-servers-urls alone"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_sources(self) -> Self:
+        if self.dynamic_registration and self.admin_api_key is None:
+            raise ValueError(
+                "--dynamic-registration needs EPD_ADMIN_API_KEY or ADMIN_API_KEY: who registers an "
+                "instance reads what it is sent"
+            )
+        if self.registration_hosts and not self.dynamic_registration:
+            raise ValueError("--registration-hosts needs --dynamic-registration")
+        if self.registration_store and not self.dynamic:
+            raise ValueError(
+                "--registration-store needs --dynamic-registration, --instances-file, --discover-…"
+            )
+        roles = {one.role for one in (*self.instances, *self.discovered)}
+        if Role.PREFILL_DECODE in roles and roles & {Role.PREFILL, Role.DECODE}:
+            raise ValueError(
+                "instances that prefill and decode do not go with those that do one of both"
+            )
+        awaited = self.dynamic_registration or self.instances_file
+        if Role.DECODE in roles and Role.PREFILL not in roles and not awaited:
+            raise ValueError("--discover-decode needs prefill instances to go with")
         return self
 
     @model_validator(mode="after")
@@ -326,16 +399,30 @@ class ProxyConfig(BaseModel):
     @property
     def instances(self) -> tuple[Instance, ...]:
         """The instances the URL lists name, with the roles the topology gives them."""
+        size = self.ec_consumer_dp_size
+        apart = self.prefill_servers_urls or self.discover_prefill or self.discover_decode
+        decode = (Role.DECODE, 1) if apart else (Role.PREFILL_DECODE, size)
         return (
             *(Instance(Role.ENCODE, url) for url in self.encode_servers_urls),
-            *(Instance(Role.PREFILL, url) for url in self.prefill_servers_urls),
-            *(Instance(self.decode_role, url) for url in self.decode_servers_urls),
+            *(Instance(Role.PREFILL, url, size) for url in self.prefill_servers_urls),
+            *(Instance(decode[0], url, decode[1]) for url in self.decode_servers_urls),
         )
 
     @property
-    def decode_role(self) -> Role:
-        """The role of the instances that answer."""
-        return Role.DECODE if self.prefill_servers_urls else Role.PREFILL_DECODE
+    def discovered(self) -> tuple[Instance, ...]:
+        """Those that names are looked up for, which are the hosts of the URLs."""
+        size = self.ec_consumer_dp_size
+        return (
+            *(Instance(Role.ENCODE, url) for url in self.discover_encode),
+            *(Instance(Role.PREFILL, url, size) for url in self.discover_prefill),
+            *(Instance(Role.DECODE, url) for url in self.discover_decode),
+            *(Instance(Role.PREFILL_DECODE, url, size) for url in self.discover_prefill_decode),
+        )
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether instances come and go while the proxy runs."""
+        return bool(self.dynamic_registration or self.instances_file or self.discovered)
 
     @property
     def health(self) -> HealthPolicy:

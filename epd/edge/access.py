@@ -30,6 +30,8 @@ class Access(Enum):
     """Who has an API key, where such keys are configured; else everybody."""
     ADMIN = "admin"
     """Who has the admin key; where none is configured, clients on this machine."""
+    REGISTRAR = "registrar"
+    """Who has the admin key; where none is configured, nobody."""
 
 
 def bearer(headers: Headers) -> str:
@@ -64,6 +66,22 @@ def check_admin(admin_key: SecretStr | None, headers: Headers, peer: str | None)
             "without EPD_ADMIN_API_KEY this answers clients on the proxy's own machine alone",
             slug="admin_only",
         )
+
+
+def check_registrar(admin_key: SecretStr | None, headers: Headers) -> None:
+    """Let a request pass that may say which instances there are, and so who reads all requests.
+
+    Raises:
+        RequestRefused: 403, as vLLM's `disagg_epd_proxy.py` answers: the admin key is not among its
+            headers, or there is none.
+    """
+    try:
+        if admin_key is not None:
+            check_admin(admin_key, headers, None)
+            return
+    except Unauthorized:
+        pass
+    raise RequestRefused(403, "the admin key is needed: X-API-Key: <key>", slug="admin_only")
 
 
 def is_local(headers: Headers, peer: str | None) -> bool:

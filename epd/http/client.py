@@ -7,7 +7,7 @@ come too late (`Connection._wait`).
 import asyncio
 import ssl
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import cast
 
@@ -271,6 +271,8 @@ class Pool:
         self._idle: dict[Origin, deque[Connection]] = {}
         self._sweeper: asyncio.TimerHandle | None = None
         self._closed = False
+        self.server_names: Mapping[Origin, str] = {}
+        """Whose certificate servers have to show that are known by their addresses."""
 
     def take(self, origin: Origin) -> Connection | None:
         """The idle connection that was used last, where there is one."""
@@ -297,7 +299,7 @@ class Pool:
 
     async def _connect(self, origin: Origin) -> Connection:
         tls = self._tls if origin.tls else None
-        name = origin.host.rstrip(".") if origin.tls else None  # as certificates say it
+        name = self._name(origin) if origin.tls else None
         if not origin.named:
             _, connection = await self._loop.create_connection(
                 Connection, origin.host, origin.port, ssl=tls, server_hostname=name
@@ -312,6 +314,10 @@ class Pool:
             opened.close()
             raise
         return connection
+
+    def _name(self, origin: Origin) -> str:
+        """As certificates say it."""
+        return self.server_names.get(origin, origin.host).rstrip(".")
 
     def give_back(self, origin: Origin, connection: Connection) -> None:
         """Keep a connection for the next request, if it can be used again; else end it."""

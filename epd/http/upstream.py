@@ -168,6 +168,10 @@ class Upstream:
         finally:
             await pool.close()
 
+    def verify_as(self, names: Mapping[str, str]) -> None:
+        """Whose certificates instances have to show, by base URLs that have addresses as hosts."""
+        self._pool.server_names = {target_of(url).origin: name for url, name in names.items()}
+
     def open(
         self,
         url: str,

@@ -166,7 +166,7 @@ KV_RELEASES = Figure(
 INSTANCE_CHANGES = Figure(
     "epd_instance_changes",
     "counter",
-    "How often an instance was ejected, was down, was put on trial and became healthy.",
+    "How often an instance was added, removed, refused, ejected, down, on trial, healthy.",
     ("role", "state"),
 )
 REFUSED = Figure(

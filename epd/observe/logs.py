@@ -28,11 +28,16 @@ NEXT = {
     "down": "no request until a probe is answered, then one on trial",
     "trial": "one request at a time, until one is answered",
     "healthy": "requests as to all others",
+    "added": "requests as to all others",
+    "removed": "no request; those that run end as they would",
+    "refused": "comes in when nothing is in its way any more",
 }
 """What comes of an instance that has changed, for who reads of it."""
 
 FURTHER = frozenset({"exception", "stack", "exc_info", "logger", "logger_name"})
 """Fields that a line for people has a form of its own for."""
+EXPECTED = frozenset({"healthy", "trial", "added", "removed"})
+"""What an instance may become without an operator having to look."""
 AMBIGUOUS = re.compile(r"[ \t=\r\n\"']")
 """What is quoted in a line for people."""
 
@@ -210,14 +215,16 @@ class LogObserver:
         return fields
 
     def instance_changed(self, event: InstanceChanged) -> None:
-        """One line: a warning where it is left alone, info where it is back."""
-        level = logging.INFO if event.state in {"healthy", "trial"} else logging.WARNING
+        """One line: a warning where it is left alone, info where it is back, comes or goes."""
+        level = logging.INFO if event.state in EXPECTED else logging.WARNING
+        named = {} if event.source is None else {"source": event.source}
         self._log.log(
             level,
             "instance",
             instance=event.instance,
             role=event.role,
             state=event.state,
+            **named,
             next=NEXT[event.state],
         )
 

@@ -100,7 +100,7 @@ class Encoder:
         self._cache = cache
         self._claims = None if cache is None else Claims(cache)
         self._config = config
-        self._choice = Choice(table, Role.ENCODE, config.encode_policy)
+        self._choice = Choice(table, config.encode_policy, Role.ENCODE)
         self._retries = Retries()
         self._flights: Flights[object, Made] = Flights()
         self._learned: OrderedDict[Wanted, str] = OrderedDict()

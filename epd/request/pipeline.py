@@ -10,14 +10,14 @@ from epd.bodies.transfer import EncodedItem, Params, consumer_body, metadata_uui
 from epd.cache.encoder_cache import EncoderCache
 from epd.cache.keys import Keys
 from epd.config import ProxyConfig
-from epd.errors import ProxyError, Stage, UpstreamTimeout, UpstreamUnreachable
+from epd.errors import NoInstance, ProxyError, Stage, UpstreamTimeout, UpstreamUnreachable
 from epd.http.upstream import Reply
 from epd.media.fetch import MediaFetcher
 from epd.media.parts import inline_bytes
 from epd.request.encoding import Encoder
 from epd.request.releases import Releases
 from epd.request.stages import Decoding, RequestContext, Stages
-from epd.routing.instances import Instance, InstanceTable, Role, Use
+from epd.routing.instances import ANSWERING, Instance, InstanceTable, Role, Use
 from epd.routing.policies import Choice
 from epd.routing.retries import Retries, is_instances_fault, retry_delay_s
 
@@ -124,8 +124,8 @@ class Pipeline:
         self._keys = Keys(cache, config)
         self._config = config
         self._retries = Retries()
-        self._prefills = Choice(table, Role.PREFILL, "least_load")
-        self._decodes = Choice(table, config.decode_role, "least_load")
+        self._prefills = Choice(table, "least_load", Role.PREFILL)
+        self._decodes = Choice(table, "least_load", *ANSWERING)
 
     async def run(self, body: Body, context: RequestContext) -> "Answer":
         """The decode instance's answer, its head read, its status 2xx: a context, to be entered.
@@ -136,6 +136,8 @@ class Pipeline:
             BadRequest: the request cannot be served as it is.
             ProxyError: a stage failed.
         """
+        if not self._table.of(*ANSWERING):
+            raise NoInstance("there is no decode instance", slug="no_decode")
         body, uuids = await self._keyed(body, context)
         attempts = Attempts()
 
@@ -188,6 +190,8 @@ class Pipeline:
         context: RequestContext,
     ) -> None:
         """Encode what is not encoded yet, or all of it anew, and make of it what is sent next."""
+        if self._lacks_prefill() and self._config.on_prefill_failure == "local":
+            attempts.without_prefill = True
         if not uuids:
             attempts.encoded = []
         elif attempts.encoded is None:
@@ -217,7 +221,7 @@ class Pipeline:
         attempts.decodes.append(instance)
         using = self._table.using(instance, alone=attempts.alone("decode"))
         try:
-            answer = Answer(using, self._stages.decode(instance, sent, context))
+            answer = Answer(using, self._stages.decode(instance, sent, context, using.rank))
             await answer.open()
         except BaseException as error:
             if params is not None and not _was_begun(error):
@@ -227,12 +231,16 @@ class Pipeline:
 
     async def _prefilled(self, attempts: Attempts, context: RequestContext) -> Params | None:
         """The `kv_transfer_params` of a prefill; None where decode does prefill's work."""
-        if attempts.without_prefill or not self._table.has(Role.PREFILL):
+        if attempts.without_prefill or not self._table.has(Role.DECODE):
             return None
         instance = self._prefills.best(tried=attempts.prefills)
         attempts.prefills.append(instance)
-        with self._table.using(instance, alone=attempts.alone("prefill")):
-            return await self._stages.prefill(instance, attempts.sent, context)
+        with self._table.using(instance, alone=attempts.alone("prefill")) as use:
+            return await self._stages.prefill(instance, attempts.sent, context, use.rank)
+
+    def _lacks_prefill(self) -> bool:
+        """Whether decode waits for prefill instances that have not come yet, or have gone."""
+        return self._table.has(Role.DECODE) and not self._table.has(Role.PREFILL)
 
     def _releaser(self, attempts: Attempts, error: BaseException) -> Instance:
         """Who is told that a prefill is not wanted: who had it, or another if that failed."""

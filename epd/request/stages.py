@@ -107,9 +107,16 @@ class RequestContext:
     answering: Span | None = None
     _children: Iterator[int] = field(default_factory=itertools.count)
 
-    def headers_for(self, request_id: str, span: Span | None = None) -> dict[str, str]:
-        """Headers of one request to an instance, whose own spans are children of `span`."""
+    def headers_for(
+        self, request_id: str, span: Span | None = None, rank: int | None = None
+    ) -> dict[str, str]:
+        """Headers of one request to an instance, or to one of its data-parallel ranks.
+
+        The instance's own spans are children of `span`.
+        """
         own = {**self.headers, "Content-Type": "application/json", "X-Request-Id": request_id}
+        if rank is not None:
+            own["X-data-parallel-rank"] = str(rank)
         return own if span is None else {**own, **span.headers}
 
     def child_id(self) -> str:
@@ -235,7 +242,9 @@ class Stages:
             context.models.learn(context.model, accepted)
             return read_encoded(accepted, item.modality)
 
-    async def prefill(self, instance: Instance, body: Body, context: RequestContext) -> Params:
+    async def prefill(
+        self, instance: Instance, body: Body, context: RequestContext, rank: int | None = None
+    ) -> Params:
         """Prefill the request and return its `kv_transfer_params`, which serve one decode.
 
         Raises:
@@ -245,7 +254,7 @@ class Stages:
             answer = await self._upstream.fetch(
                 instance.url + CHAT_COMPLETIONS,
                 stage="prefill",
-                headers=context.headers_for(context.request_id, span),
+                headers=context.headers_for(context.request_id, span, rank),
                 body=context.written(prefill_body(body, NIXL_PREFILL)),
                 timeout_s=self._config.prefill_timeout_s,
             )
@@ -257,7 +266,9 @@ class Stages:
         context.prefilled_s = time.monotonic()
         return params
 
-    def decode(self, instance: Instance, body: Body, context: RequestContext) -> "Decoding":
+    def decode(
+        self, instance: Instance, body: Body, context: RequestContext, rank: int | None = None
+    ) -> "Decoding":
         """Open the decode answer. The context is entered once the instance has said 2xx.
 
         Raises:
@@ -268,7 +279,7 @@ class Stages:
         opening = self._upstream.open(
             instance.url + CHAT_COMPLETIONS,
             stage="decode",
-            headers=context.headers_for(context.request_id, timed.span),
+            headers=context.headers_for(context.request_id, timed.span, rank),
             body=context.written(body),
             head_timeout_s=self._config.first_byte_timeout_s,
         )

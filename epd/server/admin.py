@@ -9,7 +9,7 @@ from epd.config import ProxyConfig
 from epd.errors import ProxyError, RequestRefused, Stage, UpstreamRejected
 from epd.flights import Flights
 from epd.http.upstream import Answer, Upstream
-from epd.routing.instances import Instance, InstanceTable, Role
+from epd.routing.instances import ANSWERING, Instance, InstanceTable, Role
 from epd.routing.policies import Choice
 from epd.routing.retries import Retries, retry_delay_s
 
@@ -41,7 +41,7 @@ class Admin:
         self._upstream = upstream
         self._config = config
         # A choice of its own: whose turn it is to decode is not for this to move.
-        self._models = Choice(table, config.decode_role, "round_robin")
+        self._models = Choice(table, "round_robin", *ANSWERING)
         self._retries = Retries()
         self._flights: Flights[str, Health] = Flights()
         self._kept: Health | None = None

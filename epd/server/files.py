@@ -7,6 +7,8 @@ from pathlib import Path
 import structlog
 
 from epd.config import ProxyConfig
+from epd.discovery.entries import EntriesInvalid
+from epd.discovery.watching import check_file
 from epd.http.tls import TlsInvalid, server_context, upstream_context
 from epd.observe.tracing import TracesUnavailable, check_tracing
 from epd.tenants import ApiKeys, KeysInvalid, parse_keys
@@ -39,6 +41,11 @@ def unusable_files(config: ProxyConfig) -> Iterator[str]:
         upstream_context(config.upstream_ca_file)
     except TlsInvalid as error:
         yield str(error)
+    try:
+        if config.instances_file is not None:
+            check_file(config.instances_file)
+    except EntriesInvalid as error:
+        yield f"--instances-file {config.instances_file}: {error}"
     try:
         check_tracing(config)
     except TracesUnavailable as error:

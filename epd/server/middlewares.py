@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from epd.config import ProxyConfig
-from epd.edge.access import Access, Headers, bearer, check_admin
+from epd.edge.access import Access, Headers, bearer, check_admin, check_registrar
 from epd.edge.admission import Admission, Held, max_body_bytes
 from epd.edge.body import too_large
 from epd.edge.drain import DRAIN
@@ -52,6 +52,9 @@ STREAM = web.RequestKey("stream", web.StreamResponse)
 """Its answer, where that is a stream."""
 ANSWERED = web.RequestKey("answered", int)
 """Its status, set once the client has all of its answer and may leave."""
+
+ADMINISTRATIVE = frozenset({Access.ADMIN, Access.REGISTRAR})
+"""Routes that the admin key opens."""
 
 UNKNOWN = "unknown"
 """The name of what is no route."""
@@ -208,14 +211,29 @@ def _authenticate(request: web.Request, visit: Visit) -> None:
     """Let nobody further than a route's class of access says."""
     keys = visit.app.get(KEYS)
     if visit.access is Access.ADMIN:
-        peer = request.get_extra_info("peername")
-        address = peer[0] if isinstance(peer, tuple) else None
-        check_admin(visit.app[CONFIG].admin_api_key, request.headers, address)
+        _check_admin(request)
+    elif visit.access is Access.REGISTRAR:
+        check_registrar(visit.app[CONFIG].admin_api_key, request.headers)
     elif visit.access is Access.TENANT and keys is not None:
         tenant = keys.tenant_of(bearer(request.headers))
         if tenant is None:
             raise Unauthorized("a valid API key is needed: Authorization: Bearer <key>")
         visit.context.tenant = tenant
+
+
+def _check_admin(request: web.Request) -> None:
+    peer = request.get_extra_info("peername")
+    address = peer[0] if isinstance(peer, tuple) else None
+    check_admin(request.app[CONFIG].admin_api_key, request.headers, address)
+
+
+def may_administer(request: web.Request) -> bool:
+    """Whether it could use the operator's routes, whichever it uses."""
+    try:
+        _check_admin(request)
+    except (Unauthorized, RequestRefused):
+        return False
+    return True
 
 
 async def _in_turn(request: web.Request, handler: Handler, visit: Visit) -> web.StreamResponse:
@@ -291,7 +309,7 @@ def _context(
     tracer = app.get(TRACER)
     span = None if tracer is None else _span(tracer, request, route)
     client_id = _client_id(headers)
-    own_keys = keyed or (access is Access.ADMIN and config.admin_api_key is not None)
+    own_keys = keyed or (access in ADMINISTRATIVE and config.admin_api_key is not None)
     return RequestContext(
         request_id=_request_id(client_id),
         client_id=client_id,

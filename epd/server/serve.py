@@ -203,7 +203,9 @@ def url(config: ProxyConfig, host: str, port: int) -> str:
 
 
 def topology(config: ProxyConfig) -> str:
-    """The instances in short, such as `2e1p1d`."""
+    """The instances in short, such as `2e1p1d`; `dynamic` where they come and go."""
+    if config.dynamic:
+        return "dynamic"
     encode, decode = len(config.encode_servers_urls), len(config.decode_servers_urls)
     prefill = len(config.prefill_servers_urls)
     return f"{encode}e{prefill}p{decode}d" if prefill else f"{encode}e{decode}pd"

@@ -16,6 +16,7 @@ from epd.bodies.cuts import cut
 from epd.cache.encoder_cache import EncoderCache
 from epd.cache.identity import salted
 from epd.config import ProxyConfig
+from epd.discovery.membership import membership
 from epd.edge.access import Access
 from epd.edge.admission import Admission, limits_of
 from epd.edge.body import read_body
@@ -37,9 +38,9 @@ from epd.request.relay import StreamRelay
 from epd.request.releases import Releases
 from epd.request.stages import RequestContext, Stages
 from epd.request.warmup import Warmup
-from epd.routing import membership
 from epd.routing.health import State
-from epd.routing.instances import Instance, InstanceTable
+from epd.routing.instances import ANSWERING, Instance, InstanceTable
+from epd.routing.registry import Change, Registry, Source
 from epd.server import ui
 from epd.server.admin import Admin
 from epd.server.files import read_keys
@@ -56,10 +57,12 @@ from epd.server.middlewares import (
     STREAM,
     TRACER,
     UNKNOWN,
+    may_administer,
     observe,
     own_headers,
 )
 from epd.server.reload import RELOAD, Reload
+from epd.server.roster import Roster
 from epd.tenants import ANONYMOUS
 from epd.ui.board import Board
 from epd.ui.recent import Recent
@@ -71,6 +74,7 @@ METRICS = web.AppKey("metrics", MetricsObserver)
 RECENT = web.AppKey("recent", Recent)
 
 TABLE = web.AppKey("table", InstanceTable)
+ROSTER = web.AppKey("roster", Roster)
 
 MAX_DECODE_BYTES = 256 * 1024**2
 """Largest answer of decode that is no stream: it is whole before the first byte goes out, so that
@@ -125,15 +129,16 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
 
 async def _connections(app: web.Application) -> AsyncIterator[None]:
     config = app[CONFIG]
-    table = InstanceTable(
-        config.instances, config.health, on_change=partial(_changed, app[OBSERVERS])
-    )
+    changed = partial(_changed, app[OBSERVERS])
+    table = InstanceTable(policy=config.health, on_change=changed)
+    registry = Registry(table, config.instances, on_change=changed)
     async with (
         tracing(config) as tracer,  # left last: what ends with the others is exported too
         watched(app[METRICS].loop_lag),
         Upstream.connect(config.connect_timeout_s, config.upstream_ca_file) as upstream,
         MediaFetcher.open(config) as media,
         _cache(config) as cache,
+        membership(config, registry, upstream) as registrations,
         probing(table, upstream, config),
         Releases.running(stages := Stages(upstream, config)) as releases,
     ):
@@ -141,14 +146,15 @@ async def _connections(app: web.Application) -> AsyncIterator[None]:
         app[WARMUP] = Warmup(app[PIPELINE], cache)
         app[ADMIN] = Admin(table, upstream, config)
         app[TABLE] = table
+        app[ROSTER] = Roster(registry, table, registrations, config)
         app[ui.BOARD] = Board(app[RECENT], table, app[METRICS], ui.store_kind(config))
         if tracer is not None:
             app[TRACER] = tracer
         for glance in (InstancesGlance(table), StoreGlance(cache)):
             app[METRICS].registry.register(glance)
 
-        def follow(before: ProxyConfig) -> None:
-            membership.replace(table, before.instances, config.instances)
+        def follow(_: ProxyConfig) -> None:
+            registry.replace(Source.CONFIG, config.instances)
             table.judge_by(config.health)
             upstream.connect_within(config.connect_timeout_s)
             if cache is not None:
@@ -158,8 +164,13 @@ async def _connections(app: web.Application) -> AsyncIterator[None]:
         yield
 
 
-def _changed(observers: Sequence[Observer], instance: Instance, state: State) -> None:
-    event = InstanceChanged(instance.url, instance.role, state)
+def _changed(
+    observers: Sequence[Observer],
+    instance: Instance,
+    state: State | Change,
+    source: Source | None = None,
+) -> None:
+    event = InstanceChanged(instance.url, instance.role, state, source)
     for observer in observers:
         observer.instance_changed(event)
 
@@ -280,7 +291,7 @@ async def ready(request: web.Request) -> web.Response:
     """`GET /ready`: whether to send requests here. It asks nobody, and may be asked often."""
     if request.app[DRAIN].began:
         raise Overloaded("the proxy is about to stop", slug="shutting_down")
-    if not request.app[TABLE].serves(request.app[CONFIG].decode_role):
+    if not request.app[TABLE].serves(*ANSWERING):
         raise NoInstance("no decode instance can be reached", slug="no_decode")
     return _json({"status": "ready"}, request[CONTEXT])
 
@@ -290,6 +301,23 @@ async def metrics(request: web.Request) -> web.Response:
     page, content_type = request.app[METRICS].page(request.headers.get("Accept", ""))
     headers = own_headers(request[CONTEXT]) | {"Content-Type": content_type}
     return web.Response(body=page, headers=headers)
+
+
+async def instances(request: web.Request) -> web.Response:
+    """`GET /instances`: who takes part; to who has the admin key, in detail."""
+    return _json(request.app[ROSTER].page(detailed=may_administer(request)), request[CONTEXT])
+
+
+async def register(request: web.Request) -> web.Response:
+    """`POST /instances`: lets an instance take part."""
+    body = await _read(request)
+    return _json(await request.app[ROSTER].register(bytes(body)), request[CONTEXT])
+
+
+async def unregister(request: web.Request) -> web.Response:
+    """`DELETE /instances?url=…`: takes that back."""
+    url = request.query.get("url")
+    return _json(await request.app[ROSTER].unregister(url), request[CONTEXT])
 
 
 async def profile(command: str, request: web.Request) -> web.Response:
@@ -328,6 +356,9 @@ ROUTES = (
     (Access.OPEN, _get("/openapi.json", openapi)),  # it says nothing of this fleet
     (Access.OPEN, _get("/ui", ui.page)),  # nor do these
     (Access.OPEN, _get("/ui/{file}", ui.asset)),
+    (Access.OPEN, _get("/instances", instances)),  # what /health says, without the admin key
+    (Access.REGISTRAR, _post("/instances", register)),
+    (Access.REGISTRAR, _delete("/instances", unregister)),
     (Access.TENANT, _post("/v1/chat/completions", chat_completions)),
     (Access.TENANT, _post("/v1/media", push_media)),
     (Access.TENANT, _delete("/v1/media/{uuid}", forget_media)),

@@ -25,6 +25,7 @@ import structlog
 
 from epd.config import ProxyConfig
 from epd.config.live import LiveConfig
+from epd.discovery.membership import shared
 from epd.observe.shared_page import SharedPage
 from epd.observe.worker_metrics import bury
 from epd.server.last_good import LastGood
@@ -87,8 +88,23 @@ async def supervise(config: LiveConfig, read: Callable[[], ProxyConfig]) -> None
         OSError: the address cannot be listened on.
         WorkersFailed: they do not stay alive.
     """
-    with _pages(config.workers) as pages, _pages(config.workers) as recents:
-        await _supervise(config, read, pages, recents)
+    with (
+        _pages(config.workers) as pages,
+        _pages(config.workers) as recents,
+        shared(config) as registrations,
+    ):
+        await _supervise(config, _with(config, registrations, read), pages, recents)
+
+
+def _with(
+    config: LiveConfig, registrations: str | None, read: Callable[[], ProxyConfig]
+) -> Callable[[], ProxyConfig]:
+    """Have workers share what is known of instances, after a reload too."""
+    if registrations == config.registration_store:
+        return read
+    there = {"registration_store": registrations}
+    config.become(there)
+    return lambda: read().model_copy(update=there)
 
 
 async def _supervise(

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from tests.faults.test_reload import everywhere, gauge
 from tests.proxy.clients import ALICE
-from tests.proxy.fake_instance import STREAM, FakeInstance, decodes, encodes
+from tests.proxy.fake_instance import STREAM, FakeInstance, decodes, encodes, prefills
 from tests.proxy.fleet import until
 from tests.proxy.test_process import serving
 from tests.proxy.test_workers import START_S, Workers
@@ -222,13 +222,12 @@ async def test_a_wrong_file_changes_nothing_and_all_its_errors_are_logged(
 
 @one_and_two
 async def test_what_needs_a_restart_is_named_and_kept(workers: int, tmp_path: Path) -> None:
-    async with instances(encodes, decodes, decodes) as (e, d, p):
+    async with instances(encodes, decodes) as (e, d):
         urls = {"encode_servers_urls": [e.url], "decode_servers_urls": [d.url]}
         async with proxy(tmp_path, workers, **urls) as running:
             [line, *_] = await running.reload(
-                **urls, ec_store="redis://nowhere", isolation="shared", prefill_servers_urls=p.url,
-                max_items=1,
-            )  # fmt: skip
+                **urls, ec_store="redis://nowhere", isolation="shared", max_items=1
+            )
             assert line["changed"] == ["max_items"]
             assert await running.statuses() == {200}
             [refused, *_] = await running.reload(
@@ -237,12 +236,33 @@ async def test_what_needs_a_restart_is_named_and_kept(workers: int, tmp_path: Pa
 
     needed = running.logged("needs a restart", level="warning")
     assert len(needed) == workers
-    assert needed[0]["settings"] == ["ec_store", "isolation", "prefill_servers_urls"]
-    assert not p.calls
+    assert needed[0]["settings"] == ["ec_store", "isolation"]
     assert refused["reason"] == (
         "api_keys_file cannot change without a restart, and with the old value "
         "--tenant-max-requests needs --api-keys-file"
     )
+
+
+@one_and_two
+async def test_prefill_becomes_a_stage_of_its_own_and_ceases_to_be_one(
+    workers: int, tmp_path: Path
+) -> None:
+    async with instances(encodes, prefills, decodes) as (e, p, d):
+        urls = {"encode_servers_urls": [e.url], "decode_servers_urls": [d.url]}
+        async with proxy(tmp_path, workers, **urls) as running:
+            assert await running.statuses() == {200}
+            assert not p.calls
+
+            await running.reload(**urls, prefill_servers_urls=p.url)
+            assert await running.statuses() == {200}
+            prefilled = len(p.calls)
+
+            await running.reload(**urls)
+            assert await running.statuses() == {200}
+
+    assert prefilled
+    assert len(p.calls) == prefilled
+    assert sum("kv_transfer_params" in call.body for call in d.calls) == prefilled
 
 
 @one_and_two

@@ -7,7 +7,6 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 import epd
-from epd.routing import membership
 from epd.routing.instances import Instance, Role
 from epd.server.admin import HEALTH_KEPT_S
 from epd.server.web import TABLE
@@ -215,7 +214,8 @@ async def test_instances_may_come_and_go_while_all_are_asked(
 
             asking = asyncio.create_task(status())
             await until(lambda: len(asked) == 2)
-            membership.replace(table, [gone], [Instance(Role.PREFILL_DECODE, "http://new:1")])
+            table.remove(gone)
+            table.add(Instance(Role.PREFILL_DECODE, "http://new:1"))
             answer.set()
 
             assert await asking == 200

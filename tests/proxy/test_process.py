@@ -44,7 +44,8 @@ def serving(
     assert process.stderr is not None
     with process:
         try:
-            yield json.loads(process.stderr.readline())["url"], process
+            said = (json.loads(line) for line in process.stderr)
+            yield next(line["url"] for line in said if line["event"] == "listening"), process
         finally:
             process.kill()
 
@@ -58,6 +59,21 @@ def serving(
         (["serve", *INSTANCES, "--workers", "0"], "--workers"),
         (["serve", *INSTANCES, "--workers", "many"], "--workers"),
         (["serve", *INSTANCES, "--prefill-servers-urls", "http://d:1"], "named as prefill and"),
+        (["serve", *INSTANCES, "--dynamic-registration"], "needs EPD_ADMIN_API_KEY"),
+        (["serve", *INSTANCES, "--registration-hosts", "a"], "needs --dynamic-registration"),
+        (
+            ["serve", *INSTANCES, "--registration-store", "file:///x"],
+            "needs --dynamic-",
+        ),
+        (["serve", *INSTANCES, "--registration-store", "http://:pw@x"], "must be file:///a/folder"),
+        (["serve", *INSTANCES, "--discover-decode", "d:1"], "needs prefill instances"),
+        (
+            ["serve", "--discover-prefill", "p:1", "--discover-prefill-decode", "d:1", *INSTANCES],
+            "do not go with",
+        ),
+        (["serve", "--discover-encode", "e:1"], "--decode-servers-urls is required"),
+        (["serve", *INSTANCES, "--discover-encode", "e:port"], "--discover-encode"),
+        (["serve", *INSTANCES, "--discovery-dns-server", "ns"], "--discovery-dns-server"),
         (["serve", *INSTANCES, "--decode-media", "both"], "--decode-media"),
         (["serve", *INSTANCES, "--allow-http-media"], "--allow-http-media needs --media-fetch"),
         (["nothing"], "nothing"),

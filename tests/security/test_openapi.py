@@ -75,6 +75,7 @@ def test_it_says_whom_each_route_answers() -> None:
         Access.OPEN: set(),
         Access.TENANT: {"apiKey"},
         Access.ADMIN: {"adminKey", "adminBearer"},
+        Access.REGISTRAR: {"adminKey", "adminBearer"},
     }
     said = {
         (method, path): {

@@ -4,17 +4,16 @@ import asyncio
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epd.config import ConfigInvalid, ProxyConfig
-from epd.config.live import FIXED, STAGES, LiveConfig
+from epd.config.live import FIXED, LiveConfig
 from epd.edge.admission import Admission, Door, Limits
 from epd.errors import TooManyRequests, UpstreamUnreachable
-from epd.routing import membership
 from epd.routing.health import HealthPolicy, State
 from epd.routing.instances import Instance, InstanceTable, Role
 from epd.routing.policies import Choice
+from epd.routing.registry import Registry, Source
 from epd.tenants import Tenant
 
 ALICE = Tenant("alice")
@@ -47,19 +46,18 @@ def test_what_needs_a_restart_stays() -> None:
     assert (set(change.changed), set(change.kept)) == ({"max_items"}, {"port", "workers"})
 
 
-def test_prefill_cannot_become_a_stage_of_its_own_nor_cease_to_be_one() -> None:
+def test_prefill_may_become_a_stage_of_its_own_and_cease_to_be_one() -> None:
     live = LiveConfig.of(config())
-    split = {"prefill_servers_urls": "http://p:1", "decode_servers_urls": "http://d:2"}
+    split = {"prefill_servers_urls": "http://p:1", "decode_servers_urls": "http://d:1"}
 
     change = live.adopt(config(**split))
 
-    assert change.kept == STAGES
-    assert live.instances == config().instances
+    assert change.kept == frozenset()
+    assert [one.role for one in live.instances] == [Role.ENCODE, Role.PREFILL, Role.DECODE]
 
-    live = LiveConfig.of(config(**split))
-    change = live.adopt(config(**split | {"prefill_servers_urls": "http://p:2"}))
+    live.adopt(config())
 
-    assert (change.kept, live.prefill_servers_urls) == (frozenset(), ("http://p:2",))
+    assert [one.role for one in live.instances] == [Role.ENCODE, Role.PREFILL_DECODE]
 
 
 def test_what_does_not_go_with_what_stays_changes_nothing() -> None:
@@ -72,30 +70,18 @@ def test_what_does_not_go_with_what_stays_changes_nothing() -> None:
 
 
 def test_what_stays_are_fields() -> None:
-    assert set(ProxyConfig.model_fields) >= FIXED | STAGES
-
-
-@settings(deadline=None)
-@given(before=some, after=some, others=some)
-def test_a_source_has_its_instances_replaced_and_no_other_ones(
-    before: list[Instance], after: list[Instance], others: list[Instance]
-) -> None:
-    mine = [one for one in before if one not in others]
-    table = InstanceTable([*mine, *others])
-
-    membership.replace(table, mine, after)
-
-    assert set(table.of(Role.ENCODE)) == {*others, *after}
+    assert set(ProxyConfig.model_fields) >= FIXED
 
 
 def test_an_instance_that_stays_keeps_its_health_and_one_that_goes_its_requests() -> None:
     a, b, c = ONES[:3]
-    table = InstanceTable([a, b], HealthPolicy(eject_after=1))
+    table = InstanceTable(policy=HealthPolicy(eject_after=1))
+    registry = Registry(table, [a, b])
     with pytest.raises(UpstreamUnreachable), table.using(a):
         raise UpstreamUnreachable("x")
 
     with table.using(b):
-        membership.replace(table, [a, b], [c, a])
+        registry.replace(Source.CONFIG, [c, a])
         assert table.of(Role.ENCODE) == (a, c)
 
     assert table.state(a) is not State.HEALTHY
@@ -115,7 +101,7 @@ def test_health_is_judged_by_the_policy_of_now() -> None:
 
 
 def test_a_choice_goes_by_another_policy() -> None:
-    choice = Choice(InstanceTable(ONES), Role.ENCODE, "affinity")
+    choice = Choice(InstanceTable(ONES), "affinity", Role.ENCODE)
     assert len({choice.best("key") for _ in range(4)}) == 1
 
     choices = []
