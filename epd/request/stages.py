@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from types import TracebackType
 
-import orjson
-
-from epd.bodies.chat import Body, MMItem, encode_body, prefill_body, release_body
-from epd.bodies.cuts import Cuts, Pieces, pieces
+from epd.bodies.chat import CHAT, encode_body
+from epd.bodies.cuts import Cuts
+from epd.bodies.endpoint import JSON, Endpoint, written
+from epd.bodies.items import Body, MMItem
 from epd.bodies.transfer import NIXL_PREFILL, Encoded, Params, read_encoded, read_prefilled
 from epd.config import ProxyConfig
 from epd.errors import (
@@ -30,7 +30,6 @@ from epd.routing.health import BUSY
 from epd.routing.instances import Instance
 from epd.tenants import ANONYMOUS, Tenant
 
-CHAT_COMPLETIONS = "/v1/chat/completions"
 MAX_STATUS = 599
 
 RELEASE_TIMEOUT_S = 5.0
@@ -44,6 +43,7 @@ class RequestContext:
     Attributes:
         request_id: the id its instances see; no two requests have the same.
         headers: headers its instances are sent, but for the request id.
+        endpoint: what it asks for.
         tenant: whose request it is.
         clients_key: whether the instances judge the client's own key, and not the proxy's.
         observers: who is told what happens.
@@ -59,6 +59,7 @@ class RequestContext:
 
     request_id: str
     headers: Mapping[str, str]
+    endpoint: Endpoint = CHAT
     tenant: Tenant = ANONYMOUS
     clients_key: bool = True
     observers: Sequence[Observer] = ()
@@ -72,17 +73,13 @@ class RequestContext:
     kv_wait_s: float | None = None
     _children: Iterator[int] = field(default_factory=itertools.count)
 
-    def headers_for(self, request_id: str) -> dict[str, str]:
+    def headers_for(self, request_id: str, content_type: str = JSON) -> dict[str, str]:
         """Headers of one request to an instance."""
-        return {**self.headers, "Content-Type": "application/json", "X-Request-Id": request_id}
+        return {**self.headers, "Content-Type": content_type, "X-Request-Id": request_id}
 
     def child_id(self) -> str:
         """An id for a request that is made on behalf of this one."""
         return f"{self.request_id}:{next(self._children)}:{secrets.token_hex(3)}"
-
-    def written(self, body: Body) -> Pieces:
-        """A body as an instance is sent it."""
-        return pieces(orjson.dumps(body), self.cuts)
 
     def first_event(self) -> None:
         """Decode has sent something: it has what prefill kept for it."""
@@ -147,10 +144,10 @@ class Stages:
         """
         with context.timed("encode", instance.url):
             answer = await self._upstream.fetch(
-                instance.url + CHAT_COMPLETIONS,
+                instance.url + CHAT.path,
                 stage="encode",
                 headers=context.headers_for(context.child_id()),
-                body=context.written(encode_body(body, item, uuid)),
+                body=written(encode_body(body, item, uuid), context.cuts),
                 timeout_s=self._config.encode_timeout_s,
             )
             return read_encoded(_accepted(answer, "encode", context), item.modality)
@@ -161,12 +158,13 @@ class Stages:
         Raises:
             ProxyError: the instance failed, or returned none.
         """
+        endpoint = context.endpoint
         with context.timed("prefill", instance.url):
             answer = await self._upstream.fetch(
-                instance.url + CHAT_COMPLETIONS,
+                instance.url + endpoint.path,
                 stage="prefill",
                 headers=context.headers_for(context.request_id),
-                body=context.written(prefill_body(body, NIXL_PREFILL)),
+                body=endpoint.written(endpoint.prefill(body, NIXL_PREFILL), context.cuts),
                 timeout_s=self._config.prefill_timeout_s,
             )
             params = read_prefilled(_accepted(answer, "prefill", context))
@@ -180,11 +178,12 @@ class Stages:
             UpstreamRejected: the instance said anything else.
             ProxyError: the instance failed.
         """
+        endpoint = context.endpoint
         opening = self._upstream.open(
-            instance.url + CHAT_COMPLETIONS,
+            instance.url + endpoint.path,
             stage="decode",
-            headers=context.headers_for(context.request_id),
-            body=context.written(body),
+            headers=context.headers_for(context.request_id, endpoint.content_type(body)),
+            body=endpoint.written(body, context.cuts),
             head_timeout_s=self._config.first_byte_timeout_s,
         )
         return Decoding(opening, instance, context, self._config.idle_timeout_s)
@@ -200,12 +199,13 @@ class Stages:
         Raises:
             ProxyError: it could not be told.
         """
+        endpoint = context.endpoint
         with context.timed("release", instance.url):
             async with self._upstream.open(
-                instance.url + CHAT_COMPLETIONS,
+                instance.url + endpoint.path,
                 stage="release",
                 headers=context.headers_for(context.child_id()),
-                body=context.written(release_body(body)),
+                body=endpoint.written(endpoint.release(body), context.cuts),
                 head_timeout_s=RELEASE_TIMEOUT_S,
             ):
                 pass

@@ -14,8 +14,10 @@ import structlog
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from epd.bodies.chat import CHAT
+from epd.bodies.endpoints import ENDPOINTS
 from epd.config import ProxyConfig
-from epd.edge.access import Access, Headers, bearer, check_admin
+from epd.edge.access import Access, Headers, check_admin, client_key
 from epd.edge.admission import Admission, Held
 from epd.edge.body import too_large
 from epd.edge.drain import DRAIN
@@ -67,7 +69,7 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Give the request its id, and tell the observers how it ended."""
     started, app, route = time.monotonic(), request.app, _route(request)
     access = app[ACCESS].get(request.match_info.handler, Access.TENANT)  # no route: closed as most
-    context = request[CONTEXT] = _context(request, app, access)
+    context = request[CONTEXT] = _context(request, app, route, access)
     status, error = CLIENT_CLOSED, None
     try:
         visit = Visit(app, context, route, access, started)
@@ -117,7 +119,7 @@ class Visit(NamedTuple):
 async def _answered(
     request: web.Request, handler: Handler, visit: Visit
 ) -> tuple[web.StreamResponse, ProxyError | None]:
-    """The answer, and the error that it is or ends in; every error in OpenAI's shape."""
+    """The answer, and the error that it is or ends in; every error in the endpoint's shape."""
     try:
         return await _served(request, handler, visit), None
     except ProxyError as failure:
@@ -130,7 +132,7 @@ async def _answered(
         error = RequestRefused(failure.status, failure.reason, slug="unknown_route")
     except ConnectionError:  # the client's; an instance's is a ProxyError
         raise
-    except Exception:  # noqa: BLE001 - the last resort: logged whole, answered in OpenAI's shape
+    except Exception:  # noqa: BLE001 - the last resort: logged whole, answered like others
         structlog.get_logger("epd").exception("bug", request_id=visit.context.request_id)
         error = ProxyError("the proxy failed; its log says why")
     stream = request.get(STREAM)
@@ -144,8 +146,7 @@ async def _broken(
 ) -> web.StreamResponse:
     """A stream whose status has gone out, ended by its error, unless it has ended already."""
     if ANSWERED not in request:
-        # The official OpenAI client takes an end without [DONE] for success, and this for an error.
-        await stream.write(b"data: " + error.body() + b"\n\n")
+        await stream.write(request[CONTEXT].endpoint.error_event(error))
         await stream.write_eof()
     return stream
 
@@ -155,7 +156,7 @@ def _error_response(
 ) -> web.Response:
     response = web.Response(
         status=error.status,
-        body=error.body(),
+        body=context.endpoint.error(error),
         content_type="application/json",
         headers={**error.headers, **own_headers(context)},
     )
@@ -170,7 +171,7 @@ async def _served(request: web.Request, handler: Handler, visit: Visit) -> web.S
     Health and metrics are asked for when it matters most: they need no place.
     """
     app, context = visit.app, visit.context
-    api = visit.route.startswith("/v1/")
+    api = visit.access is Access.TENANT and visit.route != UNKNOWN
     costly = api and request.method == "POST"
     until_s = visit.started_s + _limit_s(request, app[CONFIG]) if costly else math.inf
     async with app[DRAIN].bounded(until_s):
@@ -192,7 +193,8 @@ def _authenticate(request: web.Request, visit: Visit) -> None:
         address = peer[0] if isinstance(peer, tuple) else None
         check_admin(visit.app[CONFIG].admin_api_key, request.headers, address)
     elif visit.access is Access.TENANT and keys is not None:
-        tenant = keys.tenant_of(bearer(request.headers))
+        header = visit.context.endpoint.key_header
+        tenant = keys.tenant_of(client_key(request.headers, header))
         if tenant is None:
             raise Unauthorized("a valid API key is needed: Authorization: Bearer <key>")
         visit.context.tenant = tenant
@@ -260,16 +262,21 @@ def own_headers(context: RequestContext) -> dict[str, str]:
     return own
 
 
-def _context(request: web.Request, app: web.Application, access: Access) -> RequestContext:
+def _context(
+    request: web.Request, app: web.Application, route: str, access: Access
+) -> RequestContext:
     config, headers, keyed = app[CONFIG], request.headers, app.get(KEYS) is not None
-    client_id = _client_id(headers)
+    client_id, endpoint = _client_id(headers), ENDPOINTS.get(route, CHAT)
     own_keys = keyed or (access is Access.ADMIN and config.admin_api_key is not None)
+    forwarded = _forwarded(headers, config, endpoint.key_header, own_keys=own_keys)
+    presented = "Authorization" in headers or endpoint.key_header in headers
     return RequestContext(
         request_id=_request_id(client_id),
         client_id=client_id,
-        headers=_forwarded(headers, config, own_keys=own_keys),
+        headers=forwarded,
+        endpoint=endpoint,
         # Whether it is the client's own key, or none, that the instances see.
-        clients_key=not keyed and ("Authorization" in headers or config.openai_api_key is None),
+        clients_key=not keyed and (presented or config.openai_api_key is None),
         observers=app[OBSERVERS],
     )
 
@@ -291,11 +298,15 @@ def _request_id(client_id: str | None) -> str:
     return secrets.token_hex(16) if client_id is None else f"{client_id}-{secrets.token_hex(4)}"
 
 
-def _forwarded(headers: Headers, config: ProxyConfig, *, own_keys: bool) -> dict[str, str]:
+def _forwarded(
+    headers: Headers, config: ProxyConfig, key_header: str, *, own_keys: bool
+) -> dict[str, str]:
     # A key that opens this proxy is none of the instances' business.
     names = FORWARDED_HEADERS if own_keys else ("Authorization", *FORWARDED_HEADERS)
     # W3C trace context allows several tracestate headers, which are one list.
     kept = {name: ",".join(headers.getall(name)) for name in names if name in headers}
+    if not own_keys and "Authorization" not in headers and key_header in headers:
+        kept["Authorization"] = f"Bearer {client_key(headers, key_header)}"  # all that vLLM reads
     if config.openai_api_key is not None:
         kept.setdefault("Authorization", f"Bearer {config.openai_api_key.get_secret_value()}")
     return kept
