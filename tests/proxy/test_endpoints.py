@@ -194,7 +194,7 @@ async def test_a_stream_comes_byte_by_byte(fleet: Fleet, path: str) -> None:
         assert await reply.read() == b"".join(OTHER_STREAMS[path])
 
 
-@pytest.mark.fault(41)
+@pytest.mark.fault(39)
 async def test_a_response_that_breaks_off_is_an_error_for_openais_client(fleet: Fleet) -> None:
     fleet.d.chat = streams(OTHER_STREAMS["/v1/responses"][:-1])
     client, _ = clients(fleet)
@@ -206,7 +206,7 @@ async def test_a_response_that_breaks_off_is_an_error_for_openais_client(fleet: 
     assert "before its end" in broken.value.message
 
 
-@pytest.mark.fault(41)
+@pytest.mark.fault(39)
 async def test_a_message_that_breaks_off_is_an_error_for_anthropics_client(fleet: Fleet) -> None:
     fleet.d.chat = streams(OTHER_STREAMS["/v1/messages"][:-1])
     _, client = clients(fleet)
@@ -292,6 +292,21 @@ async def test_a_picture_of_messages_is_encoded_once_while_the_store_has_it(
         assert len(fleet.e.calls) == 2
 
 
+async def test_what_chat_made_of_a_picture_is_not_taken_for_what_a_message_finds(
+    launch: Launch, backed: Backed, url: str
+) -> None:
+    """It is there under a key that no engine makes of the picture."""
+    async with caching(launch, backed, url) as fleet:
+        for path, body in (
+            ("/v1/chat/completions", chat(image(URL))),
+            ("/v1/messages", message(block())),
+        ):
+            await ask(fleet, path, body)
+            await asyncio.gather(*backed.writes)
+
+        assert len(fleet.e.calls) == 2
+
+
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/tokenize", "/v1/messages/count_tokens"])
 async def test_media_that_are_passed_on_go_raw_and_under_our_key(fleet: Fleet, path: str) -> None:
     own = {"uuid": "own"} if path != "/v1/messages/count_tokens" else {}
@@ -305,7 +320,7 @@ async def test_media_that_are_passed_on_go_raw_and_under_our_key(fleet: Fleet, p
     assert part.get("uuid", "key") != "own"
 
 
-@pytest.mark.security("S5")
+@pytest.mark.security("S9")
 @with_media
 @pytest.mark.parametrize(
     "url", ["file:///etc/passwd", "ftp://a/b", "http://user@a/b", "https://a\\b/c", "x"]
@@ -319,7 +334,7 @@ async def test_no_endpoint_names_a_place_that_no_request_may_name(
     assert fleet.e.calls == fleet.p.calls == fleet.d.calls == []
 
 
-@pytest.mark.security("S5")
+@pytest.mark.security("S7")
 @with_media
 async def test_no_endpoint_reaches_a_private_address(launch: Launch, path: str) -> None:
     async with launch(media_fetch="proxy", allowed_media_domains=("127.0.0.1",)) as fleet:
@@ -329,6 +344,7 @@ async def test_no_endpoint_reaches_a_private_address(launch: Launch, path: str) 
         assert fleet.e.calls == fleet.d.calls == []
 
 
+@pytest.mark.security("S10")
 @with_media
 async def test_no_endpoint_takes_more_items_than_there_may_be(launch: Launch, path: str) -> None:
     async with launch(max_items=1) as fleet:
@@ -341,7 +357,7 @@ async def test_no_endpoint_takes_more_items_than_there_may_be(launch: Launch, pa
         assert fleet.d.calls == []
 
 
-@pytest.mark.security("S5")
+@pytest.mark.security("S11")
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/tokenize", "/v1/chat/completions"])
 async def test_no_endpoint_takes_an_output_for_its_media(fleet: Fleet, path: str) -> None:
     part = {"type": "image_embeds", "image_embeds": {"image_grid_thw": [1, 2, 2]}, "uuid": "k"}
@@ -351,6 +367,7 @@ async def test_no_endpoint_takes_an_output_for_its_media(fleet: Fleet, path: str
     assert fleet.d.calls == []
 
 
+@pytest.mark.security("S6")
 @with_media
 async def test_no_endpoint_takes_kwargs_that_are_not_trusted(fleet: Fleet, path: str) -> None:
     body = WITH_MEDIA[path](URL) | {"mm_processor_kwargs": {"max_pixels": 1}}
@@ -369,7 +386,7 @@ async def test_no_endpoint_answers_without_a_key(launch: Launch, keys: Path, pat
         assert fleet.d.calls == []
 
 
-@pytest.mark.security("S4")
+@pytest.mark.security("S12")
 @pytest.mark.parametrize("path", SALTED)
 async def test_each_tenant_has_salts_of_its_own(launch: Launch, keys: Path, path: str) -> None:
     async with launch(api_keys_file=keys) as fleet:
@@ -439,7 +456,7 @@ async def test_a_form_is_as_large_as_any_body_may_be(launch: Launch) -> None:
         assert fleet.d.calls == []
 
 
-@pytest.mark.fault(7)
+@pytest.mark.fault(34)
 @pytest.mark.parametrize("path", PLAIN)
 async def test_what_is_passed_on_is_tried_on_another_instance(launch: Launch, path: str) -> None:
     async with launch(decode=2) as fleet:

@@ -133,7 +133,7 @@ def test_parts_of_a_response_say_their_key_and_come_without_their_picture() -> N
     assert body["input"][0]["content"] == [picture(uuid="own")]
 
 
-@pytest.mark.security("S5")
+@pytest.mark.security("S11")
 @pytest.mark.parametrize(
     "part",
     [
