@@ -10,7 +10,8 @@ from typing import Any
 
 from PIL import Image
 
-from epd.bodies.chat import Body, mm_items
+from epd.bodies.chat import CHAT
+from epd.bodies.items import Body
 from epd.bodies.transfer import Encoded, EncodedItem, Params, consumer_body
 from epd.doctor.facts import Trial
 from epd.doctor.judge import DECODE, PREFILL
@@ -59,10 +60,10 @@ class Tried:
 
     def by_key(self) -> Body:
         """The request, with the output's key in the place of the media."""
-        [item] = mm_items(self.body)
+        [item] = CHAT.items(self.body)
         return consumer_body(
             self.body, [EncodedItem(item, None, self.encoded, "encoded")], raw=False
-        )
+        ).body
 
 
 class Trials:
@@ -84,7 +85,7 @@ class Trials:
             body = _asking(model, part)
             try:
                 encoded = await self._stages.encode(
-                    instance, body, mm_items(body)[0], None, self._context()
+                    instance, body, next(CHAT.items(body)), None, self._context()
                 )
             except UpstreamRejected as error:
                 refused = refused or error

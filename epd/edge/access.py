@@ -44,6 +44,22 @@ def bearer(headers: Headers) -> str:
             return ""
 
 
+def client_key(headers: Headers, header: str) -> str:
+    """The key of a request where its clients present it; an empty string where there is none.
+
+    Args:
+        headers: the request's.
+        header: where keys are looked for that are not in `Authorization`.
+    """
+    if "Authorization" in headers:
+        return bearer(headers)
+    match headers.getall(header, ()):
+        case [one]:
+            return one
+        case _:
+            return ""
+
+
 def check_admin(admin_key: SecretStr | None, headers: Headers, peer: str | None) -> None:
     """Let a request pass that may change or look into the fleet.
 

@@ -15,7 +15,7 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
-from epd.bodies.chat import Body, MMItem, with_parts
+from epd.bodies.items import Body, MMItem, with_parts
 from epd.config import ProxyConfig
 from epd.errors import BadRequest, ProxyError, UpstreamFailed, UpstreamTimeout
 from epd.flights import Flights
@@ -137,7 +137,7 @@ class MediaFetcher:
             data_url = await self.fetch(url, item.modality, scope)
             total.add(len(data_url))
         except ProxyError as error:
-            raise error.at(f"{item.param}.{item.kind}.url") from error.__cause__
+            raise error.at(item.media_param) from error.__cause__
         return {**item.part, item.kind: {**item.part[item.kind], "url": data_url}}
 
     async def fetch(self, url: str, modality: str, scope: str = "") -> str:

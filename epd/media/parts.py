@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from epd.bodies.chat import MMItem
 from epd.bodies.cuts import MARK_LENGTH, NO_CUTS, Cuts
+from epd.bodies.items import MMItem
 from epd.errors import BadRequest
 from epd.media.image_header import image_size
 
@@ -82,7 +82,7 @@ def source(
         raise BadRequest(
             f'{item.kind} must be an object with a "url"', param=f"{item.param}.{item.kind}"
         )
-    param = f"{item.param}.{item.kind}.url"
+    param = item.media_param
     if url[:5].lower() == "data:":
         return _from_data_url(url, cuts, param)
     return _from_url(url, allowed_local_media_path, param)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from ec_store import EntryInfo
-from epd.bodies.chat import MM_KWARGS, Body, MMItem, mm_items
+from epd.bodies.items import MM_KWARGS, Body, MMItem
 from epd.bodies.transfer import Encoded, EncodedItem, from_entry
 from epd.cache.claims import Claims, Turn
 from epd.cache.encoder_cache import EncoderCache, Look
@@ -48,12 +48,14 @@ class Wanted(NamedTuple):
 
     Attributes:
         model: the model's served name.
-        uuid: the item's.
+        uuid: the item's key.
+        named: whether the item is sent under it; else engines name it by a hash of their own.
         kwargs: what else its content depends on.
     """
 
     model: str | None
     uuid: str
+    named: bool
     kwargs: bytes
 
 
@@ -128,7 +130,9 @@ class Encoder:
             return []
         context.hits, context.waits = {}, 0
         wanted = self._identifiers(body, uuids, anew=anew)
-        if self._claims is None or not wanted:
+        if not context.endpoint.encodes:
+            encoded = [_local(item, uuid) for item, uuid in uuids.items()]
+        elif self._claims is None or not wanted:
             looked = LookUp({}, answered=self._claims is not None, alone=anew)
             encoded = await self._each(body, uuids, looked, context)
         else:
@@ -153,7 +157,7 @@ class Encoder:
             item: identifier
             for item, uuid in uuids.items()
             if uuid is not None
-            and (identifier := self._identifier(_wanted(body, uuid)))
+            and (identifier := self._identifier(_wanted(body, item, uuid)))
             and not (anew and item.has_media)
         }
 
@@ -168,7 +172,7 @@ class Encoder:
         context.at = "encode"
 
         async def one(item: MMItem) -> EncodedItem:
-            return await self._one(body, item, uuids[item], looked, context)
+            return await self._one(body, item, uuids, looked, context)
 
         if len(uuids) == 1 or all(item in looked.found for item in uuids):
             return [await one(item) for item in uuids]
@@ -178,12 +182,13 @@ class Encoder:
         self,
         body: Body,
         item: MMItem,
-        uuid: str | None,
+        uuids: Mapping[MMItem, str | None],
         looked: LookUp,
         context: RequestContext,
     ) -> EncodedItem:
+        uuid = uuids[item]
         if item in looked.found:
-            return EncodedItem(item, uuid, looked.found[item], "hit")
+            return EncodedItem(item, _sent(item, uuid), looked.found[item], "hit")
         if not item.has_media:
             raise _gone(item, looked)
         try:
@@ -194,18 +199,16 @@ class Encoder:
                     body, item, uuid, context, alone=looked.alone or not looked.answered
                 )
         except ProxyError as error:
-            if not self._may_be_local(body) or not is_instances_fault(error):
+            if not self._may_be_local(uuids) or not is_instances_fault(error):
                 raise error.at(item.param) from error.__cause__
             context.degraded.add("encode-local")
-            return EncodedItem(item, uuid, Encoded(), "local")
+            return _local(item, uuid)
         context.waits += not mine
-        return EncodedItem(item, uuid, encoded, "encoded" if mine else "hit")
+        return EncodedItem(item, _sent(item, uuid), encoded, "encoded" if mine else "hit")
 
-    def _may_be_local(self, body: Body) -> bool:
+    def _may_be_local(self, items: Iterable[MMItem]) -> bool:
         """Whether media may go on raw: not beside items that have none."""
-        return self._config.on_encode_failure == "local" and all(
-            item.has_media for item in mm_items(body)
-        )
+        return self._config.on_encode_failure == "local" and all(item.has_media for item in items)
 
     async def _once(
         self, body: Body, item: MMItem, uuid: str, context: RequestContext, *, alone: bool
@@ -219,7 +222,7 @@ class Encoder:
             context: the request's.
             alone: whether other proxies are not asked.
         """
-        wanted = _wanted(body, uuid)
+        wanted = _wanted(body, item, uuid)
         begun_here = False
         waiting: Span | None = None
 
@@ -273,7 +276,7 @@ class Encoder:
             instance = self._choice.best(key, tried)
             tried.append(instance)
             with self._table.using(instance):
-                return await self._stages.encode(instance, body, item, uuid, context)
+                return await self._stages.encode(instance, body, item, _sent(item, uuid), context)
 
         def again(error: ProxyError) -> float | None:
             others = self._choice.others(tried)
@@ -294,7 +297,7 @@ class Encoder:
         if known is not None:
             self._learned.move_to_end(wanted)
             return known
-        return None if wanted.kwargs else wanted.uuid
+        return wanted.uuid if wanted.named and not wanted.kwargs else None
 
     def _learn(self, wanted: Wanted, encoded: Encoded) -> None:
         if self._cache is not None and encoded.namespace is not None:
@@ -350,8 +353,18 @@ def _gone(item: MMItem, looked: LookUp) -> ProxyError:
     return UnknownMedia("no media are known under this uuid: send them once more", param=item.param)
 
 
-def _wanted(body: Body, uuid: str) -> Wanted:
+def _wanted(body: Body, item: MMItem, uuid: str) -> Wanted:
     kwargs = {name: body[name] for name in MM_KWARGS if body.get(name)}
     encoded = orjson.dumps(kwargs, option=orjson.OPT_SORT_KEYS) if kwargs else b""
     model = body.get("model")
-    return Wanted(model if isinstance(model, str) else None, uuid, encoded)
+    return Wanted(model if isinstance(model, str) else None, uuid, item.named, encoded)
+
+
+def _local(item: MMItem, uuid: str | None) -> EncodedItem:
+    """An item that prefill or decode encodes."""
+    return EncodedItem(item, _sent(item, uuid), Encoded(), "local")
+
+
+def _sent(item: MMItem, uuid: str | None) -> str | None:
+    """What engines are told to call an item."""
+    return uuid if item.named else None

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from types import TracebackType
 
-from epd.bodies.chat import Body, MMItem, check_mm_kwargs, mm_items, names_entries
-from epd.bodies.transfer import EncodedItem, Params, consumer_body, metadata_uuids
+from epd.bodies.items import Body, MMItem, at_most, check_mm_kwargs
+from epd.bodies.transfer import Consumed, EncodedItem, Params, consumer_body, metadata_uuids
 from epd.cache.encoder_cache import EncoderCache
 from epd.cache.keys import Keys
 from epd.config import ProxyConfig
@@ -52,15 +52,14 @@ class Attempts:
     failures: list[Stage] = field(default_factory=list)
     doubtful: Instance | None = None
     encoded: list[EncodedItem] | None = None
-    sent: Body = field(default_factory=dict)
+    sent: Consumed = field(default_factory=lambda: Consumed({}))
     anew: bool = False
     prefilled: bool = False
     without_prefill: bool = False
 
     def alone(self, stage: Stage) -> bool:
         """Whether a stage that fails now does so by itself: the first time, others may have."""
-        named = bool(self.encoded) and names_entries(self.sent)
-        depends = named or (stage == "decode" and self.prefilled)
+        depends = self.sent.names_entries or (stage == "decode" and self.prefilled)
         return not depends or stage in self.failures
 
 
@@ -174,12 +173,13 @@ class Pipeline:
         """The request, with media in it that the proxy fetches, and the keys of its items."""
         if not self._config.trust_request_mm_kwargs:
             check_mm_kwargs(body)
-        items = mm_items(body, self._config.max_items)
+        endpoint = context.endpoint
+        items = at_most(endpoint.items(body), self._config.max_items)
         if not items:
             return body, {}
         inlined = await self._media.inlined(body, items, context.tenant.name)
         if inlined is not body:
-            items = mm_items(inlined)
+            items = tuple(endpoint.items(inlined))
         return inlined, await self._keys.of(inlined, items, context.tenant, context.cuts)
 
     async def _prepare(
@@ -216,7 +216,9 @@ class Pipeline:
     async def _answered(self, attempts: Attempts, context: RequestContext) -> "Answer":
         params = await self._prefilled(attempts, context)
         attempts.prefilled = params is not None
-        sent = attempts.sent if params is None else {**attempts.sent, "kv_transfer_params": params}
+        sent = attempts.sent.body
+        if params is not None:
+            sent = {**sent, "kv_transfer_params": params}
         instance = self._decodes.best(tried=attempts.decodes)
         attempts.decodes.append(instance)
         using = self._table.using(instance, alone=attempts.alone("decode"))
@@ -231,12 +233,13 @@ class Pipeline:
 
     async def _prefilled(self, attempts: Attempts, context: RequestContext) -> Params | None:
         """The `kv_transfer_params` of a prefill; None where decode does prefill's work."""
-        if attempts.without_prefill or not self._table.has(Role.DECODE):
+        sent, split = attempts.sent.body, self._table.has(Role.DECODE)
+        if attempts.without_prefill or not split or not context.endpoint.prefills(sent):
             return None
         instance = self._prefills.best(tried=attempts.prefills)
         attempts.prefills.append(instance)
         with self._table.using(instance, alone=attempts.alone("prefill")) as use:
-            return await self._stages.prefill(instance, attempts.sent, context, use.rank)
+            return await self._stages.prefill(instance, sent, context, use.rank)
 
     def _lacks_prefill(self) -> bool:
         """Whether decode waits for prefill instances that have not come yet, or have gone."""
@@ -257,7 +260,7 @@ class Pipeline:
             attempts.doubtful = attempts.decodes[-1]
         # An engine that cannot load what it was named fails the request and says no more than that.
         lost = error.answered == HTTPStatus.INTERNAL_SERVER_ERROR and not attempts.anew
-        if lost and names_entries(attempts.sent):
+        if lost and attempts.sent.names_entries:
             attempts.anew = True
             return 0.0
         if error.stage == "prefill":

@@ -14,7 +14,7 @@ from epd.http.upstream import Reply
 from epd.request.stages import RequestContext
 
 AFTER_END_S = 1.0
-"""Silence after a stream's `[DONE]`, until its connection is closed rather than kept."""
+"""Silence after a stream's error, until its connection is closed rather than kept."""
 UNTAKEN_BYTES = 64 * 1024
 """With more than this on its way to a client, each write waits for what the client takes."""
 
@@ -39,20 +39,21 @@ class StreamRelay:
             reply: decode's.
             stream: the client's.
             transport: the client's connection.
-            context: told of the first event, and of the time between events.
+            context: says how the stream ends; told of the first event, and of the time between
+                events.
         """
         self._reply = reply
         self._stream = stream
         self._transport = transport
         self._context = context
-        self._aligner = EventAligner()
+        self._aligner = EventAligner(context.endpoint.grammar)
         self._failure: UpstreamFailed | None = None
         self._gaps = context.gaps = Histogram(GAPS_S)
         self._last_s: float | None = None
         self._chunked = hdrs.TRANSFER_ENCODING in stream.headers
 
     async def run(self, idle_s: float) -> None:
-        """Relay the events up to `[DONE]`, or up to an error and the `[DONE]` that may follow.
+        """Relay the events up to the last, or up to an error and the last that may follow.
 
         Raises:
             ProxyError: it broke, or stalled for `idle_s` seconds, or ended before its end.

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from types import TracebackType
 
-import orjson
-
-from epd.bodies.chat import Body, MMItem, encode_body, prefill_body, release_body
-from epd.bodies.cuts import Cuts, Pieces, pieces
+from epd.bodies.chat import CHAT, encode_body
+from epd.bodies.cuts import Cuts
+from epd.bodies.endpoint import JSON, Endpoint, written
+from epd.bodies.items import Body, MMItem
 from epd.bodies.transfer import NIXL_PREFILL, Encoded, Params, read_encoded, read_prefilled
 from epd.config import ProxyConfig
 from epd.errors import (
@@ -41,7 +41,6 @@ from epd.routing.instances import Instance
 from epd.spans import RequestSpan, Span
 from epd.tenants import ANONYMOUS, Tenant
 
-CHAT_COMPLETIONS = "/v1/chat/completions"
 MAX_STATUS = 599
 
 WITHIN = frozenset[Stage]({"queue", "store"})
@@ -58,6 +57,7 @@ class RequestContext:
     Attributes:
         request_id: the id its instances see; no two requests have the same.
         headers: headers its instances are sent, but for the request id.
+        endpoint: what it asks for.
         tenant: whose request it is.
         clients_key: whether the instances judge the client's own key, and not the proxy's.
         observers: who is told what happens.
@@ -84,6 +84,7 @@ class RequestContext:
 
     request_id: str
     headers: Mapping[str, str]
+    endpoint: Endpoint = CHAT
     tenant: Tenant = ANONYMOUS
     clients_key: bool = True
     observers: Sequence[Observer] = ()
@@ -108,13 +109,17 @@ class RequestContext:
     _children: Iterator[int] = field(default_factory=itertools.count)
 
     def headers_for(
-        self, request_id: str, span: Span | None = None, rank: int | None = None
+        self,
+        request_id: str,
+        span: Span | None = None,
+        rank: int | None = None,
+        content_type: str = JSON,
     ) -> dict[str, str]:
         """Headers of one request to an instance, or to one of its data-parallel ranks.
 
         The instance's own spans are children of `span`.
         """
-        own = {**self.headers, "Content-Type": "application/json", "X-Request-Id": request_id}
+        own = {**self.headers, "Content-Type": content_type, "X-Request-Id": request_id}
         if rank is not None:
             own["X-data-parallel-rank"] = str(rank)
         return own if span is None else {**own, **span.headers}
@@ -122,10 +127,6 @@ class RequestContext:
     def child_id(self) -> str:
         """An id for a request that is made on behalf of this one."""
         return f"{self.request_id}:{next(self._children)}:{secrets.token_hex(3)}"
-
-    def written(self, body: Body) -> Pieces:
-        """A body as an instance is sent it."""
-        return pieces(orjson.dumps(body), self.cuts)
 
     @property
     def model_name(self) -> str:
@@ -230,10 +231,10 @@ class Stages:
         """
         with context.timed("encode", instance.url, item) as span:
             answer = await self._upstream.fetch(
-                instance.url + CHAT_COMPLETIONS,
+                instance.url + CHAT.path,
                 stage="encode",
                 headers=context.headers_for(context.child_id(), span),
-                body=context.written(encode_body(body, item, uuid)),
+                body=written(encode_body(body, item, uuid), context.cuts),
                 timeout_s=self._config.encode_timeout_s,
             )
             if span is not None:
@@ -250,12 +251,13 @@ class Stages:
         Raises:
             ProxyError: the instance failed, or returned none.
         """
+        endpoint = context.endpoint
         with context.timed("prefill", instance.url) as span:
             answer = await self._upstream.fetch(
-                instance.url + CHAT_COMPLETIONS,
+                instance.url + endpoint.path,
                 stage="prefill",
                 headers=context.headers_for(context.request_id, span, rank),
-                body=context.written(prefill_body(body, NIXL_PREFILL)),
+                body=endpoint.written(endpoint.prefill(body, NIXL_PREFILL), context.cuts),
                 timeout_s=self._config.prefill_timeout_s,
             )
             if span is not None:
@@ -275,12 +277,14 @@ class Stages:
             UpstreamRejected: the instance said anything else.
             ProxyError: the instance failed.
         """
-        timed = context.timed("decode", instance.url)
+        endpoint, timed = context.endpoint, context.timed("decode", instance.url)
         opening = self._upstream.open(
-            instance.url + CHAT_COMPLETIONS,
+            instance.url + endpoint.path,
             stage="decode",
-            headers=context.headers_for(context.request_id, timed.span, rank),
-            body=context.written(body),
+            headers=context.headers_for(
+                context.request_id, timed.span, rank, endpoint.content_type(body)
+            ),
+            body=endpoint.written(body, context.cuts),
             head_timeout_s=self._config.first_byte_timeout_s,
         )
         return Decoding(opening, timed, context, self._config.idle_timeout_s)
@@ -296,12 +300,13 @@ class Stages:
         Raises:
             ProxyError: it could not be told.
         """
+        endpoint = context.endpoint
         with context.timed("release", instance.url) as span:
             async with self._upstream.open(
-                instance.url + CHAT_COMPLETIONS,
+                instance.url + endpoint.path,
                 stage="release",
                 headers=context.headers_for(context.child_id(), span),
-                body=context.written(release_body(body)),
+                body=endpoint.written(endpoint.release(body), context.cuts),
                 head_timeout_s=RELEASE_TIMEOUT_S,
             ) as reply:
                 # An engine that fails it has had it, and has told prefill.

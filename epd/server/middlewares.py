@@ -14,8 +14,10 @@ import structlog
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from epd.bodies.chat import CHAT
+from epd.bodies.endpoints import ENDPOINTS
 from epd.config import ProxyConfig
-from epd.edge.access import Access, Headers, bearer, check_admin, check_registrar
+from epd.edge.access import Access, Headers, check_admin, check_registrar, client_key
 from epd.edge.admission import Admission, Held, max_body_bytes
 from epd.edge.body import too_large
 from epd.edge.drain import DRAIN
@@ -140,7 +142,7 @@ class Visit(NamedTuple):
 async def _answered(
     request: web.Request, handler: Handler, visit: Visit
 ) -> tuple[web.StreamResponse, ProxyError | None]:
-    """The answer, and the error that it is or ends in; every error in OpenAI's shape."""
+    """The answer, and the error that it is or ends in; every error in the endpoint's shape."""
     try:
         return await _served(request, handler, visit), None
     except ProxyError as failure:
@@ -153,7 +155,7 @@ async def _answered(
         error = RequestRefused(failure.status, failure.reason, slug="unknown_route")
     except ConnectionError:  # the client's; an instance's is a ProxyError
         raise
-    except Exception:  # noqa: BLE001 - the last resort: logged whole, answered in OpenAI's shape
+    except Exception:  # noqa: BLE001 - the last resort: logged whole, answered like others
         structlog.get_logger("epd").exception("bug", next="the client is answered 500")
         error = ProxyError("the proxy failed; its log says why")
     stream = request.get(STREAM)
@@ -167,8 +169,7 @@ async def _broken(
 ) -> web.StreamResponse:
     """A stream whose status has gone out, ended by its error, unless it has ended already."""
     if ANSWERED not in request:
-        # The official OpenAI client takes an end without [DONE] for success, and this for an error.
-        await stream.write(b"data: " + error.body() + b"\n\n")
+        await stream.write(request[CONTEXT].endpoint.error_event(error))
         await stream.write_eof()
     return stream
 
@@ -178,7 +179,7 @@ def _error_response(
 ) -> web.Response:
     response = web.Response(
         status=error.status,
-        body=error.body(),
+        body=context.endpoint.error(error),
         content_type="application/json",
         headers={**error.headers, **own_headers(context)},
     )
@@ -193,7 +194,7 @@ async def _served(request: web.Request, handler: Handler, visit: Visit) -> web.S
     Health and metrics are asked for when it matters most: they need no place.
     """
     app, context = visit.app, visit.context
-    api = visit.route.startswith("/v1/")
+    api = visit.access is Access.TENANT and visit.route != UNKNOWN
     costly = api and request.method == "POST"
     until_s = visit.started_s + _limit_s(request, app[CONFIG]) if costly else math.inf
     async with app[DRAIN].bounded(until_s):
@@ -215,7 +216,8 @@ def _authenticate(request: web.Request, visit: Visit) -> None:
     elif visit.access is Access.REGISTRAR:
         check_registrar(visit.app[CONFIG].admin_api_key, request.headers)
     elif visit.access is Access.TENANT and keys is not None:
-        tenant = keys.tenant_of(bearer(request.headers))
+        header = visit.context.endpoint.key_header
+        tenant = keys.tenant_of(client_key(request.headers, header))
         if tenant is None:
             raise Unauthorized("a valid API key is needed: Authorization: Bearer <key>")
         visit.context.tenant = tenant
@@ -308,15 +310,17 @@ def _context(
     config, headers, keyed = app[CONFIG], request.headers, app.get(KEYS) is not None
     tracer = app.get(TRACER)
     span = None if tracer is None else _span(tracer, request, route)
-    client_id = _client_id(headers)
+    client_id, endpoint = _client_id(headers), ENDPOINTS.get(route, CHAT)
     own_keys = keyed or (access in ADMINISTRATIVE and config.admin_api_key is not None)
+    presented = "Authorization" in headers or endpoint.key_header in headers
     return RequestContext(
         request_id=_request_id(client_id),
         client_id=client_id,
-        headers=_forwarded(headers, config, span, own_keys=own_keys),
+        headers=_forwarded(headers, config, span, endpoint.key_header, own_keys=own_keys),
+        endpoint=endpoint,
         span=span,
         # Whether it is the client's own key, or none, that the instances see.
-        clients_key=not keyed and ("Authorization" in headers or config.openai_api_key is None),
+        clients_key=not keyed and (presented or config.openai_api_key is None),
         observers=app[OBSERVERS],
         models=app[MODELS],
     )
@@ -347,7 +351,12 @@ def _span(tracer: Tracer, request: web.Request, route: str) -> RequestSpan | Non
 
 
 def _forwarded(
-    headers: Headers, config: ProxyConfig, span: RequestSpan | None, *, own_keys: bool
+    headers: Headers,
+    config: ProxyConfig,
+    span: RequestSpan | None,
+    key_header: str,
+    *,
+    own_keys: bool,
 ) -> dict[str, str]:
     # A key that opens this proxy is none of the instances' business.
     names = () if own_keys else ("Authorization",)
@@ -355,6 +364,8 @@ def _forwarded(
         kept = _kept(headers, (*names, *TRACE_HEADERS))
     else:
         kept = {**_kept(headers, names), **span.headers}
+    if not own_keys and "Authorization" not in headers and key_header in headers:
+        kept["Authorization"] = f"Bearer {client_key(headers, key_header)}"  # all that vLLM reads
     if config.openai_api_key is not None:
         kept.setdefault("Authorization", f"Bearer {config.openai_api_key.get_secret_value()}")
     return kept

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -10,9 +10,8 @@ from pathlib import Path
 import orjson
 from aiohttp import web
 
-from epd.bodies import chat
-from epd.bodies.chat import Body
-from epd.bodies.cuts import cut
+from epd.bodies.endpoints import ENDPOINTS
+from epd.bodies.parsing import cut_and_parsed, parse_json
 from epd.cache.encoder_cache import EncoderCache
 from epd.cache.identity import salted
 from epd.config import ProxyConfig
@@ -21,7 +20,7 @@ from epd.edge.access import Access
 from epd.edge.admission import Admission, limits_of
 from epd.edge.body import read_body
 from epd.edge.drain import DRAIN, Drain, send_elsewhere
-from epd.errors import BadRequest, NoInstance, Overloaded
+from epd.errors import NoInstance, Overloaded, RequestRefused
 from epd.events import InstanceChanged, Observer
 from epd.http.upstream import Reply, Upstream
 from epd.media.fetch import MediaFetcher
@@ -66,6 +65,7 @@ from epd.server.roster import Roster
 from epd.tenants import ANONYMOUS
 from epd.ui.board import Board
 from epd.ui.recent import Recent
+from epd.version import __version__
 
 PIPELINE = web.AppKey("pipeline", Pipeline)
 ADMIN = web.AppKey("admin", Admin)
@@ -183,14 +183,16 @@ def _cache(config: ProxyConfig) -> AbstractAsyncContextManager[EncoderCache | No
     )
 
 
-async def chat_completions(request: web.Request) -> web.StreamResponse:
-    """`POST /v1/chat/completions`, streaming and not."""
+async def answer(request: web.Request) -> web.StreamResponse:
+    """`POST` to an endpoint, streaming and not."""
     app, context = request.app, request[CONTEXT]
-    config = app[CONFIG]
-    body = await _parsed(request, chat.parse)
+    config, endpoint = app[CONFIG], context.endpoint
+    content_type = request.headers.get("Content-Type", "")
+    body, context.cuts = endpoint.read(await _read(request), content_type)
+    context.model = body.get("model")
     if context.span is not None:
-        context.span.asks(str(body.get("model")))
-    if context.tenant is not ANONYMOUS:  # whom all share with
+        context.span.asks(str(context.model))
+    if endpoint.salted and context.tenant is not ANONYMOUS:  # whom all share with
         body = salted(body, config.scope_of(context.tenant))
     async with await app[PIPELINE].run(body, context) as reply:
         headers = _answer_headers(reply, context)
@@ -235,25 +237,11 @@ async def _read(request: web.Request) -> bytes | bytearray:
     return await read_body(request, request.app[CONFIG], request[BODY].grow)
 
 
-async def _parsed(request: web.Request, parse: Callable[[bytes | bytearray], Body]) -> Body:
-    """What a body says, its media cut out."""
-    context = request[CONTEXT]
-    raw = await _read(request)
-    rest, cuts = cut(raw)
-    try:
-        parsed, context.cuts = parse(rest), cuts
-    except BadRequest:
-        if not cuts:
-            raise
-        parsed = parse(raw)  # which says where in all of it the error is
-    context.model = parsed.get("model")
-    return parsed
-
-
 async def push_media(request: web.Request) -> web.Response:
     """`POST /v1/media`: has media encoded ahead of the request that asks about them."""
     context = request[CONTEXT]
-    body = await _parsed(request, warmup.parse)
+    body, context.cuts = cut_and_parsed(await _read(request), warmup.parse)
+    context.model = body.get("model")
     answer = await request.app[WARMUP].push(body, context)
     return _json(answer, context)
 
@@ -281,6 +269,21 @@ async def health(request: web.Request) -> web.Response:
     return _json(body, request[CONTEXT], status)
 
 
+async def version(request: web.Request) -> web.Response:
+    """`GET /version`: the proxy's, and of each instance vLLM's."""
+    instances = await request.app[ADMIN].versions()
+    return _json({"version": __version__, "instances": instances}, request[CONTEXT])
+
+
+async def kept_response(_: web.Request) -> web.StreamResponse:
+    """`/v1/responses/{id}`: there is none, as no engine keeps any."""
+    raise RequestRefused(
+        404,
+        "responses are not kept: send the whole conversation as input",
+        slug="unsupported_route",
+    )
+
+
 async def openapi(request: web.Request) -> web.Response:
     """`GET /openapi.json`: what there is to be asked."""
     headers = own_headers(request[CONTEXT])
@@ -288,7 +291,7 @@ async def openapi(request: web.Request) -> web.Response:
 
 
 async def ready(request: web.Request) -> web.Response:
-    """`GET /ready`: whether to send requests here. It asks nobody, and may be asked often."""
+    """`/ready`, `/ping`: whether to send requests here. It asks nobody, and may be asked often."""
     if request.app[DRAIN].began:
         raise Overloaded("the proxy is about to stop", slug="shutting_down")
     if not request.app[TABLE].serves(*ANSWERING):
@@ -324,7 +327,7 @@ async def profile(command: str, request: web.Request) -> web.Response:
     """`POST /start_profile` and `/stop_profile`: tells every instance."""
     body = await _read(request)
     if body:
-        chat.parse_json(body)
+        parse_json(body)
     context = request[CONTEXT]
     headers = context.headers_for(context.request_id)
     return _json(await request.app[ADMIN].profile(command, headers, bytes(body)), context)
@@ -353,16 +356,21 @@ _get, _post, _delete, _any = (
 ROUTES = (
     (Access.OPEN, _get("/health", health)),  # a load balancer has no key
     (Access.OPEN, _get("/ready", ready)),
+    (Access.OPEN, _get("/ping", ready)),  # SageMaker's name for it
+    (Access.OPEN, _post("/ping", ready)),
     (Access.OPEN, _get("/openapi.json", openapi)),  # it says nothing of this fleet
     (Access.OPEN, _get("/ui", ui.page)),  # nor do these
     (Access.OPEN, _get("/ui/{file}", ui.asset)),
     (Access.OPEN, _get("/instances", instances)),  # what /health says, without the admin key
     (Access.REGISTRAR, _post("/instances", register)),
     (Access.REGISTRAR, _delete("/instances", unregister)),
-    (Access.TENANT, _post("/v1/chat/completions", chat_completions)),
+    *((Access.TENANT, _post(path, answer)) for path in ENDPOINTS),
     (Access.TENANT, _post("/v1/media", push_media)),
     (Access.TENANT, _delete("/v1/media/{uuid}", forget_media)),
+    (Access.TENANT, _get("/v1/responses/{id}", kept_response)),
+    (Access.TENANT, _post("/v1/responses/{id}/cancel", kept_response)),
     (Access.TENANT, _get("/v1/models", models)),
+    (Access.TENANT, _get("/version", version)),
     (Access.ADMIN, _get("/metrics", metrics)),
     (Access.ADMIN, _get("/ui/state", ui.state)),
     (Access.ADMIN, _post("/start_profile", partial(profile, "start"))),

@@ -104,11 +104,15 @@ def checks_answers_of(fleet: Fleet) -> aiohttp.TraceConfig:
 
 
 def check_error(reply: aiohttp.ClientResponse, content: bytes) -> None:
-    """An error is OpenAI's in shape, and says who failed; the proxy's own has no Python in it."""
+    """An error has its API's shape, and says who failed; the proxy's own has no Python in it."""
     said = orjson.loads(content)
-    assert set(said) == {"error"}, said
-    assert {"message", "type", "param", "code"} <= set(said["error"]), said
-    assert said["error"]["code"] == reply.status, said
+    if reply.url.path.startswith("/v1/messages"):
+        assert (set(said), said["type"]) == ({"type", "error"}, "error"), said
+        assert set(said["error"]) == {"type", "message"}, said
+    else:
+        assert set(said) == {"error"}, said
+        assert {"message", "type", "param", "code"} <= set(said["error"]), said
+        assert said["error"]["code"] == reply.status, said
     for name in ("x-request-id", "x-epd-stage", "x-epd-error"):
         assert name in reply.headers, (name, reply.headers)
     assert reply.headers["x-epd-error"] != "internal_error", said

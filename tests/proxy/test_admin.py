@@ -8,7 +8,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 import epd
 from epd.routing.instances import Instance, Role
-from epd.server.admin import HEALTH_KEPT_S
+from epd.server.admin import KEPT_S
 from epd.server.web import TABLE
 from tests.proxy.fleet import Fleet, Launch, until
 from tests.requests import request, text
@@ -113,7 +113,7 @@ async def test_many_who_ask_for_health_ask_each_instance_once(launch: Launch) ->
             assert [await status(fleet) for _ in range(5)] == [200] * 5
             assert len(asked) == 2
 
-            await asyncio.sleep(HEALTH_KEPT_S)
+            await asyncio.sleep(KEPT_S)
             assert await status(fleet) == 200
             assert len(asked) == 3
 
