@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 
 class Histogram:
-    """Counts of values, and their sum. To add one takes a third of a microsecond.
+    """Counts of values, and their sum.
 
     Attributes:
         bounds: upper bounds, ascending; a value is counted with the first that is not below it.

@@ -1,7 +1,7 @@
 """The values of figures that are counted, by their labels.
 
-To count takes a sixth of what it takes prometheus_client, whose numbers have locks: these belong to
-one event loop.
+To count takes a third of the time that prometheus_client needs, to add to a histogram a quarter:
+its numbers have locks, and these belong to one event loop. A request meets a dozen of them.
 """
 
 import math
