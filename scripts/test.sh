@@ -1,6 +1,11 @@
 #!/usr/bin/env bash
-# Runs every test, the ones against real vLLM too. Arguments go to pytest.
+# Runs every test: first those without engines, which mostly wait, in two processes; then the ones on
+# real vLLM. With arguments, which go to pytest, it is one run of what they choose.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 ./scripts/setup.sh
-exec .venv/bin/python -m pytest "$@"
+[ $# = 0 ] || exec .venv/bin/python -m pytest "$@"
+failed=0
+.venv/bin/python -m pytest --ignore tests/e2e -n 2 --dist loadfile --no-loadscope-reorder || failed=$?
+.venv/bin/python -m pytest tests/e2e || failed=$?
+exit $failed

@@ -1,5 +1,6 @@
 """What several kinds of tests share."""
 
+import fcntl
 import subprocess
 import sys
 from pathlib import Path
@@ -13,5 +14,8 @@ ROOT = Path(__file__).resolve().parents[1]
 def models() -> Path:
     """A directory with the tiny models."""
     directory = ROOT / ".run" / "models"
-    subprocess.run([sys.executable, ROOT / "scripts" / "tiny_models.py", directory], check=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / ".lock").open("w") as lock:  # of several test processes, one writes them
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        subprocess.run([sys.executable, ROOT / "scripts" / "tiny_models.py", directory], check=True)
     return directory

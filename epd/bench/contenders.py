@@ -18,7 +18,7 @@ PYTHON = shlex.quote(sys.executable)
 EPD = (
     f"{PYTHON} -m epd serve --port {{port}} --encode-servers-urls {{encode_urls}} "
     "--prefill-servers-urls {prefill_urls} --decode-servers-urls {decode_urls} "
-    "--ec-store {ec_store}"
+    "--ec-store {ec_store} --drain-delay-s 0"
 )
 RELAY = f"{PYTHON} -m epd.bench.relay {{port}} {{decode_urls}}"
 NAME = re.compile(r"[\w.+-]+", re.ASCII)

@@ -112,7 +112,7 @@ def stack(
 
 def metric(engine: Engine, name: str) -> float:
     """A figure of an engine's own `/metrics`, summed over its labels."""
-    page = httpx.get(f"{engine.url}/metrics", timeout=10).text
+    page = httpx.get(f"{engine.url}/metrics", timeout=60).text
     families = list(text_string_to_metric_families(page))
     samples = [sample for family in families for sample in family.samples if sample.name == name]
     assert samples, f"{engine.name} has no metric {name}"

@@ -23,7 +23,7 @@ def test_it_measures_a_stack_beside_a_plain_engine(stack: Served, tmp_path: Path
         ],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
 

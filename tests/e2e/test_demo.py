@@ -21,7 +21,7 @@ def mark() -> str:
 def test_it_answers_shows_where_and_stops_everything(mark: str) -> None:
     environ = marked(mark)
     ran = subprocess.run(
-        DEMO, env=environ, capture_output=True, text=True, timeout=300, check=False
+        DEMO, env=environ, capture_output=True, text=True, timeout=900, check=False
     )
 
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -47,8 +47,10 @@ def test_a_signal_while_it_starts_leaves_no_process(mark: str, number: signal.Si
         for line in demo.stdout:
             if line.startswith("starting proxy"):
                 break
-        time.sleep(8)
-        assert len(processes_of(mark)) >= 5
+        deadline = time.monotonic() + 300
+        while len(processes_of(mark)) <= 5:  # an engine has begun to start others
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
         demo.send_signal(number)
         demo.stdout.read()
 
@@ -58,7 +60,7 @@ def test_a_signal_while_it_starts_leaves_no_process(mark: str, number: signal.Si
 
 def test_what_is_no_topology_is_said_in_a_line() -> None:
     ran = subprocess.run(
-        [*DEMO, "--topology", "2x"], capture_output=True, text=True, timeout=60, check=False
+        [*DEMO, "--topology", "2x"], capture_output=True, text=True, timeout=180, check=False
     )
 
     assert ran.returncode == 2

@@ -147,7 +147,7 @@ def test_the_store_stops_while_requests_run(stack: Served) -> None:
     asked = threading.Event()
 
     def stop() -> None:
-        asked.wait(30)
+        asked.wait(120)
         server.kill()
 
     stopping = threading.Thread(target=stop)
@@ -259,7 +259,7 @@ def test_tenants_share_no_entry_and_no_name(stack: Served, tmp_path: Path) -> No
                 f"{url}/v1/media",
                 json={"model": stack.model, "content": [{**cat, "uuid": "cat"}]},
                 headers={"Authorization": f"Bearer {pairs[tenant]}"},
-                timeout=60,
+                timeout=180,
             )
             assert reply.status_code == 200, reply.text
             [item] = reply.json()["data"]

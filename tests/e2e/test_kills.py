@@ -22,7 +22,7 @@ CLIENTS = 4
 PAUSE_S = 0.3
 """Between two requests of a client: an engine that starts wants a core, too."""
 
-WAIT_S = 120.0
+WAIT_S = 300.0
 """What has not happened by then will not."""
 
 QUESTIONS: Sequence[Sequence[Part]] = (

@@ -14,7 +14,7 @@ from tests.requests import image, text
 
 
 def test_health_asks_every_engine(stack: Served) -> None:
-    reply = httpx.get(f"{stack.stack.url}/health", timeout=30)
+    reply = httpx.get(f"{stack.stack.url}/health", timeout=120)
     body = reply.json()
 
     assert reply.status_code == 200
@@ -27,7 +27,7 @@ def test_models(stack: Served) -> None:
 
 
 def test_engines_without_a_profiler_are_a_503(stack: Served) -> None:
-    reply = httpx.post(f"{stack.stack.url}/start_profile", timeout=30)
+    reply = httpx.post(f"{stack.stack.url}/start_profile", timeout=120)
 
     assert (reply.status_code, reply.json()["error"]["code"]) == (503, 503)
 
@@ -64,7 +64,7 @@ def test_a_client_that_leaves_stops_the_engine(stack: Served) -> None:
     next(iter(stream))
     assert metric(decode, "vllm:num_requests_running") == 1
     stream.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while metric(decode, "vllm:num_requests_running"):
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -88,7 +88,7 @@ def test_engines_count_what_they_store_and_fetch(stack: Served) -> None:
         "vllm:ec_store_bytes_total": stack.consumers[0],
     }
     before = {name: metric(engine, name) for name, engine in figures.items()}
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while True:
         ask(stack.client, stack.model, unseen(stack), text("counted?"))
         after = {name: metric(engine, name) for name, engine in figures.items()}

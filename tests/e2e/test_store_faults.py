@@ -40,7 +40,7 @@ TOKENS = 16
 KEY_COMMANDS = ("get", "getrange", "pexpire", "set")
 """What looking for an entry and writing it takes in Redis."""
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 """What has not happened by then will not."""
 
 
@@ -58,7 +58,7 @@ def to_engine(engine: Engine, *parts: Part, tokens: int, **more: Any) -> httpx.R
         "cache_salt": secrets.token_hex(8),
         **more,
     }
-    return httpx.post(f"{engine.url}/v1/chat/completions", json=body, timeout=60)
+    return httpx.post(f"{engine.url}/v1/chat/completions", json=body, timeout=180)
 
 
 def to_decode(stack: Served, *parts: Part, promised: str | None = None) -> httpx.Response:

@@ -42,7 +42,7 @@ def parsed(argvs: list[list[str]]) -> list[list[object]]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=400,
     )
     assert ran.returncode == 0, ran.stderr
     return [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("[[")]
@@ -148,7 +148,7 @@ def test_an_engine_that_refuses_its_flags_ends_all(command: list[str]) -> None:
         env=marked(mark),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
 

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from epd.server.web import METRICS
 from tests.proxy.fleet import Fleet, Launch, until
 
-GRACE_S = 10.0
+GRACE_S = 20.0
 """How long what was left behind may take to be gone: longer than decode may take to be told that
 a prefill is not wanted any more."""
 

@@ -38,7 +38,7 @@ class Answer:
         return {**error, "slug": self.headers["x-epd-error"]}
 
 
-async def answer(reader: asyncio.StreamReader, timeout_s: float = 5) -> Answer:
+async def answer(reader: asyncio.StreamReader, timeout_s: float = 20) -> Answer:
     """The next answer on a connection, which need not end with it."""
     async with asyncio.timeout(timeout_s):
         head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
@@ -47,8 +47,11 @@ async def answer(reader: asyncio.StreamReader, timeout_s: float = 5) -> Answer:
     return Answer(int(head[0].split(" ")[1]), headers, body)
 
 
-async def ended(reader: asyncio.StreamReader, timeout_s: float = 5) -> bool:
-    """Whether the other side has ended the connection, and sent nothing more."""
+async def ended(reader: asyncio.StreamReader, timeout_s: float = 9) -> bool:
+    """Whether the other side has ended the connection, and sent nothing more.
+
+    It is not waited for as long as the proxy would leave an idle one open.
+    """
     async with asyncio.timeout(timeout_s):
         return await reader.read() == b""
 

@@ -293,7 +293,7 @@ def damaged(draw: st.DrawFn) -> bytes:
     | damaged()
 )
 async def test_bodies_of_every_shape_are_served_or_refused(body: bytes) -> None:
-    async with Launch()(prefill=1, max_body_bytes=10**6) as fleet, asyncio.timeout(20):
+    async with Launch()(prefill=1, max_body_bytes=10**6) as fleet, asyncio.timeout(120):
         status, slug, error = await answer(fleet, body)
 
         assert len(fleet.d.calls) == (status == 200)

@@ -25,7 +25,7 @@ class Target:
 
 
 @pytest.mark.parametrize(
-    ("topology", "store", "seconds"), [("2e2p2d", "redis", 60), ("2e2pd", "file", 20)]
+    ("topology", "store", "seconds"), [("2e2p2d", "redis", 30), ("2e2pd", "file", 20)]
 )
 def test_nothing_is_lost_wrong_or_left_behind(topology: str, store: str, seconds: int) -> None:
     command = [sys.executable, str(ROOT / "scripts" / "chaos.py"), "--json", "--seed", "1"]

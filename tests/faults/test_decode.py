@@ -22,7 +22,7 @@ async def test_what_breaks_after_the_end_breaks_nothing(launch: Launch, end: Any
     decode = Scripted(script)
     async with decode.running(), launch(decode_servers_urls=(decode.url,)) as fleet:
         async with fleet.post(request(text(), stream=True)) as reply:
-            assert await asyncio.wait_for(reply.read(), 10) == whole
+            assert await asyncio.wait_for(reply.read(), 20) == whole
 
         await until(lambda: fleet.events.requests)
         assert [event.error for event in fleet.events.requests] == [None]
@@ -71,7 +71,7 @@ async def test_a_name_that_is_looked_up_for_ever_is_passed_over(
         urls = ("http://slow.test:1", up.d.url)
         async with launch(decode_servers_urls=urls, connect_timeout_s=0.3) as fleet:
             for _ in range(2):
-                assert (await asyncio.wait_for(fleet.chat(request(text())), 10))[0] == 200
+                assert (await asyncio.wait_for(fleet.chat(request(text())), 20))[0] == 200
 
 
 async def test_models_are_asked_of_who_is_there(launch: Launch) -> None:

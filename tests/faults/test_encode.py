@@ -36,7 +36,7 @@ def encoded(*instances: FakeInstance) -> int:
 
 
 @pytest.mark.fault(1, 6, 7, 8)
-@pytest.mark.parametrize("fault", [refuses(500), refuses(502), refuses(408), drops, hangs], ids=str)
+@pytest.mark.parametrize("fault", [refuses(500), refuses(502), refuses(408), drops, hangs])
 async def test_where_one_encoder_fails_another_encodes(launch: Launch, fault: Handler) -> None:
     config: Any = {"encode_timeout_s": 0.3, "encode_policy": "round_robin"}
     async with launch(encode=2, **config) as fleet:
@@ -266,7 +266,7 @@ async def test_where_one_item_fails_for_good_the_others_are_cancelled(launch: La
         fleet.e.chat = fails_one
         sent = request(image(b"good"), image(b"fine"), image(b"bad!"))
 
-        assert (await asyncio.wait_for(fleet.chat(sent), 10))[0] == 502
+        assert (await asyncio.wait_for(fleet.chat(sent), 20))[0] == 502
         await until(lambda: fleet.e.aborted == 2)
 
 

@@ -46,7 +46,7 @@ async def test_a_client_that_does_not_read_holds_decode_back_and_is_cut_off() ->
         with serving(*flags, "--write-timeout-s", "1") as (url, process):
             async with connected(url) as (_, writer):
                 writer.write(post(chat(stream=True)))
-                await until(lambda: decode.aborted, 20)
+                await until(lambda: decode.aborted, 60)
             process.terminate()
             assert process.stderr is not None
             lines = [json.loads(line) for line in process.stderr.read().splitlines()]

@@ -39,7 +39,7 @@ def releases(instance: FakeInstance) -> list[dict[str, Any]]:
 
 
 @pytest.mark.fault(30)
-@pytest.mark.parametrize("fault", [refuses(500), refuses(503), drops, hangs], ids=str)
+@pytest.mark.parametrize("fault", [refuses(500), refuses(503), drops, hangs])
 async def test_where_one_prefill_fails_another_prefills(launch: Launch, fault: Handler) -> None:
     async with launch(prefill=2, prefill_timeout_s=0.3) as fleet:
         fleet.prefill[0].chat = fault
@@ -207,7 +207,7 @@ async def test_it_is_made_again_once(launch: Launch) -> None:
 
 @pytest.mark.fault(34)
 @pytest.mark.parametrize("prefill", [0, 1])
-@pytest.mark.parametrize("fault", [refuses(503), refuses(502), drops], ids=str)
+@pytest.mark.parametrize("fault", [refuses(503), refuses(502), drops])
 async def test_where_one_decode_fails_another_decodes(
     launch: Launch, fault: Handler, prefill: int
 ) -> None:

@@ -31,7 +31,7 @@ async def proxy(workers: int, *flags: str) -> AsyncIterator[Workers]:
         reading = asyncio.create_task(running.read())
         try:
             if workers > 1:
-                await until(lambda: len(running.pids()) == workers, 40)
+                await until(lambda: len(running.pids()) == workers, 120)
             yield running
             process.terminate()
             assert await running.ended() == 0
@@ -49,7 +49,7 @@ async def everywhere(ask: Callable[[], Awaitable[object]]) -> set[object]:
 async def reload(running: Workers, workers: int, event: str) -> None:
     before = len(running.logged(event))
     running.process.send_signal(signal.SIGHUP)
-    await until(lambda: len(running.logged(event)) == before + workers, 40)
+    await until(lambda: len(running.logged(event)) == before + workers, 120)
 
 
 async def models(url: str, key: str) -> int:
@@ -96,7 +96,7 @@ async def test_api_keys_are_read_anew_and_a_wrong_file_changes_nothing(
         keys.write_text(key_line("alice", ALICE))
         await reload(running, workers, "reloaded")
         assert await everywhere(lambda: models(running.url, ALICE)) == {502}
-        async with asyncio.timeout(40):
+        async with asyncio.timeout(120):
             while await everywhere(lambda: gauge(running.url, ALICE)) != {1}:
                 pass  # a worker shows what another said a second ago
 

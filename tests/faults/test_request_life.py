@@ -153,7 +153,7 @@ class RequestLife(RuleBasedStateMachine):
         return request(*pictures, text(), stream=stream)
 
     async def answered(self, body: dict[str, Any]) -> None:
-        async with asyncio.timeout(20), self.fleet.post(body) as reply:
+        async with asyncio.timeout(60), self.fleet.post(body) as reply:
             content = await reply.read()
             kind = reply.content_type
         if reply.status == 200 and kind == "text/event-stream":
@@ -169,7 +169,7 @@ class RequestLife(RuleBasedStateMachine):
         def reached() -> bool:
             return task.done() or sum(len(each.calls) for each in instances) > calls
 
-        await until(reached, 20)
+        await until(reached, 60)
         await asyncio.sleep(later_s)
         task.cancel()
         await asyncio.wait([task])
@@ -182,7 +182,7 @@ class RequestLife(RuleBasedStateMachine):
             len(self.fleet.events.requests) == self.sent
             and not any(each.open for each in self.fleet.instances)
         )
-        self.loop.run(until(settled, 20))  # a release alone may take `RELEASE_TIMEOUT_S`
+        self.loop.run(until(settled, 60))  # a release alone may take `RELEASE_TIMEOUT_S`
         assert lost(self.fleet) == 0
 
 

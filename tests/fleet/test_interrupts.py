@@ -47,7 +47,7 @@ def test_what_is_started_meanwhile_is_open_to_signals() -> None:
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     child.terminate()
 
-    assert child.wait(30) == -signal.SIGTERM
+    assert child.wait(120) == -signal.SIGTERM
 
 
 def test_a_signal_that_is_ignored_stays_so() -> None:

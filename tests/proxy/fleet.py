@@ -115,8 +115,11 @@ class Launch:
             yield Fleet(runner, url, http, events, **groups)
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 5) -> None:
-    """Wait for something that happens in another server."""
+async def until(condition: Callable[[], object], timeout_s: float = 20) -> None:
+    """Wait for something that happens in another server.
+
+    That takes no time; but a busy machine may, and the proxy's own deadlines are longer still.
+    """
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 - nobody there would set an event for us
             await asyncio.sleep(0.01)

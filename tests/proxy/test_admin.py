@@ -75,7 +75,7 @@ async def test_an_instance_that_does_not_answer_is_unhealthy_by_the_deadline(
     url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
     async with silent, launch(encode_servers_urls=(url,), health_timeout_s=0.2) as fleet:
         async with fleet.http.get(fleet.url + "/health") as reply:
-            body = await asyncio.wait_for(reply.json(), 5)
+            body = await asyncio.wait_for(reply.json(), 20)
 
         assert accepted
         assert (reply.status, body["encode_cluster"]) == (503, "unhealthy")

@@ -242,7 +242,7 @@ async def test_chunks_reach_the_client_before_the_stream_has_ended(launch: Launc
         fleet.d.chat = decode
         body = request(text(), stream=True)
         async with fleet.post(body) as reply:
-            first = await asyncio.wait_for(reply.content.readany(), 5)
+            first = await asyncio.wait_for(reply.content.readany(), 20)
             go_on.set()
             rest = await reply.read()
 

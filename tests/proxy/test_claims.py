@@ -146,7 +146,7 @@ async def test_a_store_that_takes_no_claims_is_still_looked_into(
         assert look is not None
         assert list(look.found or {}) == KEYS[:1]
         assert not look.claimed
-        async with asyncio.timeout(30), come(claims, "b", 3600) as (_, found):
+        async with asyncio.timeout(90), come(claims, "b", 3600) as (_, found):
             assert found is None
 
 

@@ -110,7 +110,7 @@ async def test_first_failed_encode_cancels_the_others(launch: Launch) -> None:
         fleet.encode[1].chat = refuses(400, "second")
         fleet.encode[2].chat = hangs
         items = (image(b"1"), image(b"2"), image(b"3"))
-        status, reply = await asyncio.wait_for(fleet.chat(request(*items)), 5)
+        status, reply = await asyncio.wait_for(fleet.chat(request(*items)), 20)
 
         assert (status, reply["error"]["message"]) == (400, "second")
         assert reply["error"]["param"] == "messages[0].content[1]"
@@ -190,12 +190,12 @@ async def test_a_decode_that_does_not_answer(launch: Launch, fault: Handler, sta
 
 async def test_retry_after_reaches_the_client(launch: Launch) -> None:
     async def overloaded(_: web.Request, __: dict[str, Any]) -> web.Response:
-        return web.json_response({"error": {}}, status=503, headers={"Retry-After": "7"})
+        return web.json_response({"error": {}}, status=503, headers={"Retry-After": "1"})
 
     async with launch(on_encode_failure="fail") as fleet:
         fleet.e.chat = overloaded
         async with fleet.post(request(image())) as reply:
-            assert reply.headers["Retry-After"] == "7"
+            assert reply.headers["Retry-After"] == "1"
 
 
 @pytest.mark.fault(37)
@@ -250,7 +250,7 @@ async def test_a_decode_that_stops_in_its_answer_is_an_error(launch: Launch, sta
 
     async with launch(idle_timeout_s=0.2) as fleet:
         fleet.d.chat = half
-        got, reply = await asyncio.wait_for(fleet.chat(request(text())), 5)
+        got, reply = await asyncio.wait_for(fleet.chat(request(text())), 20)
 
         assert got == 504
         check_error(reply, code=504)
@@ -491,7 +491,7 @@ async def test_a_body_that_does_not_come(launch: Launch) -> None:
         host, port = fleet.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
-        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
         writer.close()
 
         assert head.startswith(b"HTTP/1.1 408")

@@ -27,7 +27,7 @@ INSTANCES = ["--encode-servers-urls", "http://e:1", "--decode-servers-urls", "ht
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*EPD, *args], capture_output=True, text=True, timeout=30, check=False)
+    return subprocess.run([*EPD, *args], capture_output=True, text=True, timeout=120, check=False)
 
 
 @contextmanager
@@ -133,7 +133,7 @@ def test_a_signal_ends_it_cleanly(number: signal.Signals) -> None:
     with serving(*INSTANCES) as (_, process):
         process.send_signal(number)
 
-        assert process.wait(10) == 0
+        assert process.wait(100) == 0
 
 
 async def test_it_serves_and_logs_one_line_a_request_without_secrets() -> None:
@@ -276,6 +276,6 @@ def test_a_store_that_hangs_does_not_keep_the_process_from_ending(tmp_path: Path
             pass
         process.send_signal(signal.SIGTERM)
         try:
-            assert process.wait(30) == 0
+            assert process.wait(100) == 0
         finally:
             process.kill()

@@ -205,7 +205,7 @@ async def test_the_body_is_read_of_those_alone_who_have_a_key(
                 b"POST /v1/chat/completions HTTP/1.1\r\nHost: epd\r\nContent-Length: 99999\r\n"
                 b"Expect: 100-continue\r\nAuthorization: Bearer " + key.encode() + b"\r\n\r\n"
             )
-            line = await asyncio.wait_for(reader.readline(), 5)
+            line = await asyncio.wait_for(reader.readline(), 20)
 
         assert line.strip() == first
 
@@ -299,7 +299,7 @@ def test_a_short_secret_ends_the_start_in_one_line() -> None:
         env=os.environ | {"EPD_KEY_SECRET": "sh0rt"},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         check=False,
     )
 
@@ -327,7 +327,7 @@ def hash_key(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         check=False,
     )
 

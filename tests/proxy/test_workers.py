@@ -23,7 +23,7 @@ from tests.proxy.fleet import until
 from tests.proxy.test_process import INSTANCES, run, serving
 from tests.requests import image, request, text
 
-START_S = 40
+START_S = 120
 """Starting Python may take its time where tests run side by side."""
 
 
@@ -59,7 +59,7 @@ class Workers:
         return await asyncio.to_thread(self.process.wait, START_S)
 
     async def gone(self) -> None:
-        await until(lambda: not any(map(lives, self.pids())), 10)
+        await until(lambda: not any(map(lives, self.pids())), 60)
 
 
 def lives(pid: int) -> bool:

@@ -244,7 +244,7 @@ def test_a_short_admin_key_ends_the_start_in_one_line(variable: str) -> None:
         env=os.environ | {variable: "sh0rt"},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         check=False,
     )
 

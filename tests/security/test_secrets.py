@@ -132,7 +132,7 @@ async def proxy(folder: Path, log_format: str, *flags: str) -> AsyncIterator[Run
             *("serve", "--host", "127.0.0.1", "--port", "0", "--log-level", "debug"),
             *("--encode-servers-urls", encode.url, "--decode-servers-urls", decode.url),
             *("--log-format", log_format, "--max-items", "3", "--max-body-bytes", "100000"),
-            *("--encode-timeout-s", "5", "--first-byte-timeout-s", "5"),
+            *("--encode-timeout-s", "2", "--first-byte-timeout-s", "2", "--drain-delay-s", "0"),
             *("--ec-store", f"file://{folder}/store", "--api-keys-file", str(keys), *flags),
         ]
         env = {

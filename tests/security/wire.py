@@ -9,7 +9,7 @@ from typing import Any
 
 from multidict import CIMultiDict
 
-TIMEOUT_S = 10
+TIMEOUT_S = 60
 
 
 @dataclass(frozen=True)

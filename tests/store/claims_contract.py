@@ -35,9 +35,9 @@ def claimed_in_turn(store: Store, owner: str, barrier: Barrier) -> list[bool]:
     """Whether an owner got one key in each round; who gets it gives it back."""
     won = []
     for _ in range(ROUNDS):
-        barrier.wait(30)
+        barrier.wait(120)
         [held] = store.claim([key()], owner, 30)
-        barrier.wait(30)
+        barrier.wait(120)
         if held:
             store.release([key()], owner)
         won.append(held)
@@ -48,7 +48,7 @@ def taken_over(store: Store, owner: str, barrier: Barrier) -> list[bool]:
     """Whether an owner got each of the keys whose claims have ended."""
     won = []
     for n in range(ROUNDS):
-        barrier.wait(30)
+        barrier.wait(120)
         won += store.claim([key(str(n))], owner, 30)
     return won
 
@@ -247,10 +247,10 @@ class ClaimsContract:
                 time.sleep(0.2)
 
         with running([FORK.Process(target=hold)]):
-            assert held.wait(10)
+            assert held.wait(60)
             assert opened().claim([key()], "b", 30) == [False]
 
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         while opened().claim([key()], "b", 30) != [True]:
             assert time.monotonic() < deadline
             time.sleep(0.05)

@@ -20,9 +20,9 @@ def test_calls_are_made_and_their_ends_told() -> None:
     pool = DaemonPool(3, "test")
     done = [pool.submit(lambda number=number: 10 // number) for number in (1, 2, 0)]  # type: ignore[misc]
 
-    assert [done[0].result(5), done[1].result(5)] == [10, 5]
+    assert [done[0].result(60), done[1].result(60)] == [10, 5]
     with pytest.raises(ZeroDivisionError):
-        done[2].result(5)
+        done[2].result(60)
     pool.close()
 
 
@@ -33,12 +33,12 @@ def test_so_many_run_at_once_and_no_more() -> None:
 
     def call() -> str:
         running.release()
-        go.wait(10)
+        go.wait(60)
         most.append(threading.active_count())
         return threading.current_thread().name
 
     done = [pool.submit(call) for _ in range(9)]
-    assert all(running.acquire(timeout=5) for _ in range(3))
+    assert all(running.acquire(timeout=60) for _ in range(3))
     assert not running.acquire(timeout=0.1)
     go.set()
     wait(done, 5)
@@ -51,7 +51,7 @@ def test_one_thread_serves_calls_that_come_one_after_the_other() -> None:
     pool = DaemonPool(3, "test")
     names = set()
     for _ in range(20):
-        names.add(pool.submit(lambda: threading.current_thread().name).result(5))
+        names.add(pool.submit(lambda: threading.current_thread().name).result(60))
         time.sleep(0.01)
 
     assert names == {"test-1"}
@@ -61,15 +61,15 @@ def test_one_thread_serves_calls_that_come_one_after_the_other() -> None:
 def test_what_waits_is_cancelled_when_the_pool_is_closed() -> None:
     pool = DaemonPool(1, "test")
     go = threading.Event()
-    first, second = pool.submit(lambda: go.wait(10)), pool.submit(lambda: 1)
+    first, second = pool.submit(lambda: go.wait(60)), pool.submit(lambda: 1)
     pool.close()
     go.set()
 
-    assert first.result(5)
+    assert first.result(60)
     with pytest.raises(CancelledError):
-        second.result(5)
+        second.result(60)
     with pytest.raises(CancelledError):
-        pool.submit(lambda: 1).result(5)
+        pool.submit(lambda: 1).result(60)
 
 
 async def test_the_ends_of_calls_are_told_to_an_event_loop() -> None:
@@ -88,7 +88,7 @@ async def test_a_call_that_an_event_loop_gave_up_is_not_made_or_goes_on_by_itsel
     go, made = threading.Event(), list[int]()
 
     def call() -> None:
-        go.wait(10)
+        go.wait(60)
         made.append(1)
 
     first = on_thread(pool, call)
@@ -105,7 +105,7 @@ async def test_a_call_that_an_event_loop_gave_up_is_not_made_or_goes_on_by_itsel
 async def test_what_an_event_loop_waits_for_is_cancelled_when_the_pool_is_closed() -> None:
     pool = DaemonPool(1, "test")
     go = threading.Event()
-    first, second = on_thread(pool, lambda: go.wait(10)), on_thread(pool, lambda: True)
+    first, second = on_thread(pool, lambda: go.wait(60)), on_thread(pool, lambda: True)
     await asyncio.sleep(0.05)
     pool.close()
     go.set()
@@ -124,7 +124,7 @@ def test_a_process_ends_while_a_call_hangs() -> None:
         "time.sleep(0.2)\n"
         "pool.close()\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=20)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=50)
 
 
 @pytest.mark.fault(25)
@@ -136,7 +136,7 @@ def test_a_store_is_closed_while_a_read_hangs(
 
     def hang(*args: Any) -> None:
         started.set()
-        go.wait(20)
+        go.wait(60)
         read(*args)
 
     monkeypatch.setattr(entry_files, "_read", hang)
@@ -146,13 +146,13 @@ def test_a_store_is_closed_while_a_read_hangs(
     store, reader = open_store(f"file://{tmp_path}/store"), DaemonPool(1, "read")
     store.put(key, entry)
     got = reader.submit(lambda: store.get(key))
-    assert started.wait(10)
+    assert started.wait(60)
     time.sleep(0.1)
     before = time.monotonic()
     store.close()
     took = time.monotonic() - before
     go.set()
 
-    assert took < 5
-    assert got.result(10) == entry
+    assert took < 30
+    assert got.result(60) == entry
     reader.close()

@@ -21,6 +21,7 @@ from tests.store.redis_server import Certificates, RedisServer, cluster, has_tls
 THREADS = 4
 KEYS = 40
 LENGTH = 3000
+TURNS = 10
 MIB = 2**20
 
 
@@ -36,29 +37,41 @@ def used(store: RedisStore) -> Iterator[None]:
         store.lookup([key(str(other)) for other in range(KEYS)])
         store.lease([key(str(n))], 5)
 
-    def work(worker: int) -> int:
-        turns = 0
+    turns = [0] * THREADS
+
+    def work(worker: int) -> None:
         while not stop.is_set():
-            turns += 1
             try:
-                turn((worker + turns * THREADS) % KEYS)
+                turn((worker + turns[worker] * THREADS) % KEYS)
             except StoreUnavailable:
                 time.sleep(0.002)
-        return turns
+            turns[worker] += 1
 
     with ThreadPoolExecutor(THREADS) as pool:
         workers = [pool.submit(work, n) for n in range(THREADS)]
+
+        def go_on() -> None:
+            """Each has some more turns, or has failed."""
+            due = [done + TURNS for done in turns]
+            wait_until(
+                lambda: (
+                    any(worker.done() for worker in workers)
+                    or all(done >= least for done, least in zip(turns, due, strict=True))
+                )
+            )
+
         try:
-            time.sleep(0.3)
+            go_on()
             yield
-            time.sleep(0.5)
+            go_on()
         finally:
             stop.set()
-        assert all(worker.result() > 10 for worker in workers)
+        for worker in workers:
+            worker.result()
 
 
 def wait_until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -232,7 +245,7 @@ def test_an_answer_that_comes_byte_by_byte_is_no_longer_waited_for_than_one_that
                 began = time.monotonic()
                 with pytest.raises(StoreUnavailable):
                     call(store)
-                assert time.monotonic() - began < 3, name
+                assert time.monotonic() - began < 15, name
 
 
 def test_a_call_of_many_steps_takes_one_timeout_at_most(
@@ -250,4 +263,4 @@ def test_a_call_of_many_steps_takes_one_timeout_at_most(
         with pytest.raises(StoreUnavailable):
             store.lease([key()], 5)
 
-        assert time.monotonic() - began < 0.75
+        assert time.monotonic() - began < 5

@@ -192,7 +192,7 @@ def test_whichever_thread_reads_last_all_is_checked(
 
     def in_order(fd: int, into: list[memoryview], offset: int) -> int:
         if (threading.current_thread() is threading.main_thread()) == main_waits:
-            rest.wait(5)
+            rest.wait(60)
         count = preadv(fd, into, offset)
         if offset > 4 * 2**20:
             rest.set()

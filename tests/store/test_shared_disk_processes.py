@@ -20,8 +20,10 @@ from ec_store.housekeeping import STAGING_S
 from ec_store.shared_disk import SharedDiskStore
 from tests.store.contract import key, sized
 
-ROUNDS = 10_000
-KILLS = 80
+KILLS = 40
+ROUNDS_PER_KILL = 100
+HANGS_S = 300.0
+"""So long without a round is no slow machine any more."""
 WRITERS = READERS = 8
 KEYS = 150
 MAX_BYTES = 2 * 2**20
@@ -109,19 +111,23 @@ def test_writers_and_readers_that_are_killed_tear_nothing_and_keep_the_quota(roo
         process.start()
         return process
 
+    def done() -> int:
+        return sum(each.get_obj().value for each in rounds)
+
     processes = [start(n) for n in range(WRITERS + READERS)]
-    kills, most, deadline = 0, 0, time.monotonic() + 50
+    most = 0
     try:
-        while kills < KILLS or sum(each.get_obj().value for each in rounds) < ROUNDS:
-            assert time.monotonic() < deadline, "too slow"
-            n = kills * 7 % len(processes)
+        for kill in range(KILLS):
+            due, deadline = done() + ROUNDS_PER_KILL, time.monotonic() + HANGS_S
+            while done() < due:
+                assert time.monotonic() < deadline, "it hangs"
+                most = max(most, entries_bytes(root))
+                time.sleep(0.01)
+            n = kill * 7 % len(processes)
             processes[n].kill()
             processes[n].join()
             assert processes[n].exitcode == -signal.SIGKILL
             processes[n] = start(n)
-            kills += 1
-            most = max(most, entries_bytes(root))
-            time.sleep(0.01)
     finally:
         for process in processes:
             process.kill()

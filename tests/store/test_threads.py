@@ -34,7 +34,7 @@ class Paused:
         self.calls += 1
         if self.failing:
             raise self.failing
-        self.go.wait(10)
+        self.go.wait(60)
 
     def get(self, key: EntryKey) -> Entry | None:
         self._wait()
@@ -71,7 +71,7 @@ def paused(store: Store) -> Iterator[Paused]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.002)
@@ -122,7 +122,7 @@ def test_a_paused_store_holds_nobody_up_and_ends_at_the_deadline(paused: Paused)
     fetcher = make_fetcher(paused, timeout_s=1.0, clock=clock)
     started = time.perf_counter()
     states = {fetcher.poll(str(number)) for number in range(64)}
-    assert time.perf_counter() - started < 5  # it would be ten seconds each
+    assert time.perf_counter() - started < 30  # it would be a minute each
 
     assert states == {State.PENDING}
     clock.now = 1.5
@@ -337,7 +337,7 @@ def test_a_promise_counts_for_a_fetch_that_was_begun_without(store: Store) -> No
     assert fetcher.poll("k") is State.PENDING
     future = fetcher._fetches["k"].future  # noqa: SLF001
     assert future is not None
-    future.result(5)
+    future.result(60)
     clock.now = 0.9
     assert fetcher.poll("k", promised=True) is State.PENDING
     clock.now = 4.0
@@ -360,7 +360,7 @@ class Slow:
         self.answers = threading.Semaphore(0)
 
     def get(self, _: EntryKey) -> None:
-        self.answers.acquire(timeout=10)
+        self.answers.acquire(timeout=60)
 
 
 def test_a_store_that_answers_is_not_left_alone_for_being_asked_too_much() -> None:
@@ -394,7 +394,7 @@ def test_a_process_ends_while_a_fetch_hangs() -> None:
         "time.sleep(0.2)\n"
         "fetcher.close()\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=20)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=50)
 
 
 def test_nothing_ends_the_writer(store: Store) -> None:
