@@ -137,7 +137,7 @@ async def test_answers_of_tokens_begin_with_a_prefill(fleet: Fleet, path: str) -
     assert decode.body["kv_transfer_params"] == KV_PARAMS
 
 
-@pytest.mark.parametrize("path", PLAIN.keys() - set(GENERATES))
+@pytest.mark.parametrize("path", sorted(PLAIN.keys() - set(GENERATES)))
 async def test_others_are_decodes_alone(fleet: Fleet, path: str) -> None:
     await ask(fleet, path, PLAIN[path])
 
