@@ -14,7 +14,7 @@ WALL_CLOCK = {
 """Log lines have their time from structlog, and no other use of it."""
 
 NO_PART_OF_THE_PROXY = ("bench", "fleet", "doctor", "top")
-"""Results of benchmarks say when they were taken, the doctor compares clocks, `epd top` shows one."""
+"""Benchmarks say when they were made, the doctor compares clocks, `epd top` shows one."""
 
 TOLD = {"board.py: time.time", "registry.py: time.time"}
 """When something happened, said to people: nothing waits for it."""

@@ -474,7 +474,7 @@ async def test_the_version_is_ours_and_of_each_instance_its_own(fleet: Fleet) ->
 
     assert said == {
         "version": __version__,
-        "instances": {instance.url: "0.32.0" for instance in fleet.instances},
+        "instances": {instance.url: "0.33.0" for instance in fleet.instances},
     }
 
 
