@@ -81,7 +81,7 @@ def _watches(config: ProxyConfig, registry: Registry, upstream: Upstream) -> Ite
 
 
 @contextmanager
-def shared(config: ProxyConfig) -> Iterator[str | None]:
+def shared_store(config: ProxyConfig) -> Iterator[str | None]:
     """What several workers share what is known of instances by; None where there is nothing to.
 
     Where nothing else is configured, a folder that is gone with them.
