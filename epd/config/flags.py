@@ -5,6 +5,7 @@ from typing import Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from epd.config.example_flags import add_example_flags
 from epd.config.groups import GROUPS, group_of
 from epd.config.settings import SECRETS, Settings, flag_of
 
@@ -31,6 +32,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             metavar=None if choices else metavar_of(name, field),
             help=_help(field),
         )
+    add_example_flags(parser)
 
 
 def metavar_of(name: str, field: FieldInfo) -> str:

@@ -27,7 +27,7 @@ async def membership(
     Returns:
         What instances are registered with.
     """
-    async with _opened(config.registration_store if config.dynamic_registration else None) as store:
+    async with opened(config.registration_store if config.dynamic_registration else None) as store:
         registrations = Registrations(store, registry)
         sources = [*_watches(config, registry, upstream)]
         if not isinstance(store, InProcess):
@@ -53,7 +53,7 @@ async def _run(source: Watch, begun: asyncio.Task[None]) -> None:
 
 
 @asynccontextmanager
-async def _opened(url: str | None) -> AsyncIterator[Store]:
+async def opened(url: str | None) -> AsyncIterator[Store]:
     """The store of a URL; without one, registrations end with the process."""
     if url is None:
         yield InProcess()
@@ -81,7 +81,7 @@ def _watches(config: ProxyConfig, registry: Registry, upstream: Upstream) -> Ite
 
 
 @contextmanager
-def shared(config: ProxyConfig) -> Iterator[str | None]:
+def shared_store(config: ProxyConfig) -> Iterator[str | None]:
     """What several workers share what is known of instances by; None where there is nothing to.
 
     Where nothing else is configured, a folder that is gone with them.

@@ -16,11 +16,8 @@ class Names:
 
     def __init__(self, server: str | None = None) -> None:
         """Ask a server, `address` or `address:port`; by default those of the machine."""
-        self._resolver = dns.asyncresolver.Resolver(configure=server is None)
-        self._resolver.lifetime = TIMEOUT_S
-        if server is not None:
-            address, port = name_server(server)
-            self._resolver.nameservers, self._resolver.port = [address], port
+        self._server = server
+        self._made: dns.asyncresolver.Resolver | None = None
 
     async def addresses(self, host: str) -> frozenset[str]:
         """All addresses of a name: of version 4, or where it has none of version 6.
@@ -36,9 +33,26 @@ class Names:
 
     async def _of(self, host: str, kind: str) -> frozenset[str]:
         try:
-            answer = await self._resolver.resolve(host, kind, search=True, raise_on_no_answer=False)
+            answer = await self._resolver().resolve(
+                host, kind, search=True, raise_on_no_answer=False
+            )
         except dns.resolver.NXDOMAIN:
             return frozenset()
         except dns.exception.DNSException as error:
             raise LookUpFailed(type(error).__name__) from error
         return frozenset(str(record) for record in answer.rrset or ())
+
+    def _resolver(self) -> dns.asyncresolver.Resolver:
+        """Made when it is needed: a machine may have no name servers yet.
+
+        Raises:
+            NoResolverConfiguration: it has none.
+        """
+        if self._made is None:
+            made = dns.asyncresolver.Resolver(configure=self._server is None)
+            made.lifetime = TIMEOUT_S
+            if self._server is not None:
+                address, made.port = name_server(self._server)
+                made.nameservers = [address]
+            self._made = made
+        return self._made

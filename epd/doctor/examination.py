@@ -14,6 +14,7 @@ from epd.doctor.facts import InstanceFacts, StoreFacts, Trial
 from epd.doctor.findings import Finding
 from epd.doctor.host import judge_host
 from epd.doctor.instances import IDLE_S, Visitor
+from epd.doctor.roll_call import call_the_roll
 from epd.doctor.store import look_at_store
 from epd.doctor.trials import Trials, Tried, text
 from epd.http.client import Pool
@@ -69,14 +70,18 @@ async def examine(config: ProxyConfig, *, requests: bool) -> list[Finding]:
         Upstream.connect(config.connect_timeout_s, config.upstream_ca_file) as upstream,
         _pool(config) as pool,
     ):
+        called = await call_the_roll(config)
+        upstream.verify_as(called.names)
+        pool.verify_as(called.names)
         visitor = Visitor(upstream, pool, headers, config.health_timeout_s)
-        patient = Patient(await asyncio.gather(*map(visitor.look, config.instances)))
+        patient = Patient(await asyncio.gather(*map(visitor.look, called.instances)))
         if requests and patient.model is not None:
             await _try(patient, Trials(Stages(upstream, config), headers), patient.model)
     made = None if patient.tried is None else patient.tried.encoded
     store = await _look_at_store(config, made)
     return [
         *judge_host(config),
+        *called.findings,
         *(finding for one in patient.facts for finding in judge.judge_instance(one)),
         *judge.judge_fleet(patient.facts),
         *judge.judge_store(config, store),

@@ -15,7 +15,7 @@ from multidict import CIMultiDict
 
 from epd.bodies.cuts import Pieces
 from epd.http.addresses import Addresses
-from epd.http.http1 import AnswerReader, Malformed, Origin
+from epd.http.http1 import AnswerReader, Malformed, Origin, target_of
 
 PIECE_BYTES = 256 * 1024
 """A body is written so many bytes at a time, so that neither TLS nor a copy holds the loop."""
@@ -271,8 +271,11 @@ class Pool:
         self._idle: dict[Origin, deque[Connection]] = {}
         self._sweeper: asyncio.TimerHandle | None = None
         self._closed = False
-        self.server_names: Mapping[Origin, str] = {}
-        """Whose certificate servers have to show that are known by their addresses."""
+        self._server_names: Mapping[Origin, str] = {}
+
+    def verify_as(self, names: Mapping[str, str]) -> None:
+        """Whose certificates servers have to show, by base URLs that have addresses as hosts."""
+        self._server_names = {target_of(url).origin: name for url, name in names.items()}
 
     def take(self, origin: Origin) -> Connection | None:
         """The idle connection that was used last, where there is one."""
@@ -317,7 +320,7 @@ class Pool:
 
     def _name(self, origin: Origin) -> str:
         """As certificates say it."""
-        return self.server_names.get(origin, origin.host).rstrip(".")
+        return self._server_names.get(origin, origin.host).rstrip(".")
 
     def give_back(self, origin: Origin, connection: Connection) -> None:
         """Keep a connection for the next request, if it can be used again; else end it."""

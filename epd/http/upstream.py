@@ -170,7 +170,7 @@ class Upstream:
 
     def verify_as(self, names: Mapping[str, str]) -> None:
         """Whose certificates instances have to show, by base URLs that have addresses as hosts."""
-        self._pool.server_names = {target_of(url).origin: name for url, name in names.items()}
+        self._pool.verify_as(names)
 
     def open(
         self,

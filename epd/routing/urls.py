@@ -1,24 +1,33 @@
 """Base URLs of instances, as they are written everywhere."""
 
 from ipaddress import ip_address
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 DNS_PORT = 53
+
+REDIS_PARAMETERS = {
+    "redis": frozenset({"key"}),
+    "rediss": frozenset({"key", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile"}),
+}
+"""What the URL of a store of registrations may say, by its scheme: others would fail when it is
+used, or hold a password where nobody looks for one."""
 
 
 def base_url(url: str) -> str:
     """A base URL such as `http://host:8001`, its host in lower case and no slash at its end.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is none. The message quotes no password.
     """
+    if "@" in url:
+        raise ValueError("must be a URL without a user and a password")
     if any(character <= " " for character in url):
         raise ValueError(f"{url!r} has white space in it")
     parts = urlsplit(url)
     if parts.scheme not in {"http", "https"} or not parts.hostname:
         raise ValueError(f"{url!r} is not a URL such as http://host:8001")
-    if parts.query or parts.fragment or parts.username or parts.password:
-        raise ValueError(f"{url!r} must be a base URL: no user, no query, no fragment")
+    if parts.query or parts.fragment:
+        raise ValueError(f"{parts.netloc!r} must be a base URL: no query, no fragment")
     _ = parts.port  # raises ValueError when it is none
     return f"{parts.scheme}://{parts.netloc.lower()}{parts.path}".rstrip("/")
 
@@ -70,7 +79,21 @@ def registration_store_url(url: str) -> str:
     """
     parts = urlsplit(url)
     if parts.scheme == "file" and not parts.netloc and parts.path.startswith("/"):
+        if parts.query or parts.fragment:
+            raise ValueError("a folder's URL has no parameters")
         return url
-    if parts.scheme in {"redis", "rediss"} and parts.hostname:
+    if parts.scheme in REDIS_PARAMETERS and parts.hostname:
+        _check_redis(parts)
         return url
     raise ValueError("must be file:///a/folder, redis://host:6379 or rediss://host:6379")
+
+
+def _check_redis(parts: SplitResult) -> None:
+    try:
+        _ = parts.port
+    except ValueError:
+        raise ValueError("its port is none") from None
+    known = REDIS_PARAMETERS[parts.scheme]
+    wrong = {name for name, _ in parse_qsl(parts.query, keep_blank_values=True)} - known
+    if wrong:
+        raise ValueError(f"unknown parameter {min(wrong)!r}; known: {', '.join(sorted(known))}")

@@ -46,6 +46,7 @@ class Inherited:
         files: copies of the files that a reload reads anew, by the names of their fields.
         pages: of the metrics of all workers.
         recents: of what they have seen of late.
+        registrations: the store of what is known of instances, which they share.
     """
 
     number: int
@@ -53,6 +54,7 @@ class Inherited:
     files: Mapping[str, int]
     pages: Sequence[int]
     recents: Sequence[int]
+    registrations: str | None
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -71,7 +73,9 @@ async def work(config: ProxyConfig, inherited: Inherited) -> None:
     """
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
-    first, pipe = LiveConfig.of(read_from(config, inherited.files)), Pipe()
+    store = {"registration_store": inherited.registrations}
+    first = LiveConfig.of(read_from(config, inherited.files).model_copy(update=store))
+    pipe = Pipe()
     orders, tls = pipe.orders, server_context(first)
     async with running(first, orders, tls, pipe.configured, config) as runner:
         metrics = _shared(runner.app[METRICS], inherited)

@@ -25,7 +25,7 @@ import structlog
 
 from epd.config import ProxyConfig
 from epd.config.live import LiveConfig
-from epd.discovery.membership import shared
+from epd.discovery.membership import shared_store
 from epd.observe.shared_page import SharedPage
 from epd.observe.worker_metrics import bury
 from epd.server.last_good import LastGood
@@ -61,20 +61,32 @@ class WorkersFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Shared:
+    """What all workers have in common.
+
+    Attributes:
+        pages: of their metrics, in the order of their numbers, which begin at 1.
+        recents: the same, of what they have seen of late.
+        registrations: the store of what is known of instances; None where there is none.
+    """
+
+    pages: Sequence[SharedPage]
+    recents: Sequence[SharedPage]
+    registrations: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Seat:
     """What a worker and its replacements have in common."""
 
     number: int
     sockets: Sockets
-    pages: Sequence[SharedPage]
-    """Everyone's, of metrics, in the order of their numbers, which begin at 1."""
-    recents: Sequence[SharedPage]
-    """The same, of what they have seen of late."""
+    shared: Shared
 
     def bury(self) -> None:
         """Have nobody take its worker, which has died, for one that lives."""
-        bury(self.pages[self.number - 1])
-        forget(self.recents[self.number - 1])
+        bury(self.shared.pages[self.number - 1])
+        forget(self.shared.recents[self.number - 1])
 
 
 async def supervise(config: LiveConfig, read: Callable[[], ProxyConfig]) -> None:
@@ -91,28 +103,12 @@ async def supervise(config: LiveConfig, read: Callable[[], ProxyConfig]) -> None
     with (
         _pages(config.workers) as pages,
         _pages(config.workers) as recents,
-        shared(config) as registrations,
+        shared_store(config) as registrations,
     ):
-        await _supervise(config, _with(config, registrations, read), pages, recents)
+        await _supervise(config, read, Shared(pages, recents, registrations))
 
 
-def _with(
-    config: LiveConfig, registrations: str | None, read: Callable[[], ProxyConfig]
-) -> Callable[[], ProxyConfig]:
-    """Have workers share what is known of instances, after a reload too."""
-    if registrations == config.registration_store:
-        return read
-    there = {"registration_store": registrations}
-    config.become(there)
-    return lambda: read().model_copy(update=there)
-
-
-async def _supervise(
-    config: LiveConfig,
-    read: Callable[[], ProxyConfig],
-    pages: Sequence[SharedPage],
-    recents: Sequence[SharedPage],
-) -> None:
+async def _supervise(config: LiveConfig, read: Callable[[], ProxyConfig], shares: Shared) -> None:
     log = structlog.get_logger("epd")
     orders = orders_by_signal(config)
     with _listening(config) as groups, closing(LastGood(config, read)) as good:
@@ -125,7 +121,7 @@ async def _supervise(
                 workers=config.workers,
             )
         keepers = [
-            asyncio.create_task(_keep(Seat(number, sockets, pages, recents), good, orders))
+            asyncio.create_task(_keep(Seat(number, sockets, shares), good, orders))
             for number, sockets in enumerate(groups, start=1)
         ]
         await orders.drain.wait()
@@ -217,8 +213,9 @@ async def _start(
         seat.number,
         [listener.fileno() for listener in seat.sockets],
         files,
-        [page.descriptor for page in seat.pages],
-        [page.descriptor for page in seat.recents],
+        [page.descriptor for page in seat.shared.pages],
+        [page.descriptor for page in seat.shared.recents],
+        seat.shared.registrations,
     )
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "epd.server.worker"),

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import dns.resolver
 import pytest
 
 from epd.discovery import watching
@@ -40,6 +41,19 @@ async def test_all_addresses_of_one_family_are_found(server: NameServer) -> None
     assert await names.addresses("none.svc") == set()
     assert await names.addresses("missing.svc") == set()
     assert await names.addresses("10.9.9.9") == {"10.9.9.9"}
+
+
+async def test_a_machine_without_name_servers_is_no_answer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real = dns.resolver.BaseResolver.read_resolv_conf
+    nowhere = str(tmp_path / "resolv.conf")
+    monkeypatch.setattr(
+        dns.resolver.BaseResolver, "read_resolv_conf", lambda self, _: real(self, nowhere)
+    )
+
+    with pytest.raises(LookUpFailed, match="NoResolverConfiguration"):
+        await Names().addresses("a.test")
 
 
 async def test_a_server_that_fails_is_not_one_that_says_none(server: NameServer) -> None:

@@ -14,9 +14,12 @@ from aiohttp import web
 
 from ec_store import open_store
 from epd.config import ProxyConfig
+from epd.discovery.entries import write_json
 from epd.doctor import examination, instances
 from epd.doctor.examination import examine
 from epd.doctor.findings import Finding, Verdict
+from epd.routing.instances import Instance, Role
+from tests.discovery.name_server import NameServer
 from tests.proxy.backed import Backed
 from tests.proxy.fake_instance import (
     FakeInstance,
@@ -265,3 +268,81 @@ async def test_the_command_says_what_is_wrong_and_fails(clinic: Clinic) -> None:
     assert ill.returncode == 1
     assert f"fail  prefill_decode {clinic.decode.url}" in text.decode()
     assert "-> start it, or take it out of the configuration" in text.decode()
+
+
+KEY = "0123456789abcdef"
+NOBODY: dict[str, Any] = {
+    "encode_servers_urls": (),
+    "prefill_servers_urls": (),
+    "decode_servers_urls": (),
+}
+
+
+def ill(findings: list[Finding]) -> set[tuple[str, str]]:
+    return {(one.subject, one.seen) for one in findings if one.verdict is not Verdict.OK}
+
+
+async def test_instances_of_a_file_of_the_dns_and_of_the_store_of_registrations_are_looked_at(
+    clinic: Clinic, tmp_path: Path
+) -> None:
+    file, folder = tmp_path / "instances.yaml", tmp_path / "registrations"
+    file.write_bytes(write_json([Instance(Role.PREFILL, clinic.prefill.url)]))
+    registered = [
+        Instance(Role.DECODE, clinic.decode.url),
+        Instance(Role.PREFILL_DECODE, "http://x"),
+    ]
+    folder.mkdir()
+    (folder / "registered.json").write_bytes(write_json(registered))
+    port = clinic.encode.url.rpartition(":")[2]
+    async with NameServer({"encode.test": ["127.0.0.1"]}).running() as server:
+        findings = await clinic.findings(
+            **NOBODY,
+            instances_file=file,
+            dynamic_registration=True,
+            admin_api_key=KEY,
+            registration_store=f"file://{folder}",
+            discover_encode=f"encode.test:{port}",
+            discovery_dns_server=server.address,
+        )
+
+    assert ill(findings) == {
+        ("prefill_decode http://x", "takes no part: its role does not go with another instance's")
+    }
+    seen = {one.seen for one in findings}
+    assert {
+        "encodes, and says where its outputs are",
+        "answers what was prefilled elsewhere",
+    } <= seen
+    assert sorted(path.name for path in folder.iterdir()) == ["registered.json"]
+
+
+async def test_sources_that_cannot_be_used_are_found(clinic: Clinic, tmp_path: Path) -> None:
+    (tmp_path / "registered.json").write_text("{")
+    async with NameServer({"empty.test": []}).running() as server:
+        findings = await clinic.findings(
+            **NOBODY,
+            instances_file=tmp_path / "nowhere",
+            dynamic_registration=True,
+            admin_api_key=KEY,
+            registration_store=f"file://{tmp_path}",
+            discover_encode="empty.test:1",
+            discovery_dns_server=server.address,
+        )
+
+    assert {
+        (f"file {tmp_path}/nowhere", "it is gone"),
+        ("registration", "the store cannot be read: registered.json: it is no JSON"),
+        ("encode empty.test", "it has no address"),
+        ("instances", "none decodes: every request is answered 503"),
+        ("instances", "none encodes"),
+    } <= ill(findings)
+
+
+async def test_what_is_registered_with_a_proxy_alone_is_said_not_to_be_seen(clinic: Clinic) -> None:
+    findings = await clinic.findings(**NOBODY, dynamic_registration=True, admin_api_key=KEY)
+
+    assert (
+        "registration",
+        "what is registered with a proxy that runs cannot be seen from here",
+    ) in (ill(findings))
+    assert not [one for one in findings if one.verdict is Verdict.FAIL]

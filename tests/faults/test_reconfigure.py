@@ -18,6 +18,7 @@ from tests.faults.test_reload import everywhere, gauge
 from tests.proxy.clients import ALICE
 from tests.proxy.fake_instance import STREAM, FakeInstance, decodes, encodes, prefills
 from tests.proxy.fleet import until
+from tests.proxy.test_instances import ADMIN
 from tests.proxy.test_process import serving
 from tests.proxy.test_workers import START_S, Workers
 from tests.requests import image, request, text
@@ -304,3 +305,32 @@ async def test_a_worker_that_replaces_another_has_what_is_in_force(tmp_path: Pat
             await until(lambda: len(running.pids()) == 4, START_S)
             assert await running.statuses(image(), image(b"2")) == {400}
             assert await running.statuses() == {200}
+
+
+@one_and_two
+async def test_registered_instances_outlast_reloads_even_of_a_file_that_forgets_registration(
+    workers: int, tmp_path: Path
+) -> None:
+    key = tmp_path / "key"
+    key.write_text(ADMIN["X-API-Key"])
+    async with instances(encodes, decodes) as (e, d):
+        urls = {"decode_servers_urls": [d.url], "admin_api_key_file": str(key)}
+        async with (
+            proxy(tmp_path, workers, **urls, dynamic_registration=True) as running,
+            aiohttp.ClientSession(headers=ADMIN) as http,
+        ):
+            entry = {"role": "encode", "url": e.url}
+            async with http.post(f"{running.url}/instances", json=entry) as reply:
+                assert await reply.json() == {"registered": True}
+
+            for items in (1, 2):
+                await running.reload(**urls, encode_servers_urls=[e.url], max_items=items)
+                two = {200} if items > 1 else {400}
+                assert await running.statuses(image(), image(b"2")) == two
+            await running.reload(**urls, dynamic_registration=True, max_items=3)
+            async with http.get(f"{running.url}/instances") as reply:
+                sources = {one["url"]: one["sources"] for one in (await reply.json())["instances"]}
+
+    assert sources == {d.url: ["config"], e.url: ["api"]}
+    needed = running.logged("needs a restart", level="warning")
+    assert {tuple(line["settings"]) for line in needed} == {("dynamic_registration",)}

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epd.config import ConfigInvalid
+from epd.config.flags import add_flags
 from epd.config.settings import SECRETS, Settings, flag_of
 from epd.config.shown import as_json, as_yaml
 from epd.config.sources import Loaded, load
@@ -313,3 +314,39 @@ def test_an_unknown_flag_names_the_nearest_one(capsys: pytest.CaptureFixture[str
         parser.parse_args(["--max-itmes=3"])
 
     assert "unrecognized arguments: --max-itmes=3; is --max-items meant?" in capsys.readouterr().err
+
+
+def parsed(*words: str) -> dict[str, str]:
+    parser = Parser(prog="epd serve", allow_abbrev=False)
+    add_flags(parser)
+    return vars(parser.parse_args(words))
+
+
+def test_flags_of_vllms_example_proxy_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--probe-interval 2 --probe-timeout 3 --fail-threshold 4 --no-rewrite --log-requests"
+
+    config = load({**INSTANCES, **parsed(*flags.split())}).config
+
+    assert (config.probe_interval_s, config.health_timeout_s, config.eject_after) == (2, 3, 4)
+    assert (config.decode_media, config.log_level) == ("raw", "debug")
+    assert capsys.readouterr().err == ""
+
+
+def test_those_that_do_nothing_here_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--evicted-ttl", "900", "--decode-retries=2", "--ec-consumer-zmq-addrs", ""]
+
+    assert parsed(*flags) == {}
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[:4] for line in lines] == [
+        ["epd", "serve:", "warning:", "--evicted-ttl"],
+        ["epd", "serve:", "warning:", "--decode-retries"],
+    ]
+
+
+def test_addresses_for_a_transfer_that_there_is_not_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        parsed("--ec-consumer-zmq-addrs", "tcp://h:1")
+
+    assert "there is no Mooncake encoder-cache transfer" in capsys.readouterr().err

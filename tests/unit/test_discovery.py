@@ -14,7 +14,13 @@ from epd.discovery.entries import (
 from epd.discovery.sightings import Sightings
 from epd.routing.allowed import check_pattern, is_allowed
 from epd.routing.instances import Instance, Role
-from epd.routing.urls import at_address, name_server, service_url
+from epd.routing.urls import (
+    at_address,
+    base_url,
+    name_server,
+    registration_store_url,
+    service_url,
+)
 
 INSTANCES = st.lists(
     st.builds(
@@ -129,3 +135,40 @@ def test_urls_of_names_and_of_their_addresses() -> None:
     assert name_server("10.0.0.1") == ("10.0.0.1", 53)
     assert name_server("[fd00::1]:5353") == ("fd00::1", 5353)
     assert name_server("fd00::1") == ("fd00::1", 53)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "file:///var/lib/epd",
+        "redis://:pw@host:6379/1?key=a",
+        "rediss://host?ssl_ca_certs=/ca.pem",
+    ],
+)
+def test_stores_of_registrations(url: str) -> None:
+    assert registration_store_url(url) == url
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("http://host", "must be file:///a/folder"),
+        ("file:///x?max_bytes=1", "has no parameters"),
+        ("redis://:SECRET@host:SECRET", "its port is none"),
+        ("redis://host?password=SECRET", "unknown parameter 'password'; known: key"),
+        ("redis://host?ssl_ca_certs=/ca.pem", "unknown parameter 'ssl_ca_certs'; known: key"),
+    ],
+)
+def test_what_no_store_of_registrations_is_is_refused_and_not_quoted(url: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason) as refused:
+        registration_store_url(url)
+
+    assert "SECRET" not in str(refused.value)
+
+
+@pytest.mark.parametrize("url", ["http://user:SECRET@h", "user:SECRET@h", "http://h/?key=SECRET"])
+def test_a_password_in_an_instances_url_is_refused_and_not_quoted(url: str) -> None:
+    with pytest.raises(ValueError, match="must be a") as refused:
+        base_url(url)
+
+    assert "SECRET" not in str(refused.value)
