@@ -96,7 +96,7 @@ def read_yaml(raw: bytes) -> tuple[Instance, ...]:
     """
     try:
         # All scalars as text: what YAML takes for dates and numbers is no concern of this.
-        document = yaml.load(raw, Loader=yaml.BaseLoader)  # noqa: S506 - it makes no objects
+        document = yaml.BaseLoader(raw).get_single_data()  # which makes strings of all
     except (yaml.YAMLError, ValueError, RecursionError):
         raise EntriesInvalid("it is no YAML") from None
     return _read(document)
