@@ -19,7 +19,7 @@ from tests.e2e.test_answers import ask, picture, unseen
 from tests.requests import Part, text
 
 CLIENTS = 4
-PAUSE_S = 0.3
+PAUSE_S = 1.0
 """Between two requests of a client: an engine that starts wants a core, too."""
 
 WAIT_S = 300.0

@@ -200,7 +200,7 @@ def check_cuts(events: list[bytes]) -> None:
 
 @pytest.mark.fault(41)
 @given(st.lists(st.sampled_from(EVENTS), max_size=4))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_stream_of_any_events_is_the_same_byte_for_byte_however_it_comes(
     events: list[bytes],
 ) -> None:

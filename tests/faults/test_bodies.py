@@ -286,7 +286,7 @@ def damaged(draw: st.DrawFn) -> bytes:
 
 
 @pytest.mark.fault(50, 52)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     json_values.map(lambda value: json.dumps(value).encode())
     | mutated().map(lambda value: json.dumps(value, ensure_ascii=False).encode())

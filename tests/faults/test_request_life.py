@@ -189,7 +189,6 @@ class RequestLife(RuleBasedStateMachine):
 RequestLife.TestCase.settings = settings(
     max_examples=8,
     stateful_step_count=6,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.generate],
 )

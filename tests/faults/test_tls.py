@@ -95,6 +95,7 @@ async def test_the_openai_client_is_served(
                 base_url=f"{clients.url}/v1",
                 api_key="k",
                 max_retries=0,
+                timeout=WAIT_S,
                 http_client=openai.DefaultAsyncHttpxClient(verify=clients.trust),
             ) as client:
                 chat = client.chat.completions

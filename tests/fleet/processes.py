@@ -30,9 +30,9 @@ def processes_of(mark: str) -> Mapping[int, str]:
     return found
 
 
-def left(mark: str, within_s: float = 30) -> Mapping[int, str]:
-    """Those that are left when none is, or after some seconds."""
+def left(mark: str, within_s: float = 120, most: int = 0) -> Mapping[int, str]:
+    """Those that are left when they are no more than `most`, or after some seconds."""
     deadline_s = time.monotonic() + within_s
-    while (found := processes_of(mark)) and time.monotonic() < deadline_s:
+    while len(found := processes_of(mark)) > most and time.monotonic() < deadline_s:
         time.sleep(0.1)
     return found

@@ -250,7 +250,7 @@ words = st.lists(
 names = st.from_regex(r"EPD_[A-Z]{1,5}", fullmatch=True)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(words, st.dictionaries(names, words.map("-".join), max_size=2))
 def test_a_shell_reads_a_servers_line_as_it_is(args: list[str], environ: dict[str, str]) -> None:
     """`env` prints the environment, `printf` the words that it is called with."""

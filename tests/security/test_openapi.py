@@ -121,7 +121,6 @@ def ask_everything(url: str, headers: dict[str, str], examples: int = EXAMPLES) 
             max_examples=examples,
             derandomize=True,
             database=None,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
         )
         @given(case=operation.as_strategy(generation_mode=mode))

@@ -50,7 +50,6 @@ JSON = st.dictionaries(
 # A store on a disk or behind a socket is slow now and then, and keeps what earlier examples put.
 relaxed = settings(
     max_examples=60,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],
 )
 

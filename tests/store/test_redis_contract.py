@@ -18,6 +18,8 @@ ACL = (
     " +pexpire +unlink +hset +hgetall +hdel +scan +info"
 )
 CLUSTER_ACL = ACL + " +cluster|slots +asking"
+PATIENCE = "timeout=60s&connect_timeout=30s"
+"""No call here is to fail because the machine is busy."""
 
 
 def spoiler(client_of: Callable[[bytes], "redis.Redis"]) -> Spoil:
@@ -38,7 +40,8 @@ def opener(url: str, clients: Sequence["redis.Redis"]) -> Iterator[Opened]:
     for client in clients:
         client.flushall()
     with ExitStack() as stack:
-        yield lambda: stack.enter_context(open_store(url))
+        patient = f"{url}{'&' if '?' in url else '?'}{PATIENCE}"
+        yield lambda: stack.enter_context(open_store(patient))
 
 
 @pytest.fixture(scope="module")

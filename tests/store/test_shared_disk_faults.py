@@ -782,4 +782,4 @@ class Model(RuleBasedStateMachine):
 
 
 TestModel = Model.TestCase
-TestModel.settings = settings(max_examples=40, stateful_step_count=60, deadline=None)
+TestModel.settings = settings(max_examples=40, stateful_step_count=60)

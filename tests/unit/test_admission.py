@@ -4,7 +4,7 @@ from contextlib import ExitStack
 from functools import partial
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -175,7 +175,6 @@ class Visits:
                 await asyncio.sleep(0.002)
 
 
-@settings(deadline=None)
 @given(STEPS)
 def test_whatever_happens_each_request_ends_once_and_gives_back_what_it_had(
     steps: Sequence[tuple[str, Tenant | int | None]],
@@ -272,7 +271,6 @@ def test_a_tenant_has_so_many_at_once_those_that_wait_included() -> None:
         stack.enter_context(admitted.arrive(ALICE))
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 70), st.booleans()), max_size=20))
 def test_bodies_are_never_more_than_the_budget_and_all_is_given_back(
     growths: list[tuple[int, bool]],
@@ -307,7 +305,6 @@ def test_a_tenants_bodies_leave_room_for_anothers() -> None:
         held.grow(50)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 200), st.lists(st.floats(0, 40), max_size=120))
 def test_in_no_minute_a_tenant_has_more_than_twice_its_limit(limit: int, gaps: list[float]) -> None:
     pace, now_s, admitted = Pace(limit), 1e6, list[float]()
@@ -319,7 +316,6 @@ def test_in_no_minute_a_tenant_has_more_than_twice_its_limit(limit: int, gaps: l
         assert sum(start_s <= at < start_s + 60 for at in admitted) <= 2 * limit
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=120))
 def test_who_keeps_to_its_limit_in_every_minute_is_never_refused(gaps: list[int]) -> None:
     times = [1e6 + sum(gaps[: n + 1]) for n in range(len(gaps))]
@@ -329,7 +325,6 @@ def test_who_keeps_to_its_limit_in_every_minute_is_never_refused(gaps: list[int]
     assert [pace.take(ALICE, at) for at in times] == [0.0] * len(times)
 
 
-@settings(deadline=None)
 @given(st.floats(0.1, 500), st.integers(1, 40))
 def test_the_wait_that_is_told_is_enough_and_not_too_long(per_minute: float, count: int) -> None:
     pace, now_s, waits = Pace(per_minute), 0.0, list[float]()

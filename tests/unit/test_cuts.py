@@ -4,7 +4,7 @@ from typing import Any
 
 import orjson
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from epd.bodies.cuts import MARK_LENGTH, NO_CUTS, WINDOW, cut, pieces
@@ -35,7 +35,6 @@ DOCUMENTS = st.recursive(
     max_leaves=6,
 )
 BROKEN = st.sampled_from([b"", b'"', b"\\", b"{", b",", b" " * 3 * WINDOW, b"1" * 3 * WINDOW])
-relaxed = settings(deadline=None)
 
 
 def written(raw: bytes) -> bytes:
@@ -47,7 +46,6 @@ def url(text: bytes) -> str:
     return (HEADS[0] + text).decode()
 
 
-@relaxed
 @given(AROUND.map(b"".join))
 def test_any_body_is_put_together_again(raw: bytes) -> None:
     assert written(raw) == raw
@@ -60,7 +58,6 @@ def loaded(raw: bytes | bytearray) -> Any:
         return None
 
 
-@relaxed
 @given(DOCUMENTS.map(orjson.dumps), BROKEN, st.floats(0, 1))
 def test_what_remains_is_json_exactly_where_the_body_is(
     raw: bytes, broken: bytes, where: float
@@ -75,7 +72,6 @@ def test_what_remains_is_json_exactly_where_the_body_is(
         assert loaded(b"".join(pieces(orjson.dumps(value), cuts))) == loaded(raw)
 
 
-@relaxed
 @given(st.lists(st.sampled_from([0, 1, WINDOW // 2, 2 * WINDOW, 5 * WINDOW + 3]), max_size=4))
 def test_of_several_media_each_is_found_in_its_place(sizes: list[int]) -> None:
     texts = [bytes([65 + n]) * size for n, size in enumerate(sizes)]

@@ -113,7 +113,7 @@ def damaged(draw: st.DrawFn) -> bytes:
 
 
 @pytest.mark.security("S10")
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(damaged())
 @example(picture("PNG")[:33] + picture("PNG", (1, 1))[8:])
 @example(picture("JPEG", (640, 480))[:-2] + picture("JPEG", (1, 1)))

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import Metric
@@ -56,7 +56,6 @@ def samples(families: Iterable[Metric]) -> Samples:
     }
 
 
-@settings(deadline=None)
 @given(st.lists(WORK, min_size=1, max_size=5))
 def test_the_sum_is_what_one_process_would_have_counted(
     works: list[list[tuple[str, str, int]]],
@@ -80,7 +79,6 @@ def test_the_order_of_workers_changes_no_digit(values: list[float], random: Rand
     assert samples(added(pages)) == once
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from(list(GAUGES)), st.lists(st.integers(0, 9), min_size=1)))
 def test_a_gauge_is_of_all_what_its_name_says(values: dict[str, list[int]]) -> None:
     registries = defaultdict[int, CollectorRegistry](CollectorRegistry)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from epd.observe.shared_page import HALF_BYTES, HEAD, NUMBER, PageUnreadable, SharedPage
@@ -57,7 +57,6 @@ def test_a_page_that_nobody_wrote_is_none(page: SharedPage) -> None:
     assert page.read() is None
 
 
-@settings(deadline=None)
 @given(st.lists(st.binary(max_size=300), min_size=1))
 def test_what_was_written_last_is_read(contents: list[bytes]) -> None:
     with closing(SharedPage.made()) as page:
@@ -92,7 +91,6 @@ def test_a_writer_that_is_killed_leaves_a_whole_page(page: SharedPage) -> None:
         last = number(page)
 
 
-@settings(deadline=None)
 @given(st.binary(min_size=1, max_size=200), st.integers(0, 200))
 def test_half_a_page_is_not_seen(torn: bytes, at: int) -> None:
     with closing(SharedPage.made()) as page:

@@ -100,7 +100,7 @@ class Workers(RuleBasedStateMachine):
 
 
 TestWorkers = Workers.TestCase
-TestWorkers.settings = settings(deadline=None, max_examples=50)
+TestWorkers.settings = settings(max_examples=50)
 
 
 @pytest.fixture
