@@ -53,7 +53,7 @@ class ModelNames:
 def _named(answer: bytes) -> str | None:
     """The model that has answered, as the answer's own field says it.
 
-    What is deeper in it may be a client's: the `metadata` of a response, what a tool is called with.
+    What is deeper in it may be a client's: a response's `metadata`, what a tool is called with.
     """
     if b'"model"' not in answer or len(answer) > LOOKED_AT_BYTES:
         return None

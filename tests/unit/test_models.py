@@ -47,9 +47,11 @@ def test_what_a_model_says_is_no_name(content: str) -> None:
     "answer",
     [
         b'{"id": "r", "metadata": {"model": "x"}, "model": "m", "output": []}',
-        b'event: response.created\n'
-        b'data: {"response": {"id": "r", "metadata": {"model": "x"}, "model": "m"}}\n\n'
-        b'event: response.in_progress\ndata: {"response": {"model": "x"}}\n\n',
+        (
+            b"event: response.created\n"
+            b'data: {"response": {"id": "r", "metadata": {"model": "x"}, "model": "m"}}\n\n'
+            b'event: response.in_progress\ndata: {"response": {"model": "x"}}\n\n'
+        ),
         b'{"id": "a", "content": [{"type": "tool_use", "input": {"model": "x"}}], "model": "m"}',
         b'event: message_start\ndata: {"message": {"content": [], "model": "m"}}\n\n',
     ],
