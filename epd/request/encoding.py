@@ -128,11 +128,11 @@ class Encoder:
         """
         if not uuids:
             return []
+        if not context.endpoint.encodes:
+            return [_local(item, uuid) for item, uuid in uuids.items()]
         context.hits, context.waits = {}, 0
         wanted = self._identifiers(body, uuids, anew=anew)
-        if not context.endpoint.encodes:
-            encoded = [_local(item, uuid) for item, uuid in uuids.items()]
-        elif self._claims is None or not wanted:
+        if self._claims is None or not wanted:
             looked = LookUp({}, answered=self._claims is not None, alone=anew)
             encoded = await self._each(body, uuids, looked, context)
         else:

@@ -47,6 +47,7 @@ class StreamRelay:
         self._transport = transport
         self._context = context
         self._aligner = EventAligner(context.endpoint.grammar)
+        self._begun = context.endpoint.grammar.begun
         self._failure: UpstreamFailed | None = None
         self._gaps = context.gaps = Histogram(GAPS_S)
         self._last_s: float | None = None
@@ -121,7 +122,10 @@ class StreamRelay:
     def _timed(self, events: bytes) -> None:
         now_s = time.monotonic()
         if self._last_s is None:
-            self._context.first_event(now_s, events)
+            self._context.named(events)
+            if self._begun is not None and self._begun.search(events) is None:
+                return
+            self._context.first_event(now_s)
         else:
             self._gaps.add(now_s - self._last_s)
         self._last_s = now_s

@@ -72,8 +72,8 @@ class RequestContext:
         models: what instances call which model.
         model: what the client calls the one it asks for.
         at: what it waits for, or did last.
-        first_event_s: when decode's first event came, on the monotonic clock; where the answer is
-            no stream, when all of it had come.
+        first_event_s: when decode's first event of tokens came, on the monotonic clock; where the
+            answer is of tokens and no stream, when all of it had come.
         gaps: times between the chunks of its stream.
         hits: how many of its items needed no encode, by modality.
         waits: how many of those waited for an encode that somebody else had begun.
@@ -133,10 +133,13 @@ class RequestContext:
         """What instances call its model."""
         return self.models.of(self.model)
 
-    def first_event(self, now_s: float, event: bytes) -> None:
-        """Decode has begun its stream: it has what prefill kept for it."""
+    def named(self, answer: bytes) -> None:
+        """Learn from an instance's 2xx what it calls the model."""
+        self.models.learn(self.model, answer)
+
+    def first_event(self, now_s: float) -> None:
+        """Decode has begun with its tokens: it has what prefill kept for it."""
         self.first_event_s = now_s
-        self.models.learn(self.model, event)
         if self.prefilled_s is not None:
             self.kv_wait_s = now_s - self.prefilled_s
         if self.answering is not None:
@@ -145,8 +148,9 @@ class RequestContext:
 
     def whole(self, answer: bytes) -> None:
         """Decode has answered, with no stream."""
-        self.first_event_s = time.monotonic()
-        self.models.learn(self.model, answer)
+        if self.endpoint.generates:
+            self.first_event_s = time.monotonic()
+        self.named(answer)
 
     def timed(self, stage: Stage, where: str, item: MMItem | None = None) -> "Timed":
         """Emit a `StageDone` when the context is left, however it is left.
@@ -180,8 +184,9 @@ class Timed:
         self._modality = None if item is None else item.modality
         self.span: Span | None = None
         if context.span is not None:
-            instance = None if stage in WITHIN else where
-            self.span = context.span.child(stage, instance=instance, item=item)
+            endpoint = CHAT if stage == "encode" else context.endpoint
+            url = None if stage in WITHIN else where + endpoint.path
+            self.span = context.span.child(stage, url=url, item=item)
 
     def __enter__(self) -> Span | None:
         """It begins."""
@@ -240,7 +245,7 @@ class Stages:
             if span is not None:
                 span.answered(answer.status)
             accepted = _accepted(answer, "encode", context)
-            context.models.learn(context.model, accepted)
+            context.named(accepted)
             return read_encoded(accepted, item.modality)
 
     async def prefill(
@@ -263,7 +268,7 @@ class Stages:
             if span is not None:
                 span.answered(answer.status)
             accepted = _accepted(answer, "prefill", context)
-            context.models.learn(context.model, accepted)
+            context.named(accepted)
             params = read_prefilled(accepted)
         context.prefilled_s = time.monotonic()
         return params

@@ -219,7 +219,8 @@ def _authenticate(request: web.Request, visit: Visit) -> None:
         header = visit.context.endpoint.key_header
         tenant = keys.tenant_of(client_key(request.headers, header))
         if tenant is None:
-            raise Unauthorized("a valid API key is needed: Authorization: Bearer <key>")
+            form = "Bearer <key>" if header == "Authorization" else "<key>"
+            raise Unauthorized(f"a valid API key is needed: {header}: {form}")
         visit.context.tenant = tenant
 
 

@@ -191,7 +191,7 @@ async def answer(request: web.Request) -> web.StreamResponse:
     body, context.cuts = endpoint.read(await _read(request), content_type)
     context.model = body.get("model")
     if context.span is not None:
-        context.span.asks(str(context.model))
+        context.span.asks(endpoint.operation, context.model)
     if endpoint.salted and context.tenant is not ANONYMOUS:  # whom all share with
         body = salted(body, config.scope_of(context.tenant))
     async with await app[PIPELINE].run(body, context) as reply:
