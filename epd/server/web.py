@@ -31,11 +31,12 @@ from epd.observe.loop_lag import watched
 from epd.observe.metrics import MetricsObserver
 from epd.observe.tracing import tracing
 from epd.request import warmup
+from epd.request.context import RequestContext
 from epd.request.pipeline import Pipeline
 from epd.request.probes import probing
 from epd.request.relay import StreamRelay
 from epd.request.releases import Releases
-from epd.request.stages import RequestContext, Stages
+from epd.request.stages import Stages
 from epd.request.warmup import Warmup
 from epd.routing.health import State
 from epd.routing.instances import ANSWERING, Instance, InstanceTable
