@@ -88,11 +88,12 @@ class RequestDone(NamedTuple):
         degraded: what was done in another stage than its own.
         engine_id: the id sent to the instances.
         trace_id: of its trace, where it is traced.
-        kv_wait_s: from prefill's answer to decode's first event, in a stream: for so long prefill
+        kv_wait_s: from prefill's answer to decode's first token, in a stream: for so long prefill
             kept its blocks at most.
         model_name: what instances call its model (`epd.models`).
         at: what it was waiting for last.
-        first_token_s: from its head to decode's first event; where it is no stream, to the answer.
+        first_token_s: from its head to decode's first event of tokens; where such an answer is no
+            stream, to all of it.
         gaps: times between the chunks of its stream, in seconds, by `GAPS_S`.
         hits: how many of its items needed no encode, by modality.
         waits: how many of those waited for an encode that somebody else had begun.

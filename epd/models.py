@@ -5,7 +5,9 @@ with the served name, the first one where there are several, as the `model_name`
 has it, and with the adapter's name for a LoRA.
 """
 
-import re
+from typing import Any
+
+import orjson
 
 MAX_NAMES = 64
 """Names that are told apart; all further ones are `OTHER`."""
@@ -13,13 +15,13 @@ MAX_ASKED = 256
 """Names that clients use for them, the last ones."""
 MAX_LENGTH = 256
 """Characters of a name."""
-LOOKED_AT_BYTES = 4096
-"""Of an answer: vLLM's begin with it, after a few short fields."""
+LOOKED_AT_BYTES = 256 * 1024
+"""An answer of more is not read."""
 
 OTHER = "other"
 
-# A quote within a string is escaped: nothing that a model says looks like this.
-NAMED = re.compile(rb'"model"\s*:\s*"([^"\\\x00-\x1f]{1,%d})"' % MAX_LENGTH)
+WITHIN = ("response", "message")
+"""Fields of a stream's first event that have an answer's own: OpenAI's responses, Anthropic's."""
 
 
 class ModelNames:
@@ -38,12 +40,31 @@ class ModelNames:
         """Take the word of an instance that has answered a request for this model with 2xx."""
         if not asked or asked in self._asked or len(asked) > MAX_LENGTH:
             return
-        found = NAMED.search(answer, 0, LOOKED_AT_BYTES)
-        if found is None:
+        name = _named(answer)
+        if name is None:
             return
-        name = found[1].decode(errors="replace")
         if len(self._names) < MAX_NAMES:
             self._names.add(name)
         self._asked[asked] = name if name in self._names else OTHER
         while len(self._asked) > MAX_ASKED:
             del self._asked[next(iter(self._asked))]
+
+
+def _named(answer: bytes) -> str | None:
+    """The model that has answered, as the answer's own field says it.
+
+    What is deeper in it may be a client's: a response's `metadata`, what a tool is called with.
+    """
+    if b'"model"' not in answer or len(answer) > LOOKED_AT_BYTES:
+        return None
+    start = answer.find(b"{")
+    end = answer.find(b"\n", start) if start else -1  # of a stream, the first event
+    try:
+        said: dict[str, Any] = orjson.loads(answer[start : None if end < 0 else end])
+    except orjson.JSONDecodeError:
+        return None
+    for own in (said, *map(said.get, WITHIN)):
+        match own:
+            case {"model": str() as name} if name.isprintable() and 0 < len(name) <= MAX_LENGTH:
+                return name
+    return None

@@ -65,15 +65,15 @@ class RequestSpan(Protocol):
     def headers(self) -> Mapping[str, str]:
         """As `Span.headers`."""
 
-    def asks(self, model: str) -> None:
-        """It asks a model of this name."""
+    def asks(self, operation: str | None, model: str | None) -> None:
+        """It asks for an operation of this name, a model of this one, where they are known."""
 
-    def child(self, name: str, *, instance: str | None = None, item: Item | None = None) -> Span:
+    def child(self, name: str, *, url: str | None = None, item: Item | None = None) -> Span:
         """Something that is done for it begins now.
 
         Args:
             name: what; one of few.
-            instance: base URL of the instance that is asked to do it.
+            url: where an instance is asked to do it.
             item: the item that it is done for.
         """
 

@@ -8,6 +8,7 @@ class Completions(Endpoint):
     """OpenAI's completions (`vllm/entrypoints/openai/completion/protocol.py`)."""
 
     path = "/v1/completions"
+    operation = "text_completion"
 
     def prefills(self, body: Body) -> bool:
         """Whether it has one prompt: `kv_transfer_params` are of one."""

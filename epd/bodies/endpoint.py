@@ -34,6 +34,7 @@ class Endpoint:
         generates: whether its answers are of tokens, which begin with a prefill.
         salted: whether its requests take a `cache_salt`.
         key_header: where its clients present their API key.
+        operation: its name in OpenTelemetry's conventions for generative AI, where it has one.
     """
 
     path: ClassVar[str]
@@ -43,6 +44,7 @@ class Endpoint:
     generates: ClassVar[bool] = True
     salted: ClassVar[bool] = True
     key_header: ClassVar[str] = "Authorization"
+    operation: ClassVar[str | None] = "chat"
 
     def read(self, raw: bytes | bytearray, content_type: str) -> tuple[Body, Cuts]:  # noqa: ARG002
         """The request in a body, and what was cut out of it.

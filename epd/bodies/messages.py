@@ -78,6 +78,7 @@ class CountTokens(Messages):
     encodes = False
     generates = False
     salted = False
+    operation = None
 
 
 def _pictures(blocks: list[Any], path: Path) -> Iterator[MMItem]:

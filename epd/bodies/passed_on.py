@@ -4,7 +4,7 @@ Their media are looked at as all others are, and go on as they came, under our o
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from epd.bodies.cuts import NO_CUTS, Cuts, Pieces
 from epd.bodies.endpoint import Endpoint
@@ -19,6 +19,7 @@ class PassedOn(Endpoint):
 
     encodes = False
     generates = False
+    operation: ClassVar[str | None] = None
 
 
 class Embeddings(PassedOn):
@@ -29,6 +30,7 @@ class Embeddings(PassedOn):
     """
 
     path = "/v1/embeddings"
+    operation = "embeddings"
 
     def items(self, body: Body) -> Iterator[MMItem]:
         """The media parts of all conversations, in order."""

@@ -21,12 +21,14 @@ class Grammar:
         done: the line that tells it.
         failed_word: is in every event that is an error.
         failed: the line that tells it.
+        begun: the line of any event but those that come before the first token; None: none do.
     """
 
     done_word: bytes
     done: re.Pattern[bytes]
     failed_word: bytes
     failed: re.Pattern[bytes]
+    begun: re.Pattern[bytes] | None = None
 
 
 OPENAI = Grammar(
@@ -44,8 +46,10 @@ RESPONSES = Grammar(
     re.compile(rb"(?:^|[\r\n])event: ?response\.(?:completed|incomplete|failed)\s"),
     b"error",
     _NAMED_ERROR,
+    re.compile(rb"(?:^|[\r\n])event: ?response\.(?!(?:created|in_progress|queued)\s)"),
 )
-"""Streams of OpenAI's responses API, whose events have names."""
+"""Streams of OpenAI's responses API, whose events have names. The first two of vLLM's come before
+it has begun with the request."""
 
 ANTHROPIC = Grammar(
     b"message_stop", re.compile(rb"(?:^|[\r\n])event: ?message_stop\s"), b"error", _NAMED_ERROR

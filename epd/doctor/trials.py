@@ -16,7 +16,8 @@ from epd.bodies.transfer import Encoded, EncodedItem, Params, consumer_body
 from epd.doctor.facts import Trial
 from epd.doctor.judge import DECODE, PREFILL
 from epd.errors import ProxyError, UpstreamRejected
-from epd.request.stages import RequestContext, Stages
+from epd.request.context import RequestContext
+from epd.request.stages import Stages
 from epd.routing.instances import Instance
 
 SIDE = 64

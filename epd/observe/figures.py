@@ -75,8 +75,8 @@ STAGE_SECONDS = Figure(
 FIRST_TOKEN_SECONDS = Figure(
     "epd_time_to_first_token_seconds",
     "histogram",
-    "From a request's head to the first event of its stream; where it is no stream, to the whole "
-    "answer.",
+    "From a request's head to the first event of its stream that tells of tokens; where it is no "
+    "stream, to the whole answer, of an endpoint with a prefill.",
     (MODEL,),
 )
 CHUNK_SECONDS = Figure(
@@ -88,13 +88,13 @@ CHUNK_SECONDS = Figure(
 KV_WAIT_SECONDS = Figure(
     "epd_kv_wait_seconds",
     "histogram",
-    "From prefill's answer to decode's first event, in streams: for so long prefill keeps blocks.",
+    "From prefill's answer to decode's first token, in streams: for so long prefill keeps blocks.",
 )
 ITEMS = Figure(
     "epd_items",
     "counter",
     "Media items, by where their encoder outputs came from: hit, there or on its way; encoded, for "
-    "this request; local, by prefill or decode.",
+    "this request; local, by prefill or decode. Of the endpoints with an encode stage.",
     (MODEL, "result"),
 )
 ENCODE_WAITS = Figure(

@@ -105,24 +105,23 @@ class OtelRequest:
         self.headers: dict[str, str] = {}
         W3C.inject(self.headers, self._context)
 
-    def asks(self, model: str) -> None:
+    def asks(self, operation: str | None, model: str | None) -> None:
         """As `RequestSpan.asks`."""
-        self._span.set_attributes(
-            {"gen_ai.operation.name": "chat", "gen_ai.request.model": model[:MAX_MODEL]}
-        )
+        if operation is not None:
+            self._span.set_attribute("gen_ai.operation.name", operation)
+        if model:
+            self._span.set_attribute("gen_ai.request.model", model[:MAX_MODEL])
 
-    def child(
-        self, name: str, *, instance: str | None = None, item: Item | None = None
-    ) -> OtelSpan:
+    def child(self, name: str, *, url: str | None = None, item: Item | None = None) -> OtelSpan:
         """As `RequestSpan.child`."""
         kind, attributes = SpanKind.INTERNAL, dict[str, str | int]()
         if item is not None:
             attributes |= {"epd.item": item.param, "epd.item.modality": item.modality}
         key = name, None if item is None else item.param
         again = self._children[key][0] + 1 if key in self._children else 0
-        if instance is not None:
+        if url is not None:
             kind = SpanKind.CLIENT
-            attributes |= _peer(instance)
+            attributes |= _peer(url)
             if again:
                 attributes["http.request.resend_count"] = again
         child = OtelSpan(self._tracer.start_span(name, self._context, kind, attributes))
@@ -159,7 +158,7 @@ def _peer(url: str) -> Mapping[str, str | int]:
     port = parts.port or (443 if parts.scheme == "https" else 80)
     return {
         "http.request.method": "POST",
-        "url.full": f"{url}/v1/chat/completions",
+        "url.full": url,
         "server.address": parts.hostname or "",
         "server.port": port,
     }

@@ -22,7 +22,8 @@ from epd.errors import (
     no_store,
 )
 from epd.flights import Flights
-from epd.request.stages import RequestContext, Stages
+from epd.request.context import RequestContext
+from epd.request.stages import Stages
 from epd.routing.instances import Instance, InstanceTable, Role
 from epd.routing.policies import Choice
 from epd.routing.retries import Retries, is_instances_fault, retry_delay_s
@@ -128,11 +129,12 @@ class Encoder:
         """
         if not uuids:
             return []
-        context.hits, context.waits = {}, 0
-        wanted = self._identifiers(body, uuids, anew=anew)
         if not context.endpoint.encodes:
-            encoded = [_local(item, uuid) for item, uuid in uuids.items()]
-        elif self._claims is None or not wanted:
+            return [_local(item, uuid) for item, uuid in uuids.items()]
+        record = context.record
+        record.hits, record.waits = {}, 0
+        wanted = self._identifiers(body, uuids, anew=anew)
+        if self._claims is None or not wanted:
             looked = LookUp({}, answered=self._claims is not None, alone=anew)
             encoded = await self._each(body, uuids, looked, context)
         else:
@@ -144,9 +146,9 @@ class Encoder:
                 looked = _answer(look, wanted, alone=anew)
                 encoded = await self._each(body, uuids, looked, context)
         results = [one.result for one in encoded]
-        context.items = {result: results.count(result) for result in results}
-        if "hit" in context.items:
-            context.hits = Counter([one.item.modality for one in encoded if one.result == "hit"])
+        record.items = {result: results.count(result) for result in results}
+        if "hit" in record.items:
+            record.hits = Counter([one.item.modality for one in encoded if one.result == "hit"])
         return encoded
 
     def _identifiers(
@@ -169,7 +171,7 @@ class Encoder:
         context: RequestContext,
     ) -> list[EncodedItem]:
         """All items, once the store was asked."""
-        context.at = "encode"
+        context.record.at = "encode"
 
         async def one(item: MMItem) -> EncodedItem:
             return await self._one(body, item, uuids, looked, context)
@@ -201,9 +203,9 @@ class Encoder:
         except ProxyError as error:
             if not self._may_be_local(uuids) or not is_instances_fault(error):
                 raise error.at(item.param) from error.__cause__
-            context.degraded.add("encode-local")
+            context.record.degraded.add("encode-local")
             return _local(item, uuid)
-        context.waits += not mine
+        context.record.waits += not mine
         return EncodedItem(item, _sent(item, uuid), encoded, "encoded" if mine else "hit")
 
     def _may_be_local(self, items: Iterable[MMItem]) -> bool:

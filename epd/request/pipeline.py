@@ -14,9 +14,10 @@ from epd.errors import NoInstance, ProxyError, Stage, UpstreamTimeout, UpstreamU
 from epd.http.upstream import Reply
 from epd.media.fetch import MediaFetcher
 from epd.media.parts import inline_bytes
+from epd.request.context import RequestContext
 from epd.request.encoding import Encoder
 from epd.request.releases import Releases
-from epd.request.stages import Decoding, RequestContext, Stages
+from epd.request.stages import Decoding, Stages
 from epd.routing.instances import ANSWERING, Instance, InstanceTable, Role, Use
 from epd.routing.policies import Choice
 from epd.routing.retries import Retries, is_instances_fault, retry_delay_s
@@ -146,7 +147,7 @@ class Pipeline:
 
         def again(error: ProxyError) -> float | None:
             delay_s = self._next(attempts, error)
-            context.retries += delay_s is not None
+            context.record.retries += delay_s is not None
             return delay_s
 
         return await self._retries.run(attempt, tries=MAX_ATTEMPTS, again=again)
@@ -202,14 +203,14 @@ class Pipeline:
         elif attempts.anew:
             attempts.encoded = await self._encoder.encode(body, uuids, context, anew=True)
         if attempts.without_prefill:
-            context.degraded.add("prefill-local")
+            context.record.degraded.add("prefill-local")
         raw = self._config.decode_media == "raw" or attempts.anew or attempts.without_prefill
         attempts.sent = consumer_body(body, attempts.encoded, raw=raw)
-        context.saved_bytes = 0
-        if context.hits:
+        context.record.saved_bytes = 0
+        if context.record.hits:
             unsent = metadata_uuids(attempts.encoded, body, raw=raw)
             hits = [one.item for one in attempts.encoded if one.result == "hit"]
-            context.saved_bytes = sum(
+            context.record.saved_bytes = sum(
                 inline_bytes(item, context.cuts) for item in hits if item in unsent
             )
 

@@ -11,7 +11,7 @@ from epd.errors import ProxyError, UpstreamFailed
 from epd.events import GAPS_S
 from epd.histogram import Histogram
 from epd.http.upstream import Reply
-from epd.request.stages import RequestContext
+from epd.request.context import RequestContext
 
 AFTER_END_S = 1.0
 """Silence after a stream's error, until its connection is closed rather than kept."""
@@ -47,8 +47,9 @@ class StreamRelay:
         self._transport = transport
         self._context = context
         self._aligner = EventAligner(context.endpoint.grammar)
+        self._begun = context.endpoint.grammar.begun
         self._failure: UpstreamFailed | None = None
-        self._gaps = context.gaps = Histogram(GAPS_S)
+        self._gaps = context.record.gaps = Histogram(GAPS_S)
         self._last_s: float | None = None
         self._chunked = hdrs.TRANSFER_ENCODING in stream.headers
 
@@ -121,7 +122,10 @@ class StreamRelay:
     def _timed(self, events: bytes) -> None:
         now_s = time.monotonic()
         if self._last_s is None:
-            self._context.first_event(now_s, events)
+            self._context.named(events)
+            if self._begun is not None and self._begun.search(events) is None:
+                return
+            self._context.first_event(now_s)
         else:
             self._gaps.add(now_s - self._last_s)
         self._last_s = now_s

@@ -1,17 +1,13 @@
 """Encode, prefill, decode and release: one stage each, as requests to instances."""
 
-import itertools
-import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import dataclass, field
 from http import HTTPStatus
 from types import TracebackType
 
 from epd.bodies.chat import CHAT, encode_body
-from epd.bodies.cuts import Cuts
-from epd.bodies.endpoint import JSON, Endpoint, written
+from epd.bodies.endpoint import written
 from epd.bodies.items import Body, MMItem
 from epd.bodies.transfer import NIXL_PREFILL, Encoded, Params, read_encoded, read_prefilled
 from epd.config import ProxyConfig
@@ -25,188 +21,15 @@ from epd.errors import (
     said_retry_after_s,
     slug_of,
 )
-from epd.events import (
-    Degraded,
-    ItemResult,
-    Modality,
-    Observer,
-    StageDone,
-    Waiting,
-)
-from epd.histogram import Histogram
 from epd.http.upstream import Answer, Reply, Upstream
-from epd.models import ModelNames
+from epd.request.context import RequestContext, Timed
 from epd.routing.health import BUSY
 from epd.routing.instances import Instance
-from epd.spans import RequestSpan, Span
-from epd.tenants import ANONYMOUS, Tenant
 
 MAX_STATUS = 599
 
-WITHIN = frozenset[Stage]({"queue", "store"})
-"""Stages in which no instance is asked."""
-
 RELEASE_TIMEOUT_S = 5.0
 """A decode instance's answer to a request that nobody waits for."""
-
-
-@dataclass(slots=True)
-class RequestContext:
-    """What a request carries through its stages beside its body.
-
-    Attributes:
-        request_id: the id its instances see; no two requests have the same.
-        headers: headers its instances are sent, but for the request id.
-        endpoint: what it asks for.
-        tenant: whose request it is.
-        clients_key: whether the instances judge the client's own key, and not the proxy's.
-        observers: who is told what happens.
-        stages: what has happened so far; each stage adds to it.
-        items: how many items came from where.
-        retries: how often the request was begun anew.
-        degraded: what was done in another stage than its own.
-        client_id: what its client calls it, where it calls it anything.
-        cuts: what was cut out of its body, and is put back into those for its instances.
-        prefilled_s: when prefill had answered, on the monotonic clock.
-        kv_wait_s: from then until decode's first event, in a stream.
-        models: what instances call which model.
-        model: what the client calls the one it asks for.
-        at: what it waits for, or did last.
-        first_event_s: when decode's first event came, on the monotonic clock; where the answer is
-            no stream, when all of it had come.
-        gaps: times between the chunks of its stream.
-        hits: how many of its items needed no encode, by modality.
-        waits: how many of those waited for an encode that somebody else had begun.
-        saved_bytes: of their media that no instance was sent.
-        span: what it is traced by, where it is traced.
-        answering: decode's span, until its first event.
-    """
-
-    request_id: str
-    headers: Mapping[str, str]
-    endpoint: Endpoint = CHAT
-    tenant: Tenant = ANONYMOUS
-    clients_key: bool = True
-    observers: Sequence[Observer] = ()
-    stages: list[StageDone] = field(default_factory=list)
-    items: Mapping[ItemResult, int] = field(default_factory=dict)
-    retries: int = 0
-    degraded: set[Degraded] = field(default_factory=set)
-    client_id: str | None = None
-    cuts: Cuts = field(default_factory=dict)
-    prefilled_s: float | None = None
-    kv_wait_s: float | None = None
-    models: ModelNames = field(default_factory=ModelNames)
-    model: str | None = None
-    at: Waiting = "proxy"
-    first_event_s: float | None = None
-    gaps: Histogram | None = None
-    hits: Mapping[Modality, int] = field(default_factory=dict)
-    waits: int = 0
-    saved_bytes: int = 0
-    span: RequestSpan | None = None
-    answering: Span | None = None
-    _children: Iterator[int] = field(default_factory=itertools.count)
-
-    def headers_for(
-        self,
-        request_id: str,
-        span: Span | None = None,
-        rank: int | None = None,
-        content_type: str = JSON,
-    ) -> dict[str, str]:
-        """Headers of one request to an instance, or to one of its data-parallel ranks.
-
-        The instance's own spans are children of `span`.
-        """
-        own = {**self.headers, "Content-Type": content_type, "X-Request-Id": request_id}
-        if rank is not None:
-            own["X-data-parallel-rank"] = str(rank)
-        return own if span is None else {**own, **span.headers}
-
-    def child_id(self) -> str:
-        """An id for a request that is made on behalf of this one."""
-        return f"{self.request_id}:{next(self._children)}:{secrets.token_hex(3)}"
-
-    @property
-    def model_name(self) -> str:
-        """What instances call its model."""
-        return self.models.of(self.model)
-
-    def first_event(self, now_s: float, event: bytes) -> None:
-        """Decode has begun its stream: it has what prefill kept for it."""
-        self.first_event_s = now_s
-        self.models.learn(self.model, event)
-        if self.prefilled_s is not None:
-            self.kv_wait_s = now_s - self.prefilled_s
-        if self.answering is not None:
-            self.answering.event("first_token")
-            self.answering = None
-
-    def whole(self, answer: bytes) -> None:
-        """Decode has answered, with no stream."""
-        self.first_event_s = time.monotonic()
-        self.models.learn(self.model, answer)
-
-    def timed(self, stage: Stage, where: str, item: MMItem | None = None) -> "Timed":
-        """Emit a `StageDone` when the context is left, however it is left.
-
-        Its span begins here, where the request is traced.
-        """
-        return Timed(self, stage, where, item)
-
-    def done(self, event: StageDone) -> None:
-        """Something of it has ended."""
-        self.stages.append(event)
-        for observer in self.observers:
-            observer.stage_done(event)
-
-
-class Timed:
-    """One stage of a request, under way.
-
-    Attributes:
-        span: its span, where the request is traced.
-    """
-
-    __slots__ = ("_context", "_modality", "_stage", "_started_s", "_where", "span")
-
-    def __init__(
-        self, context: RequestContext, stage: Stage, where: str, item: MMItem | None
-    ) -> None:
-        self._context = context
-        self._stage: Stage = stage
-        self._where = where
-        self._modality = None if item is None else item.modality
-        self.span: Span | None = None
-        if context.span is not None:
-            instance = None if stage in WITHIN else where
-            self.span = context.span.child(stage, instance=instance, item=item)
-
-    def __enter__(self) -> Span | None:
-        """It begins."""
-        self._context.at = self._stage
-        self._started_s = time.monotonic()
-        return self.span
-
-    def __exit__(
-        self, kind: object, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """It has ended, and how."""
-        slug, ended_s, context = slug_of(error), time.monotonic(), self._context
-        if self.span is not None and (error is not None or self._stage != "decode"):
-            self.span.end(slug)  # decode's goes on until its answer has been relayed
-        context.done(
-            StageDone(
-                self._stage,
-                self._where,
-                self._started_s,
-                ended_s - self._started_s,
-                slug,
-                context.model_name,
-                self._modality,
-            )
-        )
 
 
 class Stages:
@@ -240,7 +63,7 @@ class Stages:
             if span is not None:
                 span.answered(answer.status)
             accepted = _accepted(answer, "encode", context)
-            context.models.learn(context.model, accepted)
+            context.named(accepted)
             return read_encoded(accepted, item.modality)
 
     async def prefill(
@@ -263,9 +86,9 @@ class Stages:
             if span is not None:
                 span.answered(answer.status)
             accepted = _accepted(answer, "prefill", context)
-            context.models.learn(context.model, accepted)
+            context.named(accepted)
             params = read_prefilled(accepted)
-        context.prefilled_s = time.monotonic()
+        context.record.prefilled_s = time.monotonic()
         return params
 
     def decode(
@@ -343,7 +166,7 @@ class Decoding:
                 span.answered(reply.status)
                 span.event("head")
             if reply.ok:
-                self._context.at = "answer"
+                self._context.record.at = "answer"
                 self._context.answering = span
                 return reply
             async with AsyncExitStack() as stack:

@@ -11,8 +11,8 @@ from epd.bodies.parsing import parse_object
 from epd.bodies.transfer import EncodedItem, metadata_uuid
 from epd.cache.encoder_cache import EncoderCache
 from epd.errors import BadRequest, ProxyError, no_store
+from epd.request.context import RequestContext
 from epd.request.pipeline import Pipeline
-from epd.request.stages import RequestContext
 
 FIELDS = frozenset({"model", "content", "priority", *MM_KWARGS})
 

@@ -33,7 +33,7 @@ from epd.errors import (
 from epd.events import ItemResult, Observer, RequestDone, stage_seconds
 from epd.models import ModelNames
 from epd.observe.logs import REQUEST_ID as LOGGED
-from epd.request.stages import RequestContext
+from epd.request.context import RequestContext
 from epd.spans import RequestSpan, Tracer
 from epd.tenants import ApiKeys
 
@@ -90,7 +90,8 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     finally:
         if status == CLIENT_CLOSED:
             status = request.get(ANSWERED, CLIENT_CLOSED)
-        first_s = context.first_event_s
+        record = context.record
+        first_s = record.first_event_s
         event = RequestDone(
             request_id=context.client_id or context.request_id,
             engine_id=context.request_id,
@@ -100,18 +101,18 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
             seconds=time.monotonic() - started,
             error=_left(request) if status == CLIENT_CLOSED else _slug(error),
             reason=_reason(error),
-            stages=tuple(context.stages),
-            items=context.items,
-            retries=context.retries,
-            degraded=frozenset(context.degraded),
-            kv_wait_s=context.kv_wait_s,
+            stages=tuple(record.stages),
+            items=record.items,
+            retries=record.retries,
+            degraded=frozenset(record.degraded),
+            kv_wait_s=record.kv_wait_s,
             model_name=context.model_name,
-            at=context.at,
+            at=record.at,
             first_token_s=None if first_s is None else first_s - started,
-            gaps=context.gaps,
-            hits=context.hits,
-            waits=context.waits,
-            saved_bytes=context.saved_bytes,
+            gaps=record.gaps,
+            hits=record.hits,
+            waits=record.waits,
+            saved_bytes=record.saved_bytes,
             trace_id=None if context.span is None else context.span.trace_id,
         )
         if context.span is not None:
@@ -219,7 +220,8 @@ def _authenticate(request: web.Request, visit: Visit) -> None:
         header = visit.context.endpoint.key_header
         tenant = keys.tenant_of(client_key(request.headers, header))
         if tenant is None:
-            raise Unauthorized("a valid API key is needed: Authorization: Bearer <key>")
+            form = "Bearer <key>" if header == "Authorization" else "<key>"
+            raise Unauthorized(f"a valid API key is needed: {header}: {form}")
         visit.context.tenant = tenant
 
 
@@ -249,7 +251,7 @@ async def _in_turn(request: web.Request, handler: Handler, visit: Visit) -> web.
             with context.timed("queue", "proxy"):
                 async with _watched(request):
                     await admission.turn(ticket)
-            context.at = "proxy"
+            context.record.at = "proxy"
         request[BODY].grow(size)
         return await handler(request)
 
@@ -287,20 +289,21 @@ async def _watch(request: web.Request) -> None:
 
 def own_headers(context: RequestContext) -> dict[str, str]:
     """Headers of every answer."""
+    record = context.record
     own = {"X-Request-Id": context.client_id or context.request_id, "Server": SERVER}
     if context.span is not None:
         own["X-Trace-Id"] = context.span.trace_id
-    if context.stages:
-        spans = stage_seconds(context.stages)
+    if record.stages:
+        spans = stage_seconds(record.stages)
         own["Server-Timing"] = ", ".join(
             [f"{stage};dur={seconds * 1000:.1f}" for stage, seconds in spans.items()]
         )
-    if context.items:
+    if record.items:
         own["x-epd-items"] = ",".join(
-            f"{result}={context.items.get(result, 0)}" for result in get_args(ItemResult)
+            f"{result}={record.items.get(result, 0)}" for result in get_args(ItemResult)
         )
-    if context.degraded:
-        own["x-epd-degraded"] = ",".join(sorted(context.degraded))
+    if record.degraded:
+        own["x-epd-degraded"] = ",".join(sorted(record.degraded))
     return own
 
 

@@ -31,11 +31,12 @@ from epd.observe.loop_lag import watched
 from epd.observe.metrics import MetricsObserver
 from epd.observe.tracing import tracing
 from epd.request import warmup
+from epd.request.context import RequestContext
 from epd.request.pipeline import Pipeline
 from epd.request.probes import probing
 from epd.request.relay import StreamRelay
 from epd.request.releases import Releases
-from epd.request.stages import RequestContext, Stages
+from epd.request.stages import Stages
 from epd.request.warmup import Warmup
 from epd.routing.health import State
 from epd.routing.instances import ANSWERING, Instance, InstanceTable
@@ -191,7 +192,7 @@ async def answer(request: web.Request) -> web.StreamResponse:
     body, context.cuts = endpoint.read(await _read(request), content_type)
     context.model = body.get("model")
     if context.span is not None:
-        context.span.asks(str(context.model))
+        context.span.asks(endpoint.operation, context.model)
     if endpoint.salted and context.tenant is not ANONYMOUS:  # whom all share with
         body = salted(body, config.scope_of(context.tenant))
     async with await app[PIPELINE].run(body, context) as reply:

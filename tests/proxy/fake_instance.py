@@ -240,9 +240,10 @@ def text_delta(words: str, number: int) -> dict[str, Any]:
 OTHER_STREAMS: dict[str, list[bytes]] = {
     "/v1/responses": [
         named({"type": "response.created", "sequence_number": 0, "response": RESPONSE}),
-        named(text_delta("a", 1)),
-        named(text_delta("é", 2)),
-        named({"type": "response.completed", "sequence_number": 3, "response": RESPONSE}),
+        named({"type": "response.in_progress", "sequence_number": 1, "response": RESPONSE}),
+        named(text_delta("a", 2)),
+        named(text_delta("é", 3)),
+        named({"type": "response.completed", "sequence_number": 4, "response": RESPONSE}),
     ],
     "/v1/messages": [
         named({"type": "message_start", "message": MESSAGE | {"content": [], "stop_reason": None}}),

@@ -11,6 +11,7 @@ import aiohttp
 import anthropic
 import openai
 import pytest
+from aiohttp import web
 
 from epd.bodies.endpoints import ENDPOINTS
 from epd.version import __version__
@@ -142,6 +143,7 @@ async def test_others_are_decodes_alone(fleet: Fleet, path: str) -> None:
     await ask(fleet, path, PLAIN[path])
 
     assert fleet.p.calls == fleet.e.calls == []
+    assert fleet.events.requests[0].first_token_s is None
 
 
 async def test_prompts_of_a_batch_are_decodes_alone(fleet: Fleet) -> None:
@@ -195,6 +197,35 @@ async def test_a_stream_comes_byte_by_byte(fleet: Fleet, path: str) -> None:
 
 
 @pytest.mark.fault(39)
+@pytest.mark.parametrize("path", OTHER_STREAMS)
+async def test_a_streams_first_token_is_timed_and_its_model_named(fleet: Fleet, path: str) -> None:
+    body = PLAIN[path] | {"model": "alias", "stream": True}
+    async with fleet.http.post(fleet.url + path, json=body) as reply:
+        await reply.read()
+
+    [event] = fleet.events.requests
+    assert event.first_token_s is not None
+    assert event.model_name == "m"
+
+
+async def test_a_response_has_no_first_token_before_its_engine_begins_with_it(fleet: Fleet) -> None:
+    begins = OTHER_STREAMS["/v1/responses"][:2]
+
+    async def waits(asked: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await streams(begins)(asked, body)
+        return await hangs(asked, body)
+
+    fleet.d.chat = waits
+    body = PLAIN["/v1/responses"] | {"model": "m", "stream": True}
+    async with fleet.http.post(f"{fleet.url}/v1/responses", json=body) as reply:
+        assert await reply.content.readexactly(len(b"".join(begins))) == b"".join(begins)
+    await until(lambda: fleet.events.requests)
+
+    [event] = fleet.events.requests
+    assert (event.status, event.at, event.model_name) == (499, "answer", "m")
+    assert event.first_token_s is event.kv_wait_s is None
+
+
 async def test_a_response_that_breaks_off_is_an_error_for_openais_client(fleet: Fleet) -> None:
     fleet.d.chat = streams(OTHER_STREAMS["/v1/responses"][:-1])
     client, _ = clients(fleet)
@@ -318,6 +349,7 @@ async def test_media_that_are_passed_on_go_raw_and_under_our_key(fleet: Fleet, p
     [part] = fleet.d.calls[0].parts
     assert URL in json.dumps(part)
     assert part.get("uuid", "key") != "own"
+    assert fleet.events.requests[0].items == {}
 
 
 @pytest.mark.security("S9")
@@ -412,6 +444,15 @@ async def test_anthropics_clients_present_their_key_in_a_header_of_its_own(
         )
 
 
+async def test_who_has_no_key_is_told_where_it_belongs(launch: Launch, keys: Path) -> None:
+    async with launch(api_keys_file=keys) as fleet:
+        _, chats = await ask(fleet, "/v1/chat/completions", PLAIN["/v1/chat/completions"])
+        _, messages = await ask(fleet, "/v1/messages", PLAIN["/v1/messages"])
+
+    assert chats["error"]["message"].endswith("Authorization: Bearer <key>")
+    assert messages["error"]["message"].endswith("X-API-Key: <key>")
+
+
 async def test_where_the_proxy_has_no_keys_the_instances_judge_anthropics(fleet: Fleet) -> None:
     await ask(fleet, "/v1/messages", message(text()), {"X-API-Key": "k"})
 
@@ -474,7 +515,7 @@ async def test_the_version_is_ours_and_of_each_instance_its_own(fleet: Fleet) ->
 
     assert said == {
         "version": __version__,
-        "instances": {instance.url: "0.33.0" for instance in fleet.instances},
+        "instances": {instance.url: instance.version for instance in fleet.instances},
     }
 
 

@@ -106,6 +106,36 @@ async def test_a_request_is_a_span_with_a_child_for_each_stage(
     assert asked_by(fleet.d) == decode.id
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "operation", "stages"),
+    [
+        ("/v1/completions", {"prompt": "?"}, "text_completion", ["prefill", "decode"]),
+        ("/v1/responses", {"input": "?"}, "chat", ["prefill", "decode"]),
+        ("/v1/messages", {"messages": [], "max_tokens": 1}, "chat", ["prefill", "decode"]),
+        ("/v1/messages/count_tokens", {"messages": []}, None, ["decode"]),
+        ("/v1/embeddings", {"input": "?"}, "embeddings", ["decode"]),
+    ],
+)
+async def test_a_span_says_what_was_asked_for_and_by_which_route(  # noqa: PLR0913, PLR0917
+    launch: Launch,
+    collector: Collector,
+    path: str,
+    body: dict[str, Any],
+    operation: str | None,
+    stages: list[str],
+) -> None:
+    async with launch(prefill=1, otlp_traces_endpoint=collector.url) as fleet:
+        async with fleet.http.post(fleet.url + path, json=body) as reply:
+            assert reply.status == 200
+        urls = {"prefill": fleet.p.url + path, "decode": fleet.d.url + path}
+
+    root = only(collector)
+    assert root.attributes.get("gen_ai.operation.name") == operation
+    assert "gen_ai.request.model" not in root.attributes
+    children = {span.name: span.attributes["url.full"] for span in collector.children(root)}
+    assert children == {stage: urls[stage] for stage in stages}
+
+
 async def test_every_item_has_its_span_and_prefill_has_one(
     launch: Launch, collector: Collector
 ) -> None:
@@ -377,7 +407,7 @@ async def test_a_prefill_given_back_and_a_wait_for_a_turn_are_children_too(
         first = asyncio.create_task(fleet.chat(PICTURE))
         await until(lambda: fleet.d.open == 1)
         second = asyncio.create_task(fleet.chat(request(text())))
-        await until(lambda: b"epd_requests_queued 1" in fleet.runner.app[METRICS].page("")[0])
+        await until(lambda: b"epd_requests_queued 1.0" in fleet.runner.app[METRICS].page()[0])
         first.cancel()
         await second
 

@@ -65,7 +65,6 @@ def test_the_sum_is_what_one_process_would_have_counted(
     assert samples(added([Process(work).page() for work in works])) == samples(alone.page())
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0, 1e9), min_size=1, max_size=8), st.randoms(use_true_random=False))
 def test_the_order_of_workers_changes_no_digit(values: list[float], random: Random) -> None:
     pages = []

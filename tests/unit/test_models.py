@@ -1,6 +1,7 @@
 """What labels call a model: what instances call it, and never what only a client does."""
 
 import orjson
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,6 +43,36 @@ def test_what_a_model_says_is_no_name(content: str) -> None:
     assert names.of("m") == OTHER
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b'{"id": "r", "metadata": {"model": "x"}, "model": "m", "output": []}',
+        (
+            b"event: response.created\n"
+            b'data: {"response": {"id": "r", "metadata": {"model": "x"}, "model": "m"}}\n\n'
+            b'event: response.in_progress\ndata: {"response": {"model": "x"}}\n\n'
+        ),
+        b'{"id": "a", "content": [{"type": "tool_use", "input": {"model": "x"}}], "model": "m"}',
+        b'event: message_start\ndata: {"message": {"content": [], "model": "m"}}\n\n',
+    ],
+)
+def test_what_a_client_or_a_tools_call_says_within_an_answer_is_no_name(answer: bytes) -> None:
+    names = ModelNames()
+    names.learn("alias", answer)
+
+    assert names.of("alias") == "m"
+
+
+@pytest.mark.parametrize(
+    "answer", [b"", b'"model"', b'{"model"', b'["model", {"model": "x"}]', b'{"model": ["x"]}']
+)
+def test_what_is_no_answer_names_nothing(answer: bytes) -> None:
+    names = ModelNames()
+    names.learn("m", answer)
+
+    assert names.of("m") == OTHER
+
+
 def test_so_many_names_and_no_more() -> None:
     names = ModelNames()
     for number in range(10 * MAX_NAMES):
@@ -62,8 +93,8 @@ def test_who_asks_for_many_names_has_the_old_ones_forgotten_and_learnt_again() -
     assert (forgotten, names.of("asked 0")) == (OTHER, "m")
 
 
-def test_a_name_far_behind_is_not_looked_for() -> None:
+def test_an_answer_of_megabytes_is_not_read_for_a_name() -> None:
     names = ModelNames()
-    names.learn("m", b" " * LOOKED_AT_BYTES + said("m"))
+    names.learn("m", said("m", " " * LOOKED_AT_BYTES))
 
     assert names.of("m") == OTHER
