@@ -90,7 +90,10 @@ class Recent:
             },
             seconds=list(self._seconds),
             requests=[_request(*one) for one in self._requests],
-            notices=[_notice(*one) for one in (*self._errors, *self._changes)],
+            notices=[
+                *(_notice(*one) for one in self._errors),
+                *(_notice(*one) for one in self._changes),
+            ],
         )
 
 
