@@ -9,7 +9,8 @@ from typing import get_args
 from epd.errors import Stage
 from epd.events import InstanceChanged, RequestDone, StageDone
 from epd.ui.snapshot import (
-    KEPT_NOTICES,
+    KEPT_CHANGES,
+    KEPT_ERRORS,
     KEPT_REQUESTS,
     KEPT_SAMPLES,
     KEPT_SECONDS,
@@ -44,9 +45,8 @@ class Recent:
             stage: deque(maxlen=KEPT_SAMPLES) for stage in get_args(Stage)
         }
         self._requests: deque[tuple[float, RequestDone]] = deque(maxlen=KEPT_REQUESTS)
-        self._notices: deque[tuple[float, RequestDone | InstanceChanged]] = deque(
-            maxlen=KEPT_NOTICES
-        )
+        self._errors: deque[tuple[float, RequestDone]] = deque(maxlen=KEPT_ERRORS)
+        self._changes: deque[tuple[float, InstanceChanged]] = deque(maxlen=KEPT_CHANGES)
         self._seconds: deque[Second] = deque(maxlen=KEPT_SECONDS)
 
     def stage_done(self, event: StageDone) -> None:
@@ -60,7 +60,7 @@ class Recent:
         now_s = self._clock()
         self._requests.append((now_s, event))
         if event.error is not None:
-            self._notices.append((now_s, event))
+            self._errors.append((now_s, event))
         second = self._second(int(now_s))
         second["requests"] += 1
         second["failed"] += event.error is not None
@@ -70,7 +70,7 @@ class Recent:
 
     def instance_changed(self, event: InstanceChanged) -> None:
         """Keep it."""
-        self._notices.append((self._clock(), event))
+        self._changes.append((self._clock(), event))
 
     def _second(self, at: int) -> Second:
         if not self._seconds or self._seconds[-1]["at_s"] != at:
@@ -90,7 +90,10 @@ class Recent:
             },
             seconds=list(self._seconds),
             requests=[_request(*one) for one in self._requests],
-            notices=[_notice(*one) for one in self._notices],
+            notices=[
+                *(_notice(*one) for one in self._errors),
+                *(_notice(*one) for one in self._changes),
+            ],
         )
 
 

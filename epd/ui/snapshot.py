@@ -8,7 +8,9 @@ from typing import Literal, TypedDict
 from epd.events import ItemResult
 
 KEPT_REQUESTS = 64
-KEPT_NOTICES = 64
+KEPT_ERRORS = 48
+KEPT_CHANGES = 16
+"""Of instances. Their own, so that no client's bad requests push out an instance that went."""
 KEPT_SAMPLES = 512
 """For each stage."""
 KEPT_SECONDS = 120

@@ -7,7 +7,8 @@ from itertools import chain
 from typing import NamedTuple, TypedDict
 
 from epd.ui.snapshot import (
-    KEPT_NOTICES,
+    KEPT_CHANGES,
+    KEPT_ERRORS,
     KEPT_REQUESTS,
     KEPT_SAMPLES,
     Notice,
@@ -209,5 +210,14 @@ def _requests(snapshots: Iterable[Snapshot], now: Moment) -> list[Request]:
 
 def _notices(snapshots: Iterable[Snapshot], now: Moment) -> list[Notice]:
     found = [one for snapshot in snapshots for one in snapshot["events"]["notices"]]
-    found.sort(key=lambda one: one["at_s"], reverse=True)
-    return [Notice(**{**one, "at_s": now.unix(one["at_s"])}) for one in found[:KEPT_NOTICES]]
+    found.sort(key=_at, reverse=True)
+    errors = [one for one in found if one["kind"] == "request"][:KEPT_ERRORS]
+    changes = [one for one in found if one["kind"] == "instance"][:KEPT_CHANGES]
+    return [
+        Notice(**{**one, "at_s": now.unix(one["at_s"])})
+        for one in sorted((*errors, *changes), key=_at, reverse=True)
+    ]
+
+
+def _at(notice: Notice) -> float:
+    return notice["at_s"]

@@ -12,6 +12,7 @@ import yaml
 
 from ec_store import Entry, EntryKey, open_store
 from epd.config.settings import Settings
+from epd.routing.instances import Instance, Role
 from epd.server.web import OPENAPI
 from epd.version import __version__
 from tests.deploy.manifests import (
@@ -126,16 +127,6 @@ def test_the_pods_of_engines_have_addresses_of_their_own(name: str) -> None:
     assert port["port"] == ports(name)["http"]
 
 
-def test_the_proxy_is_told_of_every_engine() -> None:
-    given = settings("epd-proxy")
-    for name in ENGINES:
-        urls = given[f"EPD_{name.upper()}_SERVERS_URLS"].split(",")
-        replicas = WORKLOADS[name]["spec"]["replicas"]
-        port = ports(name)["http"]
-
-        assert urls == [f"http://{name}-{n}.{name}:{port}" for n in range(replicas)]
-
-
 def environment(monkeypatch: pytest.MonkeyPatch, secret: str) -> Settings:
     """What the proxy makes of its environment."""
     for name, value in settings("epd-proxy").items():
@@ -144,6 +135,14 @@ def environment(monkeypatch: pytest.MonkeyPatch, secret: str) -> Settings:
         assert one["valueFrom"]["secretKeyRef"]["name"] == SECRET["metadata"]["name"]
         monkeypatch.setenv(one["name"], secret)
     return Settings()
+
+
+def test_the_proxy_looks_up_the_service_of_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = environment(monkeypatch, "0123456789abcdef" * 2)
+
+    assert set(config.discovered) == {
+        Instance(Role(name), f"http://{name}:{ports(name)['http']}") for name in ENGINES
+    }
 
 
 def test_the_proxy_takes_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,24 @@ async def test_an_instance_that_goes_is_shown_as_down_and_comes_back(tab: Tabs) 
             assert looked.wrong == []
 
 
+@pytest.mark.parametrize("roles", [(), ("encode",), ("decode",), ("prefill_decode",)])
+@pytest.mark.parametrize("width", [360, 1280])
+async def test_a_fleet_that_lacks_stages_is_shown(
+    tab: Tabs, stack: Stack, roles: tuple[str, ...], width: int
+) -> None:
+    """Who begins without instances, or has taken the last one away."""
+    state = cast("dict[str, Any]", large(1))
+    [one, *_] = state["instances"]
+    left = {"kind": "instance", "at_s": state["now"], "what": "http://gone:1", "said": "removed"}
+    state["instances"] = [{**one, "role": role} for role in roles]
+    state["notices"] = [{**left, "more": "prefill"}]
+    async with tab(stack.url, state=state, width=width) as looked:
+        await expect(looked.page.get_by_role("log")).to_contain_text("Prefill is removed")
+        await expect(looked.page.locator("#topology .chip")).to_have_count(len(roles))
+
+        assert looked.wrong == []
+
+
 async def test_a_proxy_that_is_gone_is_said_to_be_and_found_again(stack: Stack, tab: Tabs) -> None:
     async with tab(stack.url) as looked:
         link = looked.page.locator("#link")

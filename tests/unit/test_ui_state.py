@@ -75,6 +75,19 @@ def test_requests_of_all_workers_are_shown_the_last_first(clock: Clock) -> None:
     assert document["workers"] == 2
 
 
+def test_no_bad_requests_push_out_an_instance_that_went(clock: Clock) -> None:
+    workers = Recent(clock), Recent(clock)
+    workers[0].instance_changed(InstanceChanged(E, "encode", "down"))
+    for number in range(1000):
+        clock.now_s += 1
+        workers[number % 2].request_done(done(str(number), error="invalid_request"))
+    notices = shown(*map(known, workers))["notices"]
+
+    assert [one["said"] for one in notices if one["what"] == E] == ["down"]
+    assert len(notices) == kept.KEPT_ERRORS + 1
+    assert notices[-1]["what"] == E
+
+
 def test_what_is_asked_of_the_proxy_itself_is_not_shown(recent: Recent) -> None:
     for path in ("/metrics", "/ui/state", "unknown", "/v1/models"):
         recent.request_done(done(path=path, error="unknown_route"))
@@ -96,7 +109,10 @@ def test_nothing_grows_without_end(recent: Recent, clock: Clock) -> None:
 
     assert len(events["samples"]["encode"]) == kept.KEPT_SAMPLES
     assert len(events["requests"]) == kept.KEPT_REQUESTS
-    assert len(events["notices"]) == kept.KEPT_NOTICES
+    assert Counter(one["kind"] for one in events["notices"]) == {
+        "request": kept.KEPT_ERRORS,
+        "instance": kept.KEPT_CHANGES,
+    }
     assert len(events["seconds"]) == kept.KEPT_SECONDS
     assert len(events["requests"][0]["spans"]) == SHOWN_SPANS
     assert events["requests"][0]["more_spans"] == 100 - SHOWN_SPANS

@@ -34,14 +34,22 @@ async function look() {
   clearTimeout(timer);
   if (paused || document.hidden || by("key-dialog").open) return;
   try {
+    const state = await asked();
+    if (state) show(state);
+  } finally {
+    timer = setTimeout(look, Math.min(MOST_MS, EVERY_MS * 2 ** misses));
+  }
+}
+
+// What the proxy says; nothing where it does not.
+async function asked() {
+  try {
     const answer = await ask();
-    if (answer.ok) show(await answer.json());
-    else await refused(answer);
+    if (answer.ok) return await answer.json();
+    await refused(answer);
   } catch (error) {
     if (!(error instanceof TypeError || error instanceof DOMException || error instanceof SyntaxError)) throw error;
     missed();
-  } finally {
-    timer = setTimeout(look, Math.min(MOST_MS, EVERY_MS * 2 ** misses));
   }
 }
 
@@ -52,7 +60,7 @@ function show(state) {
   link("live", "live");
   const bad = state.instances.filter((one) => one.state !== "healthy").length;
   document.title = bad ? `${plural(bad, "instance")} not healthy – EPD proxy` : "EPD proxy";
-  say(by("about"), `${state.version} · ${shape(state.instances)}`);
+  say(by("about"), `${state.version} · ${shape(state.instances) || "no instances"}`);
   for (const view of VIEWS) view(state);
   set(document.body, "data-ready", "");
 }

@@ -2,7 +2,7 @@
 
 import { by, el, Keyed } from "./dom.js";
 import { clock } from "./format.js";
-import { groups, word } from "./fleet.js";
+import { groups, ROLES, word } from "./fleet.js";
 
 let names = new Map();
 const list = new Keyed(by("notices"), make);
@@ -18,7 +18,7 @@ function make(notice) {
 }
 
 function change({ at_s, what, said, more }) {
-  const name = names.get(more + what);
+  const name = names.get(more + what) ?? ROLES[more]?.title; // it may be gone
   return el(
     "li",
     { "data-state": said },

@@ -79,9 +79,14 @@ function flows({ narrow, clients, proxy, columns, store, top, bottom, roles }) {
   }
   if (!store) return found;
   const under = (box, part) => box.x + box.width * part;
-  const [writes, reads] = [under(columns.encode.box, 0.5), under(reader.box, 0.5)];
-  found.write = { d: `M${writes} ${bottom}V${store.y - 2}`, x: writes + 7, y: bottom + 28 };
-  found.read = { d: `M${reads} ${store.y}V${bottom + 2}`, x: reads + 7, y: bottom + 28 };
+  if (columns.encode) {
+    const x = under(columns.encode.box, 0.5);
+    found.write = { d: `M${x} ${bottom}V${store.y - 2}`, x: x + 7, y: bottom + 28 };
+  }
+  if (reader) {
+    const x = under(reader.box, 0.5);
+    found.read = { d: `M${x} ${store.y}V${bottom + 2}`, x: x + 7, y: bottom + 28 };
+  }
   const into = store.y + store.height / 2;
   if (!narrow) {
     const x = proxy.x + proxy.width / 2;
