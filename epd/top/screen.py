@@ -89,7 +89,7 @@ def _head(state: State, width: int, failure: str) -> Iterable[Text]:
     yield _cut(line, width)
     saved, items = totals["saved"], totals["items"]
     line = Text.assemble("Saved ", (f"{saved['encodes']:,} encodes", "bold green"))
-    if saved["bytes"] is not None:
+    if saved["bytes"]:
         line.append_text(
             Text.assemble(", ", (size(saved["bytes"]), "bold green"), " of media not sent")
         )

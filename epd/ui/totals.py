@@ -4,7 +4,7 @@ So both say the same, and they are of all workers. Labels that are not asked for
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TypedDict, get_args
 
 from prometheus_client.metrics_core import Metric
@@ -18,17 +18,15 @@ CLIENT_CLOSED = 499
 LABELS = {
     "epd_requests_total": ("path", "status"),
     "epd_items_total": ("result",),
-    "epd_stage_seconds_sum": ("stage", "failed"),
-    "epd_stage_seconds_count": ("stage", "failed"),
 }
 """The labels that samples are told apart by here; others have none."""
 
 
 class Saved(TypedDict):
-    """What hits have saved; `bytes` is None where nobody counts it."""
+    """What hits have saved; `bytes` of media that were sent to no instance."""
 
     encodes: int
-    bytes: int | None
+    bytes: int
     encode_seconds: float
 
 
@@ -72,7 +70,7 @@ def totals(families: Iterable[Metric]) -> Totals:
         queued=count("epd_requests_queued"),
         loop_lag_s=sums.get(("epd_event_loop_lag_seconds",), 0.0),
         items=items,
-        saved=_saved(sums, items["hit"]),
+        saved=_saved(sums),
     )
 
 
@@ -85,16 +83,10 @@ def _sums(families: Iterable[Metric]) -> dict[tuple[str, ...], float]:
     return sums
 
 
-def _saved(sums: dict[tuple[str, ...], float], hits: int) -> Saved:
-    if ("epd_saved_bytes_total",) in sums:
-        return Saved(
-            encodes=int(sums[("epd_saved_encodes_total",)]),
-            bytes=int(sums[("epd_saved_bytes_total",)]),
-            encode_seconds=sums[("epd_saved_encode_seconds_total",)],
-        )
-    done = ("encode", "false")
-    encodes = sums.get(("epd_stage_seconds_count", *done), 0)
-    seconds = sums.get(("epd_stage_seconds_sum", *done), 0)
+def _saved(sums: Mapping[tuple[str, ...], float]) -> Saved:
+    """A counter that has counted nothing is not on the page."""
     return Saved(
-        encodes=hits, bytes=None, encode_seconds=hits * seconds / encodes if encodes else 0.0
+        encodes=int(sums.get(("epd_saved_encodes_total",), 0)),
+        bytes=int(sums.get(("epd_saved_bytes_total",), 0)),
+        encode_seconds=sums.get(("epd_saved_encode_seconds_total",), 0.0),
     )

@@ -36,7 +36,7 @@ export function summary(state) {
 function saved({ items, saved: { encodes, bytes: media, encode_seconds } }) {
   const all = items.hit + items.encoded + items.local;
   const parts = [el("b", {}, plural(encodes, "encode"))];
-  if (media != null) parts.push(", ", el("b", {}, bytes(media)), " of media not sent");
+  if (media) parts.push(", ", el("b", {}, bytes(media)), " of media not sent");
   parts.push(", about ", el("b", {}, `${seconds(encode_seconds).replace(/ (\S+)$/, " GPU $1")}`));
   const line = el("p", {}, "Saved ", ...parts, ". Hit rate ", el("b", {}, share(items.hit, all)), ".");
   const shown = by("saved");
