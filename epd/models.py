@@ -55,7 +55,7 @@ def _named(answer: bytes) -> str | None:
 
     What is deeper in it may be a client's: a response's `metadata`, what a tool is called with.
     """
-    if b'"model"' not in answer or len(answer) > LOOKED_AT_BYTES:
+    if len(answer) > LOOKED_AT_BYTES or b'"model"' not in answer:
         return None
     start = answer.find(b"{")
     end = answer.find(b"\n", start) if start else -1  # of a stream, the first event
