@@ -145,6 +145,19 @@ def test_the_proxy_looks_up_the_service_of_every_stage(monkeypatch: pytest.Monke
     }
 
 
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engine_that_is_to_end_is_looked_up_no_more_before_it_refuses(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = environment(monkeypatch, "0123456789abcdef" * 2)
+    pod, engine = WORKLOADS[name]["spec"]["template"]["spec"], container(name)
+    waits_s = int(engine["lifecycle"]["preStop"]["exec"]["command"][1])
+    [ends_s] = [int(it.partition("=")[2]) for it in engine["args"] if "--shutdown-timeout" in it]
+
+    assert waits_s > 2 * config.discovery_interval_s
+    assert pod["terminationGracePeriodSeconds"] > waits_s + ends_s
+
+
 def test_the_proxy_takes_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     config = environment(monkeypatch, "0123456789abcdef" * 2)
     pod = WORKLOADS["epd-proxy"]["spec"]["template"]["spec"]
