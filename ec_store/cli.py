@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     Exits with 1 where the store cannot be used or `verify` found something, with 2 where the
     command line is wrong.
     """
-    args = _parser().parse_args(argv)
+    args = make_parser().parse_args(argv)
     try:
         with open_store(args.url) as store:
             sys.exit(args.run(store, args))
@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(f"ec-store: {error}")
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="ec-store", description="Look after an encoder-cache store.", allow_abbrev=False
     )

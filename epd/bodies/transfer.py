@@ -3,22 +3,13 @@
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
 from ec_store import EntryInfo
-from epd.bodies.chat import (
-    MAX_DEPTH,
-    MM_KWARGS,
-    Body,
-    MMItem,
-    deeper,
-    may_be_deep,
-    metadata_part,
-    raw_part,
-    with_parts,
-)
+from epd.bodies.items import MM_KWARGS, Body, MMItem, metadata_part, raw_part, with_parts
+from epd.bodies.parsing import MAX_DEPTH, deeper, may_be_deep
 from epd.errors import Stage, UnknownMedia, UpstreamFailed
 from epd.events import ItemResult
 
@@ -120,7 +111,7 @@ class EncodedItem:
 
     Attributes:
         item: the item.
-        uuid: what it was sent under; None: the engine hashed it.
+        uuid: what it was sent under; None: an engine hashed it.
         encoded: what is known of the output.
         result: where it comes from.
     """
@@ -131,7 +122,19 @@ class EncodedItem:
     result: ItemResult
 
 
-def consumer_body(body: Body, items: Sequence[EncodedItem], *, raw: bool) -> Body:
+class Consumed(NamedTuple):
+    """What prefill and decode are sent.
+
+    Attributes:
+        body: it.
+        names_entries: whether it has items without their media.
+    """
+
+    body: Body
+    names_entries: bool = False
+
+
+def consumer_body(body: Body, items: Sequence[EncodedItem], *, raw: bool) -> Consumed:
     """The request for prefill and decode, once its items are encoded.
 
     Items go on metadata-only where that is known to give the same answer, and raw otherwise. Raw
@@ -146,9 +149,8 @@ def consumer_body(body: Body, items: Sequence[EncodedItem], *, raw: bool) -> Bod
         UnknownMedia: an item without media must go on with them.
     """
     if not items:
-        return body
-    raw = raw and all(one.item.has_media for one in items)
-    uuids = {} if raw else _metadata_uuids(items, body)
+        return Consumed(body)
+    uuids = metadata_uuids(items, body, raw=raw)
     for one in items:
         if one.item not in uuids and not one.item.has_media:
             raise UnknownMedia(
@@ -163,22 +165,24 @@ def consumer_body(body: Body, items: Sequence[EncodedItem], *, raw: bool) -> Bod
     }
     params = {key: entry for one in items for key, entry in one.encoded.params.items()}
     body = with_parts(body, parts)
-    return {**body, "ec_transfer_params": params} if params else body
+    return Consumed({**body, "ec_transfer_params": params} if params else body, bool(uuids))
 
 
-def _metadata_uuids(items: Sequence[EncodedItem], body: Body) -> dict[MMItem, str]:
-    """The items that go on metadata-only, with the `uuid` of each.
+def metadata_uuids(items: Sequence[EncodedItem], body: Body, *, raw: bool) -> dict[MMItem, str]:
+    """The items that go on metadata-only, with the `uuid` of each; see `consumer_body`.
 
     vLLM refuses a request that mixes metadata-only and raw items of a modality
     (`vllm/renderers/chat_utils.py`, `_resolve_items`), and audio processors look at the items of
     other modalities: all items of a modality, and with audio all items, or none.
     """
+    if raw and all(one.item.has_media for one in items):
+        return {}
     uuids = {one.item: metadata_uuid(one, body) for one in items}
-    raw = {item.modality for item, uuid in uuids.items() if uuid is None}
+    others = {item.modality for item, uuid in uuids.items() if uuid is None}
     modalities = {item.modality for item in uuids}
-    if raw and "audio" in modalities:
-        raw = modalities
-    return {item: uuid for item, uuid in uuids.items() if uuid and item.modality not in raw}
+    if others and "audio" in modalities:
+        others = modalities
+    return {item: uuid for item, uuid in uuids.items() if uuid and item.modality not in others}
 
 
 def metadata_uuid(one: EncodedItem, body: Body) -> str | None:
@@ -188,7 +192,8 @@ def metadata_uuid(one: EncodedItem, body: Body) -> str | None:
     identifier serves as a uuid only if the consumer takes it verbatim: with processor kwargs it
     would hash it again, and with a LoRA on the vision tower it would prefix it again.
     """
-    if not one.encoded.metadata or one.item.modality not in METADATA_ONLY:
+    possible = one.item.named and one.item.modality in METADATA_ONLY
+    if not possible or not one.encoded.metadata:
         return None
     if one.uuid is not None:
         return one.uuid

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from ec_store import EntryInfo, EntryKey
-from epd.cache.encoder_cache import PATIENT_S, EncoderCache, Look
+from epd.cache.encoder_cache import EncoderCache, Look
 
 CLAIM_S = 10.0
 """How long a claim outlives its holder."""
@@ -133,7 +133,7 @@ class Claims:
             self._cache.later(self._give_back(over))
 
     async def _give_back(self, keys: Sequence[EntryKey]) -> None:
-        await self._cache.write(lambda store: store.release(keys, self._owner), PATIENT_S)
+        await self._cache.write("release", lambda store: store.release(keys, self._owner))
 
     async def _tend(self) -> None:
         """Renew claims and give them back, for as long as there are any."""
@@ -160,9 +160,7 @@ class Claims:
         for key in keys:
             self._held[key].since_s = now_s
         if keys:
-            await self._cache.write(
-                lambda store: store.claim(keys, self._owner, CLAIM_S), PATIENT_S
-            )
+            await self._cache.write("renew", lambda store: store.claim(keys, self._owner, CLAIM_S))
 
 
 class Looking:
@@ -224,6 +222,12 @@ class Turn:
     def __enter__(self) -> Self:
         """Nothing is held yet."""
         return self
+
+    @property
+    def first(self) -> bool:
+        """Whether it has come already: nobody else is known to want the item."""
+        looks = self._claims.first
+        return all(key in looks and key in looks[key].claimed for key in self._keys)
 
     async def come(self) -> EntryInfo | None:
         """Wait until nobody else encodes the item, or somebody has: the entry then."""

@@ -5,9 +5,11 @@ around: everything counts as a miss, and requests are served as if there were no
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Self, TypeVar
+from contextvars import Context
+from typing import Any, Literal, Self, TypeVar
 
 import structlog
 
@@ -27,10 +29,28 @@ MAX_LEARNED = 1024
 PATIENT_S = 1.0
 """The budget of what a request cannot do without, or what costs little beside an encode."""
 
+LATE = "no answer in time"
+
 MAX_LEASED = 65536
 """How many leases are remembered, so as not to be asked for again."""
 
 T = TypeVar("T")
+
+Operation = Literal[
+    "open",
+    "namespaces",
+    "lookup",
+    "claim",
+    "renew",
+    "release",
+    "lease",
+    "get_name",
+    "put_name",
+    "delete",
+]
+"""What a store is asked for."""
+Result = Literal["ok", "timeout", "error", "skipped"]
+"""What comes of it; skipped: it could not be opened, or is left alone as it failed."""
 
 logger = structlog.get_logger("epd")
 
@@ -44,6 +64,7 @@ class Look:
         claimed: what is not there, and was claimed.
         settled: whether the store has said of all that is not there who has claimed it.
         problem: why nothing could be claimed.
+        kept_from_claiming: whether it was to claim something, and was told not to.
     """
 
     def __init__(
@@ -55,6 +76,7 @@ class Look:
         self.claimed: Sequence[EntryKey] = ()
         self.settled = False
         self.problem: Exception | None = None
+        self.kept_from_claiming = False
         self._owner = owner
         self._claim_s = claim_s
         self._left = False
@@ -89,11 +111,18 @@ class Look:
 
     def claim_nothing(self) -> None:
         """Look only."""
-        self._owner = None
+        self.kept_from_claiming, self._owner = self._owner is not None, None
 
 
 class EncoderCache:
-    """A store, asked about the entries of served models. Belongs to one event loop."""
+    """A store, asked about the entries of served models. Belongs to one event loop.
+
+    Attributes:
+        budget_s: for a look-up; there may be another from now on.
+        lease_s: how long what was found is safe from eviction; the same.
+        operations: how often it was asked for what, and what came of it.
+        found_bytes: size of all entries that were found.
+    """
 
     def __init__(self, url: str, *, budget_s: float, lease_s: float) -> None:
         """Ask nothing yet.
@@ -103,9 +132,11 @@ class EncoderCache:
             budget_s: for a look-up; after it everything is a miss.
             lease_s: how long what was found is safe from eviction.
         """
+        self.operations: Counter[tuple[Operation, Result]] = Counter()
+        self.found_bytes = 0
         self._url = url
-        self._budget_s = budget_s
-        self._lease_s = lease_s
+        self.budget_s = budget_s
+        self.lease_s = lease_s
         self._store: AsyncStore | None = None
         self._reading = Breaker("reading from the encoder cache")
         self._writing = Breaker("writing to the encoder cache")
@@ -132,6 +163,11 @@ class EncoderCache:
             await asyncio.gather(*cache._tasks, return_exceptions=True)
             if cache._store is not None:
                 await cache._store.close()
+
+    @property
+    def circuits(self) -> Mapping[str, bool]:
+        """Whether the store is left alone, by what it would be asked."""
+        return {"store_questions": self._reading.open, "store_changes": self._writing.open}
 
     async def find(
         self, model: str | None, identifiers: Sequence[str], *, patient: bool = False
@@ -160,12 +196,13 @@ class EncoderCache:
         if not look.keys:
             return True
         if self._store is None or self._reading.open:
+            self.operations["lookup", "skipped"] += 1
             return False
         if self._writing.open:
             look.claim_nothing()
         visiting = self._store.begin(look.run)
         try:
-            await _ended(visiting, PATIENT_S if patient else self._budget_s)
+            await _ended(visiting, PATIENT_S if patient else self.budget_s)
             if look.found is not None and not visiting.done():
                 await _ended(visiting, PATIENT_S)
         finally:
@@ -181,21 +218,28 @@ class EncoderCache:
         if failure is not None and not isinstance(failure, StoreError | ValueError):
             raise failure
         if look.found is None:
-            self._reading.failed(failure or "no answer in time")
+            self.operations["lookup", "error" if failure else "timeout"] += 1
+            self._reading.failed(failure or LATE)
             return False
+        self.operations["lookup", "ok"] += 1
         self._reading.succeeded()
         if look.problem is not None or late:
-            self._writing.failed(look.problem or "no answer in time")
+            self.operations["claim", "error" if look.problem else "timeout"] += 1
+            self._writing.failed(look.problem or LATE)
         elif look.settled:
+            self.operations["claim", "ok"] += 1
             self._writing.succeeded()
+        elif look.kept_from_claiming and len(look.found) < len(look.keys):
+            self.operations["claim", "skipped"] += 1
         if look.found:
+            self.found_bytes += sum([info.size_bytes for info in look.found.values()])
             self._keep(list(look.found))
         return True
 
     def _keep(self, keys: Sequence[EntryKey]) -> None:
         """Have entries leased that are not leased for long enough."""
         now_s = asyncio.get_running_loop().time()
-        short = [key for key in keys if self._leased.get(key, 0.0) < now_s + self._lease_s]
+        short = [key for key in keys if self._leased.get(key, 0.0) < now_s + self.lease_s]
         if short:
             self.later(self.lease(short))
 
@@ -204,8 +248,8 @@ class EncoderCache:
 
         It is asked for half as long again, so as not to be asked for each time.
         """
-        until_s = asyncio.get_running_loop().time() + 1.5 * self._lease_s
-        infos = await self.write(lambda store: store.lease(keys, 1.5 * self._lease_s), PATIENT_S)
+        until_s = asyncio.get_running_loop().time() + 1.5 * self.lease_s
+        infos = await self.write("lease", lambda store: store.lease(keys, 1.5 * self.lease_s))
         for info in infos or ():
             if info is not None:
                 self._leased[info.key] = until_s
@@ -240,50 +284,66 @@ class EncoderCache:
         known = set(self._namespaces.values())
         return known.pop() if len(known) == 1 else None
 
-    async def read(self, call: Callable[[AsyncStore], Awaitable[T]], timeout_s: float) -> T | None:
+    async def read(
+        self, operation: Operation, call: Callable[[AsyncStore], Awaitable[T]]
+    ) -> T | None:
         """The store's answer to a question; None where it has none to give."""
-        return await self._ask(call, timeout_s, self._reading)
+        return await self._ask(operation, call, self._reading)
 
-    async def write(self, call: Callable[[AsyncStore], Awaitable[T]], timeout_s: float) -> T | None:
+    async def write(
+        self, operation: Operation, call: Callable[[AsyncStore], Awaitable[T]]
+    ) -> T | None:
         """The same for a change: a store may answer the one and not the other."""
-        return await self._ask(call, timeout_s, self._writing)
+        return await self._ask(operation, call, self._writing)
 
     async def _ask(
-        self, call: Callable[[AsyncStore], Awaitable[T]], timeout_s: float, breaker: Breaker
+        self, operation: Operation, call: Callable[[AsyncStore], Awaitable[T]], breaker: Breaker
     ) -> T | None:
         """The store's answer; None where it has none to give."""
         if self._store is None or breaker.open:
+            self.operations[operation, "skipped"] += 1
             return None
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(PATIENT_S):
                 answer = await call(self._store)
         except TimeoutError:
-            breaker.failed(f"no answer within {timeout_s:g} s")
+            self.operations[operation, "timeout"] += 1
+            breaker.failed(f"no answer within {PATIENT_S:g} s")
             return None
         except (StoreError, ValueError) as error:
+            self.operations[operation, "error"] += 1
             breaker.failed(error)
             return None
+        self.operations[operation, "ok"] += 1
         breaker.succeeded()
         return answer
 
     async def _keep_fresh(self, ready: asyncio.Event) -> None:
         """Open the store, and read the namespaces again and again."""
         while True:
+            operation: Operation = "open" if self._store is None else "namespaces"
             try:
                 if self._store is None:
                     self._store = await AsyncStore.open(self._url)
                 async with asyncio.timeout(REFRESH_S):
                     self._namespaces = await self._store.namespaces()
+                self.operations[operation, "ok"] += 1
                 ready.set()
             except (StoreError, ValueError, OSError) as error:  # TimeoutError is an OSError
-                logger.warning("the encoder cache is away", reason=str(error) or "no answer")
+                late = isinstance(error, TimeoutError)
+                self.operations[operation, "timeout" if late else "error"] += 1
+                logger.warning(
+                    "the encoder cache is away",
+                    reason=str(error) or "no answer",
+                    next=f"requests do without; it is asked again in {REFRESH_S:g} s",
+                )
             self._refresh_now.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._refresh_now.wait(), REFRESH_S)
 
     def later(self, work: Coroutine[Any, Any, None]) -> None:
-        """Have something done while nobody waits for it."""
-        task = asyncio.create_task(work)
+        """Have something done while nobody waits for it, in the name of no request."""
+        task = asyncio.create_task(work, context=Context())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

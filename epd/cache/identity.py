@@ -12,7 +12,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from epd.bodies.chat import Body
+from epd.bodies.items import Body
 from epd.errors import BadRequest
 from epd.media.parts import Inline
 from epd.tenants import Scope

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from ec_store import StoreUnavailable
-from epd.bodies.chat import MODALITY, Body, MMItem
 from epd.bodies.cuts import NO_CUTS, Cuts
+from epd.bodies.items import MODALITY, Body, MMItem
 from epd.bodies.transfer import EncodedItem, metadata_uuid
 from epd.cache.encoder_cache import EncoderCache
 from epd.cache.identity import content_key, name_key

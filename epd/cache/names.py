@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ec_store import Entry, EntryKey, StoreUnavailable
-from epd.cache.encoder_cache import PATIENT_S, EncoderCache
+from ec_store import Entry, EntryInfo, EntryKey, StoreUnavailable
+from epd.cache.encoder_cache import EncoderCache
 
 NOTHING = memoryview(b"")
 """The tensor of a name, which is an entry that has only metadata."""
@@ -43,7 +43,7 @@ class Names:
         if key is None:
             return
         metadata = stands_for._asdict()
-        infos = await self._cache.read(lambda store: store.lookup([key]), PATIENT_S)
+        infos = await self._cache.read("get_name", lambda store: store.lookup([key]))
         before = infos[0].metadata if infos and infos[0] is not None else None
         if before == metadata:
             self._stale.pop(key, None)
@@ -52,7 +52,7 @@ class Names:
         written: bool | None = None
         try:
             written = await self._cache.write(
-                lambda store: store.put(key, entry, replace=True), PATIENT_S
+                "put_name", lambda store: store.put(key, entry, replace=True)
             )
         finally:
             if written:
@@ -67,7 +67,9 @@ class Names:
             StoreUnavailable: the store gives no answer.
         """
         keys = [key for name in names if (key := self._key(model, name)) is not None]
-        infos = await self._cache.read(lambda store: store.lookup(keys), PATIENT_S) if keys else []
+        infos: Sequence[EntryInfo | None] | None = []
+        if keys:
+            infos = await self._cache.read("get_name", lambda store: store.lookup(keys))
         if infos is None:
             raise StoreUnavailable("the encoder cache gives no answer")
         known = {info.key: info.metadata for info in infos if info is not None}
@@ -93,7 +95,7 @@ class Names:
         deleted: int | None = None
         try:
             deleted = await self._cache.write(
-                lambda store: store.delete([*keys, *entries]), PATIENT_S
+                "delete", lambda store: store.delete([*keys, *entries])
             )
         finally:
             for key in keys:

@@ -13,9 +13,12 @@ from epd.errors import RequestRefused, Unauthorized
 
 Headers = CIMultiDictProxy[str]
 
-ON_BEHALF = ("Forwarded", "X-Forwarded-For", "X-Real-IP", "Via", "Origin", "Sec-Fetch-Site")
+ON_BEHALF = ("Forwarded", "X-Forwarded-For", "X-Real-IP", "Via", "Origin")
 """Headers of a request that a proxy or a web page makes: its sender is on this machine, and who
 wants it need not be."""
+FROM = "Sec-Fetch-Site"
+"""Who has a browser send this; no web page can set it."""
+OWN_PAGE = "same-origin"
 
 
 class Access(Enum):
@@ -27,6 +30,8 @@ class Access(Enum):
     """Who has an API key, where such keys are configured; else everybody."""
     ADMIN = "admin"
     """Who has the admin key; where none is configured, clients on this machine."""
+    REGISTRAR = "registrar"
+    """Who has the admin key; where none is configured, nobody."""
 
 
 def bearer(headers: Headers) -> str:
@@ -35,6 +40,22 @@ def bearer(headers: Headers) -> str:
         case [one]:
             scheme, _, key = one.partition(" ")
             return key.strip() if scheme.lower() == "bearer" else ""
+        case _:
+            return ""
+
+
+def client_key(headers: Headers, header: str) -> str:
+    """The key of a request where its clients present it; an empty string where there is none.
+
+    Args:
+        headers: the request's.
+        header: where keys are looked for that are not in `Authorization`.
+    """
+    if "Authorization" in headers:
+        return bearer(headers)
+    match headers.getall(header, ()):
+        case [one]:
+            return one
         case _:
             return ""
 
@@ -63,6 +84,22 @@ def check_admin(admin_key: SecretStr | None, headers: Headers, peer: str | None)
         )
 
 
+def check_registrar(admin_key: SecretStr | None, headers: Headers) -> None:
+    """Let a request pass that may say which instances there are, and so who reads all requests.
+
+    Raises:
+        RequestRefused: 403, as vLLM's `disagg_epd_proxy.py` answers: the admin key is not among its
+            headers, or there is none.
+    """
+    try:
+        if admin_key is not None:
+            check_admin(admin_key, headers, None)
+            return
+    except Unauthorized:
+        pass
+    raise RequestRefused(403, "the admin key is needed: X-API-Key: <key>", slug="admin_only")
+
+
 def is_local(headers: Headers, peer: str | None) -> bool:
     """Whether a client on this machine asks, and for itself.
 
@@ -77,6 +114,8 @@ def is_local(headers: Headers, peer: str | None) -> bool:
         _is_loopback(peer)
         and (host == "localhost" or _is_loopback(host))
         and not any(name in headers for name in ON_BEHALF)
+        # The page `/ui` may ask: a browser adds no Origin to its GETs, and does to all else.
+        and all(site == OWN_PAGE for site in headers.getall(FROM, ()))
     )
 
 

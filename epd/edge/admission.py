@@ -68,7 +68,7 @@ def limits_of(config: ProxyConfig) -> Limits:
     )
     body_bytes = max(1, config.max_inflight_bytes // share)
     # Half, or what is announced and never sent could shut all others out; but one body always fits.
-    tenants = max(body_bytes // 2, min(config.max_body_bytes, body_bytes))
+    tenants = max(body_bytes // 2, max_body_bytes(config))
     return Limits(
         requests=max(1, config.max_requests // share),
         queue=config.max_queue // share,
@@ -78,6 +78,11 @@ def limits_of(config: ProxyConfig) -> Limits:
         tenant_per_minute=None if pace is None else pace / share,
         tenant_body_bytes=None if config.api_keys_file is None else tenants,
     )
+
+
+def max_body_bytes(config: ProxyConfig) -> int:
+    """The largest body that one process takes."""
+    return min(config.max_body_bytes, max(1, config.max_inflight_bytes // config.workers))
 
 
 @dataclass(slots=True, eq=False)
@@ -143,8 +148,17 @@ class Door:
             self._unqueue(ticket)
         elif ticket.where == "inside":
             self.inside -= 1
-            if self._lines:
-                self._enter_next()
+            self._fill()
+
+    def resize(self, places: int, queue: int) -> None:
+        """Have so many from now on. Who is inside or waits already, stays."""
+        self._places = places
+        self._queue = queue
+        self._fill()
+
+    def _fill(self) -> None:
+        while self._lines and self.inside < self._places:
+            self._enter_next()
 
     def _enter(self, ticket: Ticket) -> None:
         self.inside += 1
@@ -260,12 +274,19 @@ class Admission:
         """Begin empty; `clock` never goes back."""
         self._limits = limits
         self._clock = clock
-        self._pace = None if limits.tenant_per_minute is None else Pace(limits.tenant_per_minute)
+        self._pace = _pace(limits)
         self._present = Counter[Tenant]()
         self._tenant_bytes = Counter[Tenant]()
         self.door = Door(limits.requests, limits.queue)
         self.body_bytes = 0
         self.refused: Counter[Reason] = Counter()
+
+    def adopt(self, limits: Limits) -> None:
+        """Have other limits from now on."""
+        if limits.tenant_per_minute != self._limits.tenant_per_minute:
+            self._pace = _pace(limits)
+        self._limits = limits
+        self.door.resize(limits.requests, limits.queue)
 
     def keep_pace(self, tenant: Tenant) -> None:
         """Count a request of this tenant.
@@ -294,14 +315,12 @@ class Admission:
             ticket = self.door.arrive(tenant)
         except QueueFull:
             raise self._refusal("queue_full") from None
-        if most is not None:
-            self._present[tenant] += 1
+        self._present[tenant] += 1
         return ticket
 
     def leave(self, ticket: Ticket) -> None:
         """Give back what it has, for `Presence` alone."""
-        if self._limits.tenant_requests is not None:
-            self._present[ticket.tenant] -= 1
+        self._present[ticket.tenant] -= 1
         self.door.leave(ticket)
 
     async def turn(self, ticket: Ticket) -> None:
@@ -334,16 +353,18 @@ class Admission:
         if self.body_bytes + size > self._limits.body_bytes:
             raise self._refusal("body_bytes")
         self.body_bytes += size
-        if most is not None:
-            self._tenant_bytes[tenant] += size
+        self._tenant_bytes[tenant] += size
 
     def give_bytes(self, tenant: Tenant, size: int) -> None:
         """Count fewer, for `Held` alone."""
         self.body_bytes -= size
-        if self._limits.tenant_body_bytes is not None:
-            self._tenant_bytes[tenant] -= size
+        self._tenant_bytes[tenant] -= size
 
     def _refusal(self, reason: Reason, retry_after_s: float = 1.0) -> TryLater:
         self.refused[reason] += 1
         kind, slug, message = REFUSALS[reason]
         return kind(message, slug=slug, retry_after_s=retry_after_s)
+
+
+def _pace(limits: Limits) -> Pace | None:
+    return None if limits.tenant_per_minute is None else Pace(limits.tenant_per_minute)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from aiohttp import HttpVersion11, hdrs, web
 
 from epd.config import ProxyConfig
+from epd.edge.admission import max_body_bytes
 from epd.errors import RequestRefused
 
 GRACE_S = 5.0
@@ -17,7 +18,7 @@ Grown = Callable[[int], None]
 
 
 async def read_body(request: web.Request, config: ProxyConfig, grown: Grown) -> bytes | bytearray:
-    """The whole body, in time and within the application's limit.
+    """The whole body, in time and within its limit.
 
     Raises:
         RequestRefused: it is encoded (415), too large (413) or too slow (408).
@@ -27,11 +28,12 @@ async def read_body(request: web.Request, config: ProxyConfig, grown: Grown) -> 
         raise RequestRefused(
             415, "the body must have no Content-Encoding", slug="unsupported_encoding"
         )
-    if (request.content_length or 0) > request.client_max_size:
-        raise too_large(request.client_max_size)
+    limit = max_body_bytes(config)
+    if (request.content_length or 0) > limit:
+        raise too_large(limit)
     if request.content.is_eof():  # it came with its head
         body = request.content.read_nowait()
-        _count(len(body), request.client_max_size, grown)
+        _count(len(body), limit, grown)
         return body
     await _ask_for(request)
     try:
@@ -41,13 +43,13 @@ async def read_body(request: web.Request, config: ProxyConfig, grown: Grown) -> 
 
 
 async def _collect(request: web.Request, config: ProxyConfig, grown: Grown) -> bytes | bytearray:
-    started = asyncio.get_running_loop().time()
+    started, limit = asyncio.get_running_loop().time(), max_body_bytes(config)
     latest = started + config.body_timeout_s
     parts = bytearray()  # a list of parts would cost 40 times what a client sends byte by byte
     async with asyncio.timeout_at(min(latest, started + GRACE_S)) as deadline:
         while chunk := await request.content.readany():
             parts += chunk
-            _count(len(parts), request.client_max_size, grown)
+            _count(len(parts), limit, grown)
             rate_s = len(parts) / config.body_min_rate_bytes
             deadline.reschedule(min(latest, started + GRACE_S + rate_s))
     return parts

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from aiohttp import web
 
+from epd.config import ProxyConfig
 from epd.edge.protocol import Runner, Server
 
 BACKLOG = 128
@@ -31,13 +32,13 @@ class Handshakes:
         server: Server,
         sockets: Sequence[socket.socket],
         tls: ssl.SSLContext,
-        timeout_s: float,
+        config: ProxyConfig,
     ) -> None:
-        """Begin to accept: handshakes may take `timeout_s`."""
+        """Begin to accept: handshakes may take as long as heads."""
         self.sockets = sockets
         self._server = server
         self._tls = tls
-        self._timeout_s = timeout_s
+        self._config = config
         self._loop = asyncio.get_running_loop()
         self._begun = set[asyncio.Task[None]]()
         for listener in sockets:
@@ -71,7 +72,10 @@ class Handshakes:
     async def _shake(self, client: socket.socket) -> None:
         with suppress(OSError):  # what is wrong with a handshake; the loop has closed it
             await self._loop.connect_accepted_socket(
-                self._server, client, ssl=self._tls, ssl_handshake_timeout=self._timeout_s
+                self._server,
+                client,
+                ssl=self._tls,
+                ssl_handshake_timeout=self._config.header_timeout_s,
             )
 
 
@@ -82,7 +86,7 @@ class Site(web.BaseSite):
         """Take what `loop.create_server` takes: `host` and `port`, or a `sock`."""
         super().__init__(runner, ssl_context=tls)
         self._where = where
-        self._handshake_s = runner.config.header_timeout_s
+        self._config = runner.config
 
     @property
     def name(self) -> str:
@@ -103,6 +107,6 @@ class Site(web.BaseSite):
         )
         if self._ssl_context is not None:
             bound, listeners = self._server, [it.dup() for it in self._server.sockets]
-            accepting = Handshakes(server, listeners, self._ssl_context, self._handshake_s)
+            accepting = Handshakes(server, listeners, self._ssl_context, self._config)
             self._server = cast("asyncio.AbstractServer", accepting)
             bound.close()

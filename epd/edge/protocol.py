@@ -225,13 +225,18 @@ class Server(web.Server):
         self._handler = made.request_handler
         self._config = config
         self._observers = observers
-        self._limit = config.max_connections or descriptors.client_connections()
+        self._descriptors = descriptors.client_connections()
         self._open = set[Connection]()
         self._turned_away = set[Connection]()
 
     def __call__(self) -> Connection:
         """A connection that is about to be made."""
-        return Connection(self, self._config, loop=self._loop, **self._kwargs)
+        kwargs = self._kwargs | {"keepalive_timeout": self._config.keep_alive_s}
+        return Connection(self, self._config, loop=self._loop, **kwargs)
+
+    @property
+    def _limit(self) -> int:
+        return self._config.max_connections or self._descriptors
 
     def admits(self, connection: Connection) -> bool:
         """Whether there is room for it, which it then has."""
@@ -307,7 +312,6 @@ class Runner(web.AppRunner):
             await super()._make_server(),
             self.config,
             self._observers,
-            keepalive_timeout=self.config.keep_alive_s,
             lingering_time=LINGER_S,
             auto_decompress=False,
             access_log=None,

@@ -43,6 +43,12 @@ examples:
   epd up --model Qwen/Qwen2.5-VL-7B-Instruct --topology 2e1p1d --gpus e=0:0,p=1,d=2+3
   epd up --model M --vllm-flags='--enforce-eager' --dry-run
 """
+DISC = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAEAAAABAAQMAAACQp+OdAAAABlBMVEX////cHh7/Hx2WAAAAgE"
+    "lEQVR42r3QsQ2DQBBE0cdCQGAZSsAduANTEiVQGqVQAiEB8jm4wFi6xAkTjfbPajXLteo2BKZ7HtQpLQQNA0FLT/DkRjASeQt"
+    "UJFRCBbPIcPxmTqaBoYha6IvoL7PDVkQHrEX0huVcx0z6PbHIOV1KG8FONgcrNcnrcXrvlfoAVy4aHSoIu8MAAAAASUVORK5CYII="
+)
+"""A red disc, 64 x 64: a picture to ask about, wherever the instances may fetch from."""
 BY_VARIABLE_ALONE = frozenset({"gpu_e", "gpu_p", "gpu_d", "gpu_pd"})
 """What `--gpus` says in one flag."""
 
@@ -159,7 +165,9 @@ def _check(plan: Plan) -> None:
 def _serve(fleet: Fleet, example: str) -> None:
     with fleet:
         try:
-            print(f"\nready: {fleet.url}\n\n  {example}\n\nCtrl-C stops everything.")
+            print(f"\nready: {fleet.url}\n\n  {example}\n")
+            print(f"What it does is shown at {fleet.url}/ui, and by `epd top --url {fleet.url}`.")
+            print("Ctrl-C stops everything.")
             fleet.watch()
         except KeyboardInterrupt:
             print("stopping")
@@ -168,14 +176,13 @@ def _serve(fleet: Fleet, example: str) -> None:
 
 def _example(settings: FleetSettings, plan: Plan) -> str:
     """A `curl` line for the fleet."""
-    picture = "https://…/picture.jpg"
     parts = [
-        {"type": "image_url", "image_url": {"url": picture}},
+        {"type": "image_url", "image_url": {"url": DISC}},
         {"type": "text", "text": "What is in this picture?"},
     ]
     body = {
         "model": settings.served_model_name or settings.model,
         "messages": [{"role": "user", "content": parts}],
     }
-    said = shlex.quote(json.dumps(body, ensure_ascii=False))
+    said = shlex.quote(json.dumps(body))
     return f"curl {plan.url}/v1/chat/completions -H 'Content-Type: application/json' -d {said}"

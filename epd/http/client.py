@@ -7,7 +7,7 @@ come too late (`Connection._wait`).
 import asyncio
 import ssl
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import cast
 
@@ -15,7 +15,7 @@ from multidict import CIMultiDict
 
 from epd.bodies.cuts import Pieces
 from epd.http.addresses import Addresses
-from epd.http.http1 import AnswerReader, Malformed, Origin
+from epd.http.http1 import AnswerReader, Malformed, Origin, target_of
 
 PIECE_BYTES = 256 * 1024
 """A body is written so many bytes at a time, so that neither TLS nor a copy holds the loop."""
@@ -246,7 +246,11 @@ class Connection(asyncio.Protocol):
 
 
 class Pool:
-    """Connections by where they go. Belongs to one event loop."""
+    """Connections by where they go. Belongs to one event loop.
+
+    Attributes:
+        connect_timeout_s: by when a connection is made, or is not; there may be another.
+    """
 
     def __init__(
         self, tls: ssl.SSLContext, *, connect_timeout_s: float, keep_alive_s: float
@@ -260,13 +264,18 @@ class Pool:
             keep_alive_s: for how long idle ones are kept.
         """
         self._tls = tls
-        self._connect_timeout_s = connect_timeout_s
+        self.connect_timeout_s = connect_timeout_s
         self._keep_alive_s = keep_alive_s
         self._loop = asyncio.get_running_loop()
         self._addresses = Addresses()
         self._idle: dict[Origin, deque[Connection]] = {}
         self._sweeper: asyncio.TimerHandle | None = None
         self._closed = False
+        self._server_names: Mapping[Origin, str] = {}
+
+    def verify_as(self, names: Mapping[str, str]) -> None:
+        """Whose certificates servers have to show, by base URLs that have addresses as hosts."""
+        self._server_names = {target_of(url).origin: name for url, name in names.items()}
 
     def take(self, origin: Origin) -> Connection | None:
         """The idle connection that was used last, where there is one."""
@@ -286,14 +295,14 @@ class Pool:
             Unreachable: it could not be made, or not in time.
         """
         try:
-            async with asyncio.timeout(self._connect_timeout_s):
+            async with asyncio.timeout(self.connect_timeout_s):
                 return await self._connect(origin)
         except (OSError, UnicodeError) as error:  # no time left; a name that cannot be one
             raise Unreachable from error
 
     async def _connect(self, origin: Origin) -> Connection:
         tls = self._tls if origin.tls else None
-        name = origin.host.rstrip(".") if origin.tls else None  # as certificates say it
+        name = self._name(origin) if origin.tls else None
         if not origin.named:
             _, connection = await self._loop.create_connection(
                 Connection, origin.host, origin.port, ssl=tls, server_hostname=name
@@ -308,6 +317,10 @@ class Pool:
             opened.close()
             raise
         return connection
+
+    def _name(self, origin: Origin) -> str:
+        """As certificates say it."""
+        return self._server_names.get(origin, origin.host).rstrip(".")
 
     def give_back(self, origin: Origin, connection: Connection) -> None:
         """Keep a connection for the next request, if it can be used again; else end it."""

@@ -143,6 +143,10 @@ class Upstream:
         """Send over its connections."""
         self._pool = pool
 
+    def connect_within(self, timeout_s: float) -> None:
+        """Have a connection made by then from now on, or not."""
+        self._pool.connect_timeout_s = timeout_s
+
     @classmethod
     @asynccontextmanager
     async def connect(
@@ -163,6 +167,10 @@ class Upstream:
             yield cls(pool)
         finally:
             await pool.close()
+
+    def verify_as(self, names: Mapping[str, str]) -> None:
+        """Whose certificates instances have to show, by base URLs that have addresses as hosts."""
+        self._pool.verify_as(names)
 
     def open(
         self,

@@ -63,10 +63,15 @@ class Entry:
 
 
 class MediaCache:
-    """Entries within a budget of bytes; the least recently used goes first."""
+    """Entries within a budget of bytes; the least recently used goes first.
+
+    Attributes:
+        max_bytes: the budget; another holds from the next entry on.
+        size_bytes: of all entries.
+    """
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._entries: OrderedDict[CacheKey, Entry] = OrderedDict()
         self.size_bytes = 0
 
@@ -82,7 +87,7 @@ class MediaCache:
         self.drop(key)
         self._entries[key] = entry
         self.size_bytes += entry.cost_bytes
-        while self.size_bytes > self._max_bytes:
+        while self.size_bytes > self.max_bytes:
             self.drop(next(iter(self._entries)))
 
     def drop(self, key: CacheKey) -> None:

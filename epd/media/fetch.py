@@ -9,13 +9,13 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
-from typing import Protocol, Self
+from typing import Self
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
-from epd.bodies.chat import Body, MMItem, with_parts
+from epd.bodies.items import Body, MMItem, with_parts
 from epd.config import ProxyConfig
 from epd.errors import BadRequest, ProxyError, UpstreamFailed, UpstreamTimeout
 from epd.flights import Flights
@@ -51,49 +51,12 @@ UNKNOWN_TYPE = "application/octet-stream"
 """For what an origin names otherwise: engines go by the content of pictures and sounds."""
 
 
-class RemoteMedia(Protocol):
-    """Who fetches remote media."""
-
-    async def inlined(self, body: Body, items: Sequence[MMItem], scope: str = "") -> Body:
-        """The body as the stages get it.
-
-        Args:
-            body: the request.
-            items: its mm items.
-            scope: whose request it is; what is fetched for one scope is not used for another.
-        """
-
-
-class EngineFetch:
-    """The engines fetch: the request stays as it is."""
-
-    async def inlined(
-        self,
-        body: Body,
-        items: Sequence[MMItem],  # noqa: ARG002 - as the protocol has it
-        scope: str = "",  # noqa: ARG002
-    ) -> Body:
-        """The body unchanged."""
-        return body
-
-
-@asynccontextmanager
-async def remote_media(config: ProxyConfig) -> AsyncIterator[RemoteMedia]:
-    """What `--media-fetch` says, closed when the context is left."""
-    if config.media_fetch == "engine":
-        yield EngineFetch()
-        return
-    async with MediaFetcher.open(config) as fetcher:
-        yield fetcher
-
-
 class MediaFetcher:
-    """Fetches `http` and `https` media and remembers them."""
+    """Fetches `http` and `https` media and remembers them, where the engines are not to."""
 
     def __init__(self, session: aiohttp.ClientSession, config: ProxyConfig) -> None:
         self._session = session
         self._config = config
-        self._policy = media_policy(config)
         self._cache = MediaCache(config.media_cache_bytes)
         self._flights: Flights[CacheKey, str] = Flights()
 
@@ -103,7 +66,7 @@ class MediaFetcher:
         cls, config: ProxyConfig, resolver: AbstractResolver | None = None
     ) -> AsyncIterator[Self]:
         """A fetcher with a connection pool of its own, closed when the context is left."""
-        checked = CheckedResolver(media_policy(config), resolver or aiohttp.DefaultResolver())
+        checked = CheckedResolver(config, resolver or aiohttp.DefaultResolver())
         connector = aiohttp.TCPConnector(
             resolver=checked,
             # Every connection is to addresses that were checked for it.
@@ -130,13 +93,18 @@ class MediaFetcher:
     async def inlined(self, body: Body, items: Sequence[MMItem], scope: str = "") -> Body:
         """The body with `data:` URLs in place of `http` and `https` ones.
 
-        All items at once; together they may be as large as a body that brings its media.
+        All items at once; together they may be as large as a body that brings its media. With
+        `--media-fetch engine` the body as it is.
+
+        Args:
+            body: the request.
+            items: its mm items.
+            scope: whose request it is; what is fetched for one scope is not used for another.
 
         Raises:
             ProxyError: the first item that failed; the others are left.
         """
-        remote = self._remote(items)
-        if not remote:
+        if self._config.media_fetch == "engine" or not (remote := self._remote(items)):
             return body
         total = _Total(self._config.max_body_bytes)
         try:
@@ -149,6 +117,11 @@ class MediaFetcher:
             first = failures.exceptions[0]
             raise first from first.__cause__
         return with_parts(body, {item: task.result() for item, task in tasks.items()})
+
+    @property
+    def _policy(self) -> MediaPolicy:
+        """As it is configured now."""
+        return media_policy(self._config)
 
     def _remote(self, items: Sequence[MMItem]) -> dict[MMItem, str]:
         """Items to fetch; `file:` URLs stay the engines'."""
@@ -164,7 +137,7 @@ class MediaFetcher:
             data_url = await self.fetch(url, item.modality, scope)
             total.add(len(data_url))
         except ProxyError as error:
-            raise error.at(f"{item.param}.{item.kind}.url") from error.__cause__
+            raise error.at(item.media_param) from error.__cause__
         return {**item.part, item.kind: {**item.part[item.kind], "url": data_url}}
 
     async def fetch(self, url: str, modality: str, scope: str = "") -> str:
@@ -194,6 +167,7 @@ class MediaFetcher:
             self._cache.drop(key)
             raise
         if may_keep(entry.headers, key.scope):
+            self._cache.max_bytes = self._config.media_cache_bytes
             self._cache.put(key, entry)
         else:
             self._cache.drop(key)
@@ -250,8 +224,8 @@ class CheckedResolver(AbstractResolver):
     of a name server can differ from the one that was checked.
     """
 
-    def __init__(self, policy: MediaPolicy, resolver: AbstractResolver) -> None:
-        self._policy = policy
+    def __init__(self, config: ProxyConfig, resolver: AbstractResolver) -> None:
+        self._config = config
         self._resolver = resolver
 
     async def resolve(
@@ -263,7 +237,8 @@ class CheckedResolver(AbstractResolver):
             OSError: it has none.
         """
         found = await self._resolver.resolve(host, port, family)
-        allowed = [address for address in found if self._policy.allows_address(address["host"])]
+        policy = media_policy(self._config)
+        allowed = [address for address in found if policy.allows_address(address["host"])]
         if not allowed:
             raise OSError("no allowed address")
         return allowed

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from epd.bodies.chat import MMItem
 from epd.bodies.cuts import MARK_LENGTH, NO_CUTS, Cuts
+from epd.bodies.items import MMItem
 from epd.errors import BadRequest
 from epd.media.image_header import image_size
 
@@ -82,10 +82,21 @@ def source(
         raise BadRequest(
             f'{item.kind} must be an object with a "url"', param=f"{item.param}.{item.kind}"
         )
-    param = f"{item.param}.{item.kind}.url"
+    param = item.media_param
     if url[:5].lower() == "data:":
         return _from_data_url(url, cuts, param)
     return _from_url(url, allowed_local_media_path, param)
+
+
+def inline_bytes(item: MMItem, cuts: Cuts) -> int:
+    """How long the base64 text is of an item that is in the request; 0 of another."""
+    value = item.part.get(item.kind)
+    fields = value if isinstance(value, dict) else {}
+    text = fields.get("data") or fields.get("url")
+    if not isinstance(text, str) or (item.kind != "input_audio" and text[:5].lower() != "data:"):
+        return 0
+    found = cuts.get(text[-MARK_LENGTH:])
+    return len(text) - text.find(",") - 1 if found is None else len(found)
 
 
 def check_image(media: Inline, *, min_side: int, max_pixels: int, param: str) -> None:

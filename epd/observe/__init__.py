@@ -1,1 +1,1 @@
-"""What happened, logged and counted."""
+"""What happened, logged, counted and traced."""

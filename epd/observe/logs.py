@@ -1,11 +1,13 @@
 """Log lines: one per request, for people or for machines.
 
-No media, prompts, keys or URL queries: an event holds none.
+No media, prompts, keys or URL queries: an event holds none. What is logged while a request
+is served, by whomever, bears its id.
 """
 
 import logging
 import re
 import sys
+from contextvars import ContextVar
 from functools import cached_property, partial
 from typing import Any
 
@@ -15,8 +17,27 @@ from structlog.typing import EventDict
 
 from epd.events import InstanceChanged, RequestDone, StageDone, stage_seconds
 
+REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
+"""Of the request that is being served, as its client knows it."""
+
+MAX_FAILURES = 8
+"""Failed requests to instances that a request's line names."""
+
+NEXT = {
+    "ejected": "no request until its time is over, then one on trial",
+    "down": "no request until a probe is answered, then one on trial",
+    "trial": "one request at a time, until one is answered",
+    "healthy": "requests as to all others",
+    "added": "requests as to all others",
+    "removed": "no request; those that run end as they would",
+    "refused": "comes in when nothing is in its way any more",
+}
+"""What comes of an instance that has changed, for who reads of it."""
+
 FURTHER = frozenset({"exception", "stack", "exc_info", "logger", "logger_name"})
 """Fields that a line for people has a form of its own for."""
+EXPECTED = frozenset({"healthy", "trial", "added", "removed"})
+"""What an instance may become without an operator having to look."""
 AMBIGUOUS = re.compile(r"[ \t=\r\n\"']")
 """What is quoted in a line for people."""
 
@@ -31,6 +52,7 @@ def configure(log_format: str, level: str, *, worker: int | None = None) -> None
     """
     processors: list[structlog.typing.Processor] = [
         structlog.processors.add_log_level,
+        _of_request,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.format_exc_info,
     ]
@@ -46,11 +68,27 @@ def configure(log_format: str, level: str, *, worker: int | None = None) -> None
         factory = structlog.WriteLoggerFactory(sys.stderr)
     structlog.configure(
         processors=processors,
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level.upper())),
+        wrapper_class=_at(level),
         logger_factory=factory,
     )
     # Else Python writes what libraries warn of as plain text between the lines.
     logging.basicConfig(handlers=[_Relay(logging.WARNING)], force=True)
+
+
+def set_level(level: str) -> None:
+    """Log from this level on; `configure` has been called."""
+    structlog.configure(**{**structlog.get_config(), "wrapper_class": _at(level)})
+
+
+def _at(level: str) -> type[structlog.typing.FilteringBoundLogger]:
+    return structlog.make_filtering_bound_logger(logging.getLevelName(level.upper()))
+
+
+def _of_request(_: Any, __: str, event: EventDict) -> EventDict:
+    """Say in whose service it was written."""
+    if (request_id := REQUEST_ID.get()) is not None:
+        event.setdefault("request_id", request_id)
+    return event
 
 
 def _named(worker: int, _: Any, __: str, event: EventDict) -> EventDict:
@@ -100,6 +138,11 @@ class LogObserver:
         """
         self._long_s = kv_lease_s / 2
 
+    def adopt(self, kv_lease_s: float) -> None:
+        """Go by another lease, and by the level that logging has now."""
+        self._long_s = kv_lease_s / 2
+        self.__dict__.pop("_log", None)
+
     @cached_property
     def _log(self) -> structlog.typing.FilteringBoundLogger:
         """As configured when the first event comes; to look that up costs more than a line."""
@@ -107,19 +150,24 @@ class LogObserver:
         return log
 
     def stage_done(self, event: StageDone) -> None:
-        """One line at level debug."""
-        if not self._log.is_enabled_for(logging.DEBUG):
+        """One line at level debug; a warning where prefill's blocks were not given back."""
+        lost = event.stage == "release" and event.error is not None
+        level = logging.WARNING if lost else logging.DEBUG
+        if not self._log.is_enabled_for(level):
             return
-        self._log.debug(
+        more = {"next": "prefill keeps its blocks until their lease ends"} if lost else {}
+        self._log.log(
+            level,
             "stage",
             stage=event.stage,
             instance=event.instance,
             seconds=round(event.seconds, 4),
             error=event.error,
+            **more,
         )
 
     def request_done(self, event: RequestDone) -> None:
-        """One line: info, or warning where it failed; routes beside `/v1` at level debug."""
+        """One line: info, a warning where it or an instance failed; beside `/v1` at level debug."""
         level = self._level(event)
         if not self._log.is_enabled_for(level):
             return
@@ -135,7 +183,7 @@ class LogObserver:
         )
 
     def _level(self, event: RequestDone) -> int:
-        if event.error is not None or self._waited_long(event):
+        if event.error is not None or self._waited_long(event) or _failures(event):
             return logging.WARNING
         return logging.INFO if "/v1/" in event.path else logging.DEBUG
 
@@ -156,15 +204,36 @@ class LogObserver:
             fields["degraded"] = ",".join(sorted(event.degraded))
         if event.engine_id != event.request_id:
             fields["engine_id"] = event.engine_id
+        if event.trace_id is not None:
+            fields["trace_id"] = event.trace_id
         if event.kv_wait_s is not None and self._waited_long(event):
             fields["kv_wait_s"] = round(event.kv_wait_s, 4)
+        if failures := _failures(event):
+            fields["failures"] = ",".join(failures)
         if event.error is not None:
             fields |= {"error": event.error, "reason": event.reason}
         return fields
 
     def instance_changed(self, event: InstanceChanged) -> None:
-        """One line: a warning where it is left alone, info where it is back."""
-        level = logging.INFO if event.state in {"healthy", "trial"} else logging.WARNING
+        """One line: a warning where it is left alone, info where it is back, comes or goes."""
+        level = logging.INFO if event.state in EXPECTED else logging.WARNING
+        named = {} if event.source is None else {"source": event.source}
         self._log.log(
-            level, "instance", instance=event.instance, role=event.role, state=event.state
+            level,
+            "instance",
+            instance=event.instance,
+            role=event.role,
+            state=event.state,
+            **named,
+            next=NEXT[event.state],
         )
+
+
+def _failures(event: RequestDone) -> list[str]:
+    """Which instance failed at what, and how; the first ones."""
+    failed = [
+        f"{one.stage}@{one.instance}={one.error}"
+        for one in event.stages
+        if one.error is not None and one.error != "cancelled"
+    ]
+    return failed[:MAX_FAILURES]

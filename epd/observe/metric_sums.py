@@ -6,27 +6,15 @@ anew.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterable
 
 from prometheus_client.metrics_core import Metric
 from pydantic import TypeAdapter
 
-GAUGES: Mapping[str, Callable[[Sequence[float]], float]] = MappingProxyType(
-    {
-        "epd_requests_in_flight": math.fsum,
-        "epd_requests_queued": math.fsum,
-        "epd_body_bytes_in_flight": math.fsum,
-        "epd_event_loop_lag_seconds": max,
-        "epd_config_last_reload_success": min,
-    }
-)
-"""What a gauge says of all processes, by its name. One that is not here is a sum."""
-
-CREATED = "_created"
-"""The end of the name of a sample that says when counting began."""
+from epd.observe.figures import FIGURES
 
 _Sample = tuple[str, dict[str, str], float]
+_Values = dict[tuple[str, frozenset[tuple[str, str]]], list[float]]
 _Family = tuple[str, str, str, list[_Sample]]
 _PAGE = TypeAdapter(list[_Family])
 
@@ -58,30 +46,19 @@ def counted(families: Iterable[Metric]) -> list[Metric]:
 def added(pages: Iterable[Iterable[Metric]]) -> list[Metric]:
     """One page for all, whose families and samples are in the order in which they first come."""
     families: dict[str, Metric] = {}
-    values: dict[str, dict[tuple[str, frozenset[tuple[str, str]]], list[float]]] = {}
+    values: dict[str, _Values] = {}
     for family in (family for page in pages for family in page):
         families.setdefault(family.name, family)
         of_family = values.setdefault(family.name, {})
         for name, labels, value, *_ in family.samples:
             of_family.setdefault((name, frozenset(labels.items())), []).append(value)
-    return [
-        _family(
-            name,
-            family.documentation,
-            family.type,
-            [
-                (sample, dict(labels), _one(family, sample)(found))
-                for (sample, labels), found in values[name].items()
-            ],
-        )
-        for name, family in families.items()
-    ]
+    return [_added(family, values[name]) for name, family in families.items()]
 
 
-def _one(family: Metric, sample: str) -> Callable[[Sequence[float]], float]:
-    if family.type == "gauge":
-        return GAUGES.get(family.name, math.fsum)
-    return min if sample == family.name + CREATED else math.fsum
+def _added(family: Metric, values: _Values) -> Metric:
+    one = FIGURES[family.name].of_workers if family.name in FIGURES else math.fsum
+    samples = [(name, dict(labels), one(found)) for (name, labels), found in values.items()]
+    return _family(family.name, family.documentation, family.type, samples)
 
 
 def _family(name: str, documentation: str, kind: str, samples: Iterable[_Sample]) -> Metric:

@@ -1,147 +1,123 @@
-"""An observer that counts, for `GET /metrics` in Prometheus' text format."""
+"""An observer that counts, for `GET /metrics`."""
 
 from collections.abc import Iterator
-from functools import cache
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from epd.edge.admission import REFUSALS, Admission
-from epd.events import InstanceChanged, RequestDone, StageDone
+from epd.edge.admission import Admission
+from epd.events import GAPS_S, InstanceChanged, Modality, RequestDone, StageDone
+from epd.observe import figures
+from epd.observe.glances import AdmissionGlance
+from epd.observe.tallies import Counted, Spread
+from epd.version import __version__
 
-CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+CLIENT_LEFT = 499
+"""nginx's status for it."""
 
-SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
-"""Upper bounds of histogram buckets."""
-
-
-class AdmissionCollector(Collector):
-    """Who is in and who waits, read when the page is asked for."""
-
-    def __init__(self, admission: Admission) -> None:
-        self._admission = admission
-
-    def collect(self) -> Iterator[Metric]:
-        """The figures of this moment."""
-        door = self._admission.door
-        for name, documentation, value in (
-            ("epd_requests_in_flight", "Requests that are being served.", door.inside),
-            ("epd_requests_queued", "Requests that wait for their turn.", door.waiting),
-            (
-                "epd_body_bytes_in_flight",
-                "Bytes of the bodies of requests that are being served.",
-                self._admission.body_bytes,
-            ),
-        ):
-            yield GaugeMetricFamily(name, documentation, value)
-        refused = CounterMetricFamily(
-            "epd_requests_refused", "Requests that were sent away, by why.", labels=["reason"]
-        )
-        for reason in REFUSALS:
-            refused.add_metric([reason], self._admission.refused[reason])
-        yield refused
+OF_LATE = 0.1
+"""How much of the mean time of an encode the last one is."""
 
 
-class MetricsObserver:
-    """Counts events in a registry of its own.
+class MetricsObserver(Collector):
+    """Counts events.
 
     Attributes:
-        shown: what the page shows: what is counted here; of several workers, by all of them.
+        registry: what is counted here, and what is read elsewhere when the page is asked for.
+        shown: what the page shows: the same; of several workers, what all have.
     """
 
     def __init__(self, admission: Admission) -> None:
         """Begin at nothing; what `admission` counts is on the page too."""
-        self._registry = CollectorRegistry()
-        self.shown: Collector = self._registry
-        self._registry.register(AdmissionCollector(admission))
-        self._items = Counter(
-            "epd_items",
-            "Media items of answered requests, by where their encoder outputs came from.",
-            ["result"],
-            registry=self._registry,
-        )
-        self._retries = Counter(
-            "epd_request_retries",
-            "Requests that were begun anew with their media, since an entry may have been lost.",
-            registry=self._registry,
-        )
-        self._degraded = Counter(
-            "epd_requests_degraded",
-            "Requests of which a stage's work was done in another stage.",
-            ["kind"],
-            registry=self._registry,
-        )
-        self._instances = Counter(
-            "epd_instance_changes",
-            "How often an instance was ejected, was down, was put on trial and became healthy.",
-            ["role", "state"],
-            registry=self._registry,
-        )
-        self._requests = Counter(
-            "epd_requests",
-            "Clients' requests that have ended; status 499 is a client that left.",
-            ["path", "status"],
-            registry=self._registry,
-        )
-        self._stages = Histogram(
-            "epd_stage_seconds",
-            "Requests to instances and to the store, until they were answered or failed.",
-            ["stage", "failed"],
-            buckets=SECONDS,
-            registry=self._registry,
-        )
-        # To look up what has these labels costs more than to count, and there are few of them.
-        self._request = cache(self._requests.labels)
-        self._stage = cache(self._stages.labels)
-        self._kv_waits = Histogram(
-            "epd_kv_wait_seconds",
-            "From prefill's answer to decode's first event, in streams.",
-            buckets=SECONDS,
-            registry=self._registry,
-        )
-        self._reloaded = Gauge(
-            "epd_config_last_reload_success",
-            "1 where all files that were read last could be used; 0: older ones are in force.",
-            registry=self._registry,
-        )
-        self._reloaded.set(1)
-        self._loop_lag = Gauge(
-            "epd_event_loop_lag_seconds",
-            "The longest that the event loop kept others waiting, of the last 15 s.",
-            registry=self._registry,
-        )
+        self._requests = Counted(figures.REQUESTS)
+        self._request_seconds = Spread(figures.REQUEST_SECONDS)
+        self._first_tokens = Spread(figures.FIRST_TOKEN_SECONDS)
+        self._gaps = Spread(figures.CHUNK_SECONDS, GAPS_S)
+        self._stages = Spread(figures.STAGE_SECONDS)
+        self._kv_waits = Spread(figures.KV_WAIT_SECONDS)
+        self._items = Counted(figures.ITEMS)
+        self._waits = Counted(figures.ENCODE_WAITS)
+        self._saved_encodes = Counted(figures.SAVED_ENCODES)
+        self._saved_bytes = Counted(figures.SAVED_BYTES)
+        self._saved_seconds = Counted(figures.SAVED_ENCODE_SECONDS)
+        self._retries = Counted(figures.RETRIES)
+        self._degraded = Counted(figures.DEGRADED)
+        self._disconnects = Counted(figures.DISCONNECTS)
+        self._releases = Counted(figures.KV_RELEASES)
+        self._instances = Counted(figures.INSTANCE_CHANGES)
+        self._encode_s: dict[Modality, float] = {}
+        self._reloaded = 1.0
+        self._loop_lag_s = 0.0
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        self.registry.register(AdmissionGlance(admission))
+        self.shown: Collector = self.registry
+
+    def collect(self) -> Iterator[Metric]:
+        """What was counted so far."""
+        for value in vars(self).values():
+            if isinstance(value, Counted | Spread):
+                yield value.collect()
+        yield figures.RELOADED.family([((), self._reloaded)])
+        yield figures.LOOP_LAG.family([((), self._loop_lag_s)])
+        yield figures.BUILD.family([((__version__,), 1)])
 
     def reloaded(self, success: bool) -> None:
         """Say how it ended."""
-        self._reloaded.set(success)
-
-    def stage_done(self, event: StageDone) -> None:
-        """Add its time."""
-        failed = "true" if event.error else "false"
-        self._stage(event.stage, failed).observe(event.seconds)
-
-    def request_done(self, event: RequestDone) -> None:
-        """Count it and its items."""
-        self._request(event.path, event.status).inc()
-        if event.retries:
-            self._retries.inc(event.retries)
-        for result, count in event.items.items():
-            self._items.labels(result).inc(count)
-        if event.kv_wait_s is not None:
-            self._kv_waits.observe(event.kv_wait_s)
-        for kind in event.degraded:
-            self._degraded.labels(kind).inc()
-
-    def instance_changed(self, event: InstanceChanged) -> None:
-        """Count it."""
-        self._instances.labels(event.role, event.state).inc()
+        self._reloaded = float(success)
 
     def loop_lag(self, seconds: float) -> None:
         """Show how long the event loop kept others waiting."""
-        self._loop_lag.set(seconds)
+        self._loop_lag_s = seconds
 
-    def page(self) -> bytes:
-        """All figures."""
-        return generate_latest(self.shown)
+    def stage_done(self, event: StageDone) -> None:
+        """Add its time."""
+        failed = event.error is not None
+        self._stages.of((event.model_name, event.stage, failed)).add(event.seconds)
+        if event.stage == "release":
+            self._releases.add(("failed" if failed else "ok",))
+        elif event.modality is not None and not failed:
+            mean_s = self._encode_s.get(event.modality, event.seconds)
+            self._encode_s[event.modality] = mean_s + OF_LATE * (event.seconds - mean_s)
+
+    def request_done(self, event: RequestDone) -> None:
+        """Count it and its items."""
+        model = event.model_name
+        self._requests.add((model, event.path, event.status))
+        self._request_seconds.of((model, event.path)).add(event.seconds)
+        if event.first_token_s is not None:
+            self._first_tokens.of((model,)).add(event.first_token_s)
+        if event.gaps is not None:
+            self._gaps.of((model,)).merge(event.gaps)
+        if event.kv_wait_s is not None:
+            self._kv_waits.of(()).add(event.kv_wait_s)
+        if event.status == CLIENT_LEFT:
+            self._disconnects.add((event.at,))
+        if event.retries:
+            self._retries.add((model,), event.retries)
+        for kind in event.degraded:
+            self._degraded.add((model, kind))
+        if event.items:
+            self._count_items(model, event)
+
+    def _count_items(self, model: str, event: RequestDone) -> None:
+        for result, count in event.items.items():
+            self._items.add((model, result), count)
+        if event.waits:
+            self._waits.add((model,), event.waits)
+        for modality, count in event.hits.items():
+            self._saved_encodes.add((model,), count)
+            self._saved_seconds.add((model,), count * self._encode_s.get(modality, 0.0))
+        if event.saved_bytes:
+            self._saved_bytes.add((model,), event.saved_bytes)
+
+    def instance_changed(self, event: InstanceChanged) -> None:
+        """Count it."""
+        self._instances.add((event.role, event.state))
+
+    def page(self, accept: str = "") -> tuple[bytes, str]:
+        """All figures, and their media type: OpenMetrics where `accept` asks for it."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self.shown), content_type

@@ -1,15 +1,16 @@
 """Where the encoder outputs of a request's items come from: the store, or an encode instance."""
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import orjson
 
-from epd.bodies.chat import MM_KWARGS, Body, MMItem, mm_items
+from ec_store import EntryInfo
+from epd.bodies.items import MM_KWARGS, Body, MMItem
 from epd.bodies.transfer import Encoded, EncodedItem, from_entry
-from epd.cache.claims import Claims
+from epd.cache.claims import Claims, Turn
 from epd.cache.encoder_cache import EncoderCache, Look
 from epd.config import ProxyConfig
 from epd.errors import (
@@ -21,10 +22,12 @@ from epd.errors import (
     no_store,
 )
 from epd.flights import Flights
-from epd.request.stages import RequestContext, Stages
+from epd.request.context import RequestContext
+from epd.request.stages import Stages
 from epd.routing.instances import Instance, InstanceTable, Role
 from epd.routing.policies import Choice
 from epd.routing.retries import Retries, is_instances_fault, retry_delay_s
+from epd.spans import Span
 
 TRIES = 3
 """How many encode instances an item is sent to at most."""
@@ -37,18 +40,38 @@ MAX_LEARNED = 65536
 """How many identifiers are remembered that an engine made of a uuid and something else."""
 
 
+WAIT = "encode wait"
+"""The span of an item that somebody else encodes."""
+
+
 class Wanted(NamedTuple):
     """An encoder output, as far as it is known before an engine has made it.
 
     Attributes:
         model: the model's served name.
-        uuid: the item's.
+        uuid: the item's key.
+        named: whether the item is sent under it; else engines name it by a hash of their own.
         kwargs: what else its content depends on.
     """
 
     model: str | None
     uuid: str
+    named: bool
     kwargs: bytes
+
+
+class Made(NamedTuple):
+    """An encoder output that one request has got for all that wanted it.
+
+    Attributes:
+        encoded: the output.
+        new: whether an encode instance made it just now.
+        span: of the request to that instance, where it is traced.
+    """
+
+    encoded: Encoded
+    new: bool
+    span: Span | None = None
 
 
 class LookUp(NamedTuple):
@@ -80,9 +103,9 @@ class Encoder:
         self._cache = cache
         self._claims = None if cache is None else Claims(cache)
         self._config = config
-        self._choice = Choice(table, Role.ENCODE, config.encode_policy)
+        self._choice = Choice(table, config.encode_policy, Role.ENCODE)
         self._retries = Retries()
-        self._flights: Flights[object, tuple[Encoded, bool]] = Flights()
+        self._flights: Flights[object, Made] = Flights()
         self._learned: OrderedDict[Wanted, str] = OrderedDict()
 
     async def encode(
@@ -106,6 +129,10 @@ class Encoder:
         """
         if not uuids:
             return []
+        if not context.endpoint.encodes:
+            return [_local(item, uuid) for item, uuid in uuids.items()]
+        record = context.record
+        record.hits, record.waits = {}, 0
         wanted = self._identifiers(body, uuids, anew=anew)
         if self._claims is None or not wanted:
             looked = LookUp({}, answered=self._claims is not None, alone=anew)
@@ -119,7 +146,9 @@ class Encoder:
                 looked = _answer(look, wanted, alone=anew)
                 encoded = await self._each(body, uuids, looked, context)
         results = [one.result for one in encoded]
-        context.items = {result: results.count(result) for result in results}
+        record.items = {result: results.count(result) for result in results}
+        if "hit" in record.items:
+            record.hits = Counter([one.item.modality for one in encoded if one.result == "hit"])
         return encoded
 
     def _identifiers(
@@ -130,7 +159,7 @@ class Encoder:
             item: identifier
             for item, uuid in uuids.items()
             if uuid is not None
-            and (identifier := self._identifier(_wanted(body, uuid)))
+            and (identifier := self._identifier(_wanted(body, item, uuid)))
             and not (anew and item.has_media)
         }
 
@@ -142,9 +171,10 @@ class Encoder:
         context: RequestContext,
     ) -> list[EncodedItem]:
         """All items, once the store was asked."""
+        context.record.at = "encode"
 
         async def one(item: MMItem) -> EncodedItem:
-            return await self._one(body, item, uuids[item], looked, context)
+            return await self._one(body, item, uuids, looked, context)
 
         if len(uuids) == 1 or all(item in looked.found for item in uuids):
             return [await one(item) for item in uuids]
@@ -154,12 +184,13 @@ class Encoder:
         self,
         body: Body,
         item: MMItem,
-        uuid: str | None,
+        uuids: Mapping[MMItem, str | None],
         looked: LookUp,
         context: RequestContext,
     ) -> EncodedItem:
+        uuid = uuids[item]
         if item in looked.found:
-            return EncodedItem(item, uuid, looked.found[item], "hit")
+            return EncodedItem(item, _sent(item, uuid), looked.found[item], "hit")
         if not item.has_media:
             raise _gone(item, looked)
         try:
@@ -170,17 +201,16 @@ class Encoder:
                     body, item, uuid, context, alone=looked.alone or not looked.answered
                 )
         except ProxyError as error:
-            if not self._may_be_local(body) or not is_instances_fault(error):
+            if not self._may_be_local(uuids) or not is_instances_fault(error):
                 raise error.at(item.param) from error.__cause__
-            context.degraded.add("encode-local")
-            return EncodedItem(item, uuid, Encoded(), "local")
-        return EncodedItem(item, uuid, encoded, "encoded" if mine else "hit")
+            context.record.degraded.add("encode-local")
+            return _local(item, uuid)
+        context.record.waits += not mine
+        return EncodedItem(item, _sent(item, uuid), encoded, "encoded" if mine else "hit")
 
-    def _may_be_local(self, body: Body) -> bool:
+    def _may_be_local(self, items: Iterable[MMItem]) -> bool:
         """Whether media may go on raw: not beside items that have none."""
-        return self._config.on_encode_failure == "local" and all(
-            item.has_media for item in mm_items(body)
-        )
+        return self._config.on_encode_failure == "local" and all(item.has_media for item in items)
 
     async def _once(
         self, body: Body, item: MMItem, uuid: str, context: RequestContext, *, alone: bool
@@ -194,33 +224,43 @@ class Encoder:
             context: the request's.
             alone: whether other proxies are not asked.
         """
-        wanted = _wanted(body, uuid)
+        wanted = _wanted(body, item, uuid)
         begun_here = False
+        waiting: Span | None = None
 
-        async def work() -> tuple[Encoded, bool]:
+        async def work() -> Made:
             nonlocal begun_here
             begun_here = True
+            if waiting is not None:  # for one that failed
+                waiting.end()
             identifier = self._identifier(wanted)
             if alone or self._claims is None or identifier is None:
-                return await made(), True
+                return await made()
             wait_s = self._config.encode_timeout_s
             with self._claims.turn(wanted.model, identifier, wait_s) as turn:
-                found = await turn.come()
+                found = await _come(turn, item, context)
                 if found is not None and found.modality == item.modality:
-                    return from_entry(found), False
-                encoded = await made()
-                turn.made = encoded.identifier is not None
-                return encoded, True
+                    return Made(from_entry(found), new=False)
+                one = await made()
+                turn.made = one.encoded.identifier is not None
+                return one
 
-        async def made() -> Encoded:
+        async def made() -> Made:
             encoded = await self._somewhere(body, item, uuid, context)
             self._learn(wanted, encoded)
-            return encoded
+            span = None if context.span is None else context.span.sent("encode", item)
+            return Made(encoded, new=True, span=span)
 
         # Whose key the instances refuse, fails alone.
         flight = (wanted, context.headers.get("Authorization"), alone)
-        encoded, new = await self._flights.try_join(flight, work)
-        return encoded, new and begun_here
+        if context.span is None or flight not in self._flights:
+            one = await self._flights.try_join(flight, work)
+        else:
+            with context.span.child(WAIT, item=item) as waiting:
+                one = await self._flights.try_join(flight, work)
+                if one.span is not None:
+                    waiting.link(one.span)
+        return one.encoded, one.new and begun_here
 
     async def _somewhere(
         self, body: Body, item: MMItem, uuid: str | None, context: RequestContext
@@ -234,10 +274,11 @@ class Encoder:
         tried: list[Instance] = []
 
         async def attempt() -> Encoded:
+            self._choice.use(self._config.encode_policy)
             instance = self._choice.best(key, tried)
             tried.append(instance)
             with self._table.using(instance):
-                return await self._stages.encode(instance, body, item, uuid, context)
+                return await self._stages.encode(instance, body, item, _sent(item, uuid), context)
 
         def again(error: ProxyError) -> float | None:
             others = self._choice.others(tried)
@@ -258,7 +299,7 @@ class Encoder:
         if known is not None:
             self._learned.move_to_end(wanted)
             return known
-        return None if wanted.kwargs else wanted.uuid
+        return wanted.uuid if wanted.named and not wanted.kwargs else None
 
     def _learn(self, wanted: Wanted, encoded: Encoded) -> None:
         if self._cache is not None and encoded.namespace is not None:
@@ -288,6 +329,14 @@ async def _all(
     return [task.result() for task in tasks]
 
 
+async def _come(turn: Turn, item: MMItem, context: RequestContext) -> EntryInfo | None:
+    """Wait for an item's turn."""
+    if context.span is None or turn.first:
+        return await turn.come()
+    with context.span.child(WAIT, item=item):
+        return await turn.come()
+
+
 def _answer(look: Look | None, identifiers: Mapping[MMItem, str], *, alone: bool) -> LookUp:
     if look is None:
         return LookUp({}, answered=False)
@@ -306,8 +355,18 @@ def _gone(item: MMItem, looked: LookUp) -> ProxyError:
     return UnknownMedia("no media are known under this uuid: send them once more", param=item.param)
 
 
-def _wanted(body: Body, uuid: str) -> Wanted:
+def _wanted(body: Body, item: MMItem, uuid: str) -> Wanted:
     kwargs = {name: body[name] for name in MM_KWARGS if body.get(name)}
     encoded = orjson.dumps(kwargs, option=orjson.OPT_SORT_KEYS) if kwargs else b""
     model = body.get("model")
-    return Wanted(model if isinstance(model, str) else None, uuid, encoded)
+    return Wanted(model if isinstance(model, str) else None, uuid, item.named, encoded)
+
+
+def _local(item: MMItem, uuid: str | None) -> EncodedItem:
+    """An item that prefill or decode encodes."""
+    return EncodedItem(item, _sent(item, uuid), Encoded(), "local")
+
+
+def _sent(item: MMItem, uuid: str | None) -> str | None:
+    """What engines are told to call an item."""
+    return uuid if item.named else None

@@ -5,18 +5,20 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from types import TracebackType
 
-from epd.bodies.chat import Body, MMItem, check_mm_kwargs, mm_items, names_entries
-from epd.bodies.transfer import EncodedItem, Params, consumer_body
+from epd.bodies.items import Body, MMItem, at_most, check_mm_kwargs
+from epd.bodies.transfer import Consumed, EncodedItem, Params, consumer_body, metadata_uuids
 from epd.cache.encoder_cache import EncoderCache
 from epd.cache.keys import Keys
 from epd.config import ProxyConfig
-from epd.errors import ProxyError, Stage, UpstreamTimeout, UpstreamUnreachable
+from epd.errors import NoInstance, ProxyError, Stage, UpstreamTimeout, UpstreamUnreachable
 from epd.http.upstream import Reply
-from epd.media.fetch import RemoteMedia
+from epd.media.fetch import MediaFetcher
+from epd.media.parts import inline_bytes
+from epd.request.context import RequestContext
 from epd.request.encoding import Encoder
 from epd.request.releases import Releases
-from epd.request.stages import Decoding, RequestContext, Stages
-from epd.routing.instances import Instance, InstanceTable, Role, Use
+from epd.request.stages import Decoding, Stages
+from epd.routing.instances import ANSWERING, Instance, InstanceTable, Role, Use
 from epd.routing.policies import Choice
 from epd.routing.retries import Retries, is_instances_fault, retry_delay_s
 
@@ -51,15 +53,14 @@ class Attempts:
     failures: list[Stage] = field(default_factory=list)
     doubtful: Instance | None = None
     encoded: list[EncodedItem] | None = None
-    sent: Body = field(default_factory=dict)
+    sent: Consumed = field(default_factory=lambda: Consumed({}))
     anew: bool = False
     prefilled: bool = False
     without_prefill: bool = False
 
     def alone(self, stage: Stage) -> bool:
         """Whether a stage that fails now does so by itself: the first time, others may have."""
-        named = bool(self.encoded) and names_entries(self.sent)
-        depends = named or (stage == "decode" and self.prefilled)
+        depends = self.sent.names_entries or (stage == "decode" and self.prefilled)
         return not depends or stage in self.failures
 
 
@@ -110,7 +111,7 @@ class Pipeline:
         self,
         table: InstanceTable,
         stages: Stages,
-        media: RemoteMedia,
+        media: MediaFetcher,
         cache: EncoderCache | None,
         releases: Releases,
         config: ProxyConfig,
@@ -123,8 +124,8 @@ class Pipeline:
         self._keys = Keys(cache, config)
         self._config = config
         self._retries = Retries()
-        self._prefills = Choice(table, Role.PREFILL, "least_load")
-        self._decodes = Choice(table, config.decode_role, "least_load")
+        self._prefills = Choice(table, "least_load", Role.PREFILL)
+        self._decodes = Choice(table, "least_load", *ANSWERING)
 
     async def run(self, body: Body, context: RequestContext) -> "Answer":
         """The decode instance's answer, its head read, its status 2xx: a context, to be entered.
@@ -135,6 +136,8 @@ class Pipeline:
             BadRequest: the request cannot be served as it is.
             ProxyError: a stage failed.
         """
+        if not self._table.of(*ANSWERING):
+            raise NoInstance("there is no decode instance", slug="no_decode")
         body, uuids = await self._keyed(body, context)
         attempts = Attempts()
 
@@ -144,7 +147,7 @@ class Pipeline:
 
         def again(error: ProxyError) -> float | None:
             delay_s = self._next(attempts, error)
-            context.retries += delay_s is not None
+            context.record.retries += delay_s is not None
             return delay_s
 
         return await self._retries.run(attempt, tries=MAX_ATTEMPTS, again=again)
@@ -171,12 +174,13 @@ class Pipeline:
         """The request, with media in it that the proxy fetches, and the keys of its items."""
         if not self._config.trust_request_mm_kwargs:
             check_mm_kwargs(body)
-        items = mm_items(body, self._config.max_items)
+        endpoint = context.endpoint
+        items = at_most(endpoint.items(body), self._config.max_items)
         if not items:
             return body, {}
         inlined = await self._media.inlined(body, items, context.tenant.name)
         if inlined is not body:
-            items = mm_items(inlined)
+            items = tuple(endpoint.items(inlined))
         return inlined, await self._keys.of(inlined, items, context.tenant, context.cuts)
 
     async def _prepare(
@@ -187,6 +191,8 @@ class Pipeline:
         context: RequestContext,
     ) -> None:
         """Encode what is not encoded yet, or all of it anew, and make of it what is sent next."""
+        if self._lacks_prefill() and self._config.on_prefill_failure == "local":
+            attempts.without_prefill = True
         if not uuids:
             attempts.encoded = []
         elif attempts.encoded is None:
@@ -197,19 +203,28 @@ class Pipeline:
         elif attempts.anew:
             attempts.encoded = await self._encoder.encode(body, uuids, context, anew=True)
         if attempts.without_prefill:
-            context.degraded.add("prefill-local")
+            context.record.degraded.add("prefill-local")
         raw = self._config.decode_media == "raw" or attempts.anew or attempts.without_prefill
         attempts.sent = consumer_body(body, attempts.encoded, raw=raw)
+        context.record.saved_bytes = 0
+        if context.record.hits:
+            unsent = metadata_uuids(attempts.encoded, body, raw=raw)
+            hits = [one.item for one in attempts.encoded if one.result == "hit"]
+            context.record.saved_bytes = sum(
+                inline_bytes(item, context.cuts) for item in hits if item in unsent
+            )
 
     async def _answered(self, attempts: Attempts, context: RequestContext) -> "Answer":
         params = await self._prefilled(attempts, context)
         attempts.prefilled = params is not None
-        sent = attempts.sent if params is None else {**attempts.sent, "kv_transfer_params": params}
+        sent = attempts.sent.body
+        if params is not None:
+            sent = {**sent, "kv_transfer_params": params}
         instance = self._decodes.best(tried=attempts.decodes)
         attempts.decodes.append(instance)
         using = self._table.using(instance, alone=attempts.alone("decode"))
         try:
-            answer = Answer(using, self._stages.decode(instance, sent, context))
+            answer = Answer(using, self._stages.decode(instance, sent, context, using.rank))
             await answer.open()
         except BaseException as error:
             if params is not None and not _was_begun(error):
@@ -219,12 +234,17 @@ class Pipeline:
 
     async def _prefilled(self, attempts: Attempts, context: RequestContext) -> Params | None:
         """The `kv_transfer_params` of a prefill; None where decode does prefill's work."""
-        if attempts.without_prefill or not self._table.has(Role.PREFILL):
+        sent, split = attempts.sent.body, self._table.has(Role.DECODE)
+        if attempts.without_prefill or not split or not context.endpoint.prefills(sent):
             return None
         instance = self._prefills.best(tried=attempts.prefills)
         attempts.prefills.append(instance)
-        with self._table.using(instance, alone=attempts.alone("prefill")):
-            return await self._stages.prefill(instance, attempts.sent, context)
+        with self._table.using(instance, alone=attempts.alone("prefill")) as use:
+            return await self._stages.prefill(instance, sent, context, use.rank)
+
+    def _lacks_prefill(self) -> bool:
+        """Whether decode waits for prefill instances that have not come yet, or have gone."""
+        return self._table.has(Role.DECODE) and not self._table.has(Role.PREFILL)
 
     def _releaser(self, attempts: Attempts, error: BaseException) -> Instance:
         """Who is told that a prefill is not wanted: who had it, or another if that failed."""
@@ -241,7 +261,7 @@ class Pipeline:
             attempts.doubtful = attempts.decodes[-1]
         # An engine that cannot load what it was named fails the request and says no more than that.
         lost = error.answered == HTTPStatus.INTERNAL_SERVER_ERROR and not attempts.anew
-        if lost and names_entries(attempts.sent):
+        if lost and attempts.sent.names_entries:
             attempts.anew = True
             return 0.0
         if error.stage == "prefill":

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
+from epd.config import ProxyConfig
 from epd.errors import Overloaded
 from epd.http.upstream import Upstream
 from epd.routing.instances import Instance, InstanceTable
@@ -14,16 +15,16 @@ TICK_S = 0.25
 
 @asynccontextmanager
 async def probing(
-    table: InstanceTable, upstream: Upstream, timeout_s: float
+    table: InstanceTable, upstream: Upstream, config: ProxyConfig
 ) -> AsyncIterator[None]:
     """Probe in the background whenever the table says so, until the context is left.
 
     Args:
         table: told what came of it.
         upstream: what is asked with.
-        timeout_s: an instance that has not answered by then is not well.
+        config: says by when an instance that is well has answered.
     """
-    task = asyncio.create_task(_probe_all(table, upstream, timeout_s))
+    task = asyncio.create_task(_probe_all(table, upstream, config))
     try:
         yield
     finally:
@@ -32,11 +33,11 @@ async def probing(
             await task
 
 
-async def _probe_all(table: InstanceTable, upstream: Upstream, timeout_s: float) -> None:
+async def _probe_all(table: InstanceTable, upstream: Upstream, config: ProxyConfig) -> None:
     async with asyncio.TaskGroup() as group:
         while True:
             for instance in table.probes_due():
-                group.create_task(_probe(instance, table, upstream, timeout_s))
+                group.create_task(_probe(instance, table, upstream, config.health_timeout_s))
             await asyncio.sleep(TICK_S)
 
 

@@ -1,17 +1,20 @@
 """A stream on its way from decode to the client: whole events, as they come."""
 
 import asyncio
+import time
 from contextlib import suppress
 
 from aiohttp import hdrs, web
 
 from epd.bodies.sse import EventAligner
 from epd.errors import ProxyError, UpstreamFailed
+from epd.events import GAPS_S
+from epd.histogram import Histogram
 from epd.http.upstream import Reply
-from epd.request.stages import RequestContext
+from epd.request.context import RequestContext
 
 AFTER_END_S = 1.0
-"""Silence after a stream's `[DONE]`, until its connection is closed rather than kept."""
+"""Silence after a stream's error, until its connection is closed rather than kept."""
 UNTAKEN_BYTES = 64 * 1024
 """With more than this on its way to a client, each write waits for what the client takes."""
 
@@ -36,18 +39,22 @@ class StreamRelay:
             reply: decode's.
             stream: the client's.
             transport: the client's connection.
-            context: told of the first event.
+            context: says how the stream ends; told of the first event, and of the time between
+                events.
         """
         self._reply = reply
         self._stream = stream
         self._transport = transport
         self._context = context
-        self._aligner = EventAligner()
+        self._aligner = EventAligner(context.endpoint.grammar)
+        self._begun = context.endpoint.grammar.begun
         self._failure: UpstreamFailed | None = None
+        self._gaps = context.record.gaps = Histogram(GAPS_S)
+        self._last_s: float | None = None
         self._chunked = hdrs.TRANSFER_ENCODING in stream.headers
 
     async def run(self, idle_s: float) -> None:
-        """Relay the events up to `[DONE]`, or up to an error and the `[DONE]` that may follow.
+        """Relay the events up to the last, or up to an error and the last that may follow.
 
         Raises:
             ProxyError: it broke, or stalled for `idle_s` seconds, or ended before its end.
@@ -109,5 +116,16 @@ class StreamRelay:
             )
             return b""
         if events:
-            self._context.first_event()
+            self._timed(events)
         return events
+
+    def _timed(self, events: bytes) -> None:
+        now_s = time.monotonic()
+        if self._last_s is None:
+            self._context.named(events)
+            if self._begun is not None and self._begun.search(events) is None:
+                return
+            self._context.first_event(now_s)
+        else:
+            self._gaps.add(now_s - self._last_s)
+        self._last_s = now_s

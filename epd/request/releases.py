@@ -5,9 +5,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Self
 
-from epd.bodies.chat import Body
+from epd.bodies.items import Body
 from epd.errors import ProxyError
-from epd.request.stages import RELEASE_TIMEOUT_S, RequestContext, Stages
+from epd.request.context import RequestContext
+from epd.request.stages import RELEASE_TIMEOUT_S, Stages
 from epd.routing.instances import Instance
 
 

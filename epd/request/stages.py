@@ -1,18 +1,14 @@
 """Encode, prefill, decode and release: one stage each, as requests to instances."""
 
-import itertools
-import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import dataclass, field
 from http import HTTPStatus
 from types import TracebackType
 
-import orjson
-
-from epd.bodies.chat import Body, MMItem, encode_body, prefill_body, release_body
-from epd.bodies.cuts import Cuts, Pieces, pieces
+from epd.bodies.chat import CHAT, encode_body
+from epd.bodies.endpoint import written
+from epd.bodies.items import Body, MMItem
 from epd.bodies.transfer import NIXL_PREFILL, Encoded, Params, read_encoded, read_prefilled
 from epd.config import ProxyConfig
 from epd.errors import (
@@ -23,106 +19,17 @@ from epd.errors import (
     UpstreamFailed,
     UpstreamRejected,
     said_retry_after_s,
+    slug_of,
 )
-from epd.events import Degraded, ItemResult, Observer, StageDone
 from epd.http.upstream import Answer, Reply, Upstream
+from epd.request.context import RequestContext, Timed
 from epd.routing.health import BUSY
 from epd.routing.instances import Instance
-from epd.tenants import ANONYMOUS, Tenant
 
-CHAT_COMPLETIONS = "/v1/chat/completions"
 MAX_STATUS = 599
 
 RELEASE_TIMEOUT_S = 5.0
 """A decode instance's answer to a request that nobody waits for."""
-
-
-@dataclass(slots=True)
-class RequestContext:
-    """What a request carries through its stages beside its body.
-
-    Attributes:
-        request_id: the id its instances see; no two requests have the same.
-        headers: headers its instances are sent, but for the request id.
-        tenant: whose request it is.
-        clients_key: whether the instances judge the client's own key, and not the proxy's.
-        observers: who is told what happens.
-        stages: what has happened so far; each stage adds to it.
-        items: how many items came from where.
-        retries: how often the request was begun anew.
-        degraded: what was done in another stage than its own.
-        client_id: what its client calls it, where it calls it anything.
-        cuts: what was cut out of its body, and is put back into those for its instances.
-        prefilled_s: when prefill had answered, on the monotonic clock.
-        kv_wait_s: from then until decode's first event, in a stream.
-    """
-
-    request_id: str
-    headers: Mapping[str, str]
-    tenant: Tenant = ANONYMOUS
-    clients_key: bool = True
-    observers: Sequence[Observer] = ()
-    stages: list[StageDone] = field(default_factory=list)
-    items: Mapping[ItemResult, int] = field(default_factory=dict)
-    retries: int = 0
-    degraded: set[Degraded] = field(default_factory=set)
-    client_id: str | None = None
-    cuts: Cuts = field(default_factory=dict)
-    prefilled_s: float | None = None
-    kv_wait_s: float | None = None
-    _children: Iterator[int] = field(default_factory=itertools.count)
-
-    def headers_for(self, request_id: str) -> dict[str, str]:
-        """Headers of one request to an instance."""
-        return {**self.headers, "Content-Type": "application/json", "X-Request-Id": request_id}
-
-    def child_id(self) -> str:
-        """An id for a request that is made on behalf of this one."""
-        return f"{self.request_id}:{next(self._children)}:{secrets.token_hex(3)}"
-
-    def written(self, body: Body) -> Pieces:
-        """A body as an instance is sent it."""
-        return pieces(orjson.dumps(body), self.cuts)
-
-    def first_event(self) -> None:
-        """Decode has sent something: it has what prefill kept for it."""
-        if self.prefilled_s is not None and self.kv_wait_s is None:
-            self.kv_wait_s = time.monotonic() - self.prefilled_s
-
-    def timed(self, stage: Stage, where: str) -> "Timed":
-        """Emit a `StageDone` when the context is left, however it is left."""
-        return Timed(self, stage, where)
-
-    def done(self, event: StageDone) -> None:
-        """Something of it has ended."""
-        self.stages.append(event)
-        for observer in self.observers:
-            observer.stage_done(event)
-
-
-class Timed:
-    """One stage of a request, under way."""
-
-    __slots__ = ("_context", "_stage", "_started_s", "_where")
-
-    def __init__(self, context: RequestContext, stage: Stage, where: str) -> None:
-        self._context = context
-        self._stage: Stage = stage
-        self._where = where
-
-    def __enter__(self) -> None:
-        """It begins."""
-        self._started_s = time.monotonic()
-
-    def __exit__(
-        self, kind: object, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """It has ended, and how."""
-        slug = None
-        if error is not None:
-            slug = error.slug if isinstance(error, ProxyError) else "cancelled"
-        seconds = time.monotonic() - self._started_s
-        self._context.done(StageDone(self._stage, self._where, self._started_s, seconds, slug))
 
 
 class Stages:
@@ -145,49 +52,65 @@ class Stages:
         Raises:
             ProxyError: the instance failed, or refused it.
         """
-        with context.timed("encode", instance.url):
+        with context.timed("encode", instance.url, item) as span:
             answer = await self._upstream.fetch(
-                instance.url + CHAT_COMPLETIONS,
+                instance.url + CHAT.path,
                 stage="encode",
-                headers=context.headers_for(context.child_id()),
-                body=context.written(encode_body(body, item, uuid)),
+                headers=context.headers_for(context.child_id(), span),
+                body=written(encode_body(body, item, uuid), context.cuts),
                 timeout_s=self._config.encode_timeout_s,
             )
-            return read_encoded(_accepted(answer, "encode", context), item.modality)
+            if span is not None:
+                span.answered(answer.status)
+            accepted = _accepted(answer, "encode", context)
+            context.named(accepted)
+            return read_encoded(accepted, item.modality)
 
-    async def prefill(self, instance: Instance, body: Body, context: RequestContext) -> Params:
+    async def prefill(
+        self, instance: Instance, body: Body, context: RequestContext, rank: int | None = None
+    ) -> Params:
         """Prefill the request and return its `kv_transfer_params`, which serve one decode.
 
         Raises:
             ProxyError: the instance failed, or returned none.
         """
-        with context.timed("prefill", instance.url):
+        endpoint = context.endpoint
+        with context.timed("prefill", instance.url) as span:
             answer = await self._upstream.fetch(
-                instance.url + CHAT_COMPLETIONS,
+                instance.url + endpoint.path,
                 stage="prefill",
-                headers=context.headers_for(context.request_id),
-                body=context.written(prefill_body(body, NIXL_PREFILL)),
+                headers=context.headers_for(context.request_id, span, rank),
+                body=endpoint.written(endpoint.prefill(body, NIXL_PREFILL), context.cuts),
                 timeout_s=self._config.prefill_timeout_s,
             )
-            params = read_prefilled(_accepted(answer, "prefill", context))
-        context.prefilled_s = time.monotonic()
+            if span is not None:
+                span.answered(answer.status)
+            accepted = _accepted(answer, "prefill", context)
+            context.named(accepted)
+            params = read_prefilled(accepted)
+        context.record.prefilled_s = time.monotonic()
         return params
 
-    def decode(self, instance: Instance, body: Body, context: RequestContext) -> "Decoding":
+    def decode(
+        self, instance: Instance, body: Body, context: RequestContext, rank: int | None = None
+    ) -> "Decoding":
         """Open the decode answer. The context is entered once the instance has said 2xx.
 
         Raises:
             UpstreamRejected: the instance said anything else.
             ProxyError: the instance failed.
         """
+        endpoint, timed = context.endpoint, context.timed("decode", instance.url)
         opening = self._upstream.open(
-            instance.url + CHAT_COMPLETIONS,
+            instance.url + endpoint.path,
             stage="decode",
-            headers=context.headers_for(context.request_id),
-            body=context.written(body),
+            headers=context.headers_for(
+                context.request_id, timed.span, rank, endpoint.content_type(body)
+            ),
+            body=endpoint.written(body, context.cuts),
             head_timeout_s=self._config.first_byte_timeout_s,
         )
-        return Decoding(opening, instance, context, self._config.idle_timeout_s)
+        return Decoding(opening, timed, context, self._config.idle_timeout_s)
 
     async def release(self, instance: Instance, body: Body, context: RequestContext) -> None:
         """Tell decode of a prefill that nobody waits for any more.
@@ -200,39 +123,51 @@ class Stages:
         Raises:
             ProxyError: it could not be told.
         """
-        with context.timed("release", instance.url):
+        endpoint = context.endpoint
+        with context.timed("release", instance.url) as span:
             async with self._upstream.open(
-                instance.url + CHAT_COMPLETIONS,
+                instance.url + endpoint.path,
                 stage="release",
-                headers=context.headers_for(context.child_id()),
-                body=context.written(release_body(body)),
+                headers=context.headers_for(context.child_id(), span),
+                body=endpoint.written(endpoint.release(body), context.cuts),
                 head_timeout_s=RELEASE_TIMEOUT_S,
-            ):
-                pass
+            ) as reply:
+                # An engine that fails it has had it, and has told prefill.
+                if not reply.ok and reply.status != HTTPStatus.INTERNAL_SERVER_ERROR:
+                    raise UpstreamFailed(
+                        f"the decode instance answered {reply.status}",
+                        slug="release_failed",
+                        stage="release",
+                    )
 
 
 class Decoding:
     """A decode request: see `Stages.decode`."""
 
-    __slots__ = ("_context", "_idle_s", "_opening", "_url")
+    __slots__ = ("_context", "_idle_s", "_opening", "_timed")
 
     def __init__(
         self,
         opening: AbstractAsyncContextManager[Reply],
-        instance: Instance,
+        timed: Timed,
         context: RequestContext,
         idle_s: float,
     ) -> None:
         self._opening = opening
-        self._url = instance.url
+        self._timed = timed
         self._context = context
         self._idle_s = idle_s
 
     async def __aenter__(self) -> Reply:
         """The answer, its head read."""
-        with self._context.timed("decode", self._url):
+        with self._timed as span:
             reply = await self._opening.__aenter__()
+            if span is not None:
+                span.answered(reply.status)
+                span.event("head")
             if reply.ok:
+                self._context.record.at = "answer"
+                self._context.answering = span
                 return reply
             async with AsyncExitStack() as stack:
                 stack.push_async_exit(self._opening)
@@ -246,6 +181,8 @@ class Decoding:
         trace: TracebackType | None,
     ) -> None:
         """Close it."""
+        if self._timed.span is not None:
+            self._timed.span.end(slug_of(error))
         await self._opening.__aexit__(kind, error, trace)
 
 

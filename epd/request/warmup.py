@@ -5,12 +5,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ec_store import EntryInfo
-from epd.bodies.chat import MM_KWARGS, MODALITY, Body, check_model, parse_json
+from epd.bodies.endpoint import check_model
+from epd.bodies.items import MM_KWARGS, MODALITY, Body
+from epd.bodies.parsing import parse_object
 from epd.bodies.transfer import EncodedItem, metadata_uuid
 from epd.cache.encoder_cache import EncoderCache
 from epd.errors import BadRequest, ProxyError, no_store
+from epd.request.context import RequestContext
 from epd.request.pipeline import Pipeline
-from epd.request.stages import RequestContext
 
 FIELDS = frozenset({"model", "content", "priority", *MM_KWARGS})
 
@@ -79,9 +81,7 @@ def parse(raw: bytes | bytearray) -> Body:
     Raises:
         BadRequest: it is no such thing.
     """
-    asked = parse_json(raw)
-    if not isinstance(asked, dict):
-        raise BadRequest("the body must be a JSON object")
+    asked = parse_object(raw)
     if unknown := sorted(asked.keys() - FIELDS):
         name = unknown[0][:MAX_NAME]
         raise BadRequest("the body has a field that is none of this route's", param=name)

@@ -108,7 +108,11 @@ DEFAULT_HEALTH = HealthPolicy()
 
 
 class Health:
-    """One instance's health."""
+    """One instance's health.
+
+    Attributes:
+        policy: when it changes; there may be another from now on.
+    """
 
     def __init__(
         self, policy: HealthPolicy, now_s: float, on_change: Callable[[State], None]
@@ -120,7 +124,7 @@ class Health:
             now_s: a monotonic clock's time, as of all calls.
             on_change: told what it becomes.
         """
-        self._policy = policy
+        self.policy = policy
         self._on_change = on_change
         self._state = State.HEALTHY
         self._since_s = now_s
@@ -184,7 +188,7 @@ class Health:
                 self._failures = 0
                 self.answered(now_s)
             case Outcome.BUSY:
-                rest_s = BUSY_S if rest_s is None else min(rest_s, self._policy.max_eject_s)
+                rest_s = BUSY_S if rest_s is None else min(rest_s, self.policy.max_eject_s)
                 self._busy_until_s = now_s + rest_s
                 self.answered(now_s)
             case Outcome.BAD | Outcome.UNREACHABLE:
@@ -211,33 +215,33 @@ class Health:
             self._become(State.TRIAL, now_s)
         # Who is ejected and does not answer either, is back when a probe says so.
         elif not well and (
-            self._state is State.EJECTED or self._failed_probes >= self._policy.down_after
+            self._state is State.EJECTED or self._failed_probes >= self.policy.down_after
         ):
             self._become(State.DOWN, now_s)
 
     def _next_probe_s(self) -> float:
         if self._state is not State.DOWN:
-            return self._policy.probe_interval_s
-        doublings = min(max(0, self._failed_probes - self._policy.down_after), 32)
-        return min(self._policy.min_backoff_s * 2.0**doublings, self._policy.max_backoff_s)
+            return self.policy.probe_interval_s
+        doublings = min(max(0, self._failed_probes - self.policy.down_after), 32)
+        return min(self.policy.min_backoff_s * 2.0**doublings, self.policy.max_backoff_s)
 
     def _failed(self, now_s: float, *, unreachable: bool) -> None:
         self._failures += 1
         state = self.state(now_s)
-        few = state is State.HEALTHY and self._failures < self._policy.eject_after
+        few = state is State.HEALTHY and self._failures < self.policy.eject_after
         if few or state in {State.EJECTED, State.DOWN}:
             return
         if unreachable:
             self._become(State.DOWN, now_s)
-            self._probe_s = min(self._probe_s, now_s + self._policy.min_backoff_s)
+            self._probe_s = min(self._probe_s, now_s + self.policy.min_backoff_s)
         else:
             self._eject(now_s)
 
     def _eject(self, now_s: float) -> None:
-        if self._state is State.HEALTHY and now_s - self._since_s >= self._policy.max_eject_s:
+        if self._state is State.HEALTHY and now_s - self._since_s >= self.policy.max_eject_s:
             self._ejections = 0
         self._ejections += 1
-        rest_s = min(self._policy.eject_s * self._ejections, self._policy.max_eject_s)
+        rest_s = min(self.policy.eject_s * self._ejections, self.policy.max_eject_s)
         self._until_s = now_s + rest_s
         self._become(State.EJECTED, now_s)
         self._probe_s = min(self._probe_s, now_s)

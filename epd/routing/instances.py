@@ -19,6 +19,7 @@ from epd.routing.health import (
     asked_rest_s,
     judged,
 )
+from epd.routing.ranks import Ranks
 
 
 class Role(enum.StrEnum):
@@ -30,6 +31,13 @@ class Role(enum.StrEnum):
     PREFILL_DECODE = "prefill_decode"
 
 
+ANSWERING = (Role.DECODE, Role.PREFILL_DECODE)
+"""The roles of the instances that answer, of which there is one at a time."""
+
+CONSUMERS = frozenset({Role.PREFILL, Role.PREFILL_DECODE})
+"""The roles of the instances that encoder outputs go to."""
+
+
 @dataclass(frozen=True, slots=True)
 class Instance:
     """One vLLM server.
@@ -37,10 +45,12 @@ class Instance:
     Attributes:
         role: the stage it serves.
         url: base URL without a trailing slash, such as `http://host:8001`.
+        dp_size: data-parallel ranks behind it, of which a request to a consumer names one.
     """
 
     role: Role
     url: str
+    dp_size: int = 1
 
     def __hash__(self) -> int:
         """The URL's, which Python remembers: tables of instances are looked into all the time."""
@@ -75,6 +85,7 @@ class InstanceTable:
         self._by_role: dict[Role, list[Instance]] = {role: [] for role in Role}
         self._health: dict[Instance, Health] = {}
         self._load: dict[Instance, int] = {}
+        self._ranks: dict[Instance, Ranks] = {}
         for instance in instances:
             self.add(instance)
 
@@ -91,11 +102,20 @@ class InstanceTable:
         self._health[instance] = Health(
             self._policy, self._clock(), partial(self._on_change, instance)
         )
+        if instance.dp_size > 1 and instance.role in CONSUMERS:
+            self._ranks[instance] = Ranks(instance.dp_size)
 
     def remove(self, instance: Instance) -> None:
         """Give an instance no further request. Those that are under way end as they would."""
         if self._health.pop(instance, None) is not None:
             self._by_role[instance.role].remove(instance)
+            self._ranks.pop(instance, None)
+
+    def judge_by(self, policy: HealthPolicy) -> None:
+        """Judge all of them by another policy from now on."""
+        self._policy = policy
+        for health in self._health.values():
+            health.policy = policy
 
     def of(self, *roles: Role) -> tuple[Instance, ...]:
         """All instances of these roles."""
@@ -117,14 +137,14 @@ class InstanceTable:
         """Whether an instance of these roles is not known to be down."""
         return any(self.state(instance) is not State.DOWN for instance in self.of(*roles))
 
-    def usable(self, role: Role) -> list[Instance]:
+    def usable(self, *roles: Role) -> list[Instance]:
         """The instances that the next request may go to; none only where there are none.
 
         Who cannot be reached is left out, unless none can. Of the others those are left out that
         fail, unless they are more than half: then the fault is more likely elsewhere, and the rest
         would only be overrun. Last, those that have asked for a rest, unless all have.
         """
-        instances = self._by_role[role]
+        instances = self.of(*roles)
         if len(instances) == 1:
             return list(instances)
         now_s = self._clock()
@@ -151,7 +171,9 @@ class InstanceTable:
         health = self._health.get(instance)
         if health is None:  # removed since it was chosen
             health = Health(self._policy, self._clock(), lambda _: None)
-        return Use(self._load, instance, health, self._clock, alone=alone)
+        return Use(
+            self._load, instance, health, self._clock, self._ranks.get(instance), alone=alone
+        )
 
     def probes_due(self) -> list[Instance]:
         """Whom to ask for their health now; each answer goes to `probed`."""
@@ -165,16 +187,21 @@ class InstanceTable:
 
 
 class Use:
-    """One request of an instance."""
+    """One request of an instance.
 
-    __slots__ = ("_alone", "_begun", "_clock", "_health", "_instance", "_load")
+    Attributes:
+        rank: the data-parallel rank that it is for; None: the instance sees to it.
+    """
 
-    def __init__(
+    __slots__ = ("_alone", "_begun", "_clock", "_health", "_instance", "_load", "_ranks", "rank")
+
+    def __init__(  # noqa: PLR0913 - what it is counted with
         self,
         load: dict[Instance, int],
         instance: Instance,
         health: Health,
         clock: Callable[[], float],
+        ranks: Ranks | None,
         *,
         alone: bool,
     ) -> None:
@@ -183,11 +210,15 @@ class Use:
         self._health = health
         self._clock = clock
         self._alone = alone
+        self._ranks = ranks
+        self.rank = None if ranks is None else ranks.next()
 
     def __enter__(self) -> Self:
         """It goes to the instance."""
         self._load[self._instance] = self._load.get(self._instance, 0) + 1
         self._begun = self._health.begun()
+        if self._ranks is not None and self.rank is not None:
+            self._ranks.begin(self.rank)
         return self
 
     def answered(self) -> None:
@@ -201,6 +232,8 @@ class Use:
         left = self._load.pop(self._instance) - 1
         if left:
             self._load[self._instance] = left
+        if self._ranks is not None and self.rank is not None:
+            self._ranks.end(self.rank)
         self._health.ended(
             self._outcome(error), self._clock(), begun=self._begun, rest_s=asked_rest_s(error)
         )

@@ -85,12 +85,18 @@ POLICIES: Mapping[PolicyName, type[Policy]] = {
 
 
 class Choice:
-    """Whom the next request of a role goes to: of those that are fit, the policy's first."""
+    """Whom the next request of a stage goes to: of those that are fit, the policy's first."""
 
-    def __init__(self, table: InstanceTable, role: Role, policy: PolicyName) -> None:
+    def __init__(self, table: InstanceTable, policy: PolicyName, *roles: Role) -> None:
+        """Choose among the instances of these roles; the first one's name is the stage's."""
         self._table = table
-        self._role = role
-        self._policy = POLICIES[policy]()
+        self._roles = roles
+        self._policy: Policy = POLICIES[policy]()
+
+    def use(self, policy: PolicyName) -> None:
+        """Go by this policy, anew where it is another."""
+        if type(self._policy) is not POLICIES[policy]:
+            self._policy = POLICIES[policy]()
 
     def best(self, key: str = "", tried: Collection[Instance] = ()) -> Instance:
         """An instance, one that has not been tried where there is one.
@@ -102,9 +108,10 @@ class Choice:
         Raises:
             NoInstance: there is none.
         """
-        usable = self._table.usable(self._role)
+        usable = self._table.usable(*self._roles)
         if not usable:
-            raise NoInstance(f"there is no {self._role} instance", slug=f"no_{self._role}")
+            stage = self._roles[0]
+            raise NoInstance(f"there is no {stage} instance", slug=f"no_{stage}")
         candidates: Sequence[Instance] = usable
         if tried:
             candidates = self._fresh(usable, tried) or usable
@@ -114,7 +121,7 @@ class Choice:
 
     def others(self, tried: Collection[Instance]) -> bool:
         """Whether there is one that has not been tried."""
-        return bool(self._fresh(self._table.usable(self._role), tried))
+        return bool(self._fresh(self._table.usable(*self._roles), tried))
 
     def _fresh(self, usable: Sequence[Instance], tried: Collection[Instance]) -> Sequence[Instance]:
         """Those that have not been tried: the usable ones, and where there are none all others.
@@ -122,7 +129,7 @@ class Choice:
         Who was left alone may be back and not yet have been asked, and costs little to find away.
         """
         fresh = [one for one in usable if one not in tried]
-        return fresh or [one for one in self._table.of(self._role) if one not in tried]
+        return fresh or [one for one in self._table.of(*self._roles) if one not in tried]
 
 
 def _score(instance: Instance, key: str) -> bytes:

@@ -1,15 +1,17 @@
-"""What is asked of all instances at once: health, profiling; and the models they serve."""
+"""What is asked of all instances: health, versions, profiling; and the models they serve."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+import orjson
 
 from epd.config import ProxyConfig
 from epd.errors import ProxyError, RequestRefused, Stage, UpstreamRejected
 from epd.flights import Flights
 from epd.http.upstream import Answer, Upstream
-from epd.routing.instances import Instance, InstanceTable, Role
+from epd.routing.instances import ANSWERING, Instance, InstanceTable, Role
 from epd.routing.policies import Choice
 from epd.routing.retries import Retries, retry_delay_s
 
@@ -23,14 +25,40 @@ CLUSTERS: Mapping[str, tuple[Stage, tuple[Role, ...]]] = {
 STAGE: Mapping[Role, Stage] = {role: stage for stage, roles in CLUSTERS.values() for role in roles}
 
 
+MAX_VERSION = 64
+"""Characters of a version that are told."""
+
 MODELS_TRIES = 2
 """Decode instances that are asked which models they serve."""
-HEALTH_KEPT_S = 1.0
-"""How old the answer to `GET /health` may be. The route is open: without this, each who asks opens
-a connection to every instance."""
+KEPT_S = 1.0
+"""How old what instances say of themselves may be. `GET /health` is open: without this, each who
+asks opens a connection to every instance."""
 
 Health = tuple[int, dict[str, Any]]
 """Status and body."""
+
+T = TypeVar("T")
+
+
+class Kept(Generic[T]):
+    """An answer of all instances, at most `KEPT_S` old, and asked for once at a time."""
+
+    def __init__(self, ask: Callable[[], Awaitable[T]]) -> None:
+        self._ask = ask
+        self._flights: Flights[None, T] = Flights()
+        self._answer: T | None = None
+        self._until_s = 0.0
+
+    async def get(self) -> T:
+        """The answer."""
+        if self._answer is not None and asyncio.get_running_loop().time() < self._until_s:
+            return self._answer
+        return await self._flights.join(None, self._anew)
+
+    async def _anew(self) -> T:
+        answer = self._answer = await self._ask()
+        self._until_s = asyncio.get_running_loop().time() + KEPT_S
+        return answer
 
 
 class Admin:
@@ -39,29 +67,38 @@ class Admin:
     def __init__(self, table: InstanceTable, upstream: Upstream, config: ProxyConfig) -> None:
         self._table = table
         self._upstream = upstream
-        self._timeout_s = config.health_timeout_s
+        self._config = config
         # A choice of its own: whose turn it is to decode is not for this to move.
-        self._models = Choice(table, config.decode_role, "round_robin")
+        self._models = Choice(table, "round_robin", *ANSWERING)
         self._retries = Retries()
-        self._profile_timeout_s = config.profile_timeout_s
-        self._flights: Flights[str, Health] = Flights()
-        self._kept: Health | None = None
-        self._kept_until_s = 0.0
+        self._health = Kept(self._ask_health)
+        self._versions = Kept(self._ask_versions)
 
     async def health(self) -> Health:
-        """Status and body of `GET /health`, at most `HEALTH_KEPT_S` old.
+        """Status and body of `GET /health`.
 
         A stage is `healthy`, `degraded` (some of its instances are not), `unhealthy` (none is) or
         `empty`. 503 when a stage that has instances has no healthy one. An instance's `state` is
         what it says now; `routing`, by role, whether requests go to it (`health.State`).
         """
-        if self._kept is not None and asyncio.get_running_loop().time() < self._kept_until_s:
-            return self._kept
-        return await self._flights.join("health", self._ask_health)
+        return await self._health.get()
+
+    async def versions(self) -> dict[str, str | None]:
+        """Of each instance, by URL, the version of vLLM that it says it is."""
+        return await self._versions.get()
+
+    async def _ask_versions(self) -> dict[str, str | None]:
+        results = await self._ask_all(
+            "/version", headers={}, body=None, timeout_s=self._config.health_timeout_s
+        )
+        return {one.url: _version(result) for one, result in results.items()}
 
     async def _ask_health(self) -> Health:
         groups = {name: self._table.of(*roles) for name, (_, roles) in CLUSTERS.items()}
-        results = await self._ask_all("/health", headers={}, body=None, timeout_s=self._timeout_s)
+        routing = {one: self._table.state(one) for one in self._table.of(*Role)}
+        results = await self._ask_all(
+            "/health", headers={}, body=None, timeout_s=self._config.health_timeout_s
+        )
         clusters = {
             name: _cluster_state([_is_healthy(results[one]) for one in instances])
             for name, instances in groups.items()
@@ -70,12 +107,10 @@ class Admin:
         for one, result in results.items():
             state = states.setdefault(one.url, {"roles": [], "routing": {}, **_said(result)})
             state["roles"].append(one.role)
-            state["routing"][one.role.value] = self._table.state(one)
+            state["routing"][one.role.value] = routing[one]
             state["state"] = "healthy" if _is_healthy(result) else "unhealthy"
         status = 503 if "unhealthy" in clusters.values() else 200
-        self._kept = status, {"proxy": "healthy", **clusters, "instances": states}
-        self._kept_until_s = asyncio.get_running_loop().time() + HEALTH_KEPT_S
-        return self._kept
+        return status, {"proxy": "healthy", **clusters, "instances": states}
 
     async def profile(
         self, command: str, headers: Mapping[str, str], body: bytes
@@ -89,7 +124,10 @@ class Admin:
             RequestRefused: 503, no instance has a profiler.
         """
         results = await self._ask_all(
-            f"/{command}_profile", headers=headers, body=body, timeout_s=self._profile_timeout_s
+            f"/{command}_profile",
+            headers=headers,
+            body=body,
+            timeout_s=self._config.profile_timeout_s,
         )
         if all(
             isinstance(result, Answer) and result.status == HTTPStatus.NOT_FOUND
@@ -97,9 +135,9 @@ class Admin:
         ):
             raise RequestRefused(503, "no instance has a profiler", slug="profile_unavailable")
         return {
-            stage: {one.url: _said(results[one]) for one in self._table.of(*roles)}
+            stage: said
             for stage, roles in CLUSTERS.values()
-            if self._table.of(*roles)
+            if (said := {one.url: _said(it) for one, it in results.items() if one.role in roles})
         }
 
     async def models(self, headers: Mapping[str, str]) -> Answer:
@@ -116,7 +154,7 @@ class Admin:
                 tried[-1].url + "/v1/models",
                 stage="decode",
                 headers=headers,
-                timeout_s=self._timeout_s,
+                timeout_s=self._config.health_timeout_s,
             )
 
         def again(error: ProxyError) -> float | None:
@@ -152,6 +190,18 @@ class Admin:
 
 def _is_healthy(result: Answer | ProxyError) -> bool:
     return isinstance(result, Answer) and result.ok
+
+
+def _version(result: Answer | ProxyError) -> str | None:
+    try:
+        said = orjson.loads(result.body) if isinstance(result, Answer) and result.ok else None
+    except orjson.JSONDecodeError:
+        return None
+    match said:
+        case {"version": str() as version}:
+            return version[:MAX_VERSION]
+        case _:
+            return None
 
 
 def _said(result: Answer | ProxyError) -> dict[str, Any]:

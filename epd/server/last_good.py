@@ -1,7 +1,7 @@
-"""Copies of the files that a reload reads anew, as they were when last found good.
+"""The configuration, and copies of files, as they were when last found good.
 
 The first of several processes holds them for the workers it starts: one that replaces another has
-the keys and the certificate of those beside it, whatever has become of the files since.
+what those beside it have, whatever has become of the files since.
 """
 
 import asyncio
@@ -11,9 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 
-from epd.config import ProxyConfig
+import orjson
+
+from epd.config import ConfigInvalid, ProxyConfig
+from epd.config.live import LiveConfig
 from epd.http.tls import TlsInvalid, server_context
-from epd.server.web import read_keys
+from epd.observe.logs import set_level
+from epd.server.files import read_keys
 from epd.tenants import KeysInvalid
 
 FILES = ("api_keys_file", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "upstream_ca_file")
@@ -29,14 +33,18 @@ class LastGood:
     """The copies: in memory alone, since a private key is among them.
 
     Attributes:
+        config: what is in force.
         reloaded: set at the next `renew`, by which there is another event in its place.
+        said: what the workers are told of the configuration, once it has been read anew.
 
     Raises:
         OSError: a file cannot be read.
     """
 
-    def __init__(self, config: ProxyConfig) -> None:
-        self._config = config
+    def __init__(self, config: LiveConfig, read: Callable[[], ProxyConfig]) -> None:
+        self.config = config
+        self._read = read
+        self.said = b""
         self._copies = _copies(config, FILES)
         self.reloaded = asyncio.Event()
 
@@ -46,20 +54,30 @@ class LastGood:
         return dict(self._copies)
 
     def renew(self) -> None:
-        """Take what can be used of the files as they are now, and keep the rest as it was.
+        """Take what can be used of what is there now, and keep the rest as it was.
 
-        It says nothing: the workers that run read the same files, and do.
+        It says nothing: the workers that run are told the same, and do.
         """
+        self.said = self._reconfigured()
         for fields, check in CHECKS.items():
             with suppress(KeysInvalid, TlsInvalid, OSError):
                 self._replace(fields, check)
         self.reloaded.set()
         self.reloaded = asyncio.Event()
 
-    def _replace(self, fields: Iterable[str], check: Callable[[ProxyConfig], object]) -> None:
-        copies = _copies(self._config, fields)
+    def _reconfigured(self) -> bytes:
         try:
-            check(read_from(self._config, {**self._copies, **copies}))
+            wanted = self._read()
+            self.config.adopt(wanted)
+        except ConfigInvalid as invalid:
+            return orjson.dumps({"refused": invalid.reasons})
+        set_level(self.config.log_level)
+        return orjson.dumps({"config": orjson.Fragment(wanted.to_json())})
+
+    def _replace(self, fields: Iterable[str], check: Callable[[ProxyConfig], object]) -> None:
+        copies = _copies(self.config, fields)
+        try:
+            check(read_from(self.config, {**self._copies, **copies}))
         except BaseException:
             _close(copies)
             raise

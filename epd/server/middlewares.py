@@ -14,9 +14,11 @@ import structlog
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from epd.bodies.chat import CHAT
+from epd.bodies.endpoints import ENDPOINTS
 from epd.config import ProxyConfig
-from epd.edge.access import Access, Headers, bearer, check_admin
-from epd.edge.admission import Admission, Held
+from epd.edge.access import Access, Headers, check_admin, check_registrar, client_key
+from epd.edge.admission import Admission, Held, max_body_bytes
 from epd.edge.body import too_large
 from epd.edge.drain import DRAIN
 from epd.edge.protocol import SERVER, Connection
@@ -29,7 +31,10 @@ from epd.errors import (
     WrongMethod,
 )
 from epd.events import ItemResult, Observer, RequestDone, stage_seconds
-from epd.request.stages import RequestContext
+from epd.models import ModelNames
+from epd.observe.logs import REQUEST_ID as LOGGED
+from epd.request.context import RequestContext
+from epd.spans import RequestSpan, Tracer
 from epd.tenants import ApiKeys
 
 CONFIG = web.AppKey("config", ProxyConfig)
@@ -39,6 +44,9 @@ ACCESS = web.AppKey("access", Mapping[object, Access])
 """Whom each handler answers."""
 ADMISSION = web.AppKey("admission", Admission)
 OBSERVERS = web.AppKey("observers", Sequence[Observer])
+MODELS = web.AppKey("models", ModelNames)
+TRACER = web.AppKey("tracer", Tracer)
+"""There only where requests are traced."""
 CONTEXT = web.RequestKey("context", RequestContext)
 BODY = web.RequestKey("body", Held)
 """What the body is counted with as it is read."""
@@ -47,10 +55,14 @@ STREAM = web.RequestKey("stream", web.StreamResponse)
 ANSWERED = web.RequestKey("answered", int)
 """Its status, set once the client has all of its answer and may leave."""
 
+ADMINISTRATIVE = frozenset({Access.ADMIN, Access.REGISTRAR})
+"""Routes that the admin key opens."""
+
 UNKNOWN = "unknown"
 """The name of what is no route."""
 
-FORWARDED_HEADERS = ("traceparent", "tracestate")
+TRACE_HEADERS = ("traceparent", "tracestate")
+"""Of W3C trace context: they go on as they are, where the proxy has no spans of its own."""
 TIMEOUT = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 """A client's x-request-timeout, in seconds."""
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -67,8 +79,9 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Give the request its id, and tell the observers how it ended."""
     started, app, route = time.monotonic(), request.app, _route(request)
     access = app[ACCESS].get(request.match_info.handler, Access.TENANT)  # no route: closed as most
-    context = request[CONTEXT] = _context(request, app, access)
+    context = request[CONTEXT] = _context(request, app, access, route)
     status, error = CLIENT_CLOSED, None
+    logged = LOGGED.set(context.client_id or context.request_id)
     try:
         visit = Visit(app, context, route, access, started)
         response, error = await _answered(request, handler, visit)
@@ -77,6 +90,8 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     finally:
         if status == CLIENT_CLOSED:
             status = request.get(ANSWERED, CLIENT_CLOSED)
+        record = context.record
+        first_s = record.first_event_s
         event = RequestDone(
             request_id=context.client_id or context.request_id,
             engine_id=context.request_id,
@@ -86,14 +101,25 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
             seconds=time.monotonic() - started,
             error=_left(request) if status == CLIENT_CLOSED else _slug(error),
             reason=_reason(error),
-            stages=tuple(context.stages),
-            items=context.items,
-            retries=context.retries,
-            degraded=frozenset(context.degraded),
-            kv_wait_s=context.kv_wait_s,
+            stages=tuple(record.stages),
+            items=record.items,
+            retries=record.retries,
+            degraded=frozenset(record.degraded),
+            kv_wait_s=record.kv_wait_s,
+            model_name=context.model_name,
+            at=record.at,
+            first_token_s=None if first_s is None else first_s - started,
+            gaps=record.gaps,
+            hits=record.hits,
+            waits=record.waits,
+            saved_bytes=record.saved_bytes,
+            trace_id=None if context.span is None else context.span.trace_id,
         )
+        if context.span is not None:
+            context.span.done(event)
         for observer in context.observers:
             observer.request_done(event)
+        LOGGED.reset(logged)
 
 
 class Visit(NamedTuple):
@@ -117,7 +143,7 @@ class Visit(NamedTuple):
 async def _answered(
     request: web.Request, handler: Handler, visit: Visit
 ) -> tuple[web.StreamResponse, ProxyError | None]:
-    """The answer, and the error that it is or ends in; every error in OpenAI's shape."""
+    """The answer, and the error that it is or ends in; every error in the endpoint's shape."""
     try:
         return await _served(request, handler, visit), None
     except ProxyError as failure:
@@ -130,8 +156,8 @@ async def _answered(
         error = RequestRefused(failure.status, failure.reason, slug="unknown_route")
     except ConnectionError:  # the client's; an instance's is a ProxyError
         raise
-    except Exception:  # noqa: BLE001 - the last resort: logged whole, answered in OpenAI's shape
-        structlog.get_logger("epd").exception("bug", request_id=visit.context.request_id)
+    except Exception:  # noqa: BLE001 - the last resort: logged whole, answered like others
+        structlog.get_logger("epd").exception("bug", next="the client is answered 500")
         error = ProxyError("the proxy failed; its log says why")
     stream = request.get(STREAM)
     if stream is not None and stream.prepared:
@@ -144,8 +170,7 @@ async def _broken(
 ) -> web.StreamResponse:
     """A stream whose status has gone out, ended by its error, unless it has ended already."""
     if ANSWERED not in request:
-        # The official OpenAI client takes an end without [DONE] for success, and this for an error.
-        await stream.write(b"data: " + error.body() + b"\n\n")
+        await stream.write(request[CONTEXT].endpoint.error_event(error))
         await stream.write_eof()
     return stream
 
@@ -155,7 +180,7 @@ def _error_response(
 ) -> web.Response:
     response = web.Response(
         status=error.status,
-        body=error.body(),
+        body=context.endpoint.error(error),
         content_type="application/json",
         headers={**error.headers, **own_headers(context)},
     )
@@ -170,7 +195,7 @@ async def _served(request: web.Request, handler: Handler, visit: Visit) -> web.S
     Health and metrics are asked for when it matters most: they need no place.
     """
     app, context = visit.app, visit.context
-    api = visit.route.startswith("/v1/")
+    api = visit.access is Access.TENANT and visit.route != UNKNOWN
     costly = api and request.method == "POST"
     until_s = visit.started_s + _limit_s(request, app[CONFIG]) if costly else math.inf
     async with app[DRAIN].bounded(until_s):
@@ -188,26 +213,45 @@ def _authenticate(request: web.Request, visit: Visit) -> None:
     """Let nobody further than a route's class of access says."""
     keys = visit.app.get(KEYS)
     if visit.access is Access.ADMIN:
-        peer = request.get_extra_info("peername")
-        address = peer[0] if isinstance(peer, tuple) else None
-        check_admin(visit.app[CONFIG].admin_api_key, request.headers, address)
+        _check_admin(request)
+    elif visit.access is Access.REGISTRAR:
+        check_registrar(visit.app[CONFIG].admin_api_key, request.headers)
     elif visit.access is Access.TENANT and keys is not None:
-        tenant = keys.tenant_of(bearer(request.headers))
+        header = visit.context.endpoint.key_header
+        tenant = keys.tenant_of(client_key(request.headers, header))
         if tenant is None:
-            raise Unauthorized("a valid API key is needed: Authorization: Bearer <key>")
+            form = "Bearer <key>" if header == "Authorization" else "<key>"
+            raise Unauthorized(f"a valid API key is needed: {header}: {form}")
         visit.context.tenant = tenant
+
+
+def _check_admin(request: web.Request) -> None:
+    peer = request.get_extra_info("peername")
+    address = peer[0] if isinstance(peer, tuple) else None
+    check_admin(request.app[CONFIG].admin_api_key, request.headers, address)
+
+
+def may_administer(request: web.Request) -> bool:
+    """Whether it could use the operator's routes, whichever it uses."""
+    try:
+        _check_admin(request)
+    except (Unauthorized, RequestRefused):
+        return False
+    return True
 
 
 async def _in_turn(request: web.Request, handler: Handler, visit: Visit) -> web.StreamResponse:
     """Let a request in when there is a place for it."""
     admission, context = visit.app[ADMISSION], visit.context
-    if (size := request.content_length or 0) > request.client_max_size:
-        raise too_large(request.client_max_size)
+    limit = max_body_bytes(visit.app[CONFIG])
+    if (size := request.content_length or 0) > limit:
+        raise too_large(limit)
     with admission.arrive(context.tenant) as ticket:
         if ticket.where == "queue":
             with context.timed("queue", "proxy"):
                 async with _watched(request):
                     await admission.turn(ticket)
+            context.record.at = "proxy"
         request[BODY].grow(size)
         return await handler(request)
 
@@ -245,32 +289,43 @@ async def _watch(request: web.Request) -> None:
 
 def own_headers(context: RequestContext) -> dict[str, str]:
     """Headers of every answer."""
+    record = context.record
     own = {"X-Request-Id": context.client_id or context.request_id, "Server": SERVER}
-    if context.stages:
-        spans = stage_seconds(context.stages)
+    if context.span is not None:
+        own["X-Trace-Id"] = context.span.trace_id
+    if record.stages:
+        spans = stage_seconds(record.stages)
         own["Server-Timing"] = ", ".join(
             [f"{stage};dur={seconds * 1000:.1f}" for stage, seconds in spans.items()]
         )
-    if context.items:
+    if record.items:
         own["x-epd-items"] = ",".join(
-            f"{result}={context.items.get(result, 0)}" for result in get_args(ItemResult)
+            f"{result}={record.items.get(result, 0)}" for result in get_args(ItemResult)
         )
-    if context.degraded:
-        own["x-epd-degraded"] = ",".join(sorted(context.degraded))
+    if record.degraded:
+        own["x-epd-degraded"] = ",".join(sorted(record.degraded))
     return own
 
 
-def _context(request: web.Request, app: web.Application, access: Access) -> RequestContext:
+def _context(
+    request: web.Request, app: web.Application, access: Access, route: str
+) -> RequestContext:
     config, headers, keyed = app[CONFIG], request.headers, app.get(KEYS) is not None
-    client_id = _client_id(headers)
-    own_keys = keyed or (access is Access.ADMIN and config.admin_api_key is not None)
+    tracer = app.get(TRACER)
+    span = None if tracer is None else _span(tracer, request, route)
+    client_id, endpoint = _client_id(headers), ENDPOINTS.get(route, CHAT)
+    own_keys = keyed or (access in ADMINISTRATIVE and config.admin_api_key is not None)
+    presented = "Authorization" in headers or endpoint.key_header in headers
     return RequestContext(
         request_id=_request_id(client_id),
         client_id=client_id,
-        headers=_forwarded(headers, config, own_keys=own_keys),
+        headers=_forwarded(headers, config, span, endpoint.key_header, own_keys=own_keys),
+        endpoint=endpoint,
+        span=span,
         # Whether it is the client's own key, or none, that the instances see.
-        clients_key=not keyed and ("Authorization" in headers or config.openai_api_key is None),
+        clients_key=not keyed and (presented or config.openai_api_key is None),
         observers=app[OBSERVERS],
+        models=app[MODELS],
     )
 
 
@@ -291,14 +346,37 @@ def _request_id(client_id: str | None) -> str:
     return secrets.token_hex(16) if client_id is None else f"{client_id}-{secrets.token_hex(4)}"
 
 
-def _forwarded(headers: Headers, config: ProxyConfig, *, own_keys: bool) -> dict[str, str]:
+def _span(tracer: Tracer, request: web.Request, route: str) -> RequestSpan | None:
+    """What a request to the API is traced by; health, metrics and what is no route are not."""
+    if not route.startswith("/v1/"):
+        return None
+    return tracer.request(request.method, route, _kept(request.headers, TRACE_HEADERS))
+
+
+def _forwarded(
+    headers: Headers,
+    config: ProxyConfig,
+    span: RequestSpan | None,
+    key_header: str,
+    *,
+    own_keys: bool,
+) -> dict[str, str]:
     # A key that opens this proxy is none of the instances' business.
-    names = FORWARDED_HEADERS if own_keys else ("Authorization", *FORWARDED_HEADERS)
-    # W3C trace context allows several tracestate headers, which are one list.
-    kept = {name: ",".join(headers.getall(name)) for name in names if name in headers}
+    names = () if own_keys else ("Authorization",)
+    if span is None:
+        kept = _kept(headers, (*names, *TRACE_HEADERS))
+    else:
+        kept = {**_kept(headers, names), **span.headers}
+    if not own_keys and "Authorization" not in headers and key_header in headers:
+        kept["Authorization"] = f"Bearer {client_key(headers, key_header)}"  # all that vLLM reads
     if config.openai_api_key is not None:
         kept.setdefault("Authorization", f"Bearer {config.openai_api_key.get_secret_value()}")
     return kept
+
+
+def _kept(headers: Headers, names: Sequence[str]) -> dict[str, str]:
+    # W3C trace context allows several tracestate headers, which are one list.
+    return {name: ",".join(headers.getall(name)) for name in names if name in headers}
 
 
 def _route(request: web.Request) -> str:

@@ -8,12 +8,17 @@ from collections.abc import Callable
 import structlog
 from aiohttp import web
 
+from epd.config import ConfigInvalid, ProxyConfig
+from epd.config.live import LiveConfig
 from epd.http.tls import TlsInvalid
 from epd.tenants import KeysInvalid
 
+Follower = Callable[[ProxyConfig], None]
+"""Told what the configuration was, once it has changed."""
+
 
 class Reload:
-    """Reads files anew.
+    """Reads the configuration and files anew.
 
     Args:
         succeeded: told after each time whether all of them could be used.
@@ -21,11 +26,29 @@ class Reload:
 
     def __init__(self, succeeded: Callable[[bool], None]) -> None:
         self._succeeded = succeeded
-        self._steps: dict[str, Callable[[], None]] = {}
+        self._steps: dict[str, Callable[[], object]] = {}
+        self._followers: list[Follower] = []
 
-    def add(self, what: str, step: Callable[[], None]) -> None:
-        """Have `step` read a file: it changes nothing where it raises."""
+    def add(self, what: str, step: Callable[[], object]) -> None:
+        """Have `step` read a file: it changes nothing where it raises, and returns None."""
         self._steps[what] = step
+
+    def follow(self, follower: Follower) -> None:
+        """Tell those who keep values of the configuration when it has changed."""
+        self._followers.append(follower)
+
+    def add_config(self, config: LiveConfig, read: Callable[[], ProxyConfig]) -> None:
+        """Have the configuration read, and what has changed of it taken over."""
+
+        def step() -> list[str]:
+            change = config.adopt(read())
+            for follower in self._followers if change.changed else ():
+                follower(change.before)
+            if change.kept:
+                structlog.get_logger("epd").warning("needs a restart", settings=sorted(change.kept))
+            return sorted(change.changed)
+
+        self._steps["configuration"] = step
 
     def __call__(self) -> None:
         """Read all of them."""
@@ -33,12 +56,15 @@ class Reload:
         failed = False
         for what, step in self._steps.items():
             try:
-                step()
-            except (KeysInvalid, TlsInvalid) as error:
+                changed = step()
+            except (ConfigInvalid, KeysInvalid, TlsInvalid) as error:
                 failed = True
                 log.error("not reloaded", what=what, reason=str(error))  # noqa: TRY400 - no bug
             else:
-                log.info("reloaded", what=what)
+                if changed is None:
+                    log.info("reloaded", what=what)
+                elif changed:
+                    log.info("reloaded", what=what, changed=changed)
         self._succeeded(not failed)
 
 

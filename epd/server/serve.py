@@ -4,7 +4,7 @@ import asyncio
 import gc
 import signal
 import ssl
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -13,13 +13,15 @@ import structlog
 from aiohttp import web
 
 from epd.config import ProxyConfig
+from epd.config.live import LiveConfig
 from epd.edge.drain import DRAIN
 from epd.edge.listening import Site
 from epd.edge.protocol import Runner
 from epd.http.tls import renew, server_context
+from epd.server.files import read_keys
 from epd.server.middlewares import KEYS, OBSERVERS
 from epd.server.reload import RELOAD
-from epd.server.web import create_app, read_keys
+from epd.server.web import create_app
 from epd.tenants import ApiKeys
 
 CUT_S = 5.0
@@ -39,7 +41,7 @@ class Orders:
         drain: say that you are about to stop, and go on.
         close: take no more connections, let requests end, and stop.
         now: let nothing end.
-        reload: read files anew; whoever does clears it.
+        reload: read the configuration and files anew; whoever does clears it.
     """
 
     def __init__(self) -> None:
@@ -67,15 +69,19 @@ def orders_by_signal(config: ProxyConfig) -> Orders:
     """The orders of whoever sends this process signals."""
     orders = Orders()
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, orders.end, config.drain_delay_s)
+    loop.add_signal_handler(signal.SIGTERM, lambda: orders.end(config.drain_delay_s))
     # Ctrl-C: no load balancer has to learn of it, and somebody waits.
     loop.add_signal_handler(signal.SIGINT, orders.end)
     loop.add_signal_handler(signal.SIGHUP, orders.reload.set)
     return orders
 
 
-async def serve(config: ProxyConfig) -> None:
+async def serve(config: LiveConfig, read: Callable[[], ProxyConfig]) -> None:
     """Serve until SIGTERM or SIGINT, then let running requests end; at the second, stop at once.
+
+    Args:
+        config: what is in force; what may change of it does at SIGHUP.
+        read: what is configured then.
 
     Raises:
         OSError: the address cannot be listened on.
@@ -84,7 +90,7 @@ async def serve(config: ProxyConfig) -> None:
     """
     log = structlog.get_logger("epd")
     orders, tls = orders_by_signal(config), server_context(config)
-    async with running(config, orders, tls) as runner:
+    async with running(config, orders, tls, read) as runner:
         await Site(runner, tls, host=config.host, port=config.port).start()
         for host, port, *_ in runner.addresses:
             log.info("listening", url=url(config, host, port), topology=topology(config))
@@ -96,28 +102,33 @@ async def serve(config: ProxyConfig) -> None:
 
 @asynccontextmanager
 async def running(
-    config: ProxyConfig,
+    config: LiveConfig,
     orders: Orders,
     tls: ssl.SSLContext | None,
-    first: ProxyConfig | None = None,
+    read: Callable[[], ProxyConfig],
+    named: ProxyConfig | None = None,
 ) -> AsyncIterator[Runner]:
     """The application, as yet without an address, that obeys orders to drain and to reload.
 
     Leaving waits for the requests that run, within limits.
 
     Args:
-        config: where files are read anew.
+        config: what is in force.
         orders: what to obey.
         tls: the context that clients are served with.
-        first: where files are read at the start, if that is elsewhere.
+        read: what is configured by the time of a reload.
+        named: where files are read anew, if that is elsewhere than at the start.
     """
-    app = create_app(first or config)
+    app = create_app(config)
     runner = Runner(app, config, app[OBSERVERS])
+    app[RELOAD].add_config(config, read)
     if config.api_keys_file is not None:
         app[RELOAD].add("API keys", partial(_renew_keys, app[KEYS], config))
     if tls is not None:
         app[RELOAD].add("certificate", partial(renew, tls, config))
     await runner.setup()
+    if named is not None:
+        config.become(dict(named))
     gc.freeze()  # what is here now stays: each full collection would look at it, for 50 ms
     obeying = [asyncio.create_task(obey(runner.app, orders)) for obey in (_drain, _reload)]
     try:
@@ -192,7 +203,9 @@ def url(config: ProxyConfig, host: str, port: int) -> str:
 
 
 def topology(config: ProxyConfig) -> str:
-    """The instances in short, such as `2e1p1d`."""
+    """The instances in short, such as `2e1p1d`; `dynamic` where they come and go."""
+    if config.dynamic:
+        return "dynamic"
     encode, decode = len(config.encode_servers_urls), len(config.decode_servers_urls)
     prefill = len(config.prefill_servers_urls)
     return f"{encode}e{prefill}p{decode}d" if prefill else f"{encode}e{decode}pd"

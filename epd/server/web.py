@@ -1,44 +1,49 @@
 """The aiohttp application: routes, and the answer relayed to the client."""
 
 import asyncio
-import stat
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import orjson
-import structlog
 from aiohttp import web
 
-from epd.bodies import chat
-from epd.bodies.cuts import cut
+from epd.bodies.endpoints import ENDPOINTS
+from epd.bodies.parsing import cut_and_parsed, parse_json
 from epd.cache.encoder_cache import EncoderCache
 from epd.cache.identity import salted
 from epd.config import ProxyConfig
+from epd.discovery.membership import membership
 from epd.edge.access import Access
 from epd.edge.admission import Admission, limits_of
 from epd.edge.body import read_body
 from epd.edge.drain import DRAIN, Drain, send_elsewhere
-from epd.errors import BadRequest, NoInstance, Overloaded
+from epd.errors import NoInstance, Overloaded, RequestRefused
 from epd.events import InstanceChanged, Observer
 from epd.http.upstream import Reply, Upstream
-from epd.media.fetch import remote_media
-from epd.observe.logs import LogObserver
+from epd.media.fetch import MediaFetcher
+from epd.models import ModelNames
+from epd.observe.glances import InstancesGlance, StoreGlance
+from epd.observe.logs import LogObserver, set_level
 from epd.observe.loop_lag import watched
-from epd.observe.metrics import CONTENT_TYPE, MetricsObserver
+from epd.observe.metrics import MetricsObserver
+from epd.observe.tracing import tracing
 from epd.request import warmup
+from epd.request.context import RequestContext
 from epd.request.pipeline import Pipeline
 from epd.request.probes import probing
 from epd.request.relay import StreamRelay
 from epd.request.releases import Releases
-from epd.request.stages import RequestContext, Stages
+from epd.request.stages import Stages
 from epd.request.warmup import Warmup
 from epd.routing.health import State
-from epd.routing.instances import Instance, InstanceTable
+from epd.routing.instances import ANSWERING, Instance, InstanceTable
+from epd.routing.registry import Change, Registry, Source
+from epd.server import ui
 from epd.server.admin import Admin
+from epd.server.files import read_keys
 from epd.server.middlewares import (
     ACCESS,
     ADMISSION,
@@ -47,23 +52,30 @@ from epd.server.middlewares import (
     CONFIG,
     CONTEXT,
     KEYS,
+    MODELS,
     OBSERVERS,
     STREAM,
+    TRACER,
     UNKNOWN,
+    may_administer,
     observe,
     own_headers,
 )
 from epd.server.reload import RELOAD, Reload
-from epd.tenants import ANONYMOUS, ApiKeys, KeysInvalid, parse_keys
-
-T = TypeVar("T")
+from epd.server.roster import Roster
+from epd.tenants import ANONYMOUS
+from epd.ui.board import Board
+from epd.ui.recent import Recent
+from epd.version import __version__
 
 PIPELINE = web.AppKey("pipeline", Pipeline)
 ADMIN = web.AppKey("admin", Admin)
 WARMUP = web.AppKey("warmup", Warmup)
 METRICS = web.AppKey("metrics", MetricsObserver)
+RECENT = web.AppKey("recent", Recent)
 
 TABLE = web.AppKey("table", InstanceTable)
+ROSTER = web.AppKey("roster", Roster)
 
 MAX_DECODE_BYTES = 256 * 1024**2
 """Largest answer of decode that is no stream: it is whole before the first byte goes out, so that
@@ -87,74 +99,79 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
     Raises:
         KeysInvalid: the keys file cannot be used.
     """
-    limits = limits_of(config)
-    app = web.Application(
-        client_max_size=min(config.max_body_bytes, limits.body_bytes), middlewares=(observe,)
-    )
+    app = web.Application(middlewares=(observe,))
     app[CONFIG] = config
-    app[ADMISSION] = Admission(limits, time.monotonic)
+    app[ADMISSION] = Admission(limits_of(config), time.monotonic)
     keys = read_keys(config)
     if keys is not None:
         app[KEYS] = keys
     app[ACCESS] = dict[object, Access]((route.handler, access) for access, route in ROUTES)
     app.add_routes([route for _, route in ROUTES])
     app.add_routes([_any("/{anything:.*}", nothing, name=UNKNOWN)])
+    app[MODELS] = ModelNames()
     app[METRICS] = MetricsObserver(app[ADMISSION])
+    app[RECENT] = Recent()
     app[RELOAD] = Reload(app[METRICS].reloaded)
     app[DRAIN] = Drain()
     app.on_response_prepare.append(send_elsewhere)
-    app[OBSERVERS] = (
-        app[METRICS],
-        *((LogObserver(config.kv_lease_s),) if observers is None else observers),
-    )
+    log = LogObserver(config.kv_lease_s)
+    own: tuple[Observer, ...] = (app[METRICS], app[RECENT])
+    app[OBSERVERS] = (*own, *((log,) if observers is None else observers))
+
+    def follow(_: ProxyConfig) -> None:
+        app[ADMISSION].adopt(limits_of(config))
+        set_level(config.log_level)
+        log.adopt(config.kv_lease_s)
+
+    app[RELOAD].follow(follow)
     app.cleanup_ctx.append(_connections)
     return app
 
 
-def read_keys(config: ProxyConfig) -> ApiKeys | None:
-    """The known API keys; None where clients need none.
-
-    Raises:
-        KeysInvalid: the keys file cannot be used.
-    """
-    path = config.api_keys_file
-    if path is None:
-        return None
-    try:
-        keys, mode = parse_keys(path.read_bytes()), path.stat().st_mode
-    except OSError as error:
-        raise KeysInvalid(f"{path}: {error.strerror}") from None
-    except KeysInvalid as error:
-        raise KeysInvalid(f"{path}: {error}") from None
-    if mode & (stat.S_IROTH | stat.S_IWOTH):
-        structlog.get_logger("epd").warning(
-            "others may read or write the keys file", path=str(path), mode=f"{mode & 0o777:o}"
-        )
-    return keys
-
-
 async def _connections(app: web.Application) -> AsyncIterator[None]:
     config = app[CONFIG]
-    table = InstanceTable(
-        config.instances, config.health, on_change=partial(_changed, app[OBSERVERS])
-    )
+    changed = partial(_changed, app[OBSERVERS])
+    table = InstanceTable(policy=config.health, on_change=changed)
+    registry = Registry(table, config.instances, on_change=changed)
     async with (
+        tracing(config) as tracer,  # left last: what ends with the others is exported too
         watched(app[METRICS].loop_lag),
         Upstream.connect(config.connect_timeout_s, config.upstream_ca_file) as upstream,
-        remote_media(config) as media,
+        MediaFetcher.open(config) as media,
         _cache(config) as cache,
-        probing(table, upstream, config.health_timeout_s),
+        membership(config, registry, upstream) as registrations,
+        probing(table, upstream, config),
         Releases.running(stages := Stages(upstream, config)) as releases,
     ):
         app[PIPELINE] = Pipeline(table, stages, media, cache, releases, config)
         app[WARMUP] = Warmup(app[PIPELINE], cache)
         app[ADMIN] = Admin(table, upstream, config)
         app[TABLE] = table
+        app[ROSTER] = Roster(registry, table, registrations, config)
+        app[ui.BOARD] = Board(app[RECENT], table, app[METRICS], ui.store_kind(config))
+        if tracer is not None:
+            app[TRACER] = tracer
+        for glance in (InstancesGlance(table), StoreGlance(cache)):
+            app[METRICS].registry.register(glance)
+
+        def follow(_: ProxyConfig) -> None:
+            registry.replace(Source.CONFIG, config.instances)
+            table.judge_by(config.health)
+            upstream.connect_within(config.connect_timeout_s)
+            if cache is not None:
+                cache.budget_s, cache.lease_s = config.ec_store_budget_s, config.ec_store_lease_s
+
+        app[RELOAD].follow(follow)
         yield
 
 
-def _changed(observers: Sequence[Observer], instance: Instance, state: State) -> None:
-    event = InstanceChanged(instance.url, instance.role, state)
+def _changed(
+    observers: Sequence[Observer],
+    instance: Instance,
+    state: State | Change,
+    source: Source | None = None,
+) -> None:
+    event = InstanceChanged(instance.url, instance.role, state, source)
     for observer in observers:
         observer.instance_changed(event)
 
@@ -167,17 +184,22 @@ def _cache(config: ProxyConfig) -> AbstractAsyncContextManager[EncoderCache | No
     )
 
 
-async def chat_completions(request: web.Request) -> web.StreamResponse:
-    """`POST /v1/chat/completions`, streaming and not."""
+async def answer(request: web.Request) -> web.StreamResponse:
+    """`POST` to an endpoint, streaming and not."""
     app, context = request.app, request[CONTEXT]
-    config = app[CONFIG]
-    body = await _parsed(request, chat.parse)
-    if context.tenant is not ANONYMOUS:  # whom all share with
+    config, endpoint = app[CONFIG], context.endpoint
+    content_type = request.headers.get("Content-Type", "")
+    body, context.cuts = endpoint.read(await _read(request), content_type)
+    context.model = body.get("model")
+    if context.span is not None:
+        context.span.asks(endpoint.operation, context.model)
+    if endpoint.salted and context.tenant is not ANONYMOUS:  # whom all share with
         body = salted(body, config.scope_of(context.tenant))
     async with await app[PIPELINE].run(body, context) as reply:
         headers = _answer_headers(reply, context)
         if not headers["Content-Type"].startswith("text/event-stream"):
             whole = await reply.read(idle_s=config.idle_timeout_s, limit=MAX_DECODE_BYTES)
+            context.whole(whole)
             return web.Response(status=reply.status, body=whole, headers=headers)
         stream = request[STREAM] = web.StreamResponse(
             status=reply.status, headers={**headers, "Cache-Control": "no-cache"}
@@ -216,24 +238,11 @@ async def _read(request: web.Request) -> bytes | bytearray:
     return await read_body(request, request.app[CONFIG], request[BODY].grow)
 
 
-async def _parsed(request: web.Request, parse: Callable[[bytes | bytearray], T]) -> T:
-    """What a body says, its media cut out."""
-    raw = await _read(request)
-    rest, cuts = cut(raw)
-    try:
-        parsed = parse(rest)
-    except BadRequest:
-        if not cuts:
-            raise
-        return parse(raw)  # which says where in all of it the error is
-    request[CONTEXT].cuts = cuts
-    return parsed
-
-
 async def push_media(request: web.Request) -> web.Response:
     """`POST /v1/media`: has media encoded ahead of the request that asks about them."""
     context = request[CONTEXT]
-    body = await _parsed(request, warmup.parse)
+    body, context.cuts = cut_and_parsed(await _read(request), warmup.parse)
+    context.model = body.get("model")
     answer = await request.app[WARMUP].push(body, context)
     return _json(answer, context)
 
@@ -241,8 +250,8 @@ async def push_media(request: web.Request) -> web.Response:
 async def forget_media(request: web.Request) -> web.Response:
     """`DELETE /v1/media/{uuid}?model=…`: forgets what the client calls so."""
     context = request[CONTEXT]
-    uuid, model = request.match_info["uuid"], request.query.get("model")
-    await request.app[PIPELINE].forget(uuid, model, context)
+    uuid, context.model = request.match_info["uuid"], request.query.get("model")
+    await request.app[PIPELINE].forget(uuid, context.model, context)
     return _json({"id": uuid, "object": "media.deleted", "deleted": True}, context)
 
 
@@ -261,6 +270,21 @@ async def health(request: web.Request) -> web.Response:
     return _json(body, request[CONTEXT], status)
 
 
+async def version(request: web.Request) -> web.Response:
+    """`GET /version`: the proxy's, and of each instance vLLM's."""
+    instances = await request.app[ADMIN].versions()
+    return _json({"version": __version__, "instances": instances}, request[CONTEXT])
+
+
+async def kept_response(_: web.Request) -> web.StreamResponse:
+    """`/v1/responses/{id}`: there is none, as no engine keeps any."""
+    raise RequestRefused(
+        404,
+        "responses are not kept: send the whole conversation as input",
+        slug="unsupported_route",
+    )
+
+
 async def openapi(request: web.Request) -> web.Response:
     """`GET /openapi.json`: what there is to be asked."""
     headers = own_headers(request[CONTEXT])
@@ -268,25 +292,43 @@ async def openapi(request: web.Request) -> web.Response:
 
 
 async def ready(request: web.Request) -> web.Response:
-    """`GET /ready`: whether to send requests here. It asks nobody, and may be asked often."""
+    """`/ready`, `/ping`: whether to send requests here. It asks nobody, and may be asked often."""
     if request.app[DRAIN].began:
         raise Overloaded("the proxy is about to stop", slug="shutting_down")
-    if not request.app[TABLE].serves(request.app[CONFIG].decode_role):
+    if not request.app[TABLE].serves(*ANSWERING):
         raise NoInstance("no decode instance can be reached", slug="no_decode")
     return _json({"status": "ready"}, request[CONTEXT])
 
 
 async def metrics(request: web.Request) -> web.Response:
     """`GET /metrics`, for Prometheus."""
-    headers = own_headers(request[CONTEXT]) | {"Content-Type": CONTENT_TYPE}
-    return web.Response(body=request.app[METRICS].page(), headers=headers)
+    page, content_type = request.app[METRICS].page(request.headers.get("Accept", ""))
+    headers = own_headers(request[CONTEXT]) | {"Content-Type": content_type}
+    return web.Response(body=page, headers=headers)
+
+
+async def instances(request: web.Request) -> web.Response:
+    """`GET /instances`: who takes part; to who has the admin key, in detail."""
+    return _json(request.app[ROSTER].page(detailed=may_administer(request)), request[CONTEXT])
+
+
+async def register(request: web.Request) -> web.Response:
+    """`POST /instances`: lets an instance take part."""
+    body = await _read(request)
+    return _json(await request.app[ROSTER].register(bytes(body)), request[CONTEXT])
+
+
+async def unregister(request: web.Request) -> web.Response:
+    """`DELETE /instances?url=…`: takes that back."""
+    url = request.query.get("url")
+    return _json(await request.app[ROSTER].unregister(url), request[CONTEXT])
 
 
 async def profile(command: str, request: web.Request) -> web.Response:
     """`POST /start_profile` and `/stop_profile`: tells every instance."""
     body = await _read(request)
     if body:
-        chat.parse_json(body)
+        parse_json(body)
     context = request[CONTEXT]
     headers = context.headers_for(context.request_id)
     return _json(await request.app[ADMIN].profile(command, headers, bytes(body)), context)
@@ -315,12 +357,23 @@ _get, _post, _delete, _any = (
 ROUTES = (
     (Access.OPEN, _get("/health", health)),  # a load balancer has no key
     (Access.OPEN, _get("/ready", ready)),
+    (Access.OPEN, _get("/ping", ready)),  # SageMaker's name for it
+    (Access.OPEN, _post("/ping", ready)),
     (Access.OPEN, _get("/openapi.json", openapi)),  # it says nothing of this fleet
-    (Access.TENANT, _post("/v1/chat/completions", chat_completions)),
+    (Access.OPEN, _get("/ui", ui.page)),  # nor do these
+    (Access.OPEN, _get("/ui/{file}", ui.asset)),
+    (Access.OPEN, _get("/instances", instances)),  # what /health says, without the admin key
+    (Access.REGISTRAR, _post("/instances", register)),
+    (Access.REGISTRAR, _delete("/instances", unregister)),
+    *((Access.TENANT, _post(path, answer)) for path in ENDPOINTS),
     (Access.TENANT, _post("/v1/media", push_media)),
     (Access.TENANT, _delete("/v1/media/{uuid}", forget_media)),
+    (Access.TENANT, _get("/v1/responses/{id}", kept_response)),
+    (Access.TENANT, _post("/v1/responses/{id}/cancel", kept_response)),
     (Access.TENANT, _get("/v1/models", models)),
+    (Access.TENANT, _get("/version", version)),
     (Access.ADMIN, _get("/metrics", metrics)),
+    (Access.ADMIN, _get("/ui/state", ui.state)),
     (Access.ADMIN, _post("/start_profile", partial(profile, "start"))),
     (Access.ADMIN, _post("/stop_profile", partial(profile, "stop"))),
 )

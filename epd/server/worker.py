@@ -11,12 +11,14 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import orjson
 import structlog
 import uvloop
 
-from epd.config import ProxyConfig
+from epd.config import ConfigInvalid, ProxyConfig
+from epd.config.live import LiveConfig
 from epd.edge.listening import Site
 from epd.http.tls import server_context
 from epd.observe import logs
@@ -25,10 +27,13 @@ from epd.observe.shared_page import SharedPage
 from epd.observe.worker_metrics import WorkerMetrics
 from epd.server.last_good import read_from
 from epd.server.serve import Orders, running
+from epd.server.ui import BOARD
 from epd.server.web import METRICS
+from epd.ui.board import Board
 
-DRAIN, RELOAD = b"d", b"r"
-"""Orders to a worker, by its pipe."""
+DRAIN, RELOAD = b"drain", b"reload "
+"""How orders to a worker begin, by its pipe, a line each."""
+READ_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +45,21 @@ class Inherited:
         sockets: that it listens with.
         files: copies of the files that a reload reads anew, by the names of their fields.
         pages: of the metrics of all workers.
+        recents: of what they have seen of late.
+        registrations: the store of what is known of instances, which they share.
     """
 
     number: int
     sockets: Sequence[int]
     files: Mapping[str, int]
     pages: Sequence[int]
+    recents: Sequence[int]
+    registrations: str | None
 
     @property
     def descriptors(self) -> tuple[int, ...]:
         """All of them."""
-        return (*self.sockets, *self.files.values(), *self.pages)
+        return (*self.sockets, *self.files.values(), *self.pages, *self.recents)
 
 
 async def work(config: ProxyConfig, inherited: Inherited) -> None:
@@ -64,16 +73,20 @@ async def work(config: ProxyConfig, inherited: Inherited) -> None:
     """
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
-    first = read_from(config, inherited.files)
-    orders, tls = _orders_by_pipe(), server_context(first)
-    async with running(config, orders, tls, first) as runner:
+    store = {"registration_store": inherited.registrations}
+    first = LiveConfig.of(read_from(config, inherited.files).model_copy(update=store))
+    pipe = Pipe()
+    orders, tls = pipe.orders, server_context(first)
+    async with running(first, orders, tls, pipe.configured, config) as runner:
         metrics = _shared(runner.app[METRICS], inherited)
-        writing = asyncio.create_task(metrics.keep_writing())
+        board = _shared_board(runner.app[BOARD], inherited)
+        writing = [asyncio.create_task(one.keep_writing()) for one in (metrics, board)]
         for descriptor in inherited.sockets:
             await Site(runner, tls, sock=socket.socket(fileno=descriptor)).start()
         structlog.get_logger("epd").info("serving", pid=os.getpid())
         await orders.close.wait()
-    writing.cancel()
+    for task in writing:
+        task.cancel()
     metrics.write()  # the last requests have ended just now
 
 
@@ -83,27 +96,53 @@ def _shared(metrics: MetricsObserver, inherited: Inherited) -> WorkerMetrics:
     return shared
 
 
-def _orders_by_pipe() -> Orders:
-    orders = Orders()
-    loop, pipe = asyncio.get_running_loop(), sys.stdin.fileno()
+def _shared_board(board: Board, inherited: Inherited) -> Board:
+    board.share([SharedPage(one) for one in inherited.recents], inherited.number - 1)
+    return board
 
-    def read() -> None:
-        said = os.read(pipe, 64)
-        if DRAIN in said:
-            orders.drain.set()
-        if RELOAD in said:
-            orders.reload.set()
+
+class Pipe:
+    """What the first process says.
+
+    Attributes:
+        orders: to do.
+    """
+
+    def __init__(self) -> None:
+        """Listen from now on."""
+        self.orders = Orders()
+        self._rest = b""
+        self._said: dict[str, Any] = {}
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_signal_handler(signal.SIGUSR1, self._end)
+        self._loop.add_reader(sys.stdin.fileno(), self._read)
+
+    def configured(self) -> ProxyConfig:
+        """What it has read of the configuration.
+
+        Raises:
+            ConfigInvalid: it could not be used.
+        """
+        if "refused" in self._said:
+            raise ConfigInvalid(self._said["refused"])
+        return ProxyConfig.model_validate(self._said["config"])
+
+    def _read(self) -> None:
+        said = os.read(sys.stdin.fileno(), READ_BYTES)
         if not said:
-            loop.remove_reader(pipe)
-            orders.stop()
+            self._loop.remove_reader(sys.stdin.fileno())
+            self.orders.stop()
+        *lines, self._rest = (self._rest + said).split(b"\n")
+        for line in lines:
+            if line == DRAIN:
+                self.orders.drain.set()
+            elif line.startswith(RELOAD):
+                self._said = orjson.loads(line.removeprefix(RELOAD))
+                self.orders.reload.set()
 
-    def at_once() -> None:
-        orders.now.set()
-        orders.stop()
-
-    loop.add_signal_handler(signal.SIGUSR1, at_once)
-    loop.add_reader(pipe, read)
-    return orders
+    def _end(self) -> None:
+        self.orders.now.set()
+        self.orders.stop()
 
 
 def main() -> None:

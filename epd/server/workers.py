@@ -5,7 +5,8 @@ same port (`SO_REUSEPORT`): on one that all share, the first to wake takes every
 waits, and keeps it. The first process holds all of them too, so that connections that wait at a
 worker that dies are served by the next one.
 
-Each worker has a page for its metrics, which all of them read.
+Each worker has a page for its metrics and one for what it has seen of late, which all of them
+read.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -23,6 +24,8 @@ import orjson
 import structlog
 
 from epd.config import ProxyConfig
+from epd.config.live import LiveConfig
+from epd.discovery.membership import shared_store
 from epd.observe.shared_page import SharedPage
 from epd.observe.worker_metrics import bury
 from epd.server.last_good import LastGood
@@ -36,6 +39,7 @@ from epd.server.serve import (
     url,
 )
 from epd.server.worker import DRAIN, RELOAD, Inherited
+from epd.ui.board import forget
 
 BACKLOG = 128
 STEADY_S = 30.0
@@ -57,36 +61,58 @@ class WorkersFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Shared:
+    """What all workers have in common.
+
+    Attributes:
+        pages: of their metrics, in the order of their numbers, which begin at 1.
+        recents: the same, of what they have seen of late.
+        registrations: the store of what is known of instances; None where there is none.
+    """
+
+    pages: Sequence[SharedPage]
+    recents: Sequence[SharedPage]
+    registrations: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Seat:
     """What a worker and its replacements have in common."""
 
     number: int
     sockets: Sockets
-    pages: Sequence[SharedPage]
-    """Everyone's, in the order of their numbers, which begin at 1."""
+    shared: Shared
 
-    @property
-    def page(self) -> SharedPage:
-        """Its own."""
-        return self.pages[self.number - 1]
+    def bury(self) -> None:
+        """Have nobody take its worker, which has died, for one that lives."""
+        bury(self.shared.pages[self.number - 1])
+        forget(self.shared.recents[self.number - 1])
 
 
-async def supervise(config: ProxyConfig) -> None:
+async def supervise(config: LiveConfig, read: Callable[[], ProxyConfig]) -> None:
     """Keep the workers running until SIGTERM or SIGINT, as `server.serve` does for one process.
+
+    Args:
+        config: what is in force; what may change of it does at SIGHUP, for the workers too.
+        read: what is configured then.
 
     Raises:
         OSError: the address cannot be listened on.
         WorkersFailed: they do not stay alive.
     """
-    with _pages(config.workers) as pages:
-        await _supervise(config, pages)
+    with (
+        _pages(config.workers) as pages,
+        _pages(config.workers) as recents,
+        shared_store(config) as registrations,
+    ):
+        await _supervise(config, read, Shared(pages, recents, registrations))
 
 
-async def _supervise(config: ProxyConfig, pages: Sequence[SharedPage]) -> None:
+async def _supervise(config: LiveConfig, read: Callable[[], ProxyConfig], shares: Shared) -> None:
     log = structlog.get_logger("epd")
     orders = orders_by_signal(config)
-    with _listening(config) as groups, closing(LastGood(config)) as files:
-        reloading = asyncio.create_task(_reload(orders, files))
+    with _listening(config) as groups, closing(LastGood(config, read)) as good:
+        reloading = asyncio.create_task(_reload(orders, good))
         for listener in groups[0]:
             log.info(
                 "listening",
@@ -95,7 +121,7 @@ async def _supervise(config: ProxyConfig, pages: Sequence[SharedPage]) -> None:
                 workers=config.workers,
             )
         keepers = [
-            asyncio.create_task(_keep(Seat(number, sockets, pages), config, files, orders))
+            asyncio.create_task(_keep(Seat(number, sockets, shares), good, orders))
             for number, sockets in enumerate(groups, start=1)
         ]
         await orders.drain.wait()
@@ -109,21 +135,21 @@ async def _supervise(config: ProxyConfig, pages: Sequence[SharedPage]) -> None:
         raise failure
 
 
-async def _reload(orders: Orders, files: LastGood) -> None:
+async def _reload(orders: Orders, good: LastGood) -> None:
     while True:
         await orders.reload.wait()
         orders.reload.clear()
-        files.renew()
+        good.renew()
 
 
-async def _keep(seat: Seat, config: ProxyConfig, files: LastGood, orders: Orders) -> None:
+async def _keep(seat: Seat, good: LastGood, orders: Orders) -> None:
     """Run a worker, and another whenever it dies, until all are to close."""
     clock = asyncio.get_running_loop().time
     deaths = 0
     try:
         while not orders.close.is_set():
             started = clock()
-            end = await _run(seat, config, files, orders)
+            end = await _run(seat, good, orders)
             if orders.close.is_set():
                 return
             deaths = deaths + 1 if clock() - started < STEADY_S else 1
@@ -140,16 +166,16 @@ async def _keep(seat: Seat, config: ProxyConfig, files: LastGood, orders: Orders
         orders.stop()
 
 
-async def _run(seat: Seat, config: ProxyConfig, files: LastGood, orders: Orders) -> str:
+async def _run(seat: Seat, good: LastGood, orders: Orders) -> str:
     """Run one worker to its end, and say what it died of."""
-    reloaded = files.reloaded  # a reload while it starts comes too late for its copies
+    reloaded = good.reloaded  # a reload while it starts comes too late for what it starts with
     try:
-        process, pipe = await _start(seat, config, files.descriptors)
+        process, pipe = await _start(seat, good.config, good.descriptors)
     except OSError as error:  # no process or no memory to be had at the moment
         return str(error)
     with closing(pipe):
-        await first_of(process.wait(), orders.close.wait(), _pass_on(orders, files, reloaded, pipe))
-    limit_s = config.drain_timeout_s + CUT_S + CLEANUP_S + GRACE_S
+        await first_of(process.wait(), orders.close.wait(), _pass_on(orders, good, reloaded, pipe))
+    limit_s = good.config.drain_timeout_s + CUT_S + CLEANUP_S + GRACE_S
     await first_of(process.wait(), orders.now.wait(), asyncio.sleep(limit_s))
     with suppress(ProcessLookupError):
         process.send_signal(signal.SIGUSR1)
@@ -157,25 +183,25 @@ async def _run(seat: Seat, config: ProxyConfig, files: LastGood, orders: Orders)
     with suppress(ProcessLookupError):
         process.kill()
     code = await process.wait()
-    bury(seat.page)
+    seat.bury()
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
 async def _pass_on(
-    orders: Orders, files: LastGood, reloaded: asyncio.Event, pipe: asyncio.StreamWriter
+    orders: Orders, good: LastGood, reloaded: asyncio.Event, pipe: asyncio.StreamWriter
 ) -> None:
     """Tell a worker what this process is told."""
 
     async def drain() -> None:
         await orders.drain.wait()
-        pipe.write(DRAIN)
+        pipe.write(DRAIN + b"\n")
 
     async def reload() -> None:
         turn = reloaded
         while True:
             await turn.wait()
-            turn = files.reloaded
-            pipe.write(RELOAD)
+            turn = good.reloaded
+            pipe.write(RELOAD + good.said + b"\n")
 
     await asyncio.gather(drain(), reload())
 
@@ -187,7 +213,9 @@ async def _start(
         seat.number,
         [listener.fileno() for listener in seat.sockets],
         files,
-        [page.descriptor for page in seat.pages],
+        [page.descriptor for page in seat.shared.pages],
+        [page.descriptor for page in seat.shared.recents],
+        seat.shared.registrations,
     )
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "epd.server.worker"),
@@ -206,7 +234,7 @@ async def _start(
 
 @contextmanager
 def _pages(count: int) -> Iterator[list[SharedPage]]:
-    """Pages for the metrics of so many workers.
+    """Pages for so many workers.
 
     Raises:
         OSError: there is no memory or no descriptor for them.

@@ -266,7 +266,7 @@ class TestBeforeItBegins:
 @needs_vllm
 @pytest.mark.e2e
 def test_a_signal_ends_the_stack_that_it_started(tmp_path: Path, models: Path) -> None:
-    mark = f"EPD_TEST_MARK_{uuid4().hex}"
+    mark = f"TEST_MARK_{uuid4().hex}"
     words = f"--topology 1e1pd --model {models}/tiny-qwen2.5-vl --dataset pool --num-prompts 1"
     process = subprocess.Popen(
         [sys.executable, "-m", "epd", "bench", "serve", *words.split(), "--data-dir", tmp_path],

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ec_store import EntryInfo, open_store
 from epd.fleet import Engine, Stack, Topology
 from epd.routing.instances import Role
+from tests.collector import Collector, over_http
 from tests.e2e.stacks import AUDIO_STACKS, CLUSTER, REDIS, VISION_STACKS, Spec
 from tests.store.redis_server import RedisServer, cluster
 
@@ -33,6 +34,7 @@ class Served:
     spec: Spec
     client: openai.OpenAI
     baseline: openai.OpenAI
+    collector: Collector
 
     @property
     def model(self) -> str:
@@ -79,6 +81,8 @@ def stack(
     spec: Spec = request.param
     directory = tmp_path_factory.mktemp(str(spec))
     with ExitStack() as running:
+        collector = running.enter_context(over_http())
+        traces = ["--otlp-traces-endpoint", collector.url] if spec.traced else []
         redis, url = running.enter_context(redis_servers(spec.store, directory / "redis"))
         described = Stack(
             models / spec.model,
@@ -86,11 +90,14 @@ def stack(
             directory,
             local_media=MEDIA,
             store=url,
-            flags=spec.flags(),
+            flags={role: [*flags, *traces] for role, flags in spec.flags().items()},
             # What is found does not depend on how busy the machine is.
-            proxy_flags=["--ec-store-budget-s", "2", "--trust-request-mm-kwargs"],
+            proxy_flags=["--ec-store-budget-s", "2", "--trust-request-mm-kwargs", *traces],
         )
-        running.enter_context(described)
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
+            environment.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+            running.enter_context(described)
         answers = {Role.DECODE, Role.PREFILL_DECODE}
         decode = next(engine for engine in described.engines if engine.role in answers)
         client, baseline = (
@@ -99,7 +106,7 @@ def stack(
             )
             for server in (described, decode)
         )
-        yield Served(described, redis, spec, client, baseline)
+        yield Served(described, redis, spec, client, baseline, collector)
         described.check_alive()
 
 

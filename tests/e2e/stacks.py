@@ -31,6 +31,7 @@ class Spec:
         store: where its encoder cache is.
         bf16: whether engines compute in bfloat16, and in float32 otherwise.
         ranks: over how many processes the encode engine's tensors are divided.
+        traced: whether engines and proxy export spans.
     """
 
     model: str
@@ -38,9 +39,11 @@ class Spec:
     store: str
     bf16: bool = False
     ranks: int = 1
+    traced: bool = False
 
     def __str__(self) -> str:
         traits = ["bf16"] * self.bf16 + [f"tp{self.ranks}"] * (self.ranks > 1)
+        traits += ["traced"] * self.traced
         return "-".join([self.model, self.topology, self.store, *traits])
 
     def flags(self) -> Mapping[Role, Sequence[str]]:
@@ -54,7 +57,8 @@ ON_DISK = Spec(VISION, E_PD, DISK)
 ON_REDIS = Spec(VISION, E_PD, REDIS, bf16=not AMX)
 ON_CLUSTER = Spec(VISION, E_P_D, CLUSTER, ranks=2)
 VISION_STACKS = [ON_DISK, ON_CLUSTER, ON_REDIS]
-AUDIO_STACKS = [Spec(AUDIO, E_PD, DISK), Spec(AUDIO, E_P_D, DISK)]
+TRACED = Spec(AUDIO, E_P_D, DISK, traced=True)
+AUDIO_STACKS = [Spec(AUDIO, E_PD, DISK), TRACED]
 
 
 def on(*stacks: Spec) -> pytest.MarkDecorator:

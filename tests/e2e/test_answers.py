@@ -12,7 +12,7 @@ import openai
 import pytest
 from PIL import Image
 
-from epd.bodies.chat import mm_items
+from epd.bodies.chat import CHAT
 from epd.cache.identity import content_key
 from epd.media.parts import Inline, source
 from epd.tenants import Scope
@@ -194,7 +194,7 @@ def test_an_engine_that_encodes_itself_would_have_been_seen(stack: Served) -> No
 def test_what_the_encoder_made_is_in_the_store_under_its_content_key(stack: Served) -> None:
     item = picture("shapes.png") if "vl" in stack.model else sound("chord.wav")
     ask(stack.client, stack.model, item, text("first"))
-    [found] = mm_items({"messages": [{"content": [item]}]})
+    [found] = CHAT.items({"messages": [{"content": [item]}]})
     media = source(found)
     assert isinstance(media, Inline)
 

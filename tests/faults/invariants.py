@@ -19,7 +19,7 @@ GRACE_S = 20.0
 """How long what was left behind may take to be gone: longer than decode may take to be told that
 a prefill is not wanted any more."""
 
-UNDER_WAY = re.compile(r"in_flight|queued|waiting")
+UNDER_WAY = re.compile(r"in_flight|queued|waiting|instance_requests")
 """Gauges that are 0 when nothing is being done."""
 
 OF_STATE = {"/health", "/ready"}
@@ -65,7 +65,7 @@ async def becomes(found: Callable[[], object], expected: object) -> None:
 def under_way(fleet: Fleet) -> dict[str, float]:
     """What instances still do for the proxy, and what the proxy believes to be doing."""
     calls = {instance.url: float(instance.open) for instance in fleet.instances}
-    page = fleet.runner.app[METRICS].page().decode()
+    page = fleet.runner.app[METRICS].page()[0].decode()
     gauges = {
         f"{sample.name}{sample.labels}": sample.value
         for family in text_string_to_metric_families(page)
@@ -104,11 +104,15 @@ def checks_answers_of(fleet: Fleet) -> aiohttp.TraceConfig:
 
 
 def check_error(reply: aiohttp.ClientResponse, content: bytes) -> None:
-    """An error is OpenAI's in shape, and says who failed; the proxy's own has no Python in it."""
+    """An error has its API's shape, and says who failed; the proxy's own has no Python in it."""
     said = orjson.loads(content)
-    assert set(said) == {"error"}, said
-    assert {"message", "type", "param", "code"} <= set(said["error"]), said
-    assert said["error"]["code"] == reply.status, said
+    if reply.url.path.startswith("/v1/messages"):
+        assert (set(said), said["type"]) == ({"type", "error"}, "error"), said
+        assert set(said["error"]) == {"type", "message"}, said
+    else:
+        assert set(said) == {"error"}, said
+        assert {"message", "type", "param", "code"} <= set(said["error"]), said
+        assert said["error"]["code"] == reply.status, said
     for name in ("x-request-id", "x-epd-stage", "x-epd-error"):
         assert name in reply.headers, (name, reply.headers)
     assert reply.headers["x-epd-error"] != "internal_error", said

@@ -13,8 +13,11 @@ WALL_CLOCK = {
 }
 """Log lines have their time from structlog, and no other use of it."""
 
-NO_PART_OF_THE_PROXY = ("bench", "fleet")
-"""Results of benchmarks say when they were taken."""
+NO_PART_OF_THE_PROXY = ("bench", "fleet", "doctor", "top")
+"""Benchmarks say when they were made, the doctor compares clocks, `epd top` shows one."""
+
+TOLD = {"board.py: time.time", "registry.py: time.time"}
+"""When something happened, said to people: nothing waits for it."""
 
 
 @pytest.mark.fault(66)
@@ -30,7 +33,7 @@ def test_nothing_asks_the_wall_clock() -> None:
     ]
 
     assert len(modules) > 30
-    assert found == []
+    assert set(found) == TOLD
 
 
 def names(node: ast.AST) -> list[str]:

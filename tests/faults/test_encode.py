@@ -63,7 +63,7 @@ async def test_where_all_encoders_fail_decode_encodes_and_it_is_said(launch: Lau
         assert encoded(*fleet.encode) == 3
         assert "data" in str(fleet.d.calls[0].parts[0]["image_url"])
         assert fleet.events.requests[0].degraded == {"encode-local"}
-        assert 'epd_requests_degraded_total{kind="encode-local"} 1.0' in figures
+        assert 'epd_requests_degraded_total{kind="encode-local",model_name="m"} 1.0' in figures
 
 
 @pytest.mark.fault(1)

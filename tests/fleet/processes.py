@@ -9,7 +9,7 @@ from pathlib import Path
 
 def new_mark() -> str:
     """The name of a variable that nobody else sets."""
-    return f"EPD_TEST_MARK_{uuid.uuid4().hex}"
+    return f"TEST_MARK_{uuid.uuid4().hex}"
 
 
 def marked(mark: str) -> dict[str, str]:

@@ -1,5 +1,7 @@
 """`epd up` as a process, with small servers in place of vLLM."""
 
+import base64
+import io
 import json
 import os
 import re
@@ -15,6 +17,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from PIL import Image
 
 from epd.fleet.ports import free_ports
 from tests.fleet.processes import left, marked, new_mark, processes_of
@@ -109,6 +112,7 @@ def test_it_serves_until_it_is_stopped_and_leaves_nothing(
 
     assert ready == f"ready: {up.url}\n"
     assert f"curl {up.url}/v1/chat/completions" in said
+    assert f" {up.url}/ui, and by `epd top --url {up.url}`." in said
     assert said.endswith("Everything is stopped.\n")
     assert process.returncode == 0
     assert left(up.mark, 0) == {}
@@ -138,7 +142,12 @@ def test_what_is_printed_to_be_pasted_answers(tmp_path: Path) -> None:
         argv = shlex.split(line)
 
     assert argv[:2] == ["curl", f"{up.url}/v1/chat/completions"]
-    assert json.loads(argv[argv.index("-d") + 1])["model"] == "it's"
+    body = json.loads(argv[argv.index("-d") + 1])
+    picture = body["messages"][0]["content"][0]["image_url"]["url"]
+    with Image.open(io.BytesIO(base64.b64decode(picture.partition(",")[2]))) as opened:
+        opened.load()
+        assert opened.size == (64, 64)
+    assert body["model"] == "it's"
 
 
 def test_an_engine_that_ends_while_it_starts_ends_all(tmp_path: Path) -> None:

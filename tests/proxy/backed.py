@@ -50,7 +50,7 @@ class Backed:
         """Answer; fail as vLLM does where an item without media is not in the store."""
         promised = body.get("ec_transfer_params") or {}
         for part in parts_of(body):
-            if part["type"].endswith("_embeds"):
+            if any(key.endswith("_embeds") for key in part):
                 uuid = part["uuid"]
                 if not await self._has(uuid, waits=100 if uuid in promised else 1):
                     return await refuses(500, "Internal server error")(request, body)
@@ -81,7 +81,7 @@ class Backed:
 
 
 def parts_of(body: dict[str, Any]) -> list[Part]:
-    contents = [message["content"] for message in body["messages"]]
+    contents = [message["content"] for message in body.get("messages") or body["input"]]
     return [part for content in contents if isinstance(content, list) for part in content]
 
 

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import json
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,8 +44,8 @@ class FakeInstance:
     """One fake vLLM server.
 
     Attributes:
-        chat: answers `/v1/chat/completions`; replace it to make the instance misbehave.
-        calls: the chat requests it was sent.
+        chat: answers every endpoint; replace it to make the instance misbehave.
+        calls: the requests to endpoints it was sent.
         aborted: how many of its answers were cancelled because nobody waited any more.
         open: how many chat requests it has that have not ended.
     """
@@ -58,11 +58,14 @@ class FakeInstance:
     aborted: int = 0
     open: int = 0
     url: str = ""
+    version: str = "0.33.0"
+    models: tuple[str, ...] = ("m",)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         self.open += 1
         try:
-            body = await request.json()
+            is_json = request.content_type == "application/json"
+            body = await request.json() if is_json else {"form": await request.read()}
             self.calls.append(Call(request.path, request.headers, body))
             return await self.chat(request, body)
         except (asyncio.CancelledError, ConnectionError):
@@ -76,20 +79,26 @@ class FakeInstance:
             return web.Response(status=200 if self.healthy else 503)
         self.other_calls.append(f"{request.method} {request.path}")
         if request.path == "/v1/models":
-            return web.json_response({"object": "list", "data": [{"id": "m"}]})
+            data = [{"id": name} for name in self.models]
+            return web.json_response({"object": "list", "data": data})
+        if request.path == "/version":
+            return web.json_response({"version": self.version})
         return web.Response(status=200 if self.profiler else 404)
 
     @asynccontextmanager
-    async def running(self, context: ssl.SSLContext | None = None) -> AsyncIterator["FakeInstance"]:
+    async def running(
+        self, context: ssl.SSLContext | None = None, port: int = 0
+    ) -> AsyncIterator["FakeInstance"]:
         app = web.Application(client_max_size=2**30)
-        app.router.add_post("/v1/chat/completions", self._chat)
+        for path in ("/v1/chat/completions", *OTHER_REPLIES):
+            app.router.add_post(path, self._chat)
         for path in ("/start_profile", "/stop_profile"):
             app.router.add_post(path, self._other)
-        for path in ("/health", "/v1/models"):
+        for path in ("/health", "/v1/models", "/version"):
             app.router.add_get(path, self._other)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.2)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
+        await web.TCPSite(runner, "127.0.0.1", port, ssl_context=context).start()
         scheme = "http" if context is None else "https"
         self.url = f"{scheme}://127.0.0.1:{runner.addresses[0][1]}"
         try:
@@ -153,14 +162,135 @@ REPLY = {
 }
 
 
+def named(event: dict[str, Any]) -> bytes:
+    return f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode()
+
+
+TEXT = {"type": "output_text", "text": "aé", "annotations": []}
+SAID = {
+    "type": "message",
+    "id": "msg",
+    "role": "assistant",
+    "status": "completed",
+    "content": [TEXT],
+}
+RESPONSE = {
+    "id": "resp",
+    "object": "response",
+    "created_at": 1,
+    "model": "m",
+    "output": [SAID],
+    "parallel_tool_calls": True,
+    "tool_choice": "none",
+    "tools": [],
+    "status": "completed",
+}
+MESSAGE = {
+    "id": "msg",
+    "type": "message",
+    "role": "assistant",
+    "model": "m",
+    "content": [{"type": "text", "text": "aé"}],
+    "stop_reason": "end_turn",
+    "usage": {"input_tokens": 1, "output_tokens": 2},
+}
+COMPLETION = {
+    "id": "c",
+    "object": "text_completion",
+    "created": 1,
+    "model": "m",
+    "choices": [{"index": 0, "text": "aé", "finish_reason": "stop", "logprobs": None}],
+}
+OTHER_REPLIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": COMPLETION,
+    "/v1/responses": RESPONSE,
+    "/v1/messages": MESSAGE,
+    "/v1/messages/count_tokens": {"input_tokens": 3},
+    "/v1/embeddings": {
+        "object": "list",
+        "model": "m",
+        "data": [{"object": "embedding", "index": 0, "embedding": [0.5, 0.25]}],
+        "usage": {"prompt_tokens": 1, "total_tokens": 1},
+    },
+    "/tokenize": {"count": 2, "max_model_len": 8, "tokens": [1, 2]},
+    "/detokenize": {"prompt": "aé"},
+    "/v1/audio/transcriptions": {"text": "aé"},
+    "/v1/audio/translations": {"text": "aé"},
+}
+"""What decode answers at the endpoints beside chat."""
+
+
+def block_delta(words: str) -> dict[str, Any]:
+    delta = {"type": "text_delta", "text": words}
+    return {"type": "content_block_delta", "index": 0, "delta": delta}
+
+
+def text_delta(words: str, number: int) -> dict[str, Any]:
+    return {
+        "type": "response.output_text.delta",
+        "sequence_number": number,
+        "delta": words,
+        "item_id": "msg",
+        "output_index": 0,
+        "content_index": 0,
+        "logprobs": [],
+    }
+
+
+OTHER_STREAMS: dict[str, list[bytes]] = {
+    "/v1/responses": [
+        named({"type": "response.created", "sequence_number": 0, "response": RESPONSE}),
+        named({"type": "response.in_progress", "sequence_number": 1, "response": RESPONSE}),
+        named(text_delta("a", 2)),
+        named(text_delta("é", 3)),
+        named({"type": "response.completed", "sequence_number": 4, "response": RESPONSE}),
+    ],
+    "/v1/messages": [
+        named({"type": "message_start", "message": MESSAGE | {"content": [], "stop_reason": None}}),
+        named(
+            {
+                "type": "content_block_start",
+                "index": 0,
+                "content_block": {"type": "text", "text": ""},
+            }
+        ),
+        named(block_delta("a")),
+        named(block_delta("é")),
+        named({"type": "content_block_stop", "index": 0}),
+        named(
+            {
+                "type": "message_delta",
+                "delta": {"stop_reason": "end_turn"},
+                "usage": {"output_tokens": 2},
+            }
+        ),
+        named({"type": "message_stop"}),
+    ],
+    "/v1/completions": [
+        b"data: " + json.dumps(COMPLETION).encode() + b"\n\n",
+        b"data: [DONE]\n\n",
+    ],
+}
+"""What it answers there in a stream."""
+
+
 async def decodes(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
     if not body.get("stream"):
-        return web.json_response(REPLY)
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
-    await response.prepare(request)
-    for event in STREAM:
-        await response.write(event)
-    return response
+        return web.json_response(OTHER_REPLIES.get(request.path, REPLY))
+    return await streams(OTHER_STREAMS.get(request.path, STREAM))(request, body)
+
+
+def streams(events: Sequence[bytes]) -> Handler:
+    """Answer with these events, and end."""
+
+    async def chat(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
+        for event in events:
+            await response.write(event)
+        return response
+
+    return chat
 
 
 async def hangs(_: web.Request, __: dict[str, Any]) -> web.Response:

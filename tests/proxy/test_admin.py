@@ -7,7 +7,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 import epd
-from epd.server.admin import HEALTH_KEPT_S
+from epd.routing.instances import Instance, Role
+from epd.server.admin import KEPT_S
+from epd.server.web import TABLE
 from tests.proxy.fleet import Fleet, Launch, until
 from tests.requests import request, text
 
@@ -111,7 +113,7 @@ async def test_many_who_ask_for_health_ask_each_instance_once(launch: Launch) ->
             assert [await status(fleet) for _ in range(5)] == [200] * 5
             assert len(asked) == 2
 
-            await asyncio.sleep(HEALTH_KEPT_S)
+            await asyncio.sleep(KEPT_S)
             assert await status(fleet) == 200
             assert len(asked) == 3
 
@@ -183,3 +185,37 @@ async def test_profiling_that_no_instance_has_is_a_503(launch: Launch) -> None:
         async with fleet.http.post(f"{fleet.url}/start_profile", json={}) as reply:
             assert reply.status == 503
             assert (await reply.json())["error"]["code"] == 503
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/health"), ("POST", "/start_profile")])
+async def test_instances_may_come_and_go_while_all_are_asked(
+    launch: Launch, method: str, path: str
+) -> None:
+    asked = list[str]()
+    answer = asyncio.Event()
+
+    async def waits(asking: web.Request) -> web.Response:
+        asked.append(asking.path)
+        await answer.wait()
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_route("*", "/{anything}", waits)
+    async with TestServer(app) as instance:
+        url = str(instance.make_url("")).rstrip("/")
+        async with launch(decode_servers_urls=(url,), probe_interval_s=60) as fleet:
+            table = fleet.runner.app[TABLE]
+            [gone] = table.of(Role.PREFILL_DECODE)
+            await until(lambda: asked)  # the proxy's own probe
+
+            async def status() -> int:
+                async with fleet.http.request(method, fleet.url + path) as reply:
+                    return reply.status
+
+            asking = asyncio.create_task(status())
+            await until(lambda: len(asked) == 2)
+            table.remove(gone)
+            table.add(Instance(Role.PREFILL_DECODE, "http://new:1"))
+            answer.set()
+
+            assert await asking == 200

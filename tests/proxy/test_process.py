@@ -44,7 +44,8 @@ def serving(
     assert process.stderr is not None
     with process:
         try:
-            yield json.loads(process.stderr.readline())["url"], process
+            said = (json.loads(line) for line in process.stderr)
+            yield next(line["url"] for line in said if line["event"] == "listening"), process
         finally:
             process.kill()
 
@@ -58,19 +59,51 @@ def serving(
         (["serve", *INSTANCES, "--workers", "0"], "--workers"),
         (["serve", *INSTANCES, "--workers", "many"], "--workers"),
         (["serve", *INSTANCES, "--prefill-servers-urls", "http://d:1"], "named as prefill and"),
+        (["serve", *INSTANCES, "--dynamic-registration"], "needs EPD_ADMIN_API_KEY"),
+        (["serve", *INSTANCES, "--registration-hosts", "a"], "needs --dynamic-registration"),
+        (
+            ["serve", *INSTANCES, "--registration-store", "file:///x"],
+            "needs --dynamic-",
+        ),
+        (["serve", *INSTANCES, "--registration-store", "http://:pw@x"], "must be file:///a/folder"),
+        (["serve", *INSTANCES, "--discover-decode", "d:1"], "needs prefill instances"),
+        (
+            ["serve", "--discover-prefill", "p:1", "--discover-prefill-decode", "d:1", *INSTANCES],
+            "do not go with",
+        ),
+        (["serve", "--discover-encode", "e:1"], "--decode-servers-urls is required"),
+        (["serve", *INSTANCES, "--discover-encode", "e:port"], "--discover-encode"),
+        (["serve", *INSTANCES, "--discovery-dns-server", "ns"], "--discovery-dns-server"),
         (["serve", *INSTANCES, "--decode-media", "both"], "--decode-media"),
         (["serve", *INSTANCES, "--allow-http-media"], "--allow-http-media needs --media-fetch"),
         (["nothing"], "nothing"),
         ([], "COMMAND"),
     ],
 )
-def test_wrong_flags_end_in_one_line_and_code_2(args: list[str], message: str) -> None:
+def test_wrong_flags_end_in_a_line_each_and_code_2(args: list[str], message: str) -> None:
     ended = run(*args)
 
     assert ended.returncode == 2
     assert ended.stdout == ""
     assert message in ended.stderr
-    assert ended.stderr.count("\n") == 1
+    assert all(": error: " in line for line in ended.stderr.splitlines())
+
+
+def test_check_says_what_serve_would_do_and_starts_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "epd.yaml"
+    file.write_text("max_items: 3")
+
+    shown = run("check", *INSTANCES, "--config", str(file), "--format", "json")
+    refused = run("check", *INSTANCES, "--config", str(file), "--upstream-ca-file", "/nowhere")
+
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert json.loads(shown.stdout)["max_items"] == {
+        "value": 3,
+        "from": "file",
+        "where": f"{file}:1",
+    }
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "epd check: error: --upstream-ca-file /nowhere: No such file" in refused.stderr
 
 
 def test_help_names_every_flag() -> None:
@@ -79,7 +112,7 @@ def test_help_names_every_flag() -> None:
     assert ended.returncode == 0
     for flag in ("--encode-servers-urls", "--prefill-servers-urls", "--decode-servers-urls"):
         assert flag in ended.stdout
-    for secret in ("openai-api-key", "key-secret"):
+    for secret in ("--openai-api-key ", "--key-secret ", "--admin-api-key "):
         assert secret not in ended.stdout
 
 

@@ -25,10 +25,11 @@ ADMIN_ROUTES = [("GET", "/metrics"), ("POST", "/start_profile"), ("POST", "/stop
 ENGINE_ROUTES = [
     *("/invocations", "/collective_rpc", "/update_weights", "/sleep", "/wake_up", "/is_sleeping"),
     *("/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache", "/pause", "/resume"),
-    *("/abort_requests", "/tokenize", "/detokenize", "/tokenizer_info", "/server_info", "/load"),
-    *("/init_weight_transfer_engine", "/release_kv_cache_memory", "/scale_elastic_ep", "/ping"),
-    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/completions", "/v1/embeddings"),
-    *("/v1/responses", "/v1/realtime", "/v1/chat/completions/render", "/version", "/docs"),
+    *("/abort_requests", "/tokenizer_info", "/server_info", "/load", "/pooling", "/classify"),
+    *("/init_weight_transfer_engine", "/release_kv_cache_memory", "/scale_elastic_ep"),
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/score", "/v1/rerank", "/v2/embed"),
+    *("/v1/realtime", "/v1/chat/completions/render", "/v1/completions/render", "/docs"),
+    *("/inference/v1/generate", "/v1/responses/a/input_items"),
 ]
 """Routes of vLLM that the proxy does not have."""
 

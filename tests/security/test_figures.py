@@ -8,6 +8,7 @@ import pytest
 from packaging.requirements import Requirement
 from prometheus_client.parser import text_string_to_metric_families
 
+from epd.version import __version__
 from tests.conftest import ROOT
 from tests.proxy.clients import ALICE, bearer
 from tests.proxy.fake_instance import refuses
@@ -18,13 +19,18 @@ from tests.security.wire import ask
 LABELS = {
     "path": re.compile(r"/[a-z1/_.]+(\{uuid\})?|unknown"),
     "status": re.compile(r"[1-5]\d\d"),
-    "stage": re.compile("store|queue|encode|prefill|decode|release"),
+    "model_name": re.compile("m|other|"),
+    "stage": re.compile("store|queue|encode|prefill|decode|release|proxy|answer"),
     "failed": re.compile("true|false"),
-    "result": re.compile("hit|encoded|local"),
+    "result": re.compile("hit|encoded|local|ok|failed|timeout|error|skipped"),
     "kind": re.compile("(encode|prefill)-local"),
     "reason": re.compile("[a-z_]+"),
     "role": re.compile("encode|prefill|decode|prefill_decode"),
     "state": re.compile("healthy|ejected|down|trial"),
+    "instance": re.compile(r"http://127\.0\.0\.1:\d+"),
+    "operation": re.compile("[a-z_]+"),
+    "circuit": re.compile("store_(questions|changes)"),
+    "version": re.compile(re.escape(__version__)),
     "le": re.compile(r"[\d.]+|\+Inf"),
 }
 """All labels there are, and what they may say."""

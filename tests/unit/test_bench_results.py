@@ -88,13 +88,13 @@ def test_items_are_read_from_what_the_proxy_counts() -> None:
         metrics.stage_done(StageDone("encode", "http://e", 0.0, 0.1, error))
     metrics.stage_done(StageDone("decode", "http://d", 0.0, 0.1, None))
 
-    assert parse_items(metrics.page().decode()) == Items(hits=3, encoded=2, local=1, encodes=2)
+    assert parse_items(metrics.page()[0].decode()) == Items(hits=3, encoded=2, local=1, encodes=2)
 
 
 def test_a_proxy_that_has_answered_nothing_has_counted_nothing() -> None:
     metrics = metrics_of_nothing()
 
-    assert parse_items(metrics.page().decode()) == NOTHING
+    assert parse_items(metrics.page()[0].decode()) == NOTHING
 
 
 def test_another_servers_figures_are_no_proxys() -> None:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.bodies.chat import MMItem
 from epd.bodies.cuts import MARK_LENGTH, NO_CUTS, WINDOW, cut, pieces
+from epd.bodies.items import MMItem
 from epd.errors import BadRequest
 from epd.media.parts import Inline, source
 
@@ -80,9 +80,9 @@ def test_of_several_media_each_is_found_in_its_place(sizes: list[int]) -> None:
     rest, cuts = cut(orjson.dumps(body))
     value = orjson.loads(rest)
 
-    found = [source(MMItem(0, 0, "image_url", part), cuts=cuts) for part in value["first"]]
+    found = [source(MMItem((), "image_url", part), cuts=cuts) for part in value["first"]]
     assert found == [Inline("image/png", text) for text in texts]
-    sound = source(MMItem(0, 0, "input_audio", value["last"]), cuts=cuts)
+    sound = source(MMItem((), "input_audio", value["last"]), cuts=cuts)
     assert sound == Inline("audio/wav", b"x" * 3 * WINDOW)
     assert len(cuts) == 1 + sum(size >= 2 * WINDOW for size in sizes)
     assert len(rest) < 3 * WINDOW
@@ -120,11 +120,11 @@ def test_a_mark_is_another_each_time_and_no_clients() -> None:
 
     assert mark != other
     assert len(mark) == len(other) == MARK_LENGTH
-    claimed = MMItem(0, 0, "image_url", {"image_url": {"url": url(mark.encode())}})
+    claimed = MMItem((), "image_url", {"image_url": {"url": url(mark.encode())}})
     assert source(claimed, cuts=cut(raw)[1]) == Inline("image/png", mark.encode())
 
 
 def test_a_picture_that_is_cut_is_looked_into() -> None:
-    item = MMItem(0, 0, "image_url", {"image_url": {"url": 7}})
+    item = MMItem((), "image_url", {"image_url": {"url": 7}})
     with pytest.raises(BadRequest):
         source(item, cuts=cut(orjson.dumps({"url": url(BASE64)}))[1])

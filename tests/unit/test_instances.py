@@ -29,18 +29,18 @@ def fails(table: InstanceTable, instance: Instance, error: Exception, times: int
 
 
 def test_turns_go_on_across_choices() -> None:
-    choice = Choice(InstanceTable([A, B, C]), Role.DECODE, "least_load")
+    choice = Choice(InstanceTable([A, B, C]), "least_load", Role.DECODE)
 
     assert [choice.best() for _ in range(7)] == [A, B, C, A, B, C, A]
 
 
 def test_of_no_instance_none_is_chosen() -> None:
     with pytest.raises(NoInstance):
-        Choice(InstanceTable(), Role.DECODE, "least_load").best()
+        Choice(InstanceTable(), "least_load", Role.DECODE).best()
 
 
 def test_one_that_was_tried_is_chosen_again_only_where_there_is_no_other() -> None:
-    choice = Choice(InstanceTable([A, B]), Role.DECODE, "least_load")
+    choice = Choice(InstanceTable([A, B]), "least_load", Role.DECODE)
 
     assert {choice.best(tried=[A]) for _ in range(4)} == {B}
     assert choice.others([A])
@@ -52,7 +52,7 @@ def test_one_that_was_tried_is_chosen_again_only_where_there_is_no_other() -> No
 def test_one_that_is_left_alone_is_asked_before_a_request_fails() -> None:
     table, _ = table_of(A, B)
     fails(table, A, UpstreamUnreachable("x"))
-    choice = Choice(table, Role.DECODE, "least_load")
+    choice = Choice(table, "least_load", Role.DECODE)
 
     assert [choice.best() for _ in range(3)] == [B] * 3
     assert choice.others([B])

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.bodies.chat import MMItem
+from epd.bodies.items import MMItem
 from epd.errors import BadRequest
 from epd.media.parts import Inline, Remote, source
 from tests.requests import data_url
 
 
 def item(url: Any, kind: str = "image_url") -> MMItem:
-    return MMItem(0, 0, kind, {"type": kind, kind: {"url": url}})
+    return MMItem(("messages", 0, "content", 0), kind, {"type": kind, kind: {"url": url}})
 
 
 def inline(one: MMItem) -> tuple[str, bytes]:
@@ -33,7 +33,11 @@ def test_input_audio_is_what_its_data_url_would_be() -> None:
     part = {"input_audio": {"data": "YWJj", "format": "WAV"}}
     url = item(data_url(b"abc", "audio/wav"), "audio_url")
 
-    assert inline(MMItem(0, 0, "input_audio", part)) == inline(url) == ("audio/wav", b"YWJj")
+    assert (
+        inline(MMItem(("messages", 0, "content", 0), "input_audio", part))
+        == inline(url)
+        == ("audio/wav", b"YWJj")
+    )
 
 
 @pytest.mark.parametrize("url", ["https://a/b.png?x=1#f", "http://[::1]:80/b", "HTTPS://a/b"])

@@ -1,6 +1,5 @@
 """Figures of several processes as one: against one process that counted everything itself."""
 
-import math
 import time
 from collections import defaultdict
 from collections.abc import Iterable
@@ -12,11 +11,16 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import Metric
 
+from epd.cache.encoder_cache import EncoderCache
 from epd.config import ProxyConfig
 from epd.edge.admission import Admission, limits_of
-from epd.observe.metric_sums import CREATED, GAUGES, added, counted, dump, load
+from epd.observe.figures import FIGURES
+from epd.observe.glances import InstancesGlance, StoreGlance
+from epd.observe.metric_sums import added, counted, dump, load
 from epd.observe.metrics import MetricsObserver
+from epd.routing.instances import InstanceTable
 
+GAUGES = {name: one.of_workers for name, one in FIGURES.items() if one.kind == "gauge"}
 BUCKETS = (1, 5, 25)
 LABELS = st.sampled_from(["a", "b", "ü\n\"'\\{}"])
 COUNTS = st.tuples(st.just("counter"), LABELS, st.integers(0, 2**40))
@@ -43,12 +47,12 @@ class Process:
         return load(dump(self.registry.collect()))
 
 
-def samples(families: Iterable[Metric], *, created: bool = False) -> Samples:
+def samples(families: Iterable[Metric]) -> Samples:
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
         for family in families
         for sample in family.samples
-        if sample.name.endswith(CREATED) == created
+        if not sample.name.endswith("_created")
     }
 
 
@@ -59,17 +63,6 @@ def test_the_sum_is_what_one_process_would_have_counted(
     alone = Process(one for work in works for one in work)
 
     assert samples(added([Process(work).page() for work in works])) == samples(alone.page())
-
-
-@given(st.lists(WORK, min_size=1, max_size=5))
-def test_counting_began_where_it_began_first(works: list[list[tuple[str, str, int]]]) -> None:
-    pages = [Process(work).page() for work in works]
-    first: Samples = {}
-    for page in pages:
-        for key, value in samples(page, created=True).items():
-            first[key] = min(value, first.get(key, math.inf))
-
-    assert samples(added(pages), created=True) == first
 
 
 @given(st.lists(st.floats(0, 1e9), min_size=1, max_size=8), st.randoms(use_true_random=False))
@@ -122,13 +115,18 @@ def test_of_all_workers_the_slowest_and_the_one_that_failed_are_shown() -> None:
 
 
 def families() -> list[Metric]:
-    instances = {"encode_servers_urls": ("http://e:1",), "decode_servers_urls": ("http://d:1",)}
-    limits = limits_of(ProxyConfig(**instances))
-    return list(MetricsObserver(Admission(limits, time.monotonic)).shown.collect())
+    config = ProxyConfig(encode_servers_urls=("http://e:1",), decode_servers_urls=("http://d:1",))
+    observer = MetricsObserver(Admission(limits_of(config), time.monotonic))
+    cache = EncoderCache("file:///nowhere", budget_s=1, lease_s=1)
+    observer.registry.register(InstancesGlance(InstanceTable(config.instances)))
+    observer.registry.register(StoreGlance(cache))
+    return list(observer.shown.collect())
 
 
-def test_it_is_decided_of_each_gauge_what_it_says_of_all() -> None:
-    assert {family.name for family in families() if family.type == "gauge"} == set(GAUGES)
+def test_the_page_has_every_figure_and_no_other() -> None:
+    shown = {family.name: (family.type, family.documentation) for family in families()}
+
+    assert shown == {name: (one.kind, one.meaning) for name, one in FIGURES.items()}
 
 
 def test_every_family_is_one_that_can_be_added() -> None:

@@ -8,8 +8,8 @@ from aiohttp import web
 
 from epd.http.client import Sink
 from epd.http.upstream import Reply
+from epd.request.context import RequestContext
 from epd.request.relay import StreamRelay
-from epd.request.stages import RequestContext
 
 EVENT = b"data: 1\n\n"
 

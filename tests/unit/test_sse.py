@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd.bodies import sse
-from epd.bodies.sse import EventAligner
+from epd.bodies.sse import ANTHROPIC, RESPONSES, EventAligner, Grammar
 
 EVENTS = [
     "data: é漢\n\n".encode(),
@@ -97,3 +97,45 @@ def test_a_large_event_in_small_pieces_takes_linear_time() -> None:
     for _ in range(8 * 1024):
         assert aligner.feed(b"x" * 1024) == b""
     assert len(aligner.feed(b"\n\n")) == 8 * 1024 * 1024 + 2
+
+
+DELTA = b'event: response.output_text.delta\ndata: {"delta":"event: error response.completed"}\n\n'
+TEXT = b'event: content_block_delta\ndata: {"delta":{"text":"message_stop \\nevent: error"}}\n\n'
+CREATED = b'event: response.created\ndata: {"response":{"status":"in_progress"}}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("grammar", "before", "last"),
+    [
+        (RESPONSES, CREATED + DELTA, b'event: response.completed\ndata: {"response":{}}\n\n'),
+        (RESPONSES, DELTA, b'event: response.incomplete\ndata: {"response":{}}\n\n'),
+        (RESPONSES, DELTA, b'event:response.failed\r\ndata: {"response":{}}\r\n\r\n'),
+        (ANTHROPIC, TEXT, b'event: message_stop\ndata: {"type":"message_stop"}\n\n'),
+    ],
+)
+@given(data=st.data())
+def test_named_events_end_a_stream_wherever_it_is_cut(
+    grammar: Grammar, before: bytes, last: bytes, data: st.DataObject
+) -> None:
+    aligner = EventAligner(grammar)
+    at = data.draw(st.integers(0, len(before)))
+    for chunk in (before[:at], before[at:]):
+        aligner.feed(chunk)
+        assert not aligner.ended
+    at = data.draw(st.integers(0, len(last)))
+    aligner.feed(last[:at])
+    aligner.feed(last[at:])
+
+    assert aligner.done
+
+
+@pytest.mark.parametrize("grammar", [RESPONSES, ANTHROPIC])
+@pytest.mark.parametrize("error", [b"event: error\ndata: {}\n\n", b'data: {"error": {}}\n\n'])
+def test_an_error_ends_a_stream_of_named_events(grammar: Grammar, error: bytes) -> None:
+    aligner = EventAligner(grammar)
+    aligner.feed(DELTA + TEXT)
+    assert not aligner.ended
+    aligner.feed(error)
+
+    assert aligner.ended
+    assert not aligner.done

@@ -3,7 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.bodies.chat import Body, mm_items
+from epd.bodies.chat import CHAT
+from epd.bodies.items import Body
 from epd.bodies.transfer import Encoded, EncodedItem, consumer_body, read_encoded, read_prefilled
 from epd.errors import UpstreamFailed
 from tests.requests import image, input_audio, request, text, video
@@ -88,9 +89,9 @@ def test_any_reply_is_read_or_refused(reply: bytes) -> None:
 def consumed(body: Body, *replies: tuple[str | None, Encoded], raw: bool = False) -> Body:
     items = [
         EncodedItem(item, uuid, reply, "encoded")
-        for item, (uuid, reply) in zip(mm_items(body), replies, strict=True)
+        for item, (uuid, reply) in zip(CHAT.items(body), replies, strict=True)
     ]
-    return consumer_body(body, items, raw=raw)
+    return consumer_body(body, items, raw=raw).body
 
 
 def test_text_is_passed_as_it_is() -> None:

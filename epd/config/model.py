@@ -1,115 +1,30 @@
 """What can be set, with its defaults and limits."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
-from urllib.parse import urlsplit
+from typing import Literal, Self
 
 import orjson
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    SecretStr,
-    model_validator,
-)
-from pydantic_settings import NoDecode
-from yarl import URL
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
-from ec_store import check_url
+from epd.config.fields import (
+    AdminKey,
+    DnsServer,
+    Domains,
+    EndpointUrl,
+    HostPatterns,
+    KeySecret,
+    RegistrationStore,
+    Seconds,
+    SecondsOrNone,
+    Secret,
+    Services,
+    StoreUrl,
+    Urls,
+)
 from epd.routing.health import HealthPolicy
 from epd.routing.instances import Instance, Role
 from epd.routing.policies import PolicyName
-from epd.tenants import ANONYMOUS, KEY, Scope, Tenant
-
-NO_INSTANCES = frozenset({"", "disable", "none"})
-"""Spellings of an empty URL list, as in vLLM's `disagg_epd_proxy.py`."""
-
-MIN_SECRET = 16
-"""Characters of a secret: who can list the store could try all the shorter ones."""
-
-
-def _split_urls(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    if value.strip().lower() in NO_INSTANCES:
-        return ()
-    return tuple(url.strip() for url in value.split(",") if url.strip())
-
-
-def _check_url(url: str) -> str:
-    if any(character <= " " for character in url):
-        raise ValueError(f"{url!r} has white space in it")
-    parts = urlsplit(url)
-    if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise ValueError(f"{url!r} is not a URL such as http://host:8001")
-    if parts.query or parts.fragment or parts.username or parts.password:
-        raise ValueError(f"{url!r} must be a base URL: no user, no query, no fragment")
-    _ = parts.port  # raises ValueError when it is none
-    return f"{parts.scheme}://{parts.netloc.lower()}{parts.path}".rstrip("/")
-
-
-def _check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
-    checked = tuple(map(_check_url, urls))
-    for url in checked:
-        if checked.count(url) > 1:
-            raise ValueError(f"{url!r} is named twice")
-    return checked
-
-
-def _check_secret(secret: SecretStr | None) -> SecretStr | None:
-    if secret is not None and len(secret) < MIN_SECRET:
-        raise ValueError(f"must have at least {MIN_SECRET} characters")
-    return secret
-
-
-def _check_admin_key(key: SecretStr | None) -> SecretStr | None:
-    if key is not None and KEY.fullmatch(key.get_secret_value()) is None:
-        raise ValueError("must have 16 to 512 printable ASCII characters and no space")
-    return key
-
-
-Urls = Annotated[
-    tuple[str, ...], NoDecode, BeforeValidator(_split_urls), AfterValidator(_check_urls)
-]
-StoreUrl = Annotated[
-    str | None,
-    BeforeValidator(lambda url: None if url in NO_INSTANCES else url),
-    AfterValidator(lambda url: None if url is None else check_url(url)),
-]
-KeySecret = Annotated[
-    SecretStr | None, BeforeValidator(lambda secret: secret or None), AfterValidator(_check_secret)
-]
-
-AdminKey = Annotated[
-    SecretStr | None, BeforeValidator(lambda key: key or None), AfterValidator(_check_admin_key)
-]
-
-
-def _split_domains(value: Any) -> Any:
-    return value.split(",") if isinstance(value, str) else value
-
-
-def _check_domain(domain: str) -> str:
-    """The host as `yarl.URL.raw_host` spells it."""
-    name = domain.strip()
-    try:
-        host = URL.build(scheme="https", host=name.strip("[]")).raw_host
-    except ValueError:
-        host = None
-    if not host or set(name) & set("*/@% "):
-        raise ValueError(f"{domain!r} is not a host name such as media.example.com")
-    return host.rstrip(".")
-
-
-Domains = Annotated[
-    tuple[Annotated[str, AfterValidator(_check_domain)], ...],
-    NoDecode,
-    BeforeValidator(lambda value: _split_domains(value) if value else ()),
-]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-SecondsOrNone = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+from epd.tenants import ANONYMOUS, Scope, Tenant
 
 
 class ProxyConfig(BaseModel):
@@ -121,13 +36,50 @@ class ProxyConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    encode_servers_urls: Urls = Field(description="encode instances, comma-separated")
+    encode_servers_urls: Urls = Field(default=(), description="encode instances, comma-separated")
     prefill_servers_urls: Urls = Field(
         default=(),
         description="prefill instances; 'disable', 'none' or empty: no prefill stage (E+PD)",
     )
     decode_servers_urls: Urls = Field(
-        description="decode instances; without prefill instances they prefill too"
+        default=(), description="decode instances; without prefill instances they prefill too"
+    )
+    ec_consumer_dp_size: int = Field(
+        default=1,
+        ge=1,
+        description="data-parallel ranks behind each prefill instance, or without any each decode "
+        "instance; the proxy names the rank",
+    )
+    dynamic_registration: bool = Field(
+        default=False,
+        description="let launchers register instances (POST /instances); needs the admin key",
+    )
+    registration_store: RegistrationStore = Field(
+        default=None,
+        description="where registrations outlive the proxy, and other proxies find them: "
+        "file:///a/folder or redis://host",
+    )
+    registration_hosts: HostPatterns = Field(
+        default=(),
+        description="hosts that may be registered, comma-separated: names, *.domain, networks",
+    )
+    instances_file: Path | None = Field(
+        default=None, description="YAML file of instances that is watched"
+    )
+    discover_encode: Services = Field(
+        default=(),
+        description="encode instances: all addresses of a name, as host:port or https://host:port",
+    )
+    discover_prefill: Services = Field(default=(), description="the same for prefill instances")
+    discover_decode: Services = Field(default=(), description="the same for decode instances")
+    discover_prefill_decode: Services = Field(
+        default=(), description="the same for instances that prefill and decode"
+    )
+    discovery_interval_s: Seconds = Field(
+        default=5.0, description="between two look-ups of such a name"
+    )
+    discovery_dns_server: DnsServer = Field(
+        default=None, description="address or address:port of the DNS server; default: the system's"
     )
     host: str = Field(default="0.0.0.0", description="address to listen on")  # noqa: S104
     port: int = Field(default=8000, ge=0, le=65535, description="port to listen on")
@@ -198,8 +150,8 @@ class ProxyConfig(BaseModel):
     )
     admin_api_key: AdminKey = Field(
         default=None,
-        description="what opens /metrics, /start_profile and /stop_profile; without it they "
-        "answer clients on this machine alone",
+        description="what opens /metrics, /ui/state, /start_profile and /stop_profile; without it "
+        "they answer clients on this machine alone",
     )
 
     decode_media: Literal["metadata", "raw"] = Field(
@@ -344,22 +296,60 @@ class ProxyConfig(BaseModel):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="least level that is logged"
     )
-    openai_api_key: SecretStr | None = Field(
+    otlp_traces_endpoint: EndpointUrl = Field(
+        default=None,
+        description="OpenTelemetry collector that each request's spans are exported to, such as "
+        "http://host:4317 (gRPC), or http://host:4318/v1/traces with "
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL=http/protobuf; OTEL_... variables say the rest",
+    )
+    openai_api_key: Secret = Field(
         default=None,
         description="key sent to the instances where the client sends no Authorization",
     )
 
     @model_validator(mode="after")
     def _check_topology(self) -> Self:
-        for flag in ("encode_servers_urls", "decode_servers_urls"):
-            if not getattr(self, flag):
-                raise ValueError(f"{_flag(flag)} must name at least one instance")
+        for flag, there in (
+            ("encode_servers_urls", self.encode_servers_urls or self.discover_encode),
+            (
+                "decode_servers_urls",
+                self.decode_servers_urls or self.discover_decode or self.discover_prefill_decode,
+            ),
+        ):
+            if not (there or self.dynamic_registration or self.instances_file):
+                raise ValueError(
+                    f"{_flag(flag)} is required, or another source of these instances: "
+                    "--dynamic-registration, --instances-file, --discover-…"
+                )
         both = set(self.prefill_servers_urls) & set(self.decode_servers_urls)
         if both:
             raise ValueError(
                 f"{min(both)!r} is named as prefill and as decode instance; an instance that does "
                 "both belongs in --decode-servers-urls alone"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_sources(self) -> Self:
+        if self.dynamic_registration and self.admin_api_key is None:
+            raise ValueError(
+                "--dynamic-registration needs EPD_ADMIN_API_KEY or ADMIN_API_KEY: who registers an "
+                "instance reads what it is sent"
+            )
+        if self.registration_hosts and not self.dynamic_registration:
+            raise ValueError("--registration-hosts needs --dynamic-registration")
+        if self.registration_store and not self.dynamic:
+            raise ValueError(
+                "--registration-store needs --dynamic-registration, --instances-file, --discover-…"
+            )
+        roles = {one.role for one in (*self.instances, *self.discovered)}
+        if Role.PREFILL_DECODE in roles and roles & {Role.PREFILL, Role.DECODE}:
+            raise ValueError(
+                "instances that prefill and decode do not go with those that do one of both"
+            )
+        awaited = self.dynamic_registration or self.instances_file
+        if Role.DECODE in roles and Role.PREFILL not in roles and not awaited:
+            raise ValueError("--discover-decode needs prefill instances to go with")
         return self
 
     @model_validator(mode="after")
@@ -409,16 +399,30 @@ class ProxyConfig(BaseModel):
     @property
     def instances(self) -> tuple[Instance, ...]:
         """The instances the URL lists name, with the roles the topology gives them."""
+        size = self.ec_consumer_dp_size
+        apart = self.prefill_servers_urls or self.discover_prefill or self.discover_decode
+        decode = (Role.DECODE, 1) if apart else (Role.PREFILL_DECODE, size)
         return (
             *(Instance(Role.ENCODE, url) for url in self.encode_servers_urls),
-            *(Instance(Role.PREFILL, url) for url in self.prefill_servers_urls),
-            *(Instance(self.decode_role, url) for url in self.decode_servers_urls),
+            *(Instance(Role.PREFILL, url, size) for url in self.prefill_servers_urls),
+            *(Instance(decode[0], url, decode[1]) for url in self.decode_servers_urls),
         )
 
     @property
-    def decode_role(self) -> Role:
-        """The role of the instances that answer."""
-        return Role.DECODE if self.prefill_servers_urls else Role.PREFILL_DECODE
+    def discovered(self) -> tuple[Instance, ...]:
+        """Those that names are looked up for, which are the hosts of the URLs."""
+        size = self.ec_consumer_dp_size
+        return (
+            *(Instance(Role.ENCODE, url) for url in self.discover_encode),
+            *(Instance(Role.PREFILL, url, size) for url in self.discover_prefill),
+            *(Instance(Role.DECODE, url) for url in self.discover_decode),
+            *(Instance(Role.PREFILL_DECODE, url, size) for url in self.discover_prefill_decode),
+        )
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether instances come and go while the proxy runs."""
+        return bool(self.dynamic_registration or self.instances_file or self.discovered)
 
     @property
     def health(self) -> HealthPolicy:

@@ -1,0 +1,12 @@
+# vLLM with the encoder-cache connector, for encode, prefill and decode instances.
+# Build it in the root of the repository:
+#     docker build --file deploy/engine.Dockerfile --tag epd-engine .
+ARG VLLM=v0.32.0
+FROM vllm/vllm-openai:${VLLM}
+COPY pyproject.toml README.md LICENSE /src/
+COPY epd /src/epd
+COPY ec_store /src/ec_store
+# vLLM's own packages stay as they are: a build that would have to change one fails.
+RUN uv pip freeze --system | grep == > /tmp/theirs \
+    && uv pip install --system --no-cache --constraints /tmp/theirs /src \
+    && rm -r /src /tmp/theirs

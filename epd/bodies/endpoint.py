@@ -1,0 +1,148 @@
+"""What an API is to the proxy: how its requests, streams and errors are written. Pure.
+
+The stages are the same for all, and ask for what differs. What most have is in the base class.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import orjson
+
+from epd.bodies.cuts import Cuts, Pieces, pieces
+from epd.bodies.items import Body, MMItem
+from epd.bodies.parsing import cut_and_parsed, parse_object
+from epd.bodies.sse import OPENAI, Grammar
+from epd.errors import BadRequest, ProxyError
+
+RESERVED = ("kv_transfer_params", "ec_transfer_params")
+"""Fields between proxy and instances. A client's are dropped, as vLLM's security guide asks."""
+
+NOT_FOR_PREFILL = ("stream_options", "min_tokens")
+"""Fields that contradict a prefill request's `stream: false` and its one token."""
+
+JSON = "application/json"
+
+
+class Endpoint:
+    """An API that clients use and instances have.
+
+    Attributes:
+        path: its route, here and there.
+        limits: fields that bound the answer's tokens; the first is the one to set.
+        grammar: how its streams end.
+        encodes: whether its media go through the encode stage; else decode encodes them.
+        generates: whether its answers are of tokens, which begin with a prefill.
+        salted: whether its requests take a `cache_salt`.
+        key_header: where its clients present their API key.
+        operation: its name in OpenTelemetry's conventions for generative AI, where it has one.
+    """
+
+    path: ClassVar[str]
+    limits: ClassVar[tuple[str, ...]] = ("max_tokens",)
+    grammar: ClassVar[Grammar] = OPENAI
+    encodes: ClassVar[bool] = True
+    generates: ClassVar[bool] = True
+    salted: ClassVar[bool] = True
+    key_header: ClassVar[str] = "Authorization"
+    operation: ClassVar[str | None] = "chat"
+
+    def read(self, raw: bytes | bytearray, content_type: str) -> tuple[Body, Cuts]:  # noqa: ARG002
+        """The request in a body, and what was cut out of it.
+
+        Args:
+            raw: the body.
+            content_type: what its client says it is.
+
+        Raises:
+            BadRequest: it is none of this endpoint's.
+        """
+        return cut_and_parsed(raw, self.parse)
+
+    def parse(self, raw: bytes | bytearray) -> Body:
+        """The request in a JSON body.
+
+        Raises:
+            BadRequest: not JSON, or not a request of this endpoint.
+        """
+        body = parse_object(raw)
+        self.check(body)
+        check_model(body)
+        _check_xargs(body)
+        return {key: value for key, value in body.items() if key not in RESERVED}
+
+    def check(self, body: Body) -> None:
+        """Refuse what could not be read.
+
+        Raises:
+            BadRequest: there is such.
+        """
+
+    def items(self, body: Body) -> Iterator[MMItem]:  # noqa: ARG002
+        """Its media items, in order.
+
+        Raises:
+            BadRequest: the place of one has the wrong shape, or one is nothing to send.
+        """
+        return iter(())
+
+    def prefills(self, body: Body) -> bool:  # noqa: ARG002
+        """Whether prefill can do its part of a request; without it, decode does both."""
+        return self.generates
+
+    def prefill(self, body: Body, kv_transfer_params: Mapping[str, Any]) -> Body:
+        """The prefill request: the same prompt, one token, the KV cache kept for decode."""
+        return {**self._one_token(body), "stream": False, "kv_transfer_params": kv_transfer_params}
+
+    def release(self, body: Body) -> Body:
+        """A decode request as short as can be, answered at once: its head comes before a token."""
+        params = body["kv_transfer_params"]
+        return {**self._one_token(body), "stream": True, "kv_transfer_params": params}
+
+    def _one_token(self, body: Body) -> Body:
+        limits = {field: 1 for field in self.limits if field in body}
+        kept = {key: value for key, value in body.items() if key not in NOT_FOR_PREFILL}
+        return {**kept, **limits, self.limits[0]: 1}
+
+    def content_type(self, body: Body) -> str:  # noqa: ARG002
+        """Media type of a body as an instance is sent it."""
+        return JSON
+
+    def written(self, body: Body, cuts: Cuts) -> Pieces:
+        """A body as an instance is sent it."""
+        return written(body, cuts)
+
+    def error(self, error: ProxyError) -> bytes:
+        """The body of an answer that is an error."""
+        return error.body()
+
+    def error_event(self, error: ProxyError) -> bytes:
+        """The last event of a stream that ends in an error."""
+        # The official OpenAI client takes an end without [DONE] for success, and this for an error.
+        return b"data: " + error.body() + b"\n\n"
+
+
+def written(body: Body, cuts: Cuts) -> Pieces:
+    """A JSON body, with what was cut out of its request."""
+    return pieces(orjson.dumps(body), cuts)
+
+
+def check_model(body: Body) -> None:
+    """Refuse a model that is no name.
+
+    Raises:
+        BadRequest: it is none.
+    """
+    if not isinstance(body.get("model"), str | None):
+        raise BadRequest("model must be a string", param="model")
+
+
+def _check_xargs(body: Body) -> None:
+    """Refuse what would be the reserved fields under another name: vLLM puts them into one."""
+    xargs = body.get("vllm_xargs")
+    for field in RESERVED:
+        if isinstance(xargs, dict) and field in xargs:
+            raise BadRequest(
+                f"{field} is not accepted from clients",
+                slug="reserved_field",
+                param=f"vllm_xargs.{field}",
+            )

@@ -1,0 +1,135 @@
+"""JSON of clients, read within limits, its media cut out. Pure."""
+
+import gc
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import orjson
+
+from epd.bodies.cuts import NO_CUTS, Cuts, cut
+from epd.errors import BadRequest
+
+T = TypeVar("T")
+
+MAX_DEPTH = 128
+"""Levels of a body. orjson reads 1024 of them and writes 254, so what it has read it might not be
+able to write; and other parsers recurse."""
+
+MAX_VALUES = 200_000
+"""Values in a body: enough for a bias of every token of a vocabulary. Small values take many times
+their bytes of memory, and time in which nothing else runs."""
+
+MAX_CONTAINERS = 50_000
+"""Lists and objects in a body: ten thousand messages of several parts. They cost most: an empty
+object is two bytes of JSON and over 64 of memory, and the garbage collector looks at each."""
+
+
+def cut_and_parsed(
+    raw: bytes | bytearray, parse: Callable[[bytes | bytearray], T]
+) -> tuple[T, Cuts]:
+    """What a body says, and the media that were cut out of it.
+
+    Raises:
+        BadRequest: `parse` does, and says where in all of the body the error is.
+    """
+    rest, cuts = cut(raw)
+    try:
+        return parse(rest), cuts
+    except BadRequest:
+        if not cuts:
+            raise
+        return parse(raw), NO_CUTS
+
+
+def parse_object(raw: bytes | bytearray) -> dict[str, Any]:
+    """The object in a body.
+
+    Raises:
+        BadRequest: not JSON, too much of it, or something else.
+    """
+    body = parse_json(raw)
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be a JSON object")
+    return body
+
+
+def parse_json(raw: bytes | bytearray) -> Any:
+    """The value in a body.
+
+    Raises:
+        BadRequest: not JSON, or too much of it.
+    """
+    if _has_too_many(raw):
+        raise BadRequest(
+            f"the body has more than {MAX_CONTAINERS} lists and objects or {MAX_VALUES} values",
+            slug="invalid_json",
+        )
+    # No garbage collection: it would look at all that was parsed again and again, for nothing.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        value = _loads(raw)
+        if may_be_deep(raw) and deeper(value, MAX_DEPTH):
+            raise BadRequest(
+                f"the body is nested deeper than {MAX_DEPTH} levels", slug="invalid_json"
+            )
+    finally:
+        if collects:
+            gc.enable()
+    return value
+
+
+def _loads(raw: bytes | bytearray) -> Any:
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise BadRequest(
+            f"the body is not valid JSON: {error.msg} at character {error.pos}", slug="invalid_json"
+        ) from None
+
+
+def _has_too_many(raw: bytes | bytearray) -> bool:
+    """Whether a body has too many values, which is found out before memory is taken for them.
+
+    Words may have commas and brackets too: where there are many, those in strings are left out.
+    """
+    return _count_too_many(raw) and _count_too_many(_without_strings(raw))
+
+
+def _count_too_many(json: bytes | bytearray) -> bool:
+    """Each value but the first comes after a comma or a bracket."""
+    if len(json) <= MAX_CONTAINERS:
+        return False
+    containers = json.count(b"[") + json.count(b"{")
+    return containers > MAX_CONTAINERS or containers + json.count(b",") >= MAX_VALUES
+
+
+def _without_strings(raw: bytes | bytearray) -> bytes:
+    """JSON without what is in its strings.
+
+    A value has at most four quotation marks, with its key's: what comes after as many as there may
+    be is left as it is, or a body of nothing else would become too many pieces.
+    """
+    quotes = raw.replace(rb"\\", b"").replace(rb"\"", b"")
+    pieces = quotes.split(b'"', 4 * MAX_VALUES)
+    return b"".join(pieces[::2])
+
+
+def may_be_deep(raw: bytes | bytearray) -> bool:
+    """Whether JSON has so many brackets that what is in it might be nested deeper than it may."""
+    return raw.count(b"[") + raw.count(b"{") > MAX_DEPTH
+
+
+def deeper(value: Any, limit: int) -> bool:
+    """Whether a value has more levels of lists and objects: level by level, as none may recurse."""
+    level = [value] if isinstance(value, list | dict) else []
+    for _ in range(limit):
+        if not level:
+            return False
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, (list, dict))  # a union would take twice as long
+        ]
+    return bool(level)

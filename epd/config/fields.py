@@ -1,0 +1,114 @@
+"""The kinds of values that settings have: how each is written, and what it must be."""
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
+from pydantic_settings import NoDecode
+from yarl import URL
+
+from ec_store import check_url
+from epd.routing.allowed import check_pattern
+from epd.routing.urls import base_url, name_server, registration_store_url, service_url
+from epd.tenants import KEY
+
+NO_INSTANCES = frozenset({"", "disable", "none"})
+"""Spellings of an empty URL list, as in vLLM's `disagg_epd_proxy.py`."""
+
+MIN_SECRET = 16
+"""Characters of a secret: who can list the store could try all the shorter ones."""
+
+
+def _split_urls(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    if value.strip().lower() in NO_INSTANCES:
+        return ()
+    return tuple(url.strip() for url in value.split(",") if url.strip())
+
+
+def _check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
+    checked = tuple(map(base_url, urls))
+    for url in checked:
+        if checked.count(url) > 1:
+            raise ValueError(f"{url!r} is named twice")
+    return checked
+
+
+def _check_secret(secret: SecretStr | None) -> SecretStr | None:
+    if secret is not None and len(secret) < MIN_SECRET:
+        raise ValueError(f"must have at least {MIN_SECRET} characters")
+    return secret
+
+
+def _check_admin_key(key: SecretStr | None) -> SecretStr | None:
+    if key is not None and KEY.fullmatch(key.get_secret_value()) is None:
+        raise ValueError("must have 16 to 512 printable ASCII characters and no space")
+    return key
+
+
+Urls = Annotated[
+    tuple[str, ...], NoDecode, BeforeValidator(_split_urls), AfterValidator(_check_urls)
+]
+StoreUrl = Annotated[
+    str | None,
+    BeforeValidator(lambda url: None if url in NO_INSTANCES else url),
+    AfterValidator(lambda url: None if url is None else check_url(url)),
+]
+EndpointUrl = Annotated[
+    str | None,
+    BeforeValidator(lambda url: None if url in NO_INSTANCES else url),
+    AfterValidator(lambda url: None if url is None else base_url(url)),
+]
+KeySecret = Annotated[
+    SecretStr | None, BeforeValidator(lambda secret: secret or None), AfterValidator(_check_secret)
+]
+AdminKey = Annotated[
+    SecretStr | None, BeforeValidator(lambda key: key or None), AfterValidator(_check_admin_key)
+]
+Secret = Annotated[SecretStr | None, BeforeValidator(lambda secret: secret or None)]
+
+
+def _split_domains(value: Any) -> Any:
+    return value.split(",") if isinstance(value, str) else value
+
+
+def _check_domain(domain: str) -> str:
+    """The host as `yarl.URL.raw_host` spells it."""
+    name = domain.strip()
+    try:
+        host = URL.build(scheme="https", host=name.strip("[]")).raw_host
+    except ValueError:
+        host = None
+    if not host or set(name) & set("*/@% "):
+        raise ValueError(f"{domain!r} is not a host name such as media.example.com")
+    return host.rstrip(".")
+
+
+Domains = Annotated[
+    tuple[Annotated[str, AfterValidator(_check_domain)], ...],
+    NoDecode,
+    BeforeValidator(lambda value: _split_domains(value) if value else ()),
+]
+HostPatterns = Annotated[
+    tuple[Annotated[str, AfterValidator(check_pattern)], ...],
+    NoDecode,
+    BeforeValidator(lambda value: _split_domains(value) if value else ()),
+]
+Services = Annotated[
+    tuple[Annotated[str, AfterValidator(service_url)], ...],
+    NoDecode,
+    BeforeValidator(_split_urls),
+    AfterValidator(_check_urls),
+]
+RegistrationStore = Annotated[
+    str | None,
+    BeforeValidator(lambda url: None if url in NO_INSTANCES else url),
+    AfterValidator(lambda url: None if url is None else registration_store_url(url)),
+]
+DnsServer = Annotated[
+    str | None,
+    BeforeValidator(lambda server: server or None),
+    AfterValidator(lambda server: server and (name_server(server), server)[1]),
+]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+SecondsOrNone = Annotated[float, Field(ge=0, allow_inf_nan=False)]

@@ -1,0 +1,40 @@
+"""What belongs together among the settings, as the help and the documents show it."""
+
+from collections.abc import Mapping
+from fnmatch import fnmatch
+from types import MappingProxyType
+
+GROUPS: Mapping[str, str] = MappingProxyType(
+    {
+        "*_urls": "instances",
+        "ec_consumer_*": "instances",
+        "*registration*": "instances",
+        "instances_file": "instances",
+        "discover*": "instances",
+        "log_*": "logging",
+        "otlp_*": "traces",
+        "tenant_*": "tenants",
+        "eject_*": "health of instances",
+        "probe_*": "health of instances",
+        "*_s": "deadlines",
+        "max_*": "limits",
+        "*_rate_bytes": "limits",
+        "min_*": "limits",
+        "*media*": "media",
+        "trust_request_mm_kwargs": "media",
+        "api_keys_file": "tenants",
+        "isolation": "tenants",
+        "*_key_file": "secrets",
+        "*_key": "secrets",
+        "key_secret*": "secrets",
+        "ssl_*": "TLS",
+        "upstream_ca_file": "TLS",
+        "*": "server",
+    }
+)
+"""Where a setting stands: under the first pattern that fits its name."""
+
+
+def group_of(name: str) -> str:
+    """The group of a setting."""
+    return next(title for pattern, title in GROUPS.items() if fnmatch(name, pattern))

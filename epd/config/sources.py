@@ -1,0 +1,125 @@
+"""The configuration, out of flags, then the environment, then a file, then defaults."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from epd.config.environment import from_environment, unknown_variables
+from epd.config.given import Given
+from epd.config.invalid import ConfigInvalid
+from epd.config.model import ProxyConfig
+from epd.config.settings import SECRETS, Settings, flag_of, name_of
+from epd.config.yaml_file import read_yaml
+
+MAX_SECRET_BYTES = 64 * 1024
+
+Layer = Mapping[str, Given]
+"""What one source has set, by the names of `Settings`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A configuration, and where it comes from.
+
+    Attributes:
+        config: all of it.
+        given: what was set, by the names of `Settings`; the rest are defaults.
+    """
+
+    config: ProxyConfig
+    given: Layer
+
+
+def load(flags: Mapping[str, Any]) -> Loaded:
+    """What these flags make, with the environment and the file as they are now.
+
+    Args:
+        flags: those that were given, by the names of `Settings`.
+
+    Raises:
+        ConfigInvalid: with all that is wrong.
+    """
+    reasons = list(unknown_variables())
+    layers: list[Layer] = [
+        {name: Given(value, "flag", flag_of(name), flag_of(name)) for name, value in flags.items()},
+        from_environment(),
+    ]
+    layers.append(_file(layers, reasons))
+    given = _first(layers, reasons)
+    values = {name: one.value for name, one in given.items() if name in ProxyConfig.model_fields}
+    values |= _secrets(given, reasons)
+    try:
+        config = ProxyConfig.model_validate(values)
+    except ValidationError as invalid:
+        reasons += _wrong(invalid, given, complete=not reasons)
+    if reasons:
+        raise ConfigInvalid(reasons)
+    return Loaded(config, given)
+
+
+def _file(layers: Iterable[Layer], reasons: list[str]) -> Layer:
+    named = next((layer["config"].value for layer in layers if "config" in layer), "")
+    if not str(named):
+        return {}
+    names = [name for name in Settings.model_fields if name != "config"]
+    try:
+        found, wrong = read_yaml(Path(named), names)
+    except ConfigInvalid as invalid:
+        found, wrong = {}, list(invalid.reasons)
+    reasons += wrong
+    return found
+
+
+def _first(layers: Sequence[Layer], reasons: list[str]) -> dict[str, Given]:
+    """Each setting by the first source that has it; a secret, itself or as a file."""
+    given: dict[str, Given] = {}
+    for layer in reversed(layers):
+        for name in SECRETS:
+            here = [layer[one] for one in (name, f"{name}_file") if one in layer]
+            if len(here) > 1:
+                reasons.append(f"{here[0].where} and {here[1].where} are one too many: keep either")
+            if here:
+                given.pop(name, None)
+                given.pop(f"{name}_file", None)
+        given |= layer
+    return given
+
+
+def _secrets(given: Layer, reasons: list[str]) -> dict[str, str]:
+    """What stands in the files of secrets, but for white space around it."""
+    found = {}
+    for name in SECRETS:
+        if (file := given.get(f"{name}_file")) is None:
+            continue
+        try:
+            with Path(file.value).open("rb") as opened:
+                text = opened.read(MAX_SECRET_BYTES).decode().strip()
+        except OSError as error:
+            reasons.append(f"{file.label} {file.value}: {error.strerror}")
+        except UnicodeDecodeError:
+            reasons.append(f"{file.label} {file.value}: is no text")
+        else:
+            if text:
+                found[name] = text
+            else:
+                reasons.append(f"{file.label} {file.value}: is empty")
+    return found
+
+
+def _wrong(invalid: ValidationError, given: Layer, *, complete: bool) -> list[str]:
+    """A line for each error. What is missing may be in a file that could not be read."""
+    lines = []
+    for error in invalid.errors(include_url=False, include_context=False, include_input=False):
+        name = str(error["loc"][0]) if error["loc"] else ""
+        message = error["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        if error["type"] == "missing":
+            if complete:
+                lines.append(f"{name_of(name)} is required")
+            continue
+        one = given.get(name) or given.get(f"{name}_file")
+        label = one.label if one else name_of(name) if name else ""
+        lines += [f"{label} {line}".lstrip() for line in message.splitlines()]
+    return lines

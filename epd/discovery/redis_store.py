@@ -1,0 +1,87 @@
+"""Registrations in Redis: a hash with a field for each, and one that says that it is there."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Self
+from urllib.parse import parse_qs, urlencode, urlsplit, urlunsplit
+
+import redis.asyncio
+from redis.exceptions import RedisError
+
+from epd.discovery.entries import VERSION, EntriesInvalid, read_json, write_json
+from epd.discovery.stores import Edit, Instances, StoreFailed
+
+KEY = "epd:instances"
+"""The hash, unless the URL's `key` says otherwise."""
+
+MARK = b"version"
+"""The field of a hash that is whole: without it, Redis has lost it."""
+
+TIMEOUT_S = 2.0
+
+
+class InRedis:
+    """See `epd.discovery.stores.Store`. Each field is a URL; its value an instance in JSON."""
+
+    def __init__(self, client: Any, key: str) -> None:
+        self._client = client
+        self._key = key
+
+    @classmethod
+    @asynccontextmanager
+    async def connected(cls, url: str) -> AsyncIterator[Self]:
+        """A store that connects when it is asked. The URL's `key` names another hash."""
+        parts = urlsplit(url)
+        query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
+        key = query.pop("key", KEY)
+        bare = urlunsplit(parts._replace(query=urlencode(query)))
+        client: Any = redis.asyncio.Redis.from_url(
+            bare, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S, protocol=2
+        )
+        try:
+            yield cls(client, key)
+        finally:
+            await client.aclose()
+
+    async def read(self) -> Instances | None:
+        """See `Store`."""
+        try:
+            found = await self._client.hgetall(self._key)
+        except (RedisError, OSError) as error:
+            raise StoreFailed(type(error).__name__) from error
+        return _instances(found)
+
+    async def write(self, known: Instances, edit: Edit | None = None) -> Instances:
+        """See `Store`."""
+
+        async def change(pipe: Any) -> None:
+            whole = await pipe.hexists(self._key, MARK)
+            pipe.multi()
+            if not whole:
+                pipe.delete(self._key)
+                pipe.hset(self._key, mapping={MARK: VERSION, **_fields(known)})
+            if edit is not None and edit.instance is not None:
+                pipe.hset(self._key, mapping=_fields((edit.instance,)))
+            elif edit is not None:
+                pipe.hdel(self._key, edit.url)
+            pipe.hgetall(self._key)
+
+        try:
+            replies = await self._client.transaction(change, self._key)
+        except (RedisError, OSError) as error:
+            raise StoreFailed(type(error).__name__) from error
+        return _instances(replies[-1]) or ()
+
+
+def _fields(instances: Instances) -> dict[str | bytes, bytes | int]:
+    return {one.url: write_json((one,)) for one in instances}
+
+
+def _instances(found: dict[bytes, bytes]) -> Instances | None:
+    if MARK not in found:
+        return None
+    try:
+        rows = [read_json(value) for name, value in sorted(found.items()) if name != MARK]
+    except EntriesInvalid as error:
+        raise StoreFailed(f"what it holds is none of ours: {error}") from error
+    return tuple(instance for row in rows for instance in row)

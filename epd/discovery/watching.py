@@ -1,0 +1,225 @@
+"""The sources that are watched: a file of instances, names in the DNS.
+
+Each remembers its last good answer, for the process that starts when there is none to be had.
+"""
+
+import asyncio
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import urlsplit
+
+import orjson
+
+from epd.discovery.complaint import Complaint
+from epd.discovery.entries import EntriesInvalid, read_yaml
+from epd.discovery.folder import Folder, read_file
+from epd.discovery.look_ups import LookUp, LookUpFailed
+from epd.discovery.sightings import Sightings
+from epd.http.upstream import Upstream
+from epd.routing.instances import Instance
+from epd.routing.registry import Registry, Source
+from epd.routing.urls import at_address, is_address
+
+FILE_POLL_S = 0.5
+"""Between two looks at the file. What is new has to be there twice: it may be half written."""
+
+LAST_FILE, LAST_NAMES = "last-file.yaml", "last-names.json"
+"""Files of a shared folder: what was last found good."""
+
+
+class Memory:
+    """Where last good answers are kept: a folder, or nowhere. It is never needed, and may fail."""
+
+    def __init__(self, folder: Folder | None) -> None:
+        self._folder = folder
+
+    async def keep(self, name: str, content: bytes) -> None:
+        """Remember this in place of what was remembered."""
+        if self._folder is not None:
+            with suppress(OSError):
+                await asyncio.to_thread(self._folder.write, name, content)
+
+    async def recall(self, name: str) -> bytes | None:
+        """What was remembered."""
+        if self._folder is not None:
+            with suppress(OSError):
+                return await asyncio.to_thread(self._folder.read, name)
+        return None
+
+
+class Watch(Protocol):
+    """A source that is looked at again and again."""
+
+    async def begin(self) -> None:
+        """Look for the first time, and take what was remembered where there is nothing to see."""
+
+    async def follow(self) -> None:
+        """Look for as long as the proxy runs."""
+
+
+class WatchedFile:
+    """A file of instances: `epd.discovery.entries.read_yaml` says what is in it."""
+
+    def __init__(self, path: Path, registry: Registry, memory: Memory) -> None:
+        self._path = path
+        self._registry = registry
+        self._memory = memory
+        self._seen: bytes | None = None
+        self._taken: bytes | None = None
+        self._complaint = Complaint("the file of instances cannot be used", path=str(path))
+
+    async def begin(self) -> None:
+        """See `Watch`."""
+        await self._look(at_once=True)
+        if self._taken is None and (last := await self._memory.recall(LAST_FILE)) is not None:
+            with suppress(EntriesInvalid):
+                self._registry.replace(Source.FILE, read_yaml(last))
+
+    async def follow(self) -> None:
+        """See `Watch`."""
+        while True:
+            await asyncio.sleep(FILE_POLL_S)
+            await self._look()
+
+    async def _look(self, *, at_once: bool = False) -> None:
+        try:
+            raw = await asyncio.to_thread(read_file, self._path)
+        except OSError as error:
+            self._complaint.failed(error.strerror or str(error))
+            return
+        seen, self._seen = self._seen, raw
+        if raw is None:
+            self._complaint.failed("it is gone")
+        elif raw == self._taken:
+            self._complaint.well()
+        elif raw == seen or at_once:
+            await self._take(raw)
+
+    async def _take(self, raw: bytes) -> None:
+        try:
+            instances = read_yaml(raw)
+        except EntriesInvalid as error:
+            self._complaint.failed(str(error))
+            return
+        self._complaint.well()
+        self._taken = raw
+        self._registry.replace(Source.FILE, instances)
+        await self._memory.keep(LAST_FILE, raw)
+
+
+def check_file(path: Path) -> None:
+    """Refuse a file that a proxy cannot start with.
+
+    Raises:
+        EntriesInvalid: it is not there, or is none of instances.
+    """
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise EntriesInvalid(error.strerror or type(error).__name__) from None
+    read_yaml(raw)
+
+
+class WatchedNames:
+    """Names, each of whose addresses is an instance.
+
+    Args:
+        services: what is discovered, with the names as hosts of the URLs.
+        look_up: the addresses of a name.
+        interval_s: between two look-ups.
+        registry: told of the instances.
+        upstream: told whose certificate each address has to show.
+        memory: for the last good answers.
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917 - what it goes between
+        self,
+        services: Iterable[Instance],
+        look_up: LookUp,
+        interval_s: float,
+        registry: Registry,
+        upstream: Upstream,
+        memory: Memory,
+    ) -> None:
+        self._services = tuple(services)
+        self._addresses = look_up
+        self._interval_s = interval_s
+        self._registry = registry
+        self._upstream = upstream
+        self._memory = memory
+        hosts = dict.fromkeys(urlsplit(one.url).hostname or "" for one in self._services)
+        self._sightings = {host: Sightings() for host in hosts}
+        self._complaints = {
+            host: Complaint("a name cannot be looked up", name=host) for host in hosts
+        }
+
+    async def begin(self) -> None:
+        """See `Watch`."""
+        last = _addresses(await self._memory.recall(LAST_NAMES))
+        now_s = asyncio.get_running_loop().time()
+        for host, sighting in self._sightings.items():
+            sighting.saw(last.get(host, ()), now_s)
+        await self._look()
+
+    async def follow(self) -> None:
+        """See `Watch`."""
+        while True:
+            await asyncio.sleep(self._interval_s)
+            await self._look()
+
+    async def _look(self) -> None:
+        before = self._current()
+        await asyncio.gather(*map(self._look_up, self._sightings))
+        current = self._current()
+        self._upstream.verify_as(
+            {
+                at_address(one.url, address): urlsplit(one.url).hostname or ""
+                for one in self._services
+                for address in current[urlsplit(one.url).hostname or ""]
+            }
+        )
+        self._registry.replace(
+            Source.DNS,
+            [
+                Instance(one.role, at_address(one.url, address), one.dp_size)
+                for one in self._services
+                for address in sorted(current[urlsplit(one.url).hostname or ""])
+            ],
+        )
+        if current != before:
+            held = {host: sorted(addresses) for host, addresses in current.items()}
+            await self._memory.keep(LAST_NAMES, orjson.dumps(held))
+
+    async def _look_up(self, host: str) -> None:
+        sighting, complaint = self._sightings[host], self._complaints[host]
+        try:
+            addresses = await self._addresses(host)
+        except LookUpFailed as error:
+            sighting.failed()
+            complaint.failed(str(error))
+            return
+        sighting.saw(addresses, asyncio.get_running_loop().time())
+        if addresses:
+            complaint.well()
+        else:
+            complaint.failed("it has no address")
+
+    def _current(self) -> Mapping[str, frozenset[str]]:
+        return {host: sighting.current for host, sighting in self._sightings.items()}
+
+
+def _addresses(remembered: bytes | None) -> Mapping[str, Collection[str]]:
+    """Addresses by name, as they were remembered; none where that is something else."""
+    try:
+        held = orjson.loads(remembered or b"{}")
+    except orjson.JSONDecodeError:
+        return {}
+    if not isinstance(held, dict):
+        return {}
+    return {
+        host: [address for address in found if isinstance(address, str) and is_address(address)]
+        for host, found in held.items()
+        if isinstance(found, list)
+    }

@@ -1,0 +1,128 @@
+"""Looks at everything, and says what it means."""
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from itertools import cycle, islice
+
+from epd.bodies.transfer import Encoded
+from epd.config import ProxyConfig
+from epd.doctor import judge
+from epd.doctor.facts import InstanceFacts, StoreFacts, Trial
+from epd.doctor.findings import Finding
+from epd.doctor.host import judge_host
+from epd.doctor.instances import IDLE_S, Visitor
+from epd.doctor.roll_call import call_the_roll
+from epd.doctor.store import look_at_store
+from epd.doctor.trials import Trials, Tried, text
+from epd.http.client import Pool
+from epd.http.tls import upstream_context
+from epd.http.upstream import Upstream
+from epd.request.stages import Stages
+from epd.routing.instances import Instance, Role
+
+
+class Patient:
+    """A fleet under examination."""
+
+    def __init__(self, facts: Sequence[InstanceFacts]) -> None:
+        """What is known of its instances without sending them work."""
+        self._facts = {one.instance: one for one in facts}
+        self.tried: Tried | None = None
+
+    @property
+    def facts(self) -> Sequence[InstanceFacts]:
+        """What is known of its instances."""
+        return tuple(self._facts.values())
+
+    @property
+    def model(self) -> str | None:
+        """One that can be asked."""
+        return next((model.name for one in self.facts for model in one.models), None)
+
+    def there(self, *roles: Role) -> list[Instance]:
+        """The instances of these roles that answer."""
+        return [it for it, one in self._facts.items() if it.role in roles and one.problem is None]
+
+    def note(self, instance: Instance, trials: Mapping[str, Trial]) -> None:
+        """Remember what became of requests; the first failure of a kind stays."""
+        facts = self._facts[instance]
+        failed = {stage: trial for stage, trial in facts.trials.items() if trial.problem}
+        self._facts[instance] = replace(facts, trials={**facts.trials, **trials, **failed})
+
+    def encoded(self, instance: Instance, tried: Tried) -> None:
+        """Remember what an encode instance has made."""
+        self._facts[instance] = replace(self._facts[instance], namespace=tried.encoded.namespace)
+        self.tried = self.tried or tried
+
+
+async def examine(config: ProxyConfig, *, requests: bool) -> list[Finding]:
+    """All findings.
+
+    Args:
+        config: of the proxy.
+        requests: whether instances are sent requests, of some bytes and one token each.
+    """
+    headers = headers_of(config)
+    async with (
+        Upstream.connect(config.connect_timeout_s, config.upstream_ca_file) as upstream,
+        _pool(config) as pool,
+    ):
+        called = await call_the_roll(config)
+        upstream.verify_as(called.names)
+        pool.verify_as(called.names)
+        visitor = Visitor(upstream, pool, headers, config.health_timeout_s)
+        patient = Patient(await asyncio.gather(*map(visitor.look, called.instances)))
+        if requests and patient.model is not None:
+            await _try(patient, Trials(Stages(upstream, config), headers), patient.model)
+    made = None if patient.tried is None else patient.tried.encoded
+    store = await _look_at_store(config, made)
+    return [
+        *judge_host(config),
+        *called.findings,
+        *(finding for one in patient.facts for finding in judge.judge_instance(one)),
+        *judge.judge_fleet(patient.facts),
+        *judge.judge_store(config, store),
+    ]
+
+
+async def _look_at_store(config: ProxyConfig, made: Encoded | None) -> StoreFacts | None:
+    return None if config.ec_store is None else await look_at_store(config.ec_store, made)
+
+
+async def _try(patient: Patient, trials: Trials, model: str) -> None:
+    for instance in patient.there(Role.ENCODE):
+        trial, tried = await trials.encode(instance, model)
+        patient.note(instance, {judge.ENCODE: trial})
+        if tried is not None:
+            patient.encoded(instance, tried)
+    if patient.tried is not None and patient.tried.encoded.metadata:
+        for instance in patient.there(Role.PREFILL, Role.PREFILL_DECODE):
+            patient.note(instance, {judge.CONSUME: await trials.consume(instance, patient.tried)})
+    prefills, decodes = patient.there(Role.PREFILL), patient.there(Role.DECODE)
+    if not prefills or not decodes:
+        return
+    pairs = max(len(prefills), len(decodes))
+    for prefill, decode in islice(zip(cycle(prefills), cycle(decodes), strict=False), pairs):
+        became = dict(await trials.transfer(prefill, decode, text(model)))
+        patient.note(prefill, {judge.PREFILL: became.pop(judge.PREFILL)})
+        patient.note(decode, became)
+
+
+@asynccontextmanager
+async def _pool(config: ProxyConfig) -> AsyncIterator[Pool]:
+    tls = upstream_context(config.upstream_ca_file)
+    context = ssl.create_default_context() if tls is True else tls
+    pool = Pool(context, connect_timeout_s=config.connect_timeout_s, keep_alive_s=2 * IDLE_S)
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+def headers_of(config: ProxyConfig) -> dict[str, str]:
+    """What instances are sent, as the proxy sends it where a client has no key."""
+    key = config.openai_api_key
+    return {} if key is None else {"Authorization": f"Bearer {key.get_secret_value()}"}

@@ -1,0 +1,207 @@
+"""Findings out of facts. No I/O."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from epd.config import ProxyConfig
+from epd.doctor.facts import InstanceFacts, StoreFacts, Trial
+from epd.doctor.findings import Finding, fail, ok, warn
+from epd.routing.instances import Role
+
+MAX_SKEW_S = 5.0
+"""Of clocks; a `Date` header is whole seconds."""
+
+OLDEST = (0, 32)
+"""vLLM's first version whose encode instances report `ec_transfer_params`."""
+
+ENCODE, CONSUME, PREFILL, DECODE = "encode", "metadata", "prefill", "decode"
+"""Requests that are tried."""
+
+ADVICE = {
+    ENCODE: "start it with --ec-transfer-config, ec_role ec_producer",
+    CONSUME: "start it with --ec-transfer-config, ec_role ec_consumer, and the store of the encode "
+    "instances",
+    PREFILL: "start it with --kv-transfer-config, kv_role kv_producer (NixlConnector)",
+    DECODE: "start it with --kv-transfer-config, kv_role kv_consumer, and let it reach the prefill "
+    "instances' VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT",
+}
+SEEN = {
+    ENCODE: "encodes, and says where its outputs are",
+    CONSUME: "finds encoder outputs by their key alone",
+    PREFILL: "hands over its KV cache",
+    DECODE: "answers what was prefilled elsewhere",
+}
+
+
+def judge_instance(facts: InstanceFacts) -> Iterator[Finding]:
+    """What is to be said of one instance."""
+    name = f"{facts.instance.role} {facts.instance.url}"
+    if facts.problem is not None:
+        yield fail(name, facts.problem, "start it, or take it out of the configuration")
+        return
+    models = ", ".join(model.name for model in facts.models)
+    yield ok(name, f"vLLM {facts.version or 'of an unknown version'}, serves {models or 'nothing'}")
+    yield from _judge_version(name, facts)
+    yield from _judge_clock(name, facts)
+    if facts.keeps_alive is False:
+        yield warn(
+            name,
+            "closes idle connections before the proxy does",
+            "set VLLM_HTTP_TIMEOUT_KEEP_ALIVE=5 or more",
+        )
+    for stage, trial in facts.trials.items():
+        yield _judge_trial(name, stage, trial)
+
+
+def _judge_version(name: str, facts: InstanceFacts) -> Iterator[Finding]:
+    numbers = _release(facts.version)
+    if numbers is not None and numbers < OLDEST:
+        yield warn(
+            name,
+            f"vLLM {facts.version} reports no ec_transfer_params: media go on to every stage",
+            "use vLLM 0.32 or newer",
+        )
+
+
+def _release(version: str | None) -> tuple[int, int] | None:
+    """The first two numbers of a version; None of a build that has none, such as 0.1.dev3."""
+    parts = (version or "").split(".")
+    if len(parts) < 2 or not all(part.isdigit() for part in parts[:2]) or "dev" in parts[-1]:  # noqa: PLR2004
+        return None
+    return int(parts[0]), int(parts[1])
+
+
+def _judge_clock(name: str, facts: InstanceFacts) -> Iterator[Finding]:
+    if facts.skew_s is not None and abs(facts.skew_s) > MAX_SKEW_S:
+        yield warn(
+            name,
+            f"its clock is {facts.skew_s:+.0f} s from this one's",
+            "run NTP on both: expiry and leases of a store on a shared file system go by clocks",
+        )
+
+
+def _judge_trial(name: str, stage: str, trial: Trial) -> Finding:
+    if trial.problem is None:
+        return ok(name, SEEN[stage])
+    return fail(name, f"{stage}: {trial.problem}", ADVICE[stage])
+
+
+def judge_fleet(facts: Sequence[InstanceFacts]) -> Iterator[Finding]:
+    """What is to be said of all instances together."""
+    there = [one for one in facts if one.problem is None]
+    yield from _judge_models(there)
+    versions = sorted({one.version for one in there if one.version})
+    if len(versions) > 1:
+        yield warn(
+            "versions",
+            ", ".join(versions),
+            "run one version of vLLM: what stages tell each other changes between versions",
+        )
+    namespaces = {one.namespace for one in there if one.namespace}
+    if len(namespaces) > 1:
+        yield fail(
+            "namespaces",
+            ", ".join(sorted(namespaces)),
+            "serve the same weights, revision, dtype and processor options on all encode "
+            "instances: as they are, none finds what another has made",
+        )
+
+
+def _judge_models(there: Sequence[InstanceFacts]) -> Iterator[Finding]:
+    if not there:
+        return
+    every = set[str]().union(*({model.name for model in one.models} for one in there))
+    lacking = [
+        f"{one.instance.url} lacks {', '.join(sorted(missing))}"
+        for one in there
+        if (missing := every - {model.name for model in one.models})
+    ]
+    if lacking:
+        yield fail("models", "; ".join(lacking), "serve the same models under the same names")
+    else:
+        yield ok("models", f"every instance serves {', '.join(sorted(every)) or 'nothing'}")
+    yield from _judge_lengths(there)
+
+
+def _judge_lengths(there: Iterable[InstanceFacts]) -> Iterator[Finding]:
+    lengths: dict[str, dict[int, list[str]]] = {}
+    for one in there:
+        if one.instance.role is Role.ENCODE:
+            continue
+        for model in one.models:
+            if model.max_model_len is not None:
+                by_length = lengths.setdefault(model.name, {})
+                by_length.setdefault(model.max_model_len, []).append(one.instance.url)
+    for name, by_length in lengths.items():
+        if len(by_length) > 1:
+            seen = "; ".join(f"{length}: {', '.join(by_length[length])}" for length in by_length)
+            yield warn(
+                "models",
+                f"max_model_len of {name} differs: {seen}",
+                "give prefill and decode instances the same --max-model-len",
+            )
+
+
+def judge_store(config: ProxyConfig, facts: StoreFacts | None) -> Iterator[Finding]:
+    """What is to be said of the store; None: the proxy has none."""
+    if facts is None:
+        yield warn(
+            "store",
+            "the proxy asks none: every picture is encoded, however often it was seen",
+            "give --ec-store the store that the engines' --ec-transfer-config names",
+        )
+        return
+    if facts.problem is not None:
+        yield fail(
+            "store", facts.problem, "requests are answered, but all is encoded; mend the store"
+        )
+        return
+    budget_s = config.ec_store_budget_s
+    round_trip = f"{facts.round_trip_s * 1000:.1f} ms a look-up"
+    if facts.round_trip_s > budget_s / 2:
+        yield warn(
+            "store",
+            f"{round_trip}, of a budget of {budget_s * 1000:.0f} ms",
+            "bring it nearer, or raise --ec-store-budget-s",
+        )
+    else:
+        yield ok("store", round_trip)
+    yield from _judge_entry(facts)
+    if not facts.writable:
+        yield warn(
+            "store",
+            "the proxy may not write to it",
+            "allow it to: else pictures are encoded twice where two proxies see them at once, and "
+            "names for media are not kept",
+        )
+    yield from _judge_room(facts)
+
+
+def _judge_entry(facts: StoreFacts) -> Iterator[Finding]:
+    match facts.entry:
+        case "read":
+            yield ok("store", "has what the encode instance has just made")
+        case "found":
+            yield fail(
+                "store",
+                "an entry that an encode instance has just made cannot be read",
+                "run engines and proxy as one user, or share a group: "
+                "?dir_mode=2770&file_mode=0660 in every store URL",
+            )
+        case "missing":
+            yield fail(
+                "store",
+                "what an encode instance has just made is not in it",
+                "name the same store in --ec-store and in the engines' --ec-transfer-config",
+            )
+
+
+def _judge_room(facts: StoreFacts) -> Iterator[Finding]:
+    if facts.max_bytes is None or facts.free_bytes is None:
+        return
+    room = facts.free_bytes + (facts.bytes or 0)
+    if room < facts.max_bytes:
+        yield warn(
+            "store",
+            f"its quota of {facts.max_bytes:,} bytes is more than the {room:,} it can have",
+            "lower max_bytes in the store URL, or give it a larger file system",
+        )

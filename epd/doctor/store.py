@@ -1,0 +1,86 @@
+"""Looks at the store, as the proxy and the engines use it."""
+
+import asyncio
+import secrets
+import shutil
+import statistics
+import time
+from urllib.parse import unquote, urlsplit
+
+from ec_store import EntryKey, StoreError
+from ec_store.aio import AsyncStore
+from epd.bodies.transfer import Encoded
+from epd.doctor.facts import StoreFacts
+
+LOOKS = 9
+"""Look-ups whose median counts."""
+ARRIVES_S = 5.0
+"""Encode instances write with nobody waiting: how long an entry may take to appear."""
+WITHIN_S = 10.0
+"""For all that is asked of the store."""
+
+
+async def look_at_store(url: str, made: Encoded | None) -> StoreFacts:
+    """What the store is like.
+
+    Args:
+        url: of the store.
+        made: what an encode instance has just made, and where it says that it is.
+    """
+    try:
+        async with asyncio.timeout(WITHIN_S), await AsyncStore.open(url) as store:
+            entry = None if made is None else await _entry(store, made)
+            stats = await store.stats()
+            return StoreFacts(
+                round_trip_s=await _round_trip_s(store),
+                writable=await _writable(store),
+                entry=entry,
+                bytes=stats.bytes,
+                max_bytes=stats.max_bytes,
+                free_bytes=_free_bytes(url),
+            )
+    except TimeoutError:
+        return StoreFacts(problem=f"no answer within {WITHIN_S:g} s")
+    except (StoreError, OSError) as error:
+        return StoreFacts(problem=str(error))
+
+
+async def _entry(store: AsyncStore, made: Encoded) -> str:
+    if made.namespace is None or made.identifier is None:
+        return "missing"
+    key = EntryKey(made.namespace, made.identifier)
+    until_s = time.monotonic() + ARRIVES_S
+    while (await store.lookup([key]))[0] is None:
+        if time.monotonic() > until_s:
+            return "missing"
+        await asyncio.sleep(0.1)
+    return "found" if await store.get(key) is None else "read"
+
+
+async def _round_trip_s(store: AsyncStore) -> float:
+    times = []
+    for _ in range(LOOKS):
+        started_s = time.perf_counter()
+        await store.lookup([_nobodys()])
+        times.append(time.perf_counter() - started_s)
+    return statistics.median(times)
+
+
+async def _writable(store: AsyncStore) -> bool:
+    owner = f"epd-doctor-{secrets.token_hex(8)}"
+    key = _nobodys()
+    try:
+        claimed = await store.claim([key], owner, 1.0)
+        await store.release([key], owner)
+    except StoreError:
+        return False
+    return claimed == [True]
+
+
+def _nobodys() -> EntryKey:
+    return EntryKey("epd-doctor", secrets.token_hex(32))
+
+
+def _free_bytes(url: str) -> int | None:
+    parts = urlsplit(url)
+    return shutil.disk_usage(unquote(parts.path)).free if parts.scheme == "file" else None

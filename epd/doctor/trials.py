@@ -1,0 +1,142 @@
+"""Requests that are sent to see whether each stage does its part: some bytes, one token each."""
+
+import base64
+import io
+import random
+import secrets
+import wave
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from PIL import Image
+
+from epd.bodies.chat import CHAT
+from epd.bodies.items import Body
+from epd.bodies.transfer import Encoded, EncodedItem, Params, consumer_body
+from epd.doctor.facts import Trial
+from epd.doctor.judge import DECODE, PREFILL
+from epd.errors import ProxyError, UpstreamRejected
+from epd.request.context import RequestContext
+from epd.request.stages import Stages
+from epd.routing.instances import Instance
+
+SIDE = 64
+"""Of the picture, in pixels: more than the least that processors take."""
+SOUND_S = 1
+RATE_HZ = 16_000
+ANSWERS_S = 60.0
+"""Silence in an answer of one token."""
+
+
+def picture() -> Mapping[str, Any]:
+    """A picture that nobody has seen before."""
+    noise = random.Random(secrets.token_bytes(16)).randbytes(3 * SIDE * SIDE)  # noqa: S311
+    file = io.BytesIO()
+    Image.frombytes("RGB", (SIDE, SIDE), noise).save(file, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def sound() -> Mapping[str, Any]:
+    """A sound that nobody has heard before."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as written:
+        written.setparams((1, 2, RATE_HZ, 0, "NONE", ""))
+        written.writeframes(secrets.token_bytes(2 * RATE_HZ * SOUND_S))
+    data = base64.b64encode(file.getvalue()).decode()
+    return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+
+
+class Tried:
+    """What an encode instance made of a picture or a sound.
+
+    Attributes:
+        body: the request that asks about it.
+        encoded: what is known of its encoder output.
+    """
+
+    def __init__(self, body: Body, encoded: Encoded) -> None:
+        self.body = body
+        self.encoded = encoded
+
+    def by_key(self) -> Body:
+        """The request, with the output's key in the place of the media."""
+        [item] = CHAT.items(self.body)
+        return consumer_body(
+            self.body, [EncodedItem(item, None, self.encoded, "encoded")], raw=False
+        ).body
+
+
+class Trials:
+    """Tries each stage at each instance.
+
+    Args:
+        stages: as the proxy has them.
+        headers: sent along, such as a key.
+    """
+
+    def __init__(self, stages: Stages, headers: Mapping[str, str]) -> None:
+        self._stages = stages
+        self._headers = headers
+
+    async def encode(self, instance: Instance, model: str) -> tuple[Trial, Tried | None]:
+        """Have a picture encoded; where the model takes none, a sound."""
+        refused = None
+        for part in (picture(), sound()):
+            body = _asking(model, part)
+            try:
+                encoded = await self._stages.encode(
+                    instance, body, next(CHAT.items(body)), None, self._context()
+                )
+            except UpstreamRejected as error:
+                refused = refused or error
+                continue
+            except ProxyError as error:
+                return _failed(error), None
+            if not encoded.params:
+                return Trial("it encodes, but reports no ec_transfer_params"), None
+            return Trial(), Tried(body, encoded)
+        return _failed(refused) if refused else Trial(), None
+
+    async def consume(self, instance: Instance, tried: Tried) -> Trial:
+        """Ask about what was encoded, by its key alone."""
+        return await self._answered(instance, tried.by_key())
+
+    async def transfer(
+        self, prefill: Instance, decode: Instance, body: Body
+    ) -> Mapping[str, Trial]:
+        """Have a request prefilled at one instance and decoded at another."""
+        try:
+            params = await self._stages.prefill(prefill, body, self._context())
+        except ProxyError as error:
+            return {PREFILL: _failed(error)}
+        return {PREFILL: Trial(), DECODE: await self._answered(decode, _with(body, params))}
+
+    async def _answered(self, instance: Instance, body: Body) -> Trial:
+        try:
+            async with self._stages.decode(instance, body, self._context()) as reply:
+                await reply.read(idle_s=ANSWERS_S)
+        except ProxyError as error:
+            return _failed(error)
+        return Trial()
+
+    def _context(self) -> RequestContext:
+        return RequestContext(f"doctor-{secrets.token_hex(8)}", self._headers)
+
+
+def text(model: str) -> Body:
+    """A request without media."""
+    return _asking(model, {"type": "text", "text": "Hello."})
+
+
+def _asking(model: str, part: Mapping[str, Any]) -> Body:
+    content: Sequence[Mapping[str, Any]] = [part, {"type": "text", "text": "What is it?"}]
+    return {"model": model, "max_tokens": 1, "messages": [{"role": "user", "content": content}]}
+
+
+def _with(body: Body, params: Params) -> Body:
+    return {**body, "kv_transfer_params": params}
+
+
+def _failed(error: ProxyError) -> Trial:
+    return Trial(str(error), getattr(error, "status", None))

@@ -1,0 +1,65 @@
+"""What is read where it is kept, when the page of metrics is asked for."""
+
+from collections.abc import Iterator
+
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from epd.cache.encoder_cache import EncoderCache
+from epd.edge.admission import REFUSALS, Admission
+from epd.observe import figures
+from epd.routing.health import State
+from epd.routing.instances import InstanceTable, Role
+
+SERVING = frozenset({State.HEALTHY, State.TRIAL})
+
+
+class AdmissionGlance(Collector):
+    """Who is in, who waits, and who was sent away."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+
+    def collect(self) -> Iterator[Metric]:
+        """As it is now."""
+        door, refused = self._admission.door, self._admission.refused
+        yield figures.IN_FLIGHT.family([((), door.inside)])
+        yield figures.QUEUED.family([((), door.waiting)])
+        yield figures.BODY_BYTES.family([((), self._admission.body_bytes)])
+        yield figures.REFUSED.family([((reason,), refused[reason]) for reason in REFUSALS])
+
+
+class InstancesGlance(Collector):
+    """What each instance is thought to be, and has to do."""
+
+    def __init__(self, table: InstanceTable) -> None:
+        self._table = table
+
+    def collect(self) -> Iterator[Metric]:
+        """As it is now, of the instances that take part."""
+        instances = [(one, (one.role, one.url)) for one in self._table.of(*Role)]
+        yield figures.INSTANCE_UP.family(
+            [(labels, self._table.state(one) in SERVING) for one, labels in instances]
+        )
+        yield figures.INSTANCE_REQUESTS.family(
+            [(labels, self._table.load.get(one, 0)) for one, labels in instances]
+        )
+
+
+class StoreGlance(Collector):
+    """What the store was asked, and whether it still is."""
+
+    def __init__(self, cache: EncoderCache | None) -> None:
+        self._cache = cache
+
+    def collect(self) -> Iterator[Metric]:
+        """As it is now; without a store, that there are such figures."""
+        cache = self._cache
+        operations = {} if cache is None else cache.operations
+        found = {} if cache is None else {("lookup",): cache.found_bytes}
+        circuits = {} if cache is None else cache.circuits
+        yield figures.STORE_OPERATIONS.family(operations.items())
+        yield figures.STORE_BYTES.family(found.items())
+        yield figures.CIRCUIT_OPEN.family(
+            [((name,), is_open) for name, is_open in circuits.items()]
+        )

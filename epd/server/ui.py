@@ -1,0 +1,91 @@
+"""The operator's page, `/ui`: files that say nothing, and the state they ask for."""
+
+from collections.abc import Mapping
+from importlib.resources import files
+from types import MappingProxyType
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from epd.config import ProxyConfig
+from epd.server.middlewares import CONTEXT, own_headers
+from epd.ui.board import Board
+
+BOARD = web.AppKey("board", Board)
+
+TYPES = {
+    "html": "text/html",
+    "css": "text/css",
+    "js": "text/javascript",
+    "svg": "image/svg+xml",
+}
+"""By the end of a file's name."""
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+"""Nothing from elsewhere, nothing inline, in nobody's frame."""
+
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+
+
+class Asset(NamedTuple):
+    """One file of the page."""
+
+    body: bytes
+    content_type: str
+
+
+def _assets() -> Mapping[str, Asset]:
+    return MappingProxyType(
+        {
+            one.name: Asset(one.read_bytes(), TYPES[one.name.rpartition(".")[2]])
+            for one in files("epd.ui").joinpath("static").iterdir()
+        }
+    )
+
+
+ASSETS = _assets()
+
+
+def store_kind(config: ProxyConfig) -> str | None:
+    """What kind of store the proxy asks; not where it is, which may hold a password."""
+    return None if config.ec_store is None else urlsplit(config.ec_store).scheme
+
+
+async def page(request: web.Request) -> web.Response:
+    """`GET /ui`: the page, which says nothing of this fleet."""
+    return _file("index.html", request)
+
+
+async def asset(request: web.Request) -> web.Response:
+    """`GET /ui/{file}`: what the page consists of."""
+    return _file(request.match_info["file"], request)
+
+
+def _file(name: str, request: web.Request) -> web.Response:
+    if (found := ASSETS.get(name)) is None:
+        raise web.HTTPNotFound
+    return web.Response(
+        body=found.body,
+        content_type=found.content_type,
+        charset="utf-8",
+        headers=HEADERS | own_headers(request[CONTEXT]),
+    )
+
+
+async def state(request: web.Request) -> web.Response:
+    """`GET /ui/state`: all that the page shows."""
+    return web.Response(
+        body=request.app[BOARD].document(),
+        content_type="application/json",
+        headers={"Cache-Control": "no-store"} | own_headers(request[CONTEXT]),
+    )

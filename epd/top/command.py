@@ -1,0 +1,167 @@
+"""The `epd top` command: asks a proxy for its state again and again, and draws it."""
+
+import asyncio
+import os
+import sys
+import termios
+import tty
+from argparse import ArgumentTypeError
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import cast
+from urllib.parse import urlsplit
+
+import aiohttp
+import orjson
+from rich.console import Console
+from rich.live import Live
+
+from epd.parser import Commands
+from epd.top.screen import frame
+from epd.ui.state import State
+
+TIMEOUT_S = 5.0
+MAX_BYTES = 16 * 1024**2
+KEYS = ("EPD_ADMIN_API_KEY", "ADMIN_API_KEY")
+"""Variables that hold the admin key: those of `epd serve`."""
+
+
+class NoState(Exception):
+    """The proxy cannot be asked, or does not say; in words for the operator."""
+
+
+class Refused(NoState):
+    """It does not say without a key, and will not the next time either."""
+
+
+def add_parser(commands: Commands) -> None:
+    """Add `top`."""
+    parser = commands.add_parser(
+        "top",
+        help="watch a proxy: instances, latencies, what was saved, the last requests",
+        description="Show in a terminal what a proxy's page /ui shows. q ends it. "
+        "EPD_ADMIN_API_KEY or ADMIN_API_KEY is the proxy's admin key; one that has none answers "
+        "its own machine.",
+        epilog="example: epd top --url http://localhost:8000",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--url",
+        type=_url,
+        default="http://127.0.0.1:8000",
+        metavar="URL",
+        help="the proxy (%(default)s)",
+    )
+    parser.add_argument(
+        "--interval", type=_interval, default=1.0, metavar="SECONDS", help="between two looks (1)"
+    )
+    parser.add_argument("--once", action="store_true", help="print one frame, of any length")
+    parser.set_defaults(run=_run)
+
+
+def _url(text: str) -> str:
+    parts = urlsplit(text)
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise ArgumentTypeError(f"{text!r} is no http(s) URL")
+    return text.rstrip("/")
+
+
+def _interval(text: str) -> float:
+    with suppress(ValueError):
+        if (seconds := float(text)) >= 0.1:  # noqa: PLR2004 - a proxy says nothing new before
+            return seconds
+    raise ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 on")
+
+
+def _run(url: str, interval: float, *, once: bool) -> None:
+    key = next(filter(None, map(os.environ.get, KEYS)), None)
+    watching = _once(url, key) if once else _watch(url, key, interval)
+    try:
+        asyncio.run(watching)
+    except NoState as error:
+        sys.exit(f"epd top: {error}")
+    except KeyboardInterrupt:
+        return
+
+
+async def _once(url: str, key: str | None) -> None:
+    async with _session(key) as http:
+        state = await _ask(http, url)
+    console = Console()
+    console.print(frame(state, console.width, None))
+
+
+async def _watch(url: str, key: str | None, interval_s: float) -> None:
+    console, ended = Console(), asyncio.Event()
+    state: State | None = None
+    async with _session(key) as http:
+        with _quit_key(ended), Live(console=console, screen=True, auto_refresh=False) as live:
+            while not ended.is_set():
+                failure = ""
+                try:
+                    state = await _ask(http, url)
+                except Refused:
+                    raise
+                except NoState as error:
+                    failure = str(error)
+                live.update(frame(state, console.width, console.height, failure), refresh=True)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(ended.wait(), interval_s)
+
+
+def _session(key: str | None) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        headers={} if key is None else {"X-API-Key": key},
+        timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
+    )
+
+
+async def _ask(http: aiohttp.ClientSession, url: str) -> State:
+    """The proxy's state.
+
+    Raises:
+        Refused: it wants another key.
+        NoState: it does not answer, or is no such proxy.
+    """
+    try:
+        async with http.get(f"{url}/ui/state", allow_redirects=False) as answer:
+            body = await answer.content.read(MAX_BYTES)
+            while not answer.content.at_eof() and len(body) < MAX_BYTES:
+                body += await answer.content.read(MAX_BYTES - len(body))
+    except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
+        raise NoState(f"{url} does not answer: {str(error) or type(error).__name__}") from None
+    try:
+        said = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        said = None
+    if answer.status in {401, 403}:
+        reason = said["error"]["message"] if isinstance(said, dict) and "error" in said else ""
+        raise Refused(f"{url} refuses: {reason or answer.status} (set {KEYS[0]})")
+    if not isinstance(said, dict) or not said.keys() >= State.__required_keys__:
+        raise NoState(f"{url} answers {answer.status}, and not as a proxy of this version does")
+    return cast("State", said)
+
+
+@contextmanager
+def _quit_key(ended: asyncio.Event) -> Iterator[None]:
+    """Have q end it, where there is a keyboard."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    keyboard = sys.stdin.fileno()
+    before = termios.tcgetattr(keyboard)
+    loop = asyncio.get_running_loop()
+
+    def pressed() -> None:
+        typed = os.read(keyboard, 64)
+        if not typed or b"q" in typed.lower():
+            ended.set()
+            loop.remove_reader(keyboard)
+
+    tty.setcbreak(keyboard)
+    loop.add_reader(keyboard, pressed)
+    try:
+        yield
+    finally:
+        loop.remove_reader(keyboard)
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)

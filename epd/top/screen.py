@@ -1,0 +1,245 @@
+"""A frame of `epd top`, for a terminal of any size. Pure."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from epd.top.figures import bar, clock, printed, rate, seconds, share, size, spark
+from epd.ui.snapshot import Notice, Request, Second
+from epd.ui.state import WORST, InstanceShown, StageShown, State
+
+SHOWN = 20
+"""Requests, errors and changes where there is no end to the page."""
+LETTERS = {"encode": "E", "prefill": "P", "decode": "D", "prefill_decode": "PD"}
+STATES = {
+    "healthy": ("●", "green", "healthy"),
+    "trial": ("◆", "yellow", "on trial"),
+    "ejected": ("▲", "dark_orange", "ejected"),
+    "down": ("✕", "red", "down"),
+}
+COLORS = {
+    "queue": "bright_black",
+    "store": "yellow",
+    "encode": "magenta",
+    "prefill": "blue",
+    "decode": "cyan",
+    "release": "bright_magenta",
+}
+BAR = 6
+MIN_BARS = 10
+BUSY = 4
+"""A scale of requests under way goes up to this at least."""
+
+
+class Room(NamedTuple):
+    """How many lines each part may have, its title included."""
+
+    instances: int
+    stages: int
+    notices: int
+    requests: int
+
+
+def frame(state: State | None, width: int, height: int | None, failure: str = "") -> RenderableType:
+    """All of it.
+
+    Args:
+        state: what the proxy said last.
+        width: columns.
+        height: lines; None: as many as there are.
+        failure: why it has not answered now.
+    """
+    if state is None:
+        return Text(printed(failure) or "waiting", "red" if failure else "")
+    stages = [one for one in state["stages"] if one["count"]]
+    room = _room(state, len(stages), height)
+    parts: list[RenderableType] = [*_head(state, width, failure)]
+    parts += _instances(state["instances"], room.instances, width)
+    parts += _stages(stages, room.stages)
+    parts += _notices(state["notices"], room.notices)
+    parts += _requests(state["requests"], room.requests, width)
+    return Group(*parts)
+
+
+def _room(state: State, stages: int, height: int | None) -> Room:
+    instances, notices = len(state["instances"]) + 1, len(state["notices"]) + 1
+    if height is None:
+        return Room(instances, stages + 1, min(notices, SHOWN), SHOWN)
+    left = height - 3
+    shown = Room(min(instances, max(4, left // 3)), min(stages + 1, left // 3), 0, 0)
+    left -= shown.instances + shown.stages
+    some = min(notices, max(2, left // 3)) if notices > 1 else 0
+    return shown._replace(notices=some, requests=left - some)
+
+
+def _head(state: State, width: int, failure: str) -> Iterable[Text]:
+    totals, last = state["totals"], state["seconds"][-60:]
+    counts = Counter(LETTERS[one["role"]].lower() for one in state["instances"])
+    topology = "".join(f"{count}{letter}" for letter, count in counts.items())
+    processes = f"{state['workers']} processes" if state["workers"] > 1 else "1 process"
+    line = Text.assemble(("EPD proxy ", "bold"), f"{state['version']}  {topology}  {processes}  ")
+    line.append(
+        f"no answer: {printed(failure)}" if failure else clock(state["now"]),
+        "red" if failure else "dim",
+    )
+    yield _cut(line, width)
+    saved, items = totals["saved"], totals["items"]
+    line = Text.assemble("Saved ", (f"{saved['encodes']:,} encodes", "bold green"))
+    if saved["bytes"]:
+        line.append_text(
+            Text.assemble(", ", (size(saved["bytes"]), "bold green"), " of media not sent")
+        )
+    line.append_text(Text.assemble(", about ", (_gpu(saved["encode_seconds"]), "bold green")))
+    line.append_text(
+        Text.assemble("  hit rate ", (share(items["hit"], sum(items.values())), "bold"))
+    )
+    yield _cut(line, width)
+    yield _cut(_now(state, last), width)
+
+
+def _gpu(value: float) -> str:
+    return seconds(value).replace(" ", " GPU ")
+
+
+def _now(state: State, last: Sequence[Second]) -> Text:
+    totals = state["totals"]
+    now = sum(one["requests"] for one in last[-5:]) / 5
+    failed = sum(one["failed"] for one in last)
+    return Text.assemble(
+        (f"{rate(now)}/s ", "bold"),
+        (spark([one["requests"] for one in last[-20:]]), "cyan"),
+        f"  {totals['in_flight']} under way  {totals['queued']} waiting  ",
+        (f"{failed} failed", "bold red" if failed else "dim"),
+        " in the last minute",
+    )
+
+
+def _instances(
+    instances: Sequence[InstanceShown], room: int, width: int
+) -> Iterable[RenderableType]:
+    names = _names(instances)
+    # Where not all have a place: those that something is wrong with, then those with most to do.
+    chosen = sorted(instances, key=lambda one: (-WORST.index(one["state"]), -one["requests"]))
+    hidden = len(chosen) > room - 1
+    shown = {id(one) for one in (chosen[: room - 2] if hidden else chosen)}
+    most = max([BUSY, *(one["requests"] for one in instances)])
+    table = _table("", "Instance", "", "", "/s", "p50", "p95", "failed", right=range(4, 8))
+    table.columns[1].max_width = max(14, width - 55)
+    for one in instances:
+        if id(one) not in shown:
+            continue
+        glyph, color, word = STATES.get(one["state"], ("?", "", one["state"]))
+        table.add_row(
+            Text(names[one["role"], one["url"]], "bold"),
+            Text(printed(one["url"].partition("://")[2])),
+            Text(f"{glyph} {printed(word)}", color),
+            Text(f"{one['requests']:>3} {bar(one['requests'] / most, BAR):<{BAR}}"),
+            *_latency(one),
+            Text(str(one["failed"] or ""), "red"),
+        )
+    yield table
+    if hidden:
+        yield Text(f"and {len(instances) - len(shown)} more", "dim")
+
+
+def _latency(one: InstanceShown | StageShown) -> Iterable[Text]:
+    yield Text(rate(one["rate"]))
+    yield Text(seconds(one["p50_s"]))
+    yield Text(seconds(one["p95_s"]))
+
+
+def _names(instances: Iterable[InstanceShown]) -> Mapping[tuple[str, str], str]:
+    seen: Counter[str] = Counter()
+    names = {}
+    for one in instances:
+        seen[one["role"]] += 1
+        names[one["role"], one["url"]] = f"{LETTERS[one['role']]}{seen[one['role']]}"
+    return names
+
+
+def _stages(stages: Sequence[StageShown], room: int) -> Iterable[RenderableType]:
+    if not stages:
+        return
+    table = _table("Stage", "/s", "p50", "p95", "p99", "failed", right=range(1, 6))
+    for one in stages[: room - 1]:
+        table.add_row(
+            Text(one["stage"], COLORS[one["stage"]]),
+            *_latency(one),
+            Text(seconds(one["p99_s"])),
+            Text(str(one["failed"] or ""), "red"),
+        )
+    yield table
+
+
+def _notices(notices: Sequence[Notice], room: int) -> Iterable[Text]:
+    if room and notices:
+        yield Text("Errors and changes", "dim")
+    for one in notices[: max(0, room - 1)]:
+        said, color = one["said"], "red"
+        if one["kind"] == "instance":
+            _, color, said = STATES.get(said, ("", "", said))
+        said, what, more = map(printed, (said, one["what"], one["more"]))
+        line = Text.assemble((clock(one["at_s"]), "dim"), " ", (said, color), f" {what} {more}")
+        line.no_wrap, line.overflow = True, "ellipsis"
+        yield line
+
+
+def _requests(requests: Sequence[Request], room: int, width: int) -> Iterable[RenderableType]:
+    shown = requests[: max(0, room - 1)]
+    if not shown:
+        return
+    longest_s = max(0.001, *(one["seconds"] for one in shown))
+    cells = max(MIN_BARS, width - 48)
+    table = _table("Ended", "Request", "Result", "Total", f"0 to {seconds(longest_s)}", right=[3])
+    table.columns[1].max_width = 12
+    table.columns[2].max_width = 12
+    for one in shown:
+        result = str(one["status"]) if one["error"] is None else f"{one['status']} {one['error']}"
+        table.add_row(
+            Text(clock(one["ended_s"]), "dim"),
+            Text(printed(one["id"])),
+            Text(printed(result), "red" if one["error"] else ""),
+            Text(seconds(one["seconds"])),
+            _bars(one, longest_s, cells),
+        )
+    yield table
+
+
+def _bars(request: Request, longest_s: float, cells: int) -> Text:
+    """A cell for each part of the time, in the colour of the stage that ran then."""
+    line = Text(no_wrap=True)
+    for cell in range(max(1, round(request["seconds"] / longest_s * cells))):
+        at_s = (cell + 0.5) * longest_s / cells
+        running = [
+            one
+            for one in request["spans"]
+            if one["after_s"] <= at_s < one["after_s"] + one["seconds"]
+        ]
+        if not running:
+            line.append("─", "dim")
+        else:
+            line.append(
+                "█", "red" if running[-1]["error"] else COLORS.get(running[-1]["stage"], "")
+            )
+    return line
+
+
+def _table(*titles: str, right: Iterable[int]) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)
+    for index, title in enumerate(titles):
+        table.add_column(
+            title,
+            justify="right" if index in right else "left",
+            no_wrap=True,
+            overflow="ellipsis",
+        )
+    return table
+
+
+def _cut(line: Text, width: int) -> Text:
+    line.truncate(width, overflow="ellipsis")
+    return line

@@ -1,0 +1,139 @@
+"""An observer that keeps what happened of late in rings, for whoever asks."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from itertools import islice
+from typing import get_args
+
+from epd.errors import Stage
+from epd.events import InstanceChanged, RequestDone, StageDone
+from epd.ui.snapshot import (
+    KEPT_CHANGES,
+    KEPT_ERRORS,
+    KEPT_REQUESTS,
+    KEPT_SAMPLES,
+    KEPT_SECONDS,
+    Events,
+    Notice,
+    Request,
+    Second,
+    Span,
+    is_work,
+)
+
+SHOWN_SPANS = 16
+"""Of one request at most: one with many pictures has a span for each."""
+SHOWN_TEXT = 300
+"""Characters of an error's reason."""
+
+
+class Recent:
+    """What this process has seen of late.
+
+    All of it is bounded, and an event costs an append.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Begin with nothing.
+
+        Args:
+            clock: the monotonic clock that events are stamped with.
+        """
+        self._clock = clock
+        self._stages: dict[Stage, deque[StageDone]] = {
+            stage: deque(maxlen=KEPT_SAMPLES) for stage in get_args(Stage)
+        }
+        self._requests: deque[tuple[float, RequestDone]] = deque(maxlen=KEPT_REQUESTS)
+        self._errors: deque[tuple[float, RequestDone]] = deque(maxlen=KEPT_ERRORS)
+        self._changes: deque[tuple[float, InstanceChanged]] = deque(maxlen=KEPT_CHANGES)
+        self._seconds: deque[Second] = deque(maxlen=KEPT_SECONDS)
+
+    def stage_done(self, event: StageDone) -> None:
+        """Keep it."""
+        self._stages[event.stage].append(event)
+
+    def request_done(self, event: RequestDone) -> None:
+        """Keep it, unless it was about the proxy itself."""
+        if not is_work(event.path):
+            return
+        now_s = self._clock()
+        self._requests.append((now_s, event))
+        if event.error is not None:
+            self._errors.append((now_s, event))
+        second = self._second(int(now_s))
+        second["requests"] += 1
+        second["failed"] += event.error is not None
+        if event.items:
+            second["hit"] += event.items.get("hit", 0)
+            second["encoded"] += event.items.get("encoded", 0)
+
+    def instance_changed(self, event: InstanceChanged) -> None:
+        """Keep it."""
+        self._changes.append((self._clock(), event))
+
+    def _second(self, at: int) -> Second:
+        if not self._seconds or self._seconds[-1]["at_s"] != at:
+            self._seconds.append(Second(at_s=at, requests=0, failed=0, hit=0, encoded=0))
+        return self._seconds[-1]
+
+    def events(self) -> Events:
+        """All that is kept, as other processes can read it."""
+        return Events(
+            samples={
+                stage: [
+                    (it.instance, it.started_s + it.seconds, it.seconds, it.error is not None)
+                    for it in ring
+                ]
+                for stage, ring in self._stages.items()
+                if ring
+            },
+            seconds=list(self._seconds),
+            requests=[_request(*one) for one in self._requests],
+            notices=[
+                *(_notice(*one) for one in self._errors),
+                *(_notice(*one) for one in self._changes),
+            ],
+        )
+
+
+def _request(ended_s: float, event: RequestDone) -> Request:
+    began_s = ended_s - event.seconds
+    return Request(
+        id=event.request_id,
+        engine_id=event.engine_id,
+        path=event.path,
+        status=event.status,
+        ended_s=ended_s,
+        seconds=round(event.seconds, 5),
+        error=event.error,
+        items={**event.items},
+        retries=event.retries,
+        degraded=sorted(event.degraded),
+        spans=[_span(began_s, stage) for stage in islice(event.stages, SHOWN_SPANS)],
+        more_spans=max(0, len(event.stages) - SHOWN_SPANS),
+    )
+
+
+def _span(began_s: float, event: StageDone) -> Span:
+    return Span(
+        stage=event.stage,
+        instance=event.instance,
+        after_s=round(max(0.0, event.started_s - began_s), 5),
+        seconds=round(event.seconds, 5),
+        error=event.error,
+    )
+
+
+def _notice(at_s: float, event: RequestDone | InstanceChanged) -> Notice:
+    if isinstance(event, InstanceChanged):
+        return Notice(
+            kind="instance", at_s=at_s, what=event.instance, said=event.state, more=event.role
+        )
+    return Notice(
+        kind="request",
+        at_s=at_s,
+        what=event.request_id,
+        said=event.error or "",
+        more=f"{event.status} {event.reason or ''}".rstrip()[:SHOWN_TEXT],
+    )

@@ -1,0 +1,223 @@
+"""The document of `GET /ui/state`: what all processes know, put together. Pure."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import NamedTuple, TypedDict
+
+from epd.ui.snapshot import (
+    KEPT_CHANGES,
+    KEPT_ERRORS,
+    KEPT_REQUESTS,
+    KEPT_SAMPLES,
+    Notice,
+    Request,
+    Sample,
+    Second,
+    Seen,
+    Snapshot,
+)
+from epd.ui.totals import Totals
+from epd.version import __version__
+
+RATE_S = 10.0
+"""What rates are of."""
+WINDOW_S = 300.0
+"""What latencies are of, as far back as the rings reach."""
+SPARK_S = 60
+"""How many seconds of rates are shown."""
+
+WORST = ("healthy", "trial", "ejected", "down")
+"""States of an instance, the worst last: of several workers that differ, it counts."""
+SERVES = {
+    "encode": "encode",
+    "prefill": "prefill",
+    "decode": "decode",
+    "prefill_decode": "decode",
+}
+"""The stage of each role."""
+FLOWS = ("queue", "store", "encode", "prefill", "decode", "release")
+"""Stages, in their order."""
+
+
+class Latency(TypedDict):
+    """Of the last five minutes; quantiles are None where nothing ended well."""
+
+    rate: float
+    failed: int
+    count: int
+    p50_s: float | None
+    p95_s: float | None
+    p99_s: float | None
+
+
+class StageShown(Latency):
+    """One stage, of all instances."""
+
+    stage: str
+
+
+class InstanceShown(Latency):
+    """One instance."""
+
+    role: str
+    url: str
+    state: str
+    requests: int
+
+
+class State(TypedDict):
+    """What the page shows. Times are Unix seconds; newest first."""
+
+    version: str
+    now: float
+    workers: int
+    store: str | None
+    totals: Totals
+    instances: list[InstanceShown]
+    stages: list[StageShown]
+    seconds: list[Second]
+    requests: list[Request]
+    notices: list[Notice]
+
+
+class Moment(NamedTuple):
+    """Now: by the monotonic clock, and by the one on the wall."""
+
+    monotonic_s: float
+    unix_s: float
+
+    def unix(self, monotonic_s: float) -> float:
+        """When it was, by the clock on the wall."""
+        return round(self.unix_s - self.monotonic_s + monotonic_s, 3)
+
+
+def state(snapshots: Sequence[Snapshot], totals: Totals, store: str | None, now: Moment) -> State:
+    """All of it.
+
+    Args:
+        snapshots: of each process.
+        totals: of all of them.
+        store: what kind of encoder-cache store the proxy asks, such as `redis`.
+        now: when.
+    """
+    flows = {stage: _flow(stage, snapshots, now.monotonic_s) for stage in FLOWS}
+    return State(
+        version=__version__,
+        now=round(now.unix_s, 3),
+        workers=len(snapshots),
+        store=store,
+        totals=totals,
+        instances=_instances(snapshots, flows),
+        stages=[StageShown(stage=stage, **flow.whole()) for stage, flow in flows.items()],
+        seconds=_seconds(snapshots, now),
+        requests=_requests(snapshots, now),
+        notices=_notices(snapshots, now),
+    )
+
+
+def _latency(samples: Sequence[Sample], rate: float) -> Latency:
+    """What requests to instances say, of which so many end in a second."""
+    seconds = sorted(seconds for _, _, seconds, failed in samples if not failed)
+    return Latency(
+        rate=round(rate, 2),
+        failed=len(samples) - len(seconds),
+        count=len(samples),
+        p50_s=quantile(seconds, 0.5),
+        p95_s=quantile(seconds, 0.95),
+        p99_s=quantile(seconds, 0.99),
+    )
+
+
+def quantile(ordered: Sequence[float], share: float) -> float | None:
+    """The nearest rank: the least of them that so large a share is not above."""
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else None
+
+
+class Flow(NamedTuple):
+    """One stage of late: its requests within the window, and how many end in a second now."""
+
+    samples: Mapping[str, Sequence[Sample]]
+    rates: Mapping[str, float]
+
+    def of(self, instance: str) -> Latency:
+        """At one instance."""
+        return _latency(self.samples.get(instance, ()), self.rates.get(instance, 0.0))
+
+    def whole(self) -> Latency:
+        """At all of them."""
+        return _latency(list(chain(*self.samples.values())), sum(self.rates.values()))
+
+
+def _flow(stage: str, snapshots: Iterable[Snapshot], now_s: float) -> Flow:
+    samples: dict[str, list[Sample]] = defaultdict(list)
+    rates: dict[str, float] = defaultdict(float)
+    for snapshot in snapshots:
+        ring = snapshot["events"]["samples"].get(stage, [])
+        for one in ring:
+            if one[1] > now_s - WINDOW_S:
+                samples[one[0]].append(one)
+        for instance, rate in _rates(ring, now_s):
+            rates[instance] += rate
+    return Flow(samples, rates)
+
+
+def _rates(ring: Sequence[Sample], now_s: float) -> Iterator[tuple[str, float]]:
+    """How much each sample adds to its instance's rate."""
+    span_s = RATE_S
+    if len(ring) == KEPT_SAMPLES:  # it may reach back less far
+        span_s = min(RATE_S, max(0.1, now_s - ring[0][1]))
+    for instance, ended_s, *_ in ring:
+        if ended_s > now_s - span_s:
+            yield instance, 1 / span_s
+
+
+def _instances(snapshots: Sequence[Snapshot], flows: Mapping[str, Flow]) -> list[InstanceShown]:
+    seen: dict[tuple[str, str], Seen] = {}
+    for one in (one for snapshot in snapshots for one in snapshot["instances"]):
+        known = seen.setdefault((one["role"], one["url"]), Seen(**{**one, "requests": 0}))
+        known["requests"] += one["requests"]
+        known["state"] = max(known["state"], one["state"], key=WORST.index)
+    return [
+        InstanceShown(**one, **flows[SERVES[one["role"]]].of(one["url"])) for one in seen.values()
+    ]
+
+
+def _seconds(snapshots: Iterable[Snapshot], now: Moment) -> list[Second]:
+    """The last whole seconds, oldest first, those too in which nothing ended."""
+    last = int(now.monotonic_s) - 1
+    shown = {
+        at: Second(at_s=int(now.unix(at)), requests=0, failed=0, hit=0, encoded=0)
+        for at in range(last - SPARK_S + 1, last + 1)
+    }
+    for second in (one for snapshot in snapshots for one in snapshot["events"]["seconds"]):
+        if (into := shown.get(second["at_s"])) is not None:
+            into["requests"] += second["requests"]
+            into["failed"] += second["failed"]
+            into["hit"] += second["hit"]
+            into["encoded"] += second["encoded"]
+    return list(shown.values())
+
+
+def _requests(snapshots: Iterable[Snapshot], now: Moment) -> list[Request]:
+    found = [one for snapshot in snapshots for one in snapshot["events"]["requests"]]
+    found.sort(key=lambda one: one["ended_s"], reverse=True)
+    return [
+        Request(**{**one, "ended_s": now.unix(one["ended_s"])}) for one in found[:KEPT_REQUESTS]
+    ]
+
+
+def _notices(snapshots: Iterable[Snapshot], now: Moment) -> list[Notice]:
+    found = [one for snapshot in snapshots for one in snapshot["events"]["notices"]]
+    found.sort(key=_at, reverse=True)
+    errors = [one for one in found if one["kind"] == "request"][:KEPT_ERRORS]
+    changes = [one for one in found if one["kind"] == "instance"][:KEPT_CHANGES]
+    return [
+        Notice(**{**one, "at_s": now.unix(one["at_s"])})
+        for one in sorted((*errors, *changes), key=_at, reverse=True)
+    ]
+
+
+def _at(notice: Notice) -> float:
+    return notice["at_s"]

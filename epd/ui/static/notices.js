@@ -1,0 +1,39 @@
+// Errors as they happen, and instances that went or came back.
+
+import { by, el, Keyed } from "./dom.js";
+import { clock } from "./format.js";
+import { groups, ROLES, word } from "./fleet.js";
+
+let names = new Map();
+const list = new Keyed(by("notices"), make);
+
+export function notices({ notices: shown, instances }) {
+  names = new Map(groups(instances).flatMap((group) => group.instances).map((one) => [one.role + one.url, one.name]));
+  list.show(shown, (one) => [one.kind, one.at_s.toFixed(1), one.what, one.said].join(" "));
+  by("no-notices").hidden = shown.length > 0;
+}
+
+function make(notice) {
+  return notice.kind === "instance" ? change(notice) : failure(notice);
+}
+
+function change({ at_s, what, said, more }) {
+  const name = names.get(more + what) ?? ROLES[more]?.title; // it may be gone
+  return el(
+    "li",
+    { "data-state": said },
+    time(at_s),
+    el("span", {}, el("b", {}, `${name ? `${name} ` : ""}is ${word(said)}`), el("code", {}, what)),
+  );
+}
+
+function failure({ at_s, what, said, more }) {
+  return el(
+    "li",
+    { "data-state": said === "client_closed" ? "left" : "failed" },
+    time(at_s),
+    el("span", {}, el("b", {}, said), ` ${more}`, el("code", {}, what)),
+  );
+}
+
+const time = (at_s) => el("time", { datetime: new Date(at_s * 1000).toISOString() }, clock(at_s));

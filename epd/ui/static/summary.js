@@ -1,0 +1,73 @@
+// What the cache has saved, and the figures of this moment.
+
+import { by, el, say, set } from "./dom.js";
+import { bytes, count, plural, rate, seconds, share } from "./format.js";
+import { draw, spark } from "./spark.js";
+
+const SMOOTH_S = 5;
+const HISTORY = 60;
+const seen = [];
+const tiles = new Map();
+
+export function summary(state) {
+  saved(state.totals);
+  const { totals, seconds: history, requests } = state;
+  const now = history.slice(-SMOOTH_S);
+  const sum = (name, of = history) => of.reduce((all, one) => all + one[name], 0);
+  const ended = requests.filter((one) => !one.error).map((one) => one.seconds).sort((a, b) => a - b);
+  const rank = (part) => ended[Math.max(0, Math.ceil(part * ended.length) - 1)];
+
+  tile("Requests per second", rate(sum("requests", now) / SMOOTH_S), `${count(totals.requests)} in all`,
+    smooth(history, (of) => sum("requests", of) / of.length));
+  tile("Hit rate, last minute", share(sum("hit"), sum("hit") + sum("encoded")),
+    `${plural(sum("hit") + sum("encoded"), "item")} in it`,
+    smooth(history, (of) => {
+      const items = sum("hit", of) + sum("encoded", of);
+      return items ? sum("hit", of) / items : null;
+    }));
+  tile("Under way", count(totals.in_flight), `${count(totals.queued)} wait for their turn`, kept(totals.in_flight));
+  tile("Whole request, p50", seconds(rank(0.5)), `p95 ${seconds(rank(0.95))}, of the last ${ended.length}`,
+    requests.map((one) => (one.error ? null : one.seconds)).reverse(), null, 0.01);
+  tile("Failed, last minute", count(sum("failed")), failures(totals),
+    history.map((one) => one.failed), sum("failed") ? "bad" : null);
+  seen.splice(0, seen.length - HISTORY);
+}
+
+function saved({ items, saved: { encodes, bytes: media, encode_seconds } }) {
+  const all = items.hit + items.encoded + items.local;
+  const parts = [el("b", {}, plural(encodes, "encode"))];
+  if (media) parts.push(", ", el("b", {}, bytes(media)), " of media not sent");
+  parts.push(", about ", el("b", {}, `${seconds(encode_seconds).replace(/ (\S+)$/, " GPU $1")}`));
+  const line = el("p", {}, "Saved ", ...parts, ". Hit rate ", el("b", {}, share(items.hit, all)), ".");
+  const shown = by("saved");
+  if (shown.textContent !== line.textContent) shown.replaceChildren(...line.childNodes);
+}
+
+function failures({ failed, refused, left }) {
+  return `in all ${count(failed)}; ${count(refused)} refused, ${plural(left, "client")} left`;
+}
+
+// The server keeps no past of what is only now: it is what this page has seen.
+function kept(in_flight) {
+  seen.push(in_flight);
+  return Array.from({ length: HISTORY }, (_, index) => seen.at(index - HISTORY) ?? null);
+}
+
+// Over a few seconds each: whole seconds of few requests are a comb.
+function smooth(history, of) {
+  return history.map((_, index) => of(history.slice(Math.max(0, index - SMOOTH_S + 1), index + 1)));
+}
+
+function tile(title, figure, more, history, tone = null, least = 1) {
+  let shown = tiles.get(title);
+  if (!shown) {
+    shown = { figure: el("b"), more: el("small"), line: spark() };
+    shown.whole = el("li", {}, el("span", {}, title), shown.figure, shown.more, shown.line);
+    by("tiles").append(shown.whole);
+    tiles.set(title, shown);
+  }
+  say(shown.figure, figure);
+  say(shown.more, more);
+  set(shown.whole, "data-tone", tone);
+  draw(shown.line, history, least);
+}

@@ -1,0 +1,92 @@
+"""The figures of the page that are those of `/metrics`, found there by their names.
+
+So both say the same, and they are of all workers. Labels that are not asked for are summed over.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from typing import TypedDict, get_args
+
+from prometheus_client.metrics_core import Metric
+
+from epd.events import ItemResult
+from epd.ui.snapshot import is_work
+
+ERROR = 400
+CLIENT_CLOSED = 499
+
+LABELS = {
+    "epd_requests_total": ("path", "status"),
+    "epd_items_total": ("result",),
+}
+"""The labels that samples are told apart by here; others have none."""
+
+
+class Saved(TypedDict):
+    """What hits have saved; `bytes` of media that were sent to no instance."""
+
+    encodes: int
+    bytes: int
+    encode_seconds: float
+
+
+class Totals(TypedDict):
+    """Since the proxy began, but for what it is doing now: `in_flight`, `queued`."""
+
+    requests: int
+    failed: int
+    left: int
+    refused: int
+    retries: int
+    degraded: int
+    in_flight: int
+    queued: int
+    loop_lag_s: float
+    items: dict[str, int]
+    saved: Saved
+
+
+def totals(families: Iterable[Metric]) -> Totals:
+    """Those of the page of metrics."""
+    sums = _sums(families)
+
+    def count(name: str, *labels: str) -> int:
+        return int(sums.get((name, *labels), 0))
+
+    statuses = Counter[int]()
+    for (name, *labels), value in sums.items():
+        if name == "epd_requests_total" and is_work(labels[0]):
+            statuses[int(labels[1])] += int(value)
+    left = statuses[CLIENT_CLOSED]
+    items = {result: count("epd_items_total", result) for result in get_args(ItemResult)}
+    return Totals(
+        requests=statuses.total(),
+        failed=sum(count for status, count in statuses.items() if status >= ERROR) - left,
+        left=left,
+        refused=count("epd_requests_refused_total"),
+        retries=count("epd_request_retries_total"),
+        degraded=count("epd_requests_degraded_total"),
+        in_flight=count("epd_requests_in_flight"),
+        queued=count("epd_requests_queued"),
+        loop_lag_s=sums.get(("epd_event_loop_lag_seconds",), 0.0),
+        items=items,
+        saved=_saved(sums),
+    )
+
+
+def _sums(families: Iterable[Metric]) -> dict[tuple[str, ...], float]:
+    sums: dict[tuple[str, ...], float] = defaultdict(float)
+    for family in families:
+        for name, labels, value, *_ in family.samples:
+            key = (name, *(labels.get(label, "") for label in LABELS.get(name, ())))
+            sums[key] += value
+    return sums
+
+
+def _saved(sums: Mapping[tuple[str, ...], float]) -> Saved:
+    """A counter that has counted nothing is not on the page."""
+    return Saved(
+        encodes=int(sums.get(("epd_saved_encodes_total",), 0)),
+        bytes=int(sums.get(("epd_saved_bytes_total",), 0)),
+        encode_seconds=sums.get(("epd_saved_encode_seconds_total",), 0.0),
+    )

@@ -1,0 +1,101 @@
+"""Write the tables of settings in docs/configuration.md, from the settings themselves.
+
+    python scripts/config_reference.py          writes what is between the two comments
+    python scripts/config_reference.py --check  fails where it is out of date
+
+The comments are `<!-- settings -->` and `<!-- end of settings -->`.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from epd.config.flags import metavar_of
+from epd.config.groups import GROUPS, group_of
+from epd.config.live import FIXED
+from epd.config.settings import SECRETS, Settings, flag_of, variables_of
+
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
+BETWEEN = re.compile(r"(<!-- settings -->\n).*(<!-- end of settings -->)", re.DOTALL)
+HEADER = "| flag | environment | YAML | value | default | changes at | |\n|" + " --- |" * 7 + "\n"
+TYPES = {"N": "number", "BYTES": "bytes", "SECONDS": "seconds", "URLS": "URLs", "URL": "URL"}
+BINARY = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
+NONE = "-"
+
+
+def main() -> None:
+    """Write the tables, or check them."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing, fail instead")
+    check = parser.parse_args().check
+    old = DOCUMENT.read_text()
+    tables = "\n".join(table(title) for title in dict.fromkeys(GROUPS.values()))
+    new = BETWEEN.sub(lambda found: f"{found[1]}\n{tables}\n{found[2]}", old)
+    if not check:
+        DOCUMENT.write_text(new)
+    elif new != old:
+        sys.exit(f"{DOCUMENT.name}: out of date; run scripts/config_reference.py")
+
+
+def table(title: str) -> str:
+    """One group, with its heading."""
+    lines = (row(name, Settings.model_fields[name]) for name in names(title))
+    return f"### Settings: {title}\n\n{HEADER}{''.join(lines)}"
+
+
+def names(title: str) -> Iterator[str]:
+    """The settings of a group, in the model's order."""
+    return (name for name in Settings.model_fields if group_of(name) == title)
+
+
+def row(name: str, field: FieldInfo) -> str:
+    """One setting."""
+    cells = (
+        NONE if name in SECRETS else code(flag_of(name)),
+        ", ".join(map(code, variables_of(name))),
+        NONE if name in (*SECRETS, "config") else code(name),
+        value(name, field),
+        default(name, field),
+        "restart" if name in FIXED or name in {"config", "key_secret_file"} else "reload",
+        (field.description or "").replace("|", "\\|"),
+    )
+    return f"| {' | '.join(cells)} |\n"
+
+
+def value(name: str, field: FieldInfo) -> str:
+    """What it may be."""
+    if name in SECRETS:
+        return "secret"
+    if field.annotation is bool:
+        return "`true`, `false`"
+    if get_origin(field.annotation) is Literal:
+        return ", ".join(map(code, get_args(field.annotation)))
+    metavar = metavar_of(name, field)
+    return TYPES.get(metavar, metavar.lower())
+
+
+def default(name: str, field: FieldInfo) -> str:
+    """What it is where nobody has set it."""
+    if field.is_required():
+        return "required"
+    if field.default in {None, ()}:
+        return NONE
+    said = str(field.default).lower() if field.annotation is bool else f"{field.default}"
+    for unit, size in BINARY if name.endswith("_bytes") else ():
+        if field.default >= size and not field.default % size:
+            return f"{code(said)} ({field.default // size} {unit})"
+    return code(said)
+
+
+def code(text: str) -> str:
+    """As code."""
+    return f"`{text}`"
+
+
+if __name__ == "__main__":
+    main()

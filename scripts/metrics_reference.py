@@ -1,0 +1,63 @@
+"""Write the table of figures in docs/metrics.md from epd/observe/figures.py.
+
+    python scripts/metrics_reference.py          writes it
+    python scripts/metrics_reference.py --check  fails where it is out of date
+
+The table stands between `<!-- figures -->` and `<!-- end -->`. A figure that the rest of the
+document names has to be one.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from epd.observe.figures import FIGURES, Figure
+
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
+TABLE = re.compile(r"(<!-- figures -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+NAME = re.compile(r"\bepd_[a-z_]+")
+OF_WORKERS = {"max": "the most", "min": "the least"}
+ENDS = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_count", "_sum")}
+
+
+def main() -> None:
+    """Write the table, or check it."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing, fail instead")
+    check = parser.parse_args().check
+    old = DOCUMENT.read_text()
+    new = TABLE.sub(lambda found: found[1] + table() + found[3], old)
+    problems = [f"{name} is no figure" for name in unknown(new)]
+    if check and new != old:
+        problems.append("out of date; run scripts/metrics_reference.py")
+    if not check:
+        DOCUMENT.write_text(new)
+    sys.exit("\n".join(f"{DOCUMENT.name}: {problem}" for problem in problems) or 0)
+
+
+def table() -> str:
+    """A row for each figure."""
+    head = "| name | kind | labels | |\n| --- | --- | --- | --- |\n"
+    return head + "".join(map(row, FIGURES.values()))
+
+
+def row(figure: Figure) -> str:
+    """Its name as samples have it, but for a histogram's."""
+    name = figure.name + (ENDS["counter"][0] if figure.kind == "counter" else "")
+    labels = ", ".join(f"`{label}`" for label in figure.labels)
+    of_workers = OF_WORKERS.get(figure.of_workers.__name__)
+    meaning = figure.meaning + (f" Of several workers: {of_workers}." if of_workers else "")
+    return f"| `{name}` | {figure.kind} | {labels} | {meaning} |\n"
+
+
+def unknown(document: str) -> Iterator[str]:
+    """Names in it that no sample and no histogram has."""
+    known = {figure.name + end for figure in FIGURES.values() for end in ENDS[figure.kind]}
+    known |= {figure.name for figure in FIGURES.values() if figure.kind == "histogram"}
+    yield from sorted({*NAME.findall(document)} - known)
+
+
+if __name__ == "__main__":
+    main()

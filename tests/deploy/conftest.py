@@ -1,0 +1,17 @@
+"""Fixtures of the tests of `deploy/`."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.proxy.fleet import Launch
+
+
+@pytest.fixture
+def launch() -> Launch:
+    return Launch()
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/store"

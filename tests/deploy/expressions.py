@@ -1,0 +1,70 @@
+"""What a PromQL expression asks for: the names of metrics, and labels of each."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import promql_parser
+from promql_parser import AggModifierType, AggregateExpr, Expr, MatrixSelector, VectorSelector
+
+from tests.deploy.tools import Document
+
+GRAFANA = {"$__rate_interval": "5m", "$__range": "1h", "$model": ".*", "$proxy": ".*"}
+"""What Grafana puts in the place of its variables."""
+
+Asked = tuple[str, frozenset[str]]
+"""A metric, and labels that it must have."""
+
+
+def plain(expr: str) -> str:
+    """As Prometheus is sent it."""
+    for variable, value in GRAFANA.items():
+        expr = expr.replace(variable, value)
+    return expr
+
+
+def asked(expr: str) -> set[Asked]:
+    """Metrics, with the labels they are chosen by and added up by.
+
+    Raises:
+        ValueError: it is no PromQL.
+    """
+    return set(_asked(promql_parser.parse(plain(expr)), frozenset()))
+
+
+def _asked(expr: Any, labels: frozenset[str]) -> Iterator[Asked]:
+    match expr:
+        case VectorSelector():
+            matchers = {matcher.name for matcher in expr.matchers.matchers}
+            assert expr.name is not None, expr
+            yield expr.name, labels | matchers
+        case MatrixSelector():
+            yield from _asked(expr.vector_selector, labels)
+        case AggregateExpr():
+            by = expr.modifier
+            if by is not None:
+                assert by.type == AggModifierType.By
+                labels |= set(by.labels)
+            yield from _asked(expr.expr, labels)
+        case _:
+            for part in _parts(expr):
+                yield from _asked(part, labels)
+
+
+def _parts(expr: Any) -> Iterable[Expr]:
+    if hasattr(expr, "args"):
+        return list(expr.args)
+    names = ("expr", "lhs", "rhs")
+    return [getattr(expr, name) for name in names if hasattr(expr, name)]
+
+
+def panels(dashboard: Document) -> list[Document]:
+    """Every panel that shows something: not the rows."""
+    return [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+
+
+def queries(dashboard: Document) -> list[str]:
+    """The expression of every query and annotation."""
+    return [
+        *(target["expr"] for panel in panels(dashboard) for target in panel["targets"]),
+        *(one["expr"] for one in dashboard["annotations"]["list"]),
+    ]

@@ -1,0 +1,89 @@
+"""The Kubernetes manifests, as kustomize would put them together."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tests.deploy.tools import DEPLOY, Document, load, load_all
+
+FOLDER = DEPLOY / "kubernetes"
+KUSTOMIZATION = load(FOLDER / "kustomization.yaml")
+RESOURCES = [one for name in KUSTOMIZATION["resources"] for one in load_all(FOLDER / name)]
+SECRET = load(FOLDER / "secret.example.yaml")
+ENGINES = ("encode", "prefill", "decode")
+
+Labels = Mapping[str, str]
+
+
+def of_kind(*kinds: str) -> dict[str, Document]:
+    """Resources by name."""
+    return {one["metadata"]["name"]: one for one in RESOURCES if one["kind"] in kinds}
+
+
+WORKLOADS = of_kind("Deployment", "StatefulSet")
+POLICIES = of_kind("NetworkPolicy")
+
+
+def labels(workload: str) -> dict[str, str]:
+    """Of its pods."""
+    found: dict[str, str] = WORKLOADS[workload]["spec"]["template"]["metadata"]["labels"]
+    return found
+
+
+def container(workload: str) -> Document:
+    """Its only one."""
+    [found] = WORKLOADS[workload]["spec"]["template"]["spec"]["containers"]
+    return dict(found)
+
+
+def ports(workload: str) -> dict[str, int]:
+    """Of its container, by name."""
+    return {port["name"]: port["containerPort"] for port in container(workload)["ports"]}
+
+
+def settings(generated: str) -> dict[str, str]:
+    """What is in a ConfigMap that is made of an env file."""
+    [files] = [
+        one["envs"] for one in KUSTOMIZATION["configMapGenerator"] if one["name"] == generated
+    ]
+    lines = [line for file in files for line in (FOLDER / file).read_text().splitlines()]
+    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+
+
+def selects(selector: Mapping[str, Any], found: Labels) -> bool:
+    """Whether a label selector takes what has these labels."""
+    expressions = selector.get("matchExpressions", ())
+    assert all(one["operator"] == "In" for one in expressions)
+    return all(
+        found.get(key) == value for key, value in selector.get("matchLabels", {}).items()
+    ) and all(found.get(one["key"]) in one["values"] for one in expressions)
+
+
+def connects(source: str, target: str, port: int) -> bool:
+    """Whether the policies let one workload's pods reach a port of another's."""
+    return _passes("egress", "to", source, target, port) and _passes(
+        "ingress", "from", target, source, port
+    )
+
+
+def _passes(direction: str, side: str, workload: str, other: str, port: int) -> bool:
+    """Whether a policy of a workload's has a rule for it; where none is its, all passes."""
+    mine = [
+        policy["spec"]
+        for policy in POLICIES.values()
+        if direction.capitalize() in policy["spec"]["policyTypes"]
+        and selects(policy["spec"]["podSelector"], labels(workload))
+    ]
+    return not mine or any(
+        any(_is(peer, other) for peer in rule[side])
+        and port in [one["port"] for one in rule.get("ports", [{"port": port}])]
+        for policy in mine
+        for rule in policy.get(direction, ())
+    )
+
+
+def _is(peer: Mapping[str, Any], workload: str) -> bool:
+    return (
+        "namespaceSelector" not in peer
+        and "podSelector" in peer
+        and selects(peer["podSelector"], labels(workload))
+    )

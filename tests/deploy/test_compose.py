@@ -1,0 +1,153 @@
+"""compose.yaml and the images fit the proxy, and each other."""
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from epd.config.settings import Settings
+from tests.deploy.tools import DEPLOY, load
+from tests.proxy.fleet import Fleet, Launch
+
+COMPOSE = load(DEPLOY / "compose.yaml")
+SERVICES = COMPOSE["services"]
+DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
+EXAMPLE = (DEPLOY / "compose.env.example").read_text()
+SECRET = "0123456789abcdef" * 2
+VARIABLE = re.compile(r"\$\{(\w+)")
+
+
+def check_schema(path: Path) -> subprocess.CompletedProcess[str]:
+    command = ["check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(path)]
+    return subprocess.run(
+        [sys.executable, "-m", *command], capture_output=True, text=True, check=False
+    )
+
+
+def test_it_fits_the_compose_specification(tmp_path: Path) -> None:
+    wrong = tmp_path / "compose.yaml"
+    wrong.write_text(yaml.safe_dump({"services": {"proxy": {"imagine": "epd-proxy"}}}))
+    right = check_schema(DEPLOY / "compose.yaml")
+
+    assert right.returncode == 0, right.stdout
+    assert check_schema(wrong).returncode != 0
+
+
+def test_whatever_it_mounts_and_builds_is_there() -> None:
+    for service in SERVICES.values():
+        for source, *_ in (volume.split(":") for volume in service.get("volumes", ())):
+            assert source in COMPOSE["volumes"] or (DEPLOY / source).exists(), source
+        if "build" in service:
+            build = service["build"]
+            assert (DEPLOY / build["context"] / build["dockerfile"]).is_file()
+        assert set(service.get("depends_on", ())) <= set(SERVICES)
+        assert set(service.get("secrets", ())) <= set(COMPOSE["secrets"])
+
+
+def test_the_example_has_every_variable_and_no_other() -> None:
+    used = set(VARIABLE.findall((DEPLOY / "compose.yaml").read_text()))
+    used.add(COMPOSE["secrets"]["epd-admin-key"]["environment"])
+    named = set(re.findall(r"^(?:# )?([A-Z_]+)=", EXAMPLE, re.MULTILINE))
+
+    assert named == used
+
+
+def filled(value: object) -> str:
+    """With what compose puts in the place of a variable: a default, or what it insists on."""
+    urls = {"ENCODE_URLS": "http://e:1", "DECODE_URLS": "http://d:1"}
+
+    def one(found: re.Match[str]) -> str:
+        return urls.get(found["name"], SECRET) if found["must"] else found["default"]
+
+    return re.sub(
+        r"\$\{(?P<name>\w+)(?::-(?P<default>[^}]*)|(?P<must>:\?)[^}]*)\}", one, str(value)
+    )
+
+
+def test_the_proxy_takes_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {f"EPD_{name.upper()}" for name in Settings.model_fields}
+    for name, value in SERVICES["proxy"]["environment"].items():
+        assert name in known | {"OPENAI_API_KEY", "EC_STORE_REDIS_PASSWORD"}
+        monkeypatch.setenv(name, filled(value))
+    config = Settings()
+
+    assert config.prefill_servers_urls == ()
+    assert config.admin_api_key is not None
+    assert config.key_secret is None
+    grace_s = int(SERVICES["proxy"]["stop_grace_period"].removesuffix("s"))
+    assert grace_s > config.drain_delay_s + config.drain_timeout_s + 5
+    assert SERVICES["proxy"]["ports"][0].endswith(f":{config.port}")
+
+
+def test_prometheus_has_the_key_where_it_looks_for_it() -> None:
+    [proxy, *_] = load(DEPLOY / "prometheus" / "prometheus.yml")["scrape_configs"]
+    path = Path(proxy["authorization"]["credentials_file"])
+
+    assert path.parent == Path("/run/secrets")
+    assert SERVICES["prometheus"]["secrets"] == [path.name]
+    assert proxy["static_configs"] == [
+        {"targets": [f"proxy:{Settings.model_fields['port'].default}"]}
+    ]
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_nothing_is_reachable_from_outside_unless_it_is_asked_for(service: str) -> None:
+    for port in SERVICES[service].get("ports", ()):
+        assert re.match(r"127\.0\.0\.1:|\$\{\w+_BIND:-127\.0\.0\.1\}:", port)
+
+
+@pytest.mark.security("S23")
+def test_the_image_of_the_proxy_runs_as_nobody_in_particular() -> None:
+    [user] = re.findall(r"^USER (\d+):\d+$", DOCKERFILE, re.MULTILINE)
+
+    assert int(user) >= 10000
+    assert "vllm" not in re.sub(r"^#.*$", "", DOCKERFILE, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "engine.Dockerfile"])
+def test_an_image_is_made_of_files_that_are_sent_to_the_builder(name: str) -> None:
+    allowed = set(
+        re.findall(r"^!(.+)$", (DEPLOY / f"{name}.dockerignore").read_text(), re.MULTILINE)
+    )
+    copied = {
+        file
+        for line in re.findall(r"^COPY (?!--from)(.+)$", (DEPLOY / name).read_text(), re.MULTILINE)
+        for file in line.split()[:-1]
+    }
+
+    assert copied == allowed
+    assert all((DEPLOY.parent / file).exists() for file in copied)
+
+
+async def health_check(url: str) -> int | None:
+    """The exit code of the image's, for a proxy of ours."""
+    [command] = re.findall(r"^HEALTHCHECK .*\\\n\s+CMD (\[.*\])$", DOCKERFILE, re.MULTILINE)
+    port = url.rpartition(":")[2]
+    python, *words = json.loads(command.replace(":8000/", f":{port}/"))
+    assert python == "python"
+    assert port in words[-1]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *words, stderr=asyncio.subprocess.DEVNULL
+    )
+    return await process.wait()
+
+
+async def test_the_health_check_succeeds_while_requests_can_be_sent(launch: Launch) -> None:
+    async with launch(probe_interval_s=0.05) as fleet:
+        assert await health_check(fleet.url) == 0
+
+        fleet.d.healthy = False
+        async with asyncio.timeout(30):
+            while await status(fleet) != 503:  # noqa: ASYNC110 - nobody there would set an event
+                await asyncio.sleep(0.05)
+        assert await health_check(fleet.url) == 1
+
+
+async def status(fleet: Fleet) -> int:
+    async with fleet.http.get(f"{fleet.url}/ready") as reply:
+        return reply.status

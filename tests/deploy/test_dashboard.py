@@ -1,0 +1,84 @@
+"""The dashboard is one that Grafana can show: panels, places, queries, variables."""
+
+import json
+import re
+from collections import Counter
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+from tests.deploy.expressions import GRAFANA, asked, panels, queries
+from tests.deploy.tools import DASHBOARD, DEPLOY, load
+
+BOARD: dict[str, Any] = json.loads(DASHBOARD.read_text())
+WIDTH = 24
+SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+ROWS = ("Overview", "Cache & savings", "Stages", "Instances", "Limits & faults", "Engines (vLLM)")
+PLOTS = {"stat", "timeseries", "heatmap", "state-timeline"}
+
+
+def test_its_rows_are_those_of_the_guide() -> None:
+    rows = [panel["title"] for panel in BOARD["panels"] if panel["type"] == "row"]
+
+    assert rows == list(ROWS)
+    guide = (DEPLOY.parent / "docs/guides/monitoring.md").read_text()
+    assert [row for row in ROWS if f"**{row}**" not in guide] == []
+
+
+def test_every_panel_has_an_id_of_its_own() -> None:
+    ids = Counter(panel["id"] for panel in BOARD["panels"])
+
+    assert set(ids.values()) == {1}
+
+
+def test_no_panel_lies_on_another_or_outside() -> None:
+    places = [panel["gridPos"] for panel in BOARD["panels"]]
+
+    assert all(place["x"] >= 0 and place["x"] + place["w"] <= WIDTH for place in places)
+    for one, other in combinations(places, 2):
+        beside = one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]
+        below = one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"]
+        assert beside or below, (one, other)
+
+
+@pytest.mark.parametrize("panel", panels(BOARD), ids=lambda panel: str(panel["title"]))
+def test_a_panel_asks_the_data_source_that_is_chosen(panel: dict[str, Any]) -> None:
+    assert panel["type"] in PLOTS
+    assert panel["title"]
+    assert "unit" in panel["fieldConfig"]["defaults"] or panel["type"] not in {"stat", "timeseries"}
+    assert [panel["datasource"], *(one["datasource"] for one in panel["targets"])] == [
+        SOURCE for _ in range(len(panel["targets"]) + 1)
+    ]
+    assert len({one["refId"] for one in panel["targets"]}) == len(panel["targets"])
+
+
+@pytest.mark.parametrize("expr", queries(BOARD))
+def test_a_query_is_promql_of_known_variables(expr: str) -> None:
+    assert asked(expr)
+    assert set(re.findall(r"\$\w+", expr)) <= set(GRAFANA)
+
+
+def test_the_variables_are_there_and_used() -> None:
+    variables = {one["name"]: one for one in BOARD["templating"]["list"]}
+
+    assert list(variables) == ["datasource", "model", "proxy"]
+    assert variables["datasource"]["type"] == "datasource"
+    for name in ("model", "proxy"):
+        assert variables[name]["allValue"] == ".*"
+        assert any(f"${name}" in expr for expr in queries(BOARD))
+
+
+def test_compose_provisions_it_and_its_data_source() -> None:
+    grafana = DEPLOY / "grafana" / "provisioning"
+    [source] = load(grafana / "datasources" / "prometheus.yaml")["datasources"]
+    [provider] = load(grafana / "dashboards" / "epd.yaml")["providers"]
+    services = load(DEPLOY / "compose.yaml")["services"]
+
+    assert source["type"] == SOURCE["type"]
+    assert source["url"] == "http://prometheus:9090"
+    assert "prometheus" in services
+    mounted = dict(volume.split(":")[:2] for volume in services["grafana"]["volumes"])
+    assert mounted["./grafana/dashboards"] == provider["options"]["path"]
+    home = services["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert home == f"{provider['options']['path']}/{DASHBOARD.name}"

@@ -1,0 +1,40 @@
+"""The engines of the manifests are started as `epd up` starts them: by vLLM's own parser."""
+
+import pytest
+
+from epd.fleet.planning import planned
+from epd.fleet.settings import FleetSettings
+from tests.deploy.manifests import ENGINES, WORKLOADS, container, settings
+from tests.e2e.test_up import parsed
+
+MEMORY = 6
+"""Where `parsed` has the part of the devices' memory, which a pod need not share."""
+
+
+@pytest.mark.e2e
+def test_vllm_takes_them_as_it_takes_those_of_epd_up() -> None:
+    model = settings("epd-engines")["MODEL"]
+    pods = [
+        ["serve", *(word.replace("$(MODEL)", model) for word in container(name)["args"])]
+        for name in ENGINES
+    ]
+    flags = FleetSettings(model=model, device="cuda", topology="1e1p1d", gpus="e=0,p=1,d=2")
+    engines = planned(flags, {}, "redis://redis:6379").engines
+    found = parsed([*pods, *(list(engine.command()[3:]) for engine in engines)])
+    for one in found:
+        del one[MEMORY]
+
+    assert [one[0] for one in found] == [[]] * 6
+    assert found[:3] == found[3:]
+
+
+def test_vllm_ends_requests_within_the_time_that_kubernetes_gives_it() -> None:
+    for name in ENGINES:
+        [drain_s] = [
+            int(word.removeprefix("--shutdown-timeout="))
+            for word in container(name)["args"]
+            if word.startswith("--shutdown-timeout=")
+        ]
+        pod = WORKLOADS[name]["spec"]["template"]["spec"]
+
+        assert pod["terminationGracePeriodSeconds"] > drain_s

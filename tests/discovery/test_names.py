@@ -1,0 +1,174 @@
+"""Instances by name: a real DNS server, and what its answers make of the membership."""
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import dns.resolver
+import pytest
+
+from epd.discovery import watching
+from epd.discovery.look_ups import LookUpFailed
+from epd.discovery.names import Names
+from epd.discovery.sightings import Sightings
+from epd.routing.instances import Role
+from tests.certificates import Authority
+from tests.discovery.name_server import NameServer
+from tests.proxy.fake_instance import FakeInstance, decodes, encodes
+from tests.proxy.fleet import Fleet, Launch, until
+from tests.requests import image, request, text
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[NameServer]:
+    async with NameServer().running() as running:
+        yield running
+
+
+async def test_all_addresses_of_one_family_are_found(server: NameServer) -> None:
+    server.addresses = {
+        "both.svc": ["10.0.0.1", "10.0.0.2", "fd00::1"],
+        "six.svc": ["fd00::1"],
+        "none.svc": [],
+    }
+    names = Names(server.address)
+
+    assert await names.addresses("both.svc") == {"10.0.0.1", "10.0.0.2"}
+    assert await names.addresses("six.svc") == {"fd00::1"}
+    assert await names.addresses("none.svc") == set()
+    assert await names.addresses("missing.svc") == set()
+    assert await names.addresses("10.9.9.9") == {"10.9.9.9"}
+
+
+async def test_a_machine_without_name_servers_is_no_answer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real = dns.resolver.BaseResolver.read_resolv_conf
+    nowhere = str(tmp_path / "resolv.conf")
+    monkeypatch.setattr(
+        dns.resolver.BaseResolver, "read_resolv_conf", lambda self, _: real(self, nowhere)
+    )
+
+    with pytest.raises(LookUpFailed, match="NoResolverConfiguration"):
+        await Names().addresses("a.test")
+
+
+async def test_a_server_that_fails_is_not_one_that_says_none(server: NameServer) -> None:
+    server.addresses, server.failing = {"e.svc": ["10.0.0.1"]}, True
+
+    with pytest.raises(LookUpFailed):
+        await Names(server.address).addresses("e.svc")
+
+
+@asynccontextmanager
+async def discovering(
+    launch: Launch, server: NameServer, port: int, **config: Any
+) -> AsyncIterator[Fleet]:
+    settings: dict[str, Any] = {
+        "discover_encode": f"e.svc:{port}",
+        "discovery_dns_server": server.address,
+        "discovery_interval_s": 0.05,
+    } | config
+    async with launch(encode=0, **settings) as fleet:
+        yield fleet
+
+
+async def sees(fleet: Fleet, role: Role, urls: set[str]) -> None:
+    async def live() -> set[str]:
+        async with fleet.http.get(f"{fleet.url}/instances") as reply:
+            page = await reply.json()
+            return {*page[role]["live"], *page[role]["evicted"]}
+
+    async with asyncio.timeout(20):
+        while await live() != urls:  # noqa: ASYNC110 - another server's
+            await asyncio.sleep(0.02)
+
+
+async def asked_again(server: NameServer) -> None:
+    """Wait until an answer that began after this call has been taken in."""
+    asked = server.asked
+    await until(lambda: server.asked > asked + 4, 20)
+
+
+async def test_membership_follows_the_name_and_survives_its_failures(
+    launch: Launch, server: NameServer
+) -> None:
+    async with FakeInstance(encodes).running() as encode:
+        port = int(encode.url.rpartition(":")[2])
+        server.addresses = {"e.svc": ["127.0.0.1"]}
+        async with discovering(launch, server, port) as fleet:
+            await sees(fleet, Role.ENCODE, {encode.url})  # at once: no request goes without
+            assert (await fleet.chat(request(image(), text())))[0] == 200
+            assert len(encode.calls) == 1
+            server.addresses = {"e.svc": ["127.0.0.1", "127.0.0.2"]}
+            both = {encode.url, f"http://127.0.0.2:{port}"}
+            await sees(fleet, Role.ENCODE, both)
+            server.failing = True
+            await asked_again(server)
+            await sees(fleet, Role.ENCODE, both)
+            server.failing, server.addresses = False, {}
+            await asked_again(server)
+            await sees(fleet, Role.ENCODE, both)
+            server.addresses = {"e.svc": ["127.0.0.2"]}
+            await sees(fleet, Role.ENCODE, both - {encode.url})
+
+
+async def test_a_name_that_has_had_no_address_for_long_is_believed(
+    launch: Launch, server: NameServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watching, "Sightings", lambda: Sightings(empty_s=0.1))
+    server.addresses = {"e.svc": ["127.0.0.1"]}
+    async with discovering(launch, server, 9) as fleet:
+        await sees(fleet, Role.ENCODE, {"http://127.0.0.1:9"})
+        server.addresses = {}
+        await sees(fleet, Role.ENCODE, set())
+
+
+async def test_the_certificate_of_an_address_is_its_names(
+    launch: Launch, server: NameServer, tmp_path: Path
+) -> None:
+    authority = Authority.made(tmp_path)
+    async with AsyncExitStack() as stack:
+        instances = []
+        for host in ("e.svc", "other.svc"):
+            issued = authority.issue(host)
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            context.load_cert_chain(issued.chain, issued.key)
+            instance = FakeInstance(encodes)
+            await stack.enter_async_context(instance.running(context))
+            instances.append(instance)
+        right, wrong = instances
+        server.addresses = {"e.svc": ["127.0.0.1"]}
+        ports = [one.url.rpartition(":")[2] for one in instances]
+        fleet = await stack.enter_async_context(
+            discovering(
+                launch,
+                server,
+                0,
+                discover_encode=",".join(f"https://e.svc:{port}" for port in ports),
+                upstream_ca_file=authority.ca,
+                encode_policy="round_robin",
+            )
+        )
+        await sees(fleet, Role.ENCODE, {right.url, wrong.url})
+        for number in range(4):
+            status, _ = await fleet.chat(request(image(str(number).encode()), text()))
+            assert status == 200
+
+        assert len(right.calls) == 4
+        assert wrong.calls == []
+
+
+async def test_decode_instances_by_name(launch: Launch, server: NameServer) -> None:
+    async with FakeInstance(decodes).running() as decode:
+        port = decode.url.rpartition(":")[2]
+        server.addresses = {"d.svc": ["127.0.0.1"]}
+        names: dict[str, Any] = {
+            "discover_prefill_decode": f"d.svc:{port}",
+            "discovery_dns_server": server.address,
+        }
+        async with launch(decode=0, **names) as fleet:
+            assert (await fleet.chat(request(text())))[0] == 200

@@ -1,0 +1,174 @@
+"""Where registrations are kept: one contract for all stores, and what their faults change."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from epd.discovery.folder import Folder
+from epd.discovery.redis_store import InRedis
+from epd.discovery.registrations import Clash, Registrations
+from epd.discovery.stores import REGISTERED, Edit, InFolder, InProcess, Store, StoreFailed
+from epd.routing.instances import Instance, InstanceTable, Role
+from epd.routing.registry import Registry
+from tests.store.redis_server import RedisServer
+
+A, B, C = (Instance(Role.ENCODE, f"http://{name}:1") for name in "abc")
+WIDE = Instance(Role.PREFILL_DECODE, "http://pd:1", dp_size=4)
+
+
+@asynccontextmanager
+async def opened(kind: str, folder: Path) -> AsyncIterator[Store]:
+    if kind == "process":
+        yield InProcess()
+    elif kind == "folder":
+        yield InFolder(Folder(folder / "registrations"))
+    else:
+        with RedisServer(folder / "redis") as server:
+            async with InRedis.connected(server.url("key=fleet:instances")) as store:
+                yield store
+
+
+@pytest.fixture(params=["process", "folder", "redis"])
+async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
+    async with opened(request.param, tmp_path) as opened_store:
+        yield opened_store
+
+
+async def test_what_is_put_there_is_read_and_what_is_dropped_is_not(store: Store) -> None:
+    assert not await store.read()
+    assert await store.write((), Edit(A.url, A)) == (A,)
+    await store.write((A,), Edit(WIDE.url, WIDE))
+    wider = Instance(WIDE.role, WIDE.url, dp_size=8)
+    await store.write((A, WIDE), Edit(wider.url, wider))
+    assert set(await store.read() or ()) == {A, wider}
+    await store.write((A, wider), Edit(A.url))
+    await store.write((wider,), Edit(wider.url))
+
+    assert await store.read() == ()
+
+
+async def test_many_who_write_at_once_lose_nothing(store: Store) -> None:
+    many = [Instance(Role.ENCODE, f"http://e{number}:1") for number in range(20)]
+    await asyncio.gather(*(store.write((), Edit(one.url, one)) for one in many))
+
+    assert set(await store.read() or ()) == set(many)
+
+
+def watched(store: Store) -> tuple[Registrations, InstanceTable]:
+    table = InstanceTable()
+    return Registrations(store, Registry(table)), table
+
+
+async def test_what_one_proxy_registers_the_other_sees(store: Store) -> None:
+    (one, _), (other, table) = watched(store), watched(store)
+    assert await one.add(A)
+    await other.refresh()
+    assert table.of(*Role) == (A,)
+    assert not await other.add(A)
+    assert await other.remove(A.url)
+    assert not await one.remove(A.url)
+    await one.add(Instance(Role.DECODE, "http://d:1"))
+    with pytest.raises(Clash):
+        await other.add(WIDE)
+
+
+@pytest.mark.parametrize(
+    "content", [None, b"", b"\x00garbage", b"[]", b'{"version": 9, "instances": []}', b"{" * 9999]
+)
+async def test_a_file_that_is_lost_or_garbage_takes_nobody_away_and_is_mended(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    path = tmp_path / REGISTERED
+    registrations, table = watched(InFolder(Folder(tmp_path)))
+    await registrations.add(A)
+    await registrations.add(B)
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    await registrations.refresh()
+    assert set(table.of(*Role)) == {A, B}
+    if content is not None:
+        with pytest.raises(StoreFailed, match=REGISTERED):
+            await registrations.add(C)
+        path.unlink()
+    assert await registrations.add(C)
+    assert set(table.of(*Role)) == {A, B, C}
+
+    rows = json.loads(path.read_bytes())["instances"]
+    assert [row["url"] for row in rows] == [A.url, B.url, C.url]
+
+
+async def test_a_folder_that_cannot_be_written_refuses_and_changes_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "registrations"
+    folder.write_text("no folder")
+    registrations, table = watched(InFolder(Folder(folder)))
+    with pytest.raises(StoreFailed):
+        await registrations.add(A)
+
+    assert table.of(*Role) == ()
+
+
+async def test_a_lock_is_free_again_when_its_holder_is_killed(tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from epd.discovery.folder import Folder\n"
+        f"with Folder(Path({str(tmp_path)!r})).locked():\n"
+        "    print('locked', flush=True); sys.stdin.read()"
+    )
+    holder = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", script),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert holder.stdout is not None
+    assert await holder.stdout.readline() == b"locked\n"
+    writing = asyncio.create_task(InFolder(Folder(tmp_path)).write((), Edit(A.url, A)))
+    await asyncio.sleep(0.1)
+    assert not writing.done()
+    holder.kill()
+    await holder.wait()
+
+    assert await writing == (A,)
+
+
+async def test_redis_that_goes_away_and_comes_back_empty_takes_nobody_away(tmp_path: Path) -> None:
+    with RedisServer(tmp_path / "redis") as server:
+        async with (
+            InRedis.connected(server.url()) as first,
+            InRedis.connected(server.url()) as second,
+        ):
+            (one, table), (other, others) = watched(first), watched(second)
+            await one.add(A)
+            await one.add(B)
+            await other.refresh()
+            server.kill()
+            await one.refresh()
+            with pytest.raises(StoreFailed):
+                await one.add(C)
+            assert set(table.of(*Role)) == {A, B}
+            server.start()
+            await one.refresh()
+            assert set(await first.read() or ()) == {A, B}
+            await one.remove(A.url)
+            await other.refresh()
+
+            assert set(table.of(*Role)) == set(others.of(*Role)) == {B}
+
+
+async def test_garbage_in_redis_takes_nobody_away(tmp_path: Path) -> None:
+    with RedisServer(tmp_path / "redis") as server:
+        async with InRedis.connected(server.url()) as store:
+            registrations, table = watched(store)
+            await registrations.add(A)
+            server.command("HSET", "epd:instances", "http://x:1", "garbage")
+            await registrations.refresh()
+            assert table.of(*Role) == (A,)
+            server.command("DEL", "epd:instances")
+            server.command("SET", "epd:instances", "not even a hash")
+            await registrations.refresh()
+
+            assert table.of(*Role) == (A,)

@@ -1,0 +1,348 @@
+"""The doctor in front of fake instances, on a real store."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from ec_store import open_store
+from epd.config import ProxyConfig
+from epd.discovery.entries import write_json
+from epd.doctor import examination, instances
+from epd.doctor.examination import examine
+from epd.doctor.findings import Finding, Verdict
+from epd.routing.instances import Instance, Role
+from tests.discovery.name_server import NameServer
+from tests.proxy.backed import Backed
+from tests.proxy.fake_instance import (
+    FakeInstance,
+    decodes,
+    encodes,
+    encodes_without_params,
+    prefills,
+    refuses,
+)
+
+
+@dataclass
+class Clinic:
+    """Fake instances and what the doctor says of them."""
+
+    encode: FakeInstance
+    prefill: FakeInstance
+    decode: FakeInstance
+    store: str
+
+    async def findings(self, *, requests: bool = True, **config: Any) -> list[Finding]:
+        urls = {
+            "encode_servers_urls": (self.encode.url,),
+            "prefill_servers_urls": (self.prefill.url,),
+            "decode_servers_urls": (self.decode.url,),
+            "ec_store": self.store,
+            "ec_store_budget_s": 5,
+            "host": "127.0.0.1",
+            "media_fetch": "proxy",
+            "allowed_media_domains": ("example.com",),
+            "max_requests": 16,
+        }
+        return await examine(ProxyConfig(**urls | config), requests=requests)
+
+    async def complaints(self, **config: Any) -> list[tuple[str, str]]:
+        """Subject and what was seen of all that is not well."""
+        found = await self.findings(**config)
+        return [(one.subject, one.seen) for one in found if one.verdict is not Verdict.OK]
+
+
+@pytest.fixture
+async def clinic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Clinic]:
+    monkeypatch.setattr(instances, "IDLE_S", 0.3)  # what closes early does so at once here
+    url = f"file://{tmp_path}/store?max_bytes=1MiB"
+    async with AsyncExitStack() as stack:
+        backed = Backed(stack.enter_context(open_store(url)), tmp_path)
+        fakes = [FakeInstance(chat) for chat in (backed.encodes, prefills, backed.decodes)]
+        for fake in fakes:
+            await stack.enter_async_context(fake.running())
+        encode, prefill, decode = fakes
+        yield Clinic(encode, prefill, decode, url)
+        await asyncio.gather(*backed.writes)
+
+
+async def test_a_fleet_as_it_should_be_has_nothing_to_mend(clinic: Clinic) -> None:
+    findings = await clinic.findings()
+
+    assert [one for one in findings if one.verdict is not Verdict.OK] == []
+    seen = {one.seen for one in findings}
+    assert {
+        "encodes, and says where its outputs are",
+        "finds encoder outputs by their key alone",
+        "hands over its KV cache",
+        "answers what was prefilled elsewhere",
+        "has what the encode instance has just made",
+        "every instance serves m",
+    } <= seen
+
+
+async def test_no_request_is_sent_where_none_may_be(clinic: Clinic) -> None:
+    findings = await clinic.findings(requests=False)
+
+    assert [one for one in findings if one.verdict is Verdict.FAIL] == []
+    assert clinic.encode.calls == clinic.prefill.calls == clinic.decode.calls == []
+
+
+async def test_each_consumer_is_asked_by_key_alone(clinic: Clinic) -> None:
+    await clinic.findings()
+
+    [part, _] = clinic.prefill.calls[0].parts
+    assert part["type"] == "image_embeds"
+    assert part["uuid"] in clinic.prefill.calls[0].body["ec_transfer_params"]
+
+
+async def test_an_encode_instance_without_connector_is_found(clinic: Clinic) -> None:
+    clinic.encode.chat = encodes_without_params
+
+    assert (
+        f"encode {clinic.encode.url}",
+        "encode: it encodes, but reports no ec_transfer_params",
+    ) in await clinic.complaints()
+
+
+async def test_engines_that_write_to_another_store_are_found(clinic: Clinic) -> None:
+    clinic.encode.chat = encodes  # which writes nowhere
+    clinic.prefill.chat = prefills
+
+    assert ("store", "what an encode instance has just made is not in it") in (
+        await clinic.complaints()
+    )
+
+
+async def test_a_prefill_instance_that_keeps_nothing_is_found(clinic: Clinic) -> None:
+    clinic.prefill.chat = decodes
+
+    [(subject, seen)] = await clinic.complaints()
+    assert subject == f"prefill {clinic.prefill.url}"
+    assert "no kv_transfer_params" in seen
+
+
+async def test_a_decode_instance_that_refuses_is_found(clinic: Clinic) -> None:
+    clinic.decode.chat = refuses(400, "no connector here")
+
+    [(subject, seen)] = await clinic.complaints()
+    assert subject == f"decode {clinic.decode.url}"
+    assert "no connector here" in seen
+
+
+async def test_a_model_that_takes_no_pictures_is_tried_with_a_sound(clinic: Clinic) -> None:
+    encode = clinic.encode.chat
+
+    async def sounds_only(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        [part] = body["messages"][0]["content"]
+        no = refuses(400, "At most 0 image(s) may be provided in one prompt.")
+        return await (encode if part["type"] == "input_audio" else no)(request, body)
+
+    clinic.encode.chat = sounds_only
+
+    assert await clinic.complaints() == []
+    assert len(clinic.encode.calls) == 2
+
+
+async def test_an_instance_that_is_away_is_a_failure_and_the_others_are_looked_at(
+    clinic: Clinic,
+) -> None:
+    clinic.decode.url = "http://127.0.0.1:9"
+
+    found = await clinic.findings()
+
+    [away] = [one for one in found if one.verdict is Verdict.FAIL]
+    assert away.subject == "decode http://127.0.0.1:9"
+    assert "cannot be reached" in away.seen
+    assert any(one.seen == "finds encoder outputs by their key alone" for one in found)
+
+
+async def test_an_instance_that_is_not_healthy_is_a_failure(clinic: Clinic) -> None:
+    clinic.encode.healthy = False
+
+    assert (f"encode {clinic.encode.url}", "GET /health: 503") in await clinic.complaints()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "subject"),
+    [
+        (lambda one: setattr(one, "version", "0.32.1"), "versions"),
+        (lambda one: setattr(one, "models", ("m", "other")), "models"),
+    ],
+)
+async def test_instances_that_differ_are_found(
+    clinic: Clinic, spoil: Callable[[FakeInstance], None], subject: str
+) -> None:
+    spoil(clinic.decode)
+
+    assert [name for name, _ in await clinic.complaints()] == [subject]
+
+
+async def test_an_instance_that_closes_idle_connections_early_is_found(
+    clinic: Clinic,
+) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        body = b'{"data": [{"id": "m"}]}' if b"/v1/models" in head else b'{"version": "0.33.0"}'
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        await asyncio.sleep(0.1)
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        clinic.decode.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        complaints = await clinic.complaints(requests=False)
+
+    assert complaints == [
+        (f"decode {clinic.decode.url}", "closes idle connections before the proxy does")
+    ]
+
+
+async def test_a_store_that_is_away_is_a_failure(clinic: Clinic) -> None:
+    clinic.store = "redis://127.0.0.1:9/?connect_timeout=0.2s"
+
+    assert [name for name, _ in await clinic.complaints()] == ["store"]
+
+
+async def test_a_store_whose_entries_cannot_be_read_is_found(
+    clinic: Clinic, tmp_path: Path
+) -> None:
+    encode = clinic.encode.chat
+
+    async def spoiled(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        answer = await encode(request, body)
+        await asyncio.sleep(0.2)  # it is written with nobody waiting
+        for path in (tmp_path / "store" / "entries").rglob("*"):
+            if path.is_file():
+                data = bytearray(path.read_bytes())
+                data[-1] ^= 1
+                path.write_bytes(data)
+        return answer
+
+    clinic.encode.chat = spoiled
+
+    assert ("store", "an entry that an encode instance has just made cannot be read") in (
+        await clinic.complaints()
+    )
+
+
+def test_the_headers_have_the_proxys_key() -> None:
+    config = ProxyConfig(
+        encode_servers_urls=("http://e",),
+        decode_servers_urls=("http://d",),
+        openai_api_key="sk-test-0123456789",
+    )
+
+    assert examination.headers_of(config) == {"Authorization": "Bearer sk-test-0123456789"}
+
+
+async def test_the_command_says_what_is_wrong_and_fails(clinic: Clinic) -> None:
+    async def doctor(*flags: str) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "epd", "doctor", *flags),
+            *(
+                "--encode-servers-urls",
+                clinic.encode.url,
+                "--decode-servers-urls",
+                clinic.decode.url,
+            ),
+            *("--ec-store", clinic.store, "--ec-store-budget-s", "5"),
+            stdout=asyncio.subprocess.PIPE,
+        )
+
+    well = await doctor("--format", "json")
+    said, _ = await well.communicate()
+    clinic.decode.healthy = False
+    ill = await doctor("--no-requests")
+    text, _ = await ill.communicate()
+
+    assert (well.returncode, json.loads(said)["verdict"]) == (0, "warn")
+    assert ill.returncode == 1
+    assert f"fail  prefill_decode {clinic.decode.url}" in text.decode()
+    assert "-> start it, or take it out of the configuration" in text.decode()
+
+
+KEY = "0123456789abcdef"
+NOBODY: dict[str, Any] = {
+    "encode_servers_urls": (),
+    "prefill_servers_urls": (),
+    "decode_servers_urls": (),
+}
+
+
+def ill(findings: list[Finding]) -> set[tuple[str, str]]:
+    return {(one.subject, one.seen) for one in findings if one.verdict is not Verdict.OK}
+
+
+async def test_instances_of_a_file_of_the_dns_and_of_the_store_of_registrations_are_looked_at(
+    clinic: Clinic, tmp_path: Path
+) -> None:
+    file, folder = tmp_path / "instances.yaml", tmp_path / "registrations"
+    file.write_bytes(write_json([Instance(Role.PREFILL, clinic.prefill.url)]))
+    registered = [
+        Instance(Role.DECODE, clinic.decode.url),
+        Instance(Role.PREFILL_DECODE, "http://x"),
+    ]
+    folder.mkdir()
+    (folder / "registered.json").write_bytes(write_json(registered))
+    port = clinic.encode.url.rpartition(":")[2]
+    async with NameServer({"encode.test": ["127.0.0.1"]}).running() as server:
+        findings = await clinic.findings(
+            **NOBODY,
+            instances_file=file,
+            dynamic_registration=True,
+            admin_api_key=KEY,
+            registration_store=f"file://{folder}",
+            discover_encode=f"encode.test:{port}",
+            discovery_dns_server=server.address,
+        )
+
+    assert ill(findings) == {
+        ("prefill_decode http://x", "takes no part: its role does not go with another instance's")
+    }
+    seen = {one.seen for one in findings}
+    assert {
+        "encodes, and says where its outputs are",
+        "answers what was prefilled elsewhere",
+    } <= seen
+    assert sorted(path.name for path in folder.iterdir()) == ["registered.json"]
+
+
+async def test_sources_that_cannot_be_used_are_found(clinic: Clinic, tmp_path: Path) -> None:
+    (tmp_path / "registered.json").write_text("{")
+    async with NameServer({"empty.test": []}).running() as server:
+        findings = await clinic.findings(
+            **NOBODY,
+            instances_file=tmp_path / "nowhere",
+            dynamic_registration=True,
+            admin_api_key=KEY,
+            registration_store=f"file://{tmp_path}",
+            discover_encode="empty.test:1",
+            discovery_dns_server=server.address,
+        )
+
+    assert {
+        (f"file {tmp_path}/nowhere", "it is gone"),
+        ("registration", "the store cannot be read: registered.json: it is no JSON"),
+        ("encode empty.test", "it has no address"),
+        ("instances", "none decodes: every request is answered 503"),
+        ("instances", "none encodes"),
+    } <= ill(findings)
+
+
+async def test_what_is_registered_with_a_proxy_alone_is_said_not_to_be_seen(clinic: Clinic) -> None:
+    findings = await clinic.findings(**NOBODY, dynamic_registration=True, admin_api_key=KEY)
+
+    assert (
+        "registration",
+        "what is registered with a proxy that runs cannot be seen from here",
+    ) in (ill(findings))
+    assert not [one for one in findings if one.verdict is Verdict.FAIL]

@@ -1,0 +1,177 @@
+"""Findings out of facts."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epd.config import ProxyConfig
+from epd.doctor.facts import InstanceFacts, Model, StoreFacts, Trial
+from epd.doctor.findings import Finding, Verdict, as_json, as_text, fail, ok, warn, worst
+from epd.doctor.host import judge_host
+from epd.doctor.judge import judge_fleet, judge_instance, judge_store
+from epd.routing.instances import Instance, Role
+
+E = Instance(Role.ENCODE, "http://e")
+PD = Instance(Role.PREFILL_DECODE, "http://pd")
+
+
+def facts(instance: Instance = E, **changes: Any) -> InstanceFacts:
+    about: dict[str, Any] = {"version": "0.33.0", "models": (Model("m", "org/m", 4096),)}
+    return InstanceFacts(instance, **about | changes)
+
+
+def config(**changes: Any) -> ProxyConfig:
+    urls = {"encode_servers_urls": (E.url,), "decode_servers_urls": (PD.url,)}
+    return ProxyConfig(**urls | changes)
+
+
+def bad(findings: Any) -> list[Finding]:
+    return [one for one in findings if one.verdict is not Verdict.OK]
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict", "seen"),
+    [
+        ({"problem": "it cannot be reached"}, Verdict.FAIL, "it cannot be reached"),
+        ({"version": "0.31.2"}, Verdict.WARN, "reports no ec_transfer_params"),
+        ({"skew_s": -7.2}, Verdict.WARN, "-7 s"),
+        ({"keeps_alive": False}, Verdict.WARN, "closes idle connections"),
+        ({"trials": {"encode": Trial("refused", 400)}}, Verdict.FAIL, "encode: refused"),
+    ],
+)
+def test_what_is_wrong_with_an_instance_is_said_with_what_to_change(
+    changes: dict[str, Any], verdict: Verdict, seen: str
+) -> None:
+    [finding] = bad(judge_instance(facts(**changes)))
+
+    assert finding.verdict is verdict
+    assert seen in finding.seen
+    assert finding.subject == "encode http://e"
+    assert finding.advice
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "1.0.0", "0.33.1rc1", "0.1.dev2+gabc", None, "?"])
+def test_a_version_that_is_new_enough_or_says_nothing_is_no_finding(version: str | None) -> None:
+    assert bad(judge_instance(facts(version=version))) == []
+
+
+def test_an_instance_that_lacks_a_model_is_named() -> None:
+    fleet = [facts(), facts(PD, models=(Model("m"), Model("lora")))]
+
+    [finding] = bad(judge_fleet(fleet))
+
+    assert finding == fail(
+        "models", "http://e lacks lora", "serve the same models under the same names"
+    )
+
+
+def test_consumers_with_other_lengths_are_named_and_encode_instances_may_have_any() -> None:
+    other = Instance(Role.PREFILL_DECODE, "http://pd2")
+    fleet = [facts(models=(Model("m", None, 1),)), facts(PD), facts(other)]
+    assert bad(judge_fleet(fleet)) == []
+
+    fleet[2] = facts(other, models=(Model("m", None, 8192),))
+    [finding] = bad(judge_fleet(fleet))
+
+    assert finding.seen == "max_model_len of m differs: 4096: http://pd; 8192: http://pd2"
+
+
+def test_several_versions_and_several_namespaces_are_named() -> None:
+    fleet = [facts(namespace="a:1"), facts(Instance(Role.ENCODE, "http://e2"), namespace="b:2")]
+    [namespaces] = bad(judge_fleet(fleet))
+    [versions] = bad(judge_fleet([facts(), facts(PD, version="0.32.0")]))
+
+    assert (namespaces.verdict, namespaces.seen) == (Verdict.FAIL, "a:1, b:2")
+    assert (versions.verdict, versions.seen) == (Verdict.WARN, "0.32.0, 0.33.0")
+
+
+def test_an_instance_that_cannot_be_reached_is_not_compared_with_others() -> None:
+    assert bad(judge_fleet([facts(), facts(PD, problem="away", models=(), version=None)])) == []
+
+
+@pytest.mark.parametrize(
+    ("store", "verdict", "seen"),
+    [
+        (None, Verdict.WARN, "the proxy asks none"),
+        (StoreFacts(problem="full"), Verdict.FAIL, "full"),
+        (StoreFacts(round_trip_s=0.011), Verdict.WARN, "11.0 ms a look-up, of a budget of 20 ms"),
+        (StoreFacts(writable=False), Verdict.WARN, "may not write"),
+        (StoreFacts(entry="missing"), Verdict.FAIL, "is not in it"),
+        (StoreFacts(entry="found"), Verdict.FAIL, "cannot be read"),
+        (StoreFacts(bytes=1, max_bytes=12, free_bytes=10), Verdict.WARN, "more than the 11"),
+    ],
+)
+def test_what_is_wrong_with_the_store_is_said_with_what_to_change(
+    store: StoreFacts | None, verdict: Verdict, seen: str
+) -> None:
+    [finding] = bad(judge_store(config(), store))
+
+    assert finding.verdict is verdict
+    assert seen in finding.seen
+    assert finding.advice
+
+
+def test_a_store_as_it_should_be_is_no_complaint() -> None:
+    store = StoreFacts(round_trip_s=0.001, entry="read", bytes=5, max_bytes=10, free_bytes=5)
+
+    assert bad(judge_store(config(), store)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "subject"),
+    [
+        ({"keep_alive_s": 60}, "keep-alive"),
+        ({"max_requests": 10**9}, "descriptors"),
+        ({"allowed_local_media_path": "/nowhere"}, "media"),
+        ({"api_keys_file": "keys"}, "access"),
+        ({"host": "192.0.2.1"}, "access"),
+        ({"allowed_media_domains": ()}, "media"),
+    ],
+)
+def test_settings_that_will_cause_trouble_are_found_without_an_instance(
+    changes: dict[str, Any], subject: str
+) -> None:
+    sound = {
+        "host": "127.0.0.1",
+        "media_fetch": "proxy",
+        "allowed_media_domains": ("example.com",),
+        "max_requests": 64,
+    }
+    before = {one.subject for one in bad(judge_host(config(**sound)))} - {"umask"}
+    after = {one.subject for one in bad(judge_host(config(**sound | changes)))} - {"umask"}
+
+    assert (before, after) == (set(), {subject})
+
+
+FINDINGS = st.lists(
+    st.builds(
+        Finding,
+        st.sampled_from(Verdict),
+        st.text(max_size=9),
+        st.text(max_size=9),
+        st.text(max_size=9),
+    )
+)
+
+
+@given(FINDINGS)
+def test_the_worst_finding_decides(findings: list[Finding]) -> None:
+    verdicts = {one.verdict for one in findings}
+    expected = next((it for it in reversed(Verdict) if it in verdicts), Verdict.OK)
+
+    assert worst(findings) is expected
+    assert f'"verdict": "{expected}"' in as_json(findings)
+
+
+def test_lines_for_people_have_the_advice_below_what_was_seen() -> None:
+    text = as_text([ok("a", "fine"), warn("bcd", "so so", "mend it")])
+
+    assert text.splitlines() == [
+        "ok    a    fine",
+        "warn  bcd  so so",
+        "           -> mend it",
+        "",
+        "1 ok, 1 warn, 0 fail",
+    ]

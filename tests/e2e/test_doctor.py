@@ -1,0 +1,30 @@
+"""The doctor in front of real engines."""
+
+from epd.config import ProxyConfig
+from epd.doctor.examination import examine
+from epd.doctor.findings import Verdict
+from epd.routing.instances import Role
+from tests.e2e.conftest import Served
+
+
+async def test_the_doctor_finds_nothing_to_mend_in_a_real_fleet(stack: Served) -> None:
+    urls = {role: tuple(engine.url for engine in stack.stack.of(role)) for role in Role}
+    config = ProxyConfig(
+        host="127.0.0.1",
+        encode_servers_urls=urls[Role.ENCODE],
+        prefill_servers_urls=urls[Role.PREFILL],
+        decode_servers_urls=urls[Role.DECODE] or urls[Role.PREFILL_DECODE],
+        ec_store=stack.stack.store,
+        ec_store_budget_s=5,
+        max_requests=16,
+        media_fetch="proxy",
+        allowed_media_domains=("example.com",),
+    )
+
+    findings = await examine(config, requests=True)
+
+    assert [one for one in findings if one.verdict is not Verdict.OK] == []
+    seen = {one.seen for one in findings}
+    assert "finds encoder outputs by their key alone" in seen
+    assert "has what the encode instance has just made" in seen
+    assert ("hands over its KV cache" in seen) == bool(urls[Role.PREFILL])

@@ -1,0 +1,244 @@
+"""The other endpoints on real engines: the same answers, and a picture encoded once."""
+
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+
+from tests.e2e.conftest import Served, metric
+from tests.e2e.stacks import ON_CLUSTER, ON_DISK, on
+from tests.e2e.test_answers import ask, both_ways, unseen
+from tests.e2e.test_encoder_cache import ENCODED
+from tests.requests import Part, text
+
+WORDS = "what is it?"
+HITS = "vllm:ec_store_hits_total"
+
+on_both = on(ON_DISK, ON_CLUSTER)
+
+
+@pytest.fixture
+def claude(stack: Served) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=stack.stack.url, api_key="k", max_retries=0) as client:
+        yield client
+
+
+def alone(stack: Served, item: Part) -> str:
+    """What the engine itself answers in a chat, which encodes the item under a name of its own."""
+    return "".join(
+        ask(stack.baseline, stack.model, {**item, "uuid": secrets.token_hex(16)}, text())
+    )
+
+
+def salt() -> dict[str, str]:
+    return {"cache_salt": secrets.token_hex(8)}
+
+
+def respond(stack: Served, item: Part, *, stream: bool = False) -> str:
+    content = [
+        {"type": "input_image", "image_url": item["image_url"]["url"]},
+        {"type": "input_text", "text": WORDS},
+    ]
+    asked: dict[str, Any] = {
+        "model": stack.model,
+        "input": [{"role": "user", "content": content}],
+        "max_output_tokens": 16,
+        "temperature": 0,
+        "extra_body": salt(),
+    }
+    if not stream:
+        return str(stack.client.responses.create(**asked).output_text)
+    with stack.client.responses.create(**asked, stream=True) as events:
+        return "".join(it.delta for it in events if it.type == "response.output_text.delta")
+
+
+def converse(
+    claude: anthropic.Anthropic, stack: Served, item: Part, *, stream: bool = False
+) -> str:
+    head, _, data = item["image_url"]["url"].partition(";base64,")
+    source = {"type": "base64", "media_type": head.removeprefix("data:"), "data": data}
+    content = [{"type": "image", "source": source}, {"type": "text", "text": WORDS}]
+    asked: dict[str, Any] = {
+        "model": stack.model,
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": 16,
+        "extra_body": {"temperature": 0, **salt()},
+    }
+    if not stream:
+        return "".join(block.text for block in claude.messages.create(**asked).content)
+    with claude.messages.create(**asked, stream=True) as events:
+        return "".join(it.delta.text for it in events if it.type == "content_block_delta")
+
+
+@both_ways
+@on_both
+def test_a_response_about_a_picture_is_the_engines_own(stack: Served, stream: bool) -> None:
+    item = unseen(stack)
+
+    assert respond(stack, item, stream=stream) == alone(stack, item)
+
+
+@both_ways
+@on_both
+def test_a_message_about_a_picture_is_the_engines_own(
+    stack: Served, claude: anthropic.Anthropic, stream: bool
+) -> None:
+    item = unseen(stack)
+
+    assert converse(claude, stack, item, stream=stream) == alone(stack, item)
+
+
+@on_both
+def test_a_picture_is_encoded_once_for_chat_and_responses_and_no_consumer_encodes(
+    stack: Served,
+) -> None:
+    item, [consumer, *_] = unseen(stack), stack.consumers
+    encoded, hits = metric(stack.encode, ENCODED), metric(consumer, HITS)
+    answers = {"".join(ask(stack.client, stack.model, item, text(WORDS)))}
+    answers |= {respond(stack, item), respond(stack, item, stream=True)}
+
+    assert len(answers) == 1
+    assert metric(stack.encode, ENCODED) - encoded == 1
+    assert metric(consumer, HITS) - hits >= 1
+
+
+@on_both
+def test_a_picture_of_messages_is_encoded_once_and_no_consumer_encodes(
+    stack: Served, claude: anthropic.Anthropic
+) -> None:
+    """Engines name it by its content, so that what encode has made is found without a key."""
+    item, [consumer, *_] = unseen(stack), stack.consumers
+    encoded, hits = metric(stack.encode, ENCODED), metric(consumer, HITS)
+    answers = {converse(claude, stack, item) for _ in range(3)}
+
+    assert len(answers) == 1
+    assert metric(stack.encode, ENCODED) - encoded == 1
+    assert metric(consumer, HITS) - hits >= 1
+
+
+@both_ways
+@on_both
+def test_a_completion_is_the_engines_own(stack: Served, stream: bool) -> None:
+    asked: dict[str, Any] = {
+        "model": stack.model,
+        "prompt": "once upon a time",
+        "max_tokens": 16,
+        "temperature": 0,
+    }
+
+    def said(client: Any) -> str:
+        answer = client.completions.create(**asked, stream=stream, extra_body=salt())
+        events = answer if stream else [answer]
+        return "".join(choice.text for event in events for choice in event.choices)
+
+    assert said(stack.client) == said(stack.baseline) != ""
+
+
+@on(ON_CLUSTER)
+def test_each_of_them_is_prefilled_first(stack: Served, claude: anthropic.Anthropic) -> None:
+    fixed: dict[str, Any] = {"model": stack.model, "max_tokens": 2}
+    hello: Any = [{"role": "user", "content": "hello"}]
+    raw: list[Any] = [
+        stack.client.completions.with_raw_response.create(**fixed, prompt="hello"),
+        stack.client.responses.with_raw_response.create(model=stack.model, input="hello"),
+        claude.messages.with_raw_response.create(**fixed, messages=hello),
+    ]
+
+    assert all("prefill;dur=" in answer.headers["Server-Timing"] for answer in raw)
+
+
+@on(ON_DISK)
+def test_what_is_passed_on_is_answered_as_by_the_engine(stack: Served) -> None:
+    asked: dict[str, dict[str, Any]] = {
+        "/tokenize": {"prompt": "hello"},
+        "/detokenize": {"tokens": [104, 105]},
+        "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "hello"}]},
+    }
+    through, beside = (
+        [
+            httpx.post(server + path, json=body | {"model": stack.model}, timeout=60).json()
+            for path, body in asked.items()
+        ]
+        for server in (stack.stack.url, stack.consumers[0].url)
+    )
+
+    assert through == beside
+    assert [*through[0]][:1] == ["count"]
+
+
+@on(ON_DISK)
+def test_tokens_of_a_conversation_with_a_picture_are_the_engines(stack: Served) -> None:
+    body = {"model": stack.model, "messages": [{"role": "user", "content": [unseen(stack)]}]}
+    through, beside = (
+        httpx.post(f"{server}/tokenize", json=body, timeout=60).json()["tokens"]
+        for server in (stack.stack.url, stack.consumers[0].url)
+    )
+
+    assert through == beside
+
+
+@on(ON_DISK)
+def test_the_version_is_ours_and_the_instances(stack: Served) -> None:
+    said = httpx.get(f"{stack.stack.url}/version", timeout=60).json()
+    engines = {engine.url for engine in stack.stack.engines}
+
+    assert said["instances"].keys() == engines
+    assert all(version.startswith("0.") for version in said["instances"].values())
+
+
+@on(ON_DISK)
+def test_vllms_own_benchmark_of_completions_runs_unchanged(
+    stack: Served, models: Path, tmp_path: Path
+) -> None:
+    result = tmp_path / "result.json"
+    ran = subprocess.run(
+        [
+            *(sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve"),
+            *("--backend", "openai", "--endpoint", "/v1/completions"),
+            *("--base-url", stack.stack.url, "--model", stack.model),
+            *("--tokenizer", str(models / stack.model), "--dataset-name", "random"),
+            *("--random-input-len", "16", "--random-output-len", "8", "--num-prompts", "6"),
+            *("--ignore-eos", "--save-result", "--result-dir", str(tmp_path)),
+            *("--result-filename", result.name),
+        ],
+        env={**os.environ, "VLLM_NO_USAGE_STATS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+    assert ran.returncode == 0, ran.stderr
+    said = json.loads(result.read_bytes())
+    assert (said["completed"], said["total_output_tokens"]) == (6, 48)
+
+
+@on(ON_DISK)
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/completions", {"prompt": "hi", "max_tokens": 4}, "choices"),
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 4}, "output"),
+    ],
+)
+def test_curl_is_answered(stack: Served, path: str, body: dict[str, Any], field: str) -> None:
+    curl = shutil.which("curl")
+    assert curl is not None
+    sent = json.dumps({"model": stack.model, **body})
+    ran = subprocess.run(
+        [curl, "-sS", stack.stack.url + path, "-H", "Content-Type: application/json", "-d", sent],
+        capture_output=True,
+        timeout=60,
+        check=True,
+    )
+
+    assert json.loads(ran.stdout)[field]

@@ -1,0 +1,393 @@
+"""Instances that come and go while the proxy runs: `/instances`, and what requests notice of it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from epd.routing.instances import Role
+from tests.proxy.fake_instance import FakeInstance, decodes, encodes, prefills, refuses
+from tests.proxy.fleet import Fleet, Launch, until
+from tests.requests import image, request, text
+
+KEY = "admin-key-0123456789"
+ADMIN = {"X-API-Key": KEY}
+HANDLERS = {
+    Role.ENCODE: encodes,
+    Role.PREFILL: prefills,
+    Role.DECODE: decodes,
+    Role.PREFILL_DECODE: decodes,
+}
+
+
+@asynccontextmanager
+async def empty(launch: Launch, **config: Any) -> AsyncIterator[Fleet]:
+    """A proxy that waits for its instances."""
+    settings: dict[str, Any] = {"dynamic_registration": True, "admin_api_key": KEY} | config
+    async with launch(encode=0, decode=0, **settings) as fleet:
+        yield fleet
+
+
+async def register(
+    fleet: Fleet, body: Mapping[str, Any], headers: Mapping[str, str] = ADMIN
+) -> tuple[int, dict[str, Any]]:
+    async with fleet.http.post(f"{fleet.url}/instances", json=body, headers=headers) as reply:
+        return reply.status, await reply.json()
+
+
+async def unregister(
+    fleet: Fleet, url: str, headers: Mapping[str, str] = ADMIN
+) -> tuple[int, dict[str, Any]]:
+    where = f"{fleet.url}/instances"
+    async with fleet.http.delete(where, params={"url": url}, headers=headers) as reply:
+        return reply.status, await reply.json()
+
+
+async def listing(fleet: Fleet, headers: Mapping[str, str] = ADMIN) -> dict[str, Any]:
+    async with fleet.http.get(f"{fleet.url}/instances", headers=headers) as reply:
+        assert reply.status == 200
+        page: dict[str, Any] = await reply.json()
+        return page
+
+
+@asynccontextmanager
+async def taking_part(fleet: Fleet, role: Role, **more: Any) -> AsyncIterator[FakeInstance]:
+    """An instance that registers, as a launcher would have it."""
+    async with FakeInstance(HANDLERS[role]).running() as instance:
+        status, said = await register(fleet, {"role": role, "url": instance.url, **more})
+        assert (status, said) == (200, {"registered": True})
+        yield instance
+
+
+async def ready(fleet: Fleet) -> tuple[int, str | None]:
+    async with fleet.http.get(f"{fleet.url}/ready") as reply:
+        return reply.status, reply.headers.get("x-epd-error")
+
+
+async def test_it_starts_with_nobody_and_says_so(launch: Launch) -> None:
+    async with empty(launch) as fleet:
+        assert await ready(fleet) == (503, "no_decode")
+        async with fleet.post(request(text())) as reply:
+            assert (reply.status, reply.headers["x-epd-error"]) == (503, "no_decode")
+            assert int(reply.headers["Retry-After"]) >= 1
+        for path, status in {"/health": 200, "/v1/models": 503}.items():
+            async with fleet.http.get(fleet.url + path) as reply:
+                assert reply.status == status
+        assert await listing(fleet, {}) == {role: {"live": [], "evicted": []} for role in Role}
+
+
+async def test_a_fleet_comes_together_by_registration(launch: Launch) -> None:
+    async with empty(launch) as fleet, taking_part(fleet, Role.PREFILL_DECODE) as decode:
+        assert await ready(fleet) == (200, None)
+        status, _ = await fleet.chat(request(text()))
+        assert status == 200
+        async with taking_part(fleet, Role.ENCODE) as encode:
+            status, _ = await fleet.chat(request(image(), text()))
+
+            assert status == 200
+            assert len(encode.calls) == 1
+            assert len(decode.calls) == 2
+            page = await listing(fleet)
+            assert page["encode"] == {"live": [encode.url], "evicted": []}
+            assert page["prefill_decode"]["live"] == [decode.url]
+            rows = {row["url"]: row for row in page["instances"]}
+            assert (
+                rows[encode.url].items()
+                >= {
+                    "role": "encode",
+                    "state": "healthy",
+                    "load": 0,
+                    "sources": ["api"],
+                    "dp_size": 1,
+                }.items()
+            )
+            assert (await listing(fleet, {})).keys() == set(Role)
+    said = [(event.state, event.source) for event in fleet.events.changes]
+    assert said == [("added", "api"), ("added", "api")]
+
+
+@pytest.mark.parametrize(
+    ("policy", "status", "error"), [("local", 200, None), ("fail", 503, "no_encode")]
+)
+async def test_without_an_encode_instance_the_policy_for_its_failure_holds(
+    launch: Launch, policy: str, status: int, error: str | None
+) -> None:
+    async with (
+        empty(launch, on_encode_failure=policy) as fleet,
+        taking_part(fleet, Role.PREFILL_DECODE),
+        fleet.post(request(image(), text())) as reply,
+    ):
+        assert (reply.status, reply.headers.get("x-epd-error")) == (status, error)
+
+
+@pytest.mark.parametrize(
+    ("policy", "status", "error"), [("local", 200, None), ("fail", 503, "no_prefill")]
+)
+async def test_without_a_prefill_instance_the_policy_for_its_failure_holds(
+    launch: Launch, policy: str, status: int, error: str | None
+) -> None:
+    async with (
+        empty(launch, on_prefill_failure=policy) as fleet,
+        taking_part(fleet, Role.ENCODE),
+        taking_part(fleet, Role.DECODE) as decode,
+    ):
+        async with fleet.post(request(image(), text())) as reply:
+            assert (reply.status, reply.headers.get("x-epd-error")) == (status, error)
+            degraded = reply.headers.get("x-epd-degraded")
+            assert degraded == ("prefill-local" if status == 200 else None)
+        async with taking_part(fleet, Role.PREFILL) as prefill:
+            async with fleet.post(request(image(), text())) as reply:
+                assert reply.status == 200
+                assert "x-epd-degraded" not in reply.headers
+            assert len(prefill.calls) == 1
+            assert "kv_transfer_params" in decode.calls[-1].body
+
+
+async def test_calls_of_vllms_example_get_its_answers(launch: Launch) -> None:
+    """`tests/v1/ec_connector/unit/test_epd_proxy.py` and the README of vLLM 0.33."""
+    url = "http://d0:8000/"
+    decode = {"role": "prefill_decode", "url": url, "dp_size": 2}
+    async with empty(launch) as fleet:
+        assert (await listing(fleet, {}))["encode"]["live"] == []
+        assert await register(fleet, decode) == (200, {"registered": True})
+        assert await register(fleet, decode) == (200, {"registered": False})
+        assert await unregister(fleet, url) == (200, {"removed": True})
+        assert await unregister(fleet, url) == (200, {"removed": False})
+        cases: list[tuple[dict[str, Any], int]] = [
+            ({"dp_size": 0}, 422),
+            ({"dp_size": 2, "ec_zmq_addrs": ["tcp://d0:20001"]}, 422),
+            ({"role": "decode", "ec_zmq_addrs": ["tcp://d0:20001"]}, 400),
+            ({"role": "encode", "ec_zmq_addrs": ["tcp://d0:20001"]}, 400),
+            ({"role": "chef"}, 422),
+            ({"url": "no url"}, 422),
+            ({"url": "http://user:password@d0:8000"}, 422),
+        ]
+        for fields, status in cases:
+            body = {"url": "http://d0:8000", "role": "prefill_decode", **fields}
+            assert (await register(fleet, body))[0] == status, fields
+        refused: list[dict[str, str]] = [{}, {"X-API-Key": "wrong"}]
+        for headers in refused:
+            assert (await register(fleet, decode, headers))[0] == 403
+            assert (await unregister(fleet, "http://e0:8000", headers))[0] == 403
+
+
+@pytest.mark.parametrize("split", [Role.PREFILL, Role.DECODE])
+@pytest.mark.parametrize("combined_first", [False, True])
+async def test_topologies_are_not_mixed(launch: Launch, split: Role, combined_first: bool) -> None:
+    roles = [Role.PREFILL_DECODE, split] if combined_first else [split, Role.PREFILL_DECODE]
+    first, second = (
+        {"role": role, "url": f"http://127.0.0.{number}:9"} for number, role in enumerate(roles, 1)
+    )
+    async with empty(launch) as fleet:
+        assert (await register(fleet, first))[0] == 200
+        status, said = await register(fleet, second)
+        assert status == 409
+        assert first["url"] in said["error"]["message"]
+        assert await unregister(fleet, first["url"]) == (200, {"removed": True})
+        assert (await register(fleet, second))[0] == 200
+
+
+async def test_a_role_is_changed_by_taking_the_registration_back(launch: Launch) -> None:
+    async with empty(launch) as fleet:
+        assert (await register(fleet, {"role": "encode", "url": "http://x:1"}))[0] == 200
+        assert (await register(fleet, {"role": "decode", "url": "http://x:1"}))[0] == 409
+        await unregister(fleet, "http://x:1")
+        assert (await register(fleet, {"role": "decode", "url": "http://x:1"}))[0] == 200
+
+
+async def test_without_the_flag_nobody_registers_and_all_are_listed(launch: Launch) -> None:
+    async with launch(admin_api_key=KEY) as fleet:
+        assert (await register(fleet, {"role": "encode", "url": "http://x:1"}))[0] == 404
+        assert (await unregister(fleet, fleet.e.url))[0] == 404
+        page = await listing(fleet)
+        assert [row["sources"] for row in page["instances"]] == [["config"]] * 2
+
+
+@pytest.mark.security("S21")
+async def test_without_an_admin_key_nobody_registers_not_even_from_here(launch: Launch) -> None:
+    async with launch() as fleet:
+        assert (await register(fleet, {"role": "encode", "url": "http://x:1"}, {}))[0] == 403
+        assert (await register(fleet, {"role": "encode", "url": "http://x:1"}))[0] == 403
+
+
+@pytest.mark.security("S21")
+async def test_only_hosts_that_are_allowed_are_registered(launch: Launch) -> None:
+    hosts = "10.0.0.0/8,*.encode.svc"
+    async with empty(launch, registration_hosts=hosts) as fleet:
+        for url, status in {
+            "http://10.9.9.9:8000": 200,
+            "http://e1.encode.svc:8000": 200,
+            "http://169.254.169.254": 403,
+            "http://encode.svc.evil:8000": 403,
+        }.items():
+            assert (await register(fleet, {"role": "encode", "url": url}))[0] == status, url
+
+
+async def test_what_is_configured_too_stays_when_its_registration_is_taken_back(
+    launch: Launch,
+) -> None:
+    async with launch(dynamic_registration=True, admin_api_key=KEY) as fleet:
+        body = {"role": "encode", "url": fleet.e.url}
+        assert await register(fleet, body) == (200, {"registered": True})
+        removed = await unregister(fleet, fleet.e.url)
+
+        assert removed == (200, {"removed": True, "still_named_by": ["config"]})
+        assert (await listing(fleet))["encode"]["live"] == [fleet.e.url]
+
+
+async def test_a_redirect_of_an_instance_is_not_followed(launch: Launch) -> None:
+    elsewhere = FakeInstance(encodes)
+
+    async def redirects(_: web.Request, __: dict[str, Any]) -> web.Response:
+        location = {"Location": f"{elsewhere.url}/v1/chat/completions"}
+        return web.Response(status=307, headers=location)
+
+    async with (
+        elsewhere.running(),
+        empty(launch) as fleet,
+        taking_part(fleet, Role.PREFILL_DECODE),
+        taking_part(fleet, Role.ENCODE) as encode,
+    ):
+        encode.chat = redirects
+        status, _ = await fleet.chat(request(image(), text()))
+
+        assert status == 200
+        assert encode.calls
+        assert elsewhere.calls == []
+
+
+async def test_ranks_are_named_to_the_consumer_alone(launch: Launch) -> None:
+    async with (
+        empty(launch) as fleet,
+        taking_part(fleet, Role.ENCODE, dp_size=2) as encode,
+        taking_part(fleet, Role.PREFILL, dp_size=2) as prefill,
+        taking_part(fleet, Role.DECODE, dp_size=2) as decode,
+    ):
+        for _ in range(3):
+            assert (await fleet.chat(request(image(), text())))[0] == 200
+
+    assert ranks(prefill) == ["0", "1", "0"]
+    assert set(ranks(encode) + ranks(decode)) == {None}
+
+
+async def test_ranks_of_configured_consumers(launch: Launch) -> None:
+    async with launch(ec_consumer_dp_size=3) as fleet:
+        for _ in range(3):
+            await fleet.chat(request(text()), {"X-data-parallel-rank": "7"})
+
+        assert sorted(map(str, ranks(fleet.d))) == ["0", "1", "2"]
+
+
+def ranks(instance: FakeInstance) -> list[str | None]:
+    return [call.headers.get("X-data-parallel-rank") for call in instance.calls]
+
+
+async def test_an_instance_that_is_removed_ends_its_requests_and_gets_no_more(
+    launch: Launch,
+) -> None:
+    go = asyncio.Event()
+
+    async def waits(web_request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await go.wait()
+        return await decodes(web_request, body)
+
+    async with (
+        empty(launch) as fleet,
+        taking_part(fleet, Role.PREFILL_DECODE) as leaving,
+    ):
+        leaving.chat = waits
+        running = asyncio.create_task(fleet.chat(request(text())))
+        await until(lambda: leaving.calls)
+        async with taking_part(fleet, Role.PREFILL_DECODE) as staying:
+            await unregister(fleet, leaving.url)
+            rows = {row["url"]: row for row in (await listing(fleet))["instances"]}
+            assert rows[leaving.url].items() >= {"state": "draining", "load": 1}.items()
+            for _ in range(3):
+                assert (await fleet.chat(request(text())))[0] == 200
+            go.set()
+            status, _ = await running
+            assert status == 200
+            assert (len(leaving.calls), len(staying.calls)) == (1, 3)
+            urls = [row["url"] for row in (await listing(fleet))["instances"]]
+            assert urls == [staying.url]
+
+
+async def test_one_that_is_gone_is_shown_as_evicted_and_comes_back(launch: Launch) -> None:
+    async with (
+        empty(launch, probe_interval_s=0.05, probe_backoff_s=0.05) as fleet,
+        taking_part(fleet, Role.ENCODE) as encode,
+    ):
+        encode.healthy = False
+        await sees(fleet, {"live": [], "evicted": [encode.url]})
+        encode.healthy = True
+        encode.chat = refuses(500)
+        await sees(fleet, {"live": [encode.url], "evicted": []})
+
+
+async def sees(fleet: Fleet, encode: Mapping[str, list[str]]) -> None:
+    async with asyncio.timeout(20):
+        while (await listing(fleet))["encode"] != encode:  # noqa: ASYNC110 - another server's
+            await asyncio.sleep(0.02)
+
+
+@dataclass
+class Load:
+    """Clients that ask, each about a picture of its own, until they are told to stop."""
+
+    fleet: Fleet
+    statuses: list[int] = field(default_factory=list)
+    over: bool = False
+
+    async def run(self, clients: int) -> None:
+        await asyncio.gather(*(self._client(number) for number in range(clients)))
+
+    async def _client(self, number: int) -> None:
+        asked = 0
+        while not self.over:
+            asked += 1
+            picture = image(f"{number}-{asked}".encode())
+            async with self.fleet.post(request(picture, text(), stream=asked % 2 == 0)) as reply:
+                content = await reply.read()
+                good = reply.status == 200 and b'"error"' not in content
+                self.statuses.append(200 if good else reply.status)
+
+    async def more(self, count: int = 20) -> None:
+        """Wait for so many further answers."""
+        enough = len(self.statuses) + count
+        await until(lambda: len(self.statuses) >= enough, 30)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["1e1pd", "1e1p1d"])
+async def test_instances_come_and_go_under_load_and_no_request_fails(
+    launch: Launch, split: bool
+) -> None:
+    roles = [Role.ENCODE, *([Role.PREFILL, Role.DECODE] if split else [Role.PREFILL_DECODE])]
+    first, second = ([FakeInstance(HANDLERS[role]) for role in roles] for _ in range(2))
+    async with AsyncExitStack() as stack:
+        for one in (*first, *second):
+            await stack.enter_async_context(one.running())
+        fails = {"on_encode_failure": "fail", "on_prefill_failure": "fail"}
+        fleet = await stack.enter_async_context(empty(launch, **fails))
+        async with asyncio.TaskGroup() as group:
+            for role, one in zip(roles, first, strict=True):
+                await register(fleet, {"role": role, "url": one.url})
+            load = Load(fleet)
+            group.create_task(load.run(4))
+            await load.more()
+            for role, old, new in zip(roles, first, second, strict=True):
+                await register(fleet, {"role": role, "url": new.url})
+                await load.more()
+                assert new.calls
+                await unregister(fleet, old.url)
+                await load.more()
+                asked = len(old.calls)
+                await load.more()
+                assert len(old.calls) == asked
+            load.over = True
+
+    assert set(load.statuses) == {200}
+    assert {event.retries for event in fleet.events.requests} == {0}

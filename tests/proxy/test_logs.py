@@ -1,0 +1,165 @@
+"""What `epd serve` logs while requests fail: whose they are, who failed, what comes of it."""
+
+import asyncio
+import json
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from epd.cache.encoder_cache import EncoderCache
+from epd.observe.logs import REQUEST_ID
+from tests.proxy.fake_instance import (
+    FakeInstance,
+    Handler,
+    decodes,
+    encodes,
+    hangs,
+    prefills,
+    refuses,
+)
+from tests.proxy.fleet import until
+from tests.proxy.test_process import serving
+from tests.requests import image, request, text
+
+FAILURE_S = 30.0
+USUAL: dict[str, Handler] = {"encode": encodes, "prefill": prefills, "decode": decodes}
+
+
+@dataclass
+class Running:
+    """A proxy at level debug, one instance of each role, and what is logged."""
+
+    url: str
+    process: subprocess.Popen[str]
+    instances: dict[str, FakeInstance]
+    lines: list[dict[str, Any]]
+
+    async def ask(self, request_id: str, **more: Any) -> int:
+        body = request(image(request_id.encode()), text(), **more)
+        async with (
+            aiohttp.ClientSession(headers={"x-request-id": request_id}) as http,
+            http.post(f"{self.url}/v1/chat/completions", json=body) as reply,
+        ):
+            await reply.read()
+            return reply.status
+
+    async def read(self) -> None:
+        assert self.process.stderr is not None
+        while line := await asyncio.to_thread(self.process.stderr.readline):
+            self.lines.append(json.loads(line))
+
+    async def logged(self, event: str, **fields: object) -> dict[str, Any]:
+        """The line that says so, once it is there."""
+        await until(lambda: self._lines(event, fields), FAILURE_S)
+        [line] = self._lines(event, fields)
+        return line
+
+    def _lines(self, event: str, fields: dict[str, object]) -> list[dict[str, Any]]:
+        wanted = {"event": event, **fields}
+        return [line for line in self.lines if wanted.items() <= line.items()]
+
+
+@asynccontextmanager
+async def proxy(*flags: str, **misdeeds: Handler) -> AsyncIterator[Running]:
+    instances = {role: FakeInstance(misdeeds.get(role, chat)) for role, chat in USUAL.items()}
+    async with AsyncExitStack() as stack:
+        for instance in instances.values():
+            await stack.enter_async_context(instance.running())
+        urls = [f"--{role}-servers-urls={one.url}" for role, one in instances.items()]
+        with serving(*urls, "--log-level", "debug", *flags) as (url, process):
+            running = Running(url, process, instances, [])
+            reading = asyncio.create_task(running.read())
+            try:
+                yield running
+            finally:
+                process.kill()
+                await reading
+
+
+@pytest.mark.parametrize("role", ["encode", "prefill"])
+async def test_an_instance_that_fails_is_named_and_what_came_of_it(role: str) -> None:
+    flags = () if role == "encode" else ("--on-prefill-failure", "local")
+    async with proxy(*flags, **{role: refuses(500)}) as running:
+        status = await running.ask("r-1")
+        line = await running.logged("request", request_id="r-1")
+        stages = [one for one in running.lines if one["event"] == "stage"]
+
+    assert (status, line["status"], line["level"]) == (200, 200, "warning")
+    failure = f"{role}@{running.instances[role].url}={role}_failed"
+    assert set(line["failures"].split(",")) == {failure}
+    assert line["degraded"] == f"{role}-local"
+    assert {one["request_id"] for one in stages} == {"r-1"}
+    assert {one["error"] for one in stages if one["stage"] == role} == {f"{role}_failed"}
+
+
+async def test_what_fails_at_once_for_several_is_told_apart() -> None:
+    async with proxy(decode=refuses(500)) as running:
+        names = [f"r-{number}" for number in range(8)]
+        await asyncio.gather(*(running.ask(name) for name in names))
+        for name in names:
+            line = await running.logged("request", request_id=name)
+            assert "decode@" in line["failures"]
+            stages = [
+                one["stage"]
+                for one in running.lines
+                if one["event"] == "stage" and one["request_id"] == name
+            ]
+            assert {"encode", "prefill", "decode"} <= set(stages)
+
+
+async def test_blocks_that_could_not_be_given_back_are_a_warning_of_the_request() -> None:
+    async with proxy(decode=hangs) as running:
+        asking = asyncio.create_task(running.ask("r-1"))
+        decode = running.instances["decode"]
+        await until(lambda: decode.calls, FAILURE_S)
+        decode.chat = refuses(503)
+        asking.cancel()
+        line = await running.logged("stage", stage="release")
+
+    assert (line["request_id"], line["level"], line["error"], line["instance"]) == (
+        "r-1",
+        "warning",
+        "release_failed",
+        decode.url,
+    )
+    assert "lease" in line["next"]
+
+
+async def test_a_store_that_goes_away_is_a_line_with_what_comes_next(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    async with proxy("--ec-store", f"file://{folder}") as running:
+        await running.ask("r-1")
+        folder.rename(tmp_path / "gone")
+        folder.write_text("no folder")
+        line = await running.logged("the encoder cache is away")
+
+    assert "request_id" not in line
+    assert "asked again" in line["next"]
+
+
+async def test_what_is_done_for_the_store_later_is_in_no_requests_name() -> None:
+    seen: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+
+    async def work() -> None:
+        seen.set_result(REQUEST_ID.get())
+
+    REQUEST_ID.set("r-1")
+    EncoderCache("file:///nowhere", budget_s=1, lease_s=1).later(work())
+
+    assert await seen is None
+
+
+async def test_an_instance_that_is_left_alone_is_a_line_with_what_comes_next() -> None:
+    async with proxy("--eject-after", "1", decode=refuses(500)) as running:
+        await running.ask("r-1")
+        line = await running.logged("instance", state="ejected")
+
+    assert (line["request_id"], line["level"]) == ("r-1", "warning")
+    assert line["instance"] == running.instances["decode"].url
+    assert "trial" in line["next"]

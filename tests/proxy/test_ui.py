@@ -1,0 +1,256 @@
+"""`/ui` and `epd top` over HTTP: whom they answer, what they say of several workers."""
+
+import asyncio
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import termios
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from multidict import CIMultiDict
+
+from epd.server.ui import ASSETS
+from epd.tenants import key_line
+from tests.proxy.clients import ALICE, bearer
+from tests.proxy.fake_instance import FakeInstance, decodes, encodes, refuses
+from tests.proxy.fleet import Fleet, Launch, until
+from tests.proxy.test_process import EPD
+from tests.proxy.test_workers import START_S, some_workers
+from tests.requests import image, request, text
+
+ADMIN = "admin-key-0123456789"
+
+
+async def asked(fleet: Fleet, path: str, **headers: str) -> tuple[int, CIMultiDict[str], str]:
+    async with fleet.http.get(fleet.url + path, headers=headers) as reply:
+        return reply.status, CIMultiDict(reply.headers), await reply.text()
+
+
+async def state_of(url: str, key: str | None = None) -> dict[str, Any]:
+    """What whichever worker says that takes the connection."""
+    headers = {} if key is None else {"X-API-Key": key}
+    async with (
+        aiohttp.ClientSession(headers=headers) as http,
+        http.get(f"{url}/ui/state") as reply,
+    ):
+        assert reply.status == 200
+        found: dict[str, Any] = await reply.json()
+        return found
+
+
+async def shown(url: str, condition: Callable[[dict[str, Any]], bool]) -> None:
+    """Wait for what a worker tells another."""
+    async with asyncio.timeout(START_S):
+        while not condition(await state_of(url)):  # noqa: ASYNC110 - nobody would set an event
+            await asyncio.sleep(0.1)
+
+
+def ids(state: dict[str, Any]) -> set[str]:
+    return {one["id"] for one in state["requests"]}
+
+
+@pytest.mark.security("S3")
+async def test_the_page_says_nothing_and_the_state_is_the_operators(
+    launch: Launch, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(key_line("alice", ALICE))
+    keys.chmod(0o600)
+    async with launch(admin_api_key=ADMIN, api_keys_file=keys) as fleet:
+        for path in ("/ui", *(f"/ui/{name}" for name in ASSETS)):
+            status, _, body = await asked(fleet, path)
+            assert status == 200
+            assert fleet.e.url not in body
+        assert (await asked(fleet, "/ui/state"))[0] == 401
+        assert (await asked(fleet, "/ui/state", **bearer(ALICE)))[0] == 401
+        status, headers, body = await asked(fleet, "/ui/state", **{"X-API-Key": ADMIN})
+
+    assert status == 200
+    assert fleet.e.url in body
+    assert ADMIN not in body
+    assert headers["Cache-Control"] == "no-store"
+
+
+@pytest.mark.security("S3")
+@pytest.mark.parametrize(
+    ("site", "expected"), [("same-origin", 200), ("same-site", 403), ("cross-site", 403)]
+)
+async def test_on_this_machine_its_own_page_may_ask_and_no_other(
+    launch: Launch, site: str, expected: int
+) -> None:
+    async with launch() as fleet:
+        own = {"Sec-Fetch-Site": site}
+
+        assert (await asked(fleet, "/ui/state", **own))[0] == expected
+        assert (await asked(fleet, "/ui/state", **own, Origin="http://localhost"))[0] == 403
+        assert (await asked(fleet, "/ui/state", **own, Host="evil.example"))[0] == 403
+
+
+@pytest.mark.parametrize("path", ["/ui", "/ui/app.js", "/ui/style.css"])
+async def test_a_browser_is_told_to_run_nothing_else(launch: Launch, path: str) -> None:
+    async with launch() as fleet:
+        _, headers, body = await asked(fleet, path)
+
+    policy = headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert "Set-Cookie" not in headers
+    assert not re.search(r"https?://(?!www\.w3\.org/)[a-z]|innerHTML|insertAdjacent|eval\(", body)
+
+
+@pytest.mark.parametrize("name", ["nothing.js", "..%2fboard.py", "%2e%2e/board.py", "__init__.py"])
+async def test_no_other_file_is_served(launch: Launch, name: str) -> None:
+    async with launch() as fleet:
+        assert (await asked(fleet, f"/ui/{name}"))[0] == 404
+
+
+async def test_the_state_says_what_has_happened(launch: Launch) -> None:
+    async with launch(prefill=1) as fleet:
+        assert (await fleet.chat(request(image(), text()), {"X-Request-Id": "mine"}))[0] == 200
+        fleet.d.chat = refuses(400)
+        assert (await fleet.chat(request(text())))[0] == 400
+        state = await state_of(fleet.url)
+
+    failed, answered = state["requests"]
+    assert answered["id"] == "mine"
+    assert [span["stage"] for span in answered["spans"]] == ["encode", "prefill", "decode"]
+    assert (failed["status"], failed["error"]) == (400, "decode_rejected")
+    assert [one["said"] for one in state["notices"]] == ["decode_rejected"]
+    assert state["totals"]["requests"] == 2
+    assert {one["role"]: one["count"] for one in state["instances"]} == {
+        "encode": 1,
+        "prefill": 2,
+        "decode": 2,
+    }
+
+
+async def test_however_many_look_the_state_is_made_twice_a_second(launch: Launch) -> None:
+    async with launch() as fleet:
+        bodies = await asyncio.gather(*(asked(fleet, "/ui/state") for _ in range(50)))
+
+    assert len({body for *_, body in bodies}) <= 3
+
+
+async def test_any_worker_says_what_all_have_seen_but_those_that_died() -> None:
+    encode, decode = FakeInstance(encodes), FakeInstance(decodes)
+    async with encode.running(), decode.running():
+        flags = ("--encode-servers-urls", encode.url, "--decode-servers-urls", decode.url)
+        async with some_workers(2, *flags) as workers:
+
+            async def ask(number: int) -> None:
+                async with (
+                    aiohttp.ClientSession() as http,
+                    http.post(
+                        f"{workers.url}/v1/chat/completions",
+                        json=request(text()),
+                        headers={"X-Request-Id": f"r{number}"},
+                    ) as reply,
+                ):
+                    assert reply.status == 200
+
+            await asyncio.gather(*map(ask, range(24)))
+            expected = {f"r{number}" for number in range(24)}
+            for _ in range(8):
+                await shown(workers.url, lambda state: ids(state) == expected)
+            state = await state_of(workers.url)
+            assert state["workers"] == 2
+            assert len(state["instances"]) == 2
+
+            os.kill(workers.pids(1)[0], signal.SIGKILL)
+            await until(lambda: len(workers.pids(1)) == 2, START_S)
+            await shown(workers.url, lambda state: state["workers"] == 2 and ids(state) < expected)
+
+
+def top(url: str, *flags: str, key: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*EPD, "top", "--url", url, *flags],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=os.environ | {"EPD_ADMIN_API_KEY": key, "COLUMNS": "100"},
+    )
+
+
+async def test_top_prints_one_frame_where_it_is_no_terminal(launch: Launch) -> None:
+    async with launch(admin_api_key=ADMIN) as fleet:
+        assert (await fleet.chat(request(image(), text()), {"X-Request-Id": "mine"}))[0] == 200
+        shown = await asyncio.to_thread(top, fleet.url, "--once", key=ADMIN)
+        refused = await asyncio.to_thread(top, fleet.url, "--once")
+
+    assert shown.returncode == 0
+    for part in ("EPD proxy", "1e1d", "mine", "decode", fleet.e.url.removeprefix("http://")):
+        assert part.replace("1e1d", "1e1pd") in shown.stdout
+    assert "\x1b" not in shown.stdout
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "the admin key is needed" in refused.stderr
+    assert ADMIN not in shown.stdout + refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--url", "localhost:8000"], "is no http(s) URL"),
+        (["--interval", "0"], "is not a number of seconds"),
+        (["--interval", "often"], "is not a number of seconds"),
+        (["--url", "http://127.0.0.1:1", "--once"], "does not answer"),
+    ],
+)
+def test_top_says_in_one_line_what_is_wrong(flags: list[str], message: str) -> None:
+    ended = top("http://127.0.0.1:1", *flags)
+
+    assert ended.returncode in {1, 2}
+    assert message in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+async def test_top_says_so_where_there_is_no_proxy() -> None:
+    async with FakeInstance(encodes).running() as engine:
+        ended = await asyncio.to_thread(top, engine.url, "--once")
+
+    assert ended.returncode == 1
+    assert "not as a proxy of this version does" in ended.stderr
+
+
+async def test_top_redraws_in_a_terminal_until_q_is_pressed(launch: Launch) -> None:
+    async with launch() as fleet:
+        main, terminal = pty.openpty()
+        termios.tcsetwinsize(terminal, (24, 80))
+        before = termios.tcgetattr(terminal)
+        process = subprocess.Popen(  # noqa: ASYNC220 - it takes a millisecond
+            [*EPD, "top", "--url", fleet.url, "--interval", "0.2"],
+            stdin=terminal,
+            stdout=terminal,
+            stderr=terminal,
+            env={name: value for name, value in os.environ.items() if name != "COLUMNS"}
+            | {"TERM": "xterm-256color"},
+        )
+        seen = ""
+
+        async def until_shown(words: str) -> None:
+            nonlocal seen
+            async with asyncio.timeout(40):
+                while words not in seen:
+                    if await asyncio.to_thread(select.select, [main], [], [], 0.2) != ([], [], []):
+                        seen += os.read(main, 65536).decode("utf-8", "replace")
+
+        try:
+            await until_shown("EPD proxy")
+            assert (await fleet.chat(request(text()), {"X-Request-Id": "later"}))[0] == 200
+            await until_shown("later")
+            os.write(main, b"q")
+            assert await asyncio.to_thread(process.wait, 20) == 0
+            assert termios.tcgetattr(terminal) == before
+        finally:
+            process.kill()
+            process.wait()
+            os.close(main)
+            os.close(terminal)

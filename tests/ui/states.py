@@ -1,0 +1,115 @@
+"""States of a fleet, as the page is sent them."""
+
+import time
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from epd.events import InstanceChanged, RequestDone, StageDone
+from epd.ui.recent import Recent
+from epd.ui.snapshot import Seen, Snapshot
+from epd.ui.state import WORST, Moment, State, state
+from epd.ui.totals import totals
+
+NOW_S = 5000.0
+
+
+class Clock:
+    """A monotonic clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now_s = NOW_S
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def stage(
+    name: str, instance: str, began_s: float, seconds: float, error: str | None = None
+) -> StageDone:
+    return StageDone(name, instance, began_s, seconds, error)  # type: ignore[arg-type]
+
+
+def done(
+    request_id: str = "r",
+    *stages: StageDone,
+    seconds: float = 0.5,
+    error: str | None = None,
+    path: str = "/v1/chat/completions",
+    **more: object,
+) -> RequestDone:
+    fields: dict[str, object] = {
+        "request_id": request_id,
+        "engine_id": f"{request_id}-1",
+        "method": "POST",
+        "path": path,
+        "status": 200 if error is None else 502,
+        "seconds": seconds,
+        "error": error,
+        "reason": None if error is None else "the instance broke off",
+        "stages": stages,
+        "items": {"hit": 1, "encoded": 1},
+        "retries": 0,
+    }
+    return RequestDone(**{**fields, **more})  # type: ignore[arg-type]
+
+
+def families() -> list[Metric]:
+    items = CounterMetricFamily("epd_items", "", labels=["result"])
+    items.add_metric(["hit"], 830)
+    items.add_metric(["encoded"], 170)
+    requests = CounterMetricFamily("epd_requests", "", labels=["path", "status"])
+    requests.add_metric(["/v1/chat/completions", "200"], 900)
+    requests.add_metric(["/v1/chat/completions", "502"], 4)
+    requests.add_metric(["/v1/chat/completions", "499"], 2)
+    requests.add_metric(["/metrics", "200"], 77)
+    requests.add_metric(["/v1/models", "200"], 50)
+    requests.add_metric(["/v1/media", "200"], 3)
+    return [
+        items,
+        requests,
+        GaugeMetricFamily("epd_requests_in_flight", "", 12),
+        CounterMetricFamily("epd_saved_encodes", "", 830),
+        CounterMetricFamily("epd_saved_bytes", "", 312_400_000),
+        CounterMetricFamily("epd_saved_encode_seconds", "", 148.2),
+    ]
+
+
+def large(each: int = 20, hostile: str = "") -> State:
+    """A fleet of so many instances of each role, in every state, with all there is to show.
+
+    Args:
+        each: instances of a role.
+        hostile: what stands in whatever comes from outside.
+    """
+    clock = Clock()
+    recent = Recent(clock)
+    urls = {
+        role: [f"http://{hostile}10.0.{number}.{role[0]}:8000" for number in range(each)]
+        for role in ("encode", "prefill", "decode")
+    }
+    for number in range(70):
+        clock.now_s = NOW_S - 70 + number
+        began_s = clock.now_s - 0.4
+        spans = [
+            stage("store", "lookup", began_s, 0.004),
+            *(stage("encode", urls["encode"][one % each], began_s + 0.01, 0.1) for one in range(3)),
+            stage("prefill", urls["prefill"][number % each], began_s + 0.12, 0.05),
+            stage("decode", urls["decode"][number % each], began_s + 0.18, 0.03),
+        ]
+        error = f"decode_failed{hostile}" if number % 9 == 0 else None
+        for one in spans:
+            recent.stage_done(one)
+        recent.request_done(
+            done(
+                f"request-{number}{hostile}", *spans, error=error, reason=f"it broke off {hostile}"
+            )
+        )
+    clock.now_s = NOW_S - 1
+    seen = []
+    for role, of_role in urls.items():
+        for number, url in enumerate(of_role):
+            condition = WORST[number % 4]
+            seen.append(Seen(role=role, url=url, state=condition, requests=number % 5))
+            recent.instance_changed(InstanceChanged(url, role, condition))
+    snapshot = Snapshot(instances=seen, events=recent.events())
+    return state([snapshot], totals(families()), "redis", Moment(NOW_S, time.time()))

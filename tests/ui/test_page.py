@@ -1,0 +1,254 @@
+"""The page `/ui` in a real browser, of a real proxy process."""
+
+import asyncio
+import re
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import pytest
+from axe_playwright_python.async_playwright import Axe
+from playwright.async_api import Page, expect
+
+from tests.ui.conftest import PATIENT_MS, Stack, Tabs, stack_of
+from tests.ui.states import large
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+expect.set_options(timeout=PATIENT_MS)
+
+ADMIN = "admin-key-0123456789"
+HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>\'"&amp;${hacked}'
+
+CUT_OFF = """
+[...document.querySelectorAll('#topology text')].filter((one) => {
+  const text = one.getBoundingClientRect(), all = one.ownerSVGElement.getBoundingClientRect();
+  return text.left < all.left - 1 || text.right > all.right + 1;
+}).map((one) => one.textContent)
+"""
+
+
+async def background(page: Page) -> str:
+    return str(await page.evaluate("getComputedStyle(document.body).backgroundColor"))
+
+
+async def test_it_loads_without_an_error_and_asks_nobody_else(stack: Stack, tab: Tabs) -> None:
+    async with tab(stack.url) as looked:
+        await expect(looked.page.locator("#link")).to_have_text("live")
+        await expect(looked.page.locator("#saved")).to_contain_text("Hit rate")
+        await expect(looked.page.locator("#topology svg title").first).to_contain_text(
+            "Encode: 1 instance, all healthy; Prefill: 1 instance"
+        )
+        await expect(looked.page.locator("#about")).to_contain_text("1e1p1d")
+
+    assert looked.wrong == []
+    assert {urlsplit(url).netloc for url in looked.asked} == {urlsplit(stack.url).netloc}
+
+
+async def test_a_request_shows_up_and_opens_by_keyboard(stack: Stack, tab: Tabs) -> None:
+    async with tab(stack.url) as looked:
+        await expect(looked.page.locator("#link")).to_have_text("live")
+        assert await stack.chat("shown-soon") == 200
+        button = looked.page.get_by_role("button", name="shown-soon")
+        await expect(button).to_have_attribute("aria-expanded", "false")
+        row = looked.page.get_by_role("row").filter(has=button)
+        await expect(row.get_by_role("img")).to_have_attribute(
+            "aria-label", re.compile("encode .*s; prefill .*s; decode .*s")
+        )
+        await button.focus()
+        await looked.page.keyboard.press("Enter")
+        detail = looked.page.locator(".detail")
+        await expect(detail).to_contain_text(stack.prefill.url.removeprefix("http://"))
+        await expect(button).to_be_focused()
+        assert await stack.chat("shown-later") == 200
+        await expect(looked.page.get_by_role("button", name="shown-later")).to_be_visible()
+
+        await expect(button).to_be_focused()
+        await expect(detail).to_be_visible()
+        assert looked.wrong == []
+
+
+async def test_an_instance_that_goes_is_shown_as_down_and_comes_back(tab: Tabs) -> None:
+    async with stack_of() as stack:
+        gone = stack.encode
+        async with tab(stack.url) as looked:
+            card = looked.page.locator("#instances li").filter(has_text=urlsplit(gone.url).netloc)
+            await expect(card).to_have_attribute("data-state", "healthy")
+            gone.healthy = False
+            await expect(card.locator(".state")).to_have_text("down")
+            chip = looked.page.locator("#topology .chip[data-state=down] title")
+            await expect(chip).to_contain_text(f"E1 {gone.url}: down")
+            await expect(looked.page.get_by_role("log")).to_contain_text("E1 is down")
+            await expect(looked.page).to_have_title(re.compile("1 instance not healthy"))
+            gone.healthy = True
+            assert await stack.chat() == 200  # it comes back on trial, and a request passes it
+            await expect(card).to_have_attribute("data-state", "healthy")
+            await expect(looked.page.get_by_role("log")).to_contain_text("E1 is healthy")
+            await expect(looked.page).to_have_title("EPD proxy")
+
+            assert looked.wrong == []
+
+
+@pytest.mark.parametrize("roles", [(), ("encode",), ("decode",), ("prefill_decode",)])
+@pytest.mark.parametrize("width", [360, 1280])
+async def test_a_fleet_that_lacks_stages_is_shown(
+    tab: Tabs, stack: Stack, roles: tuple[str, ...], width: int
+) -> None:
+    """Who begins without instances, or has taken the last one away."""
+    state = cast("dict[str, Any]", large(1))
+    [one, *_] = state["instances"]
+    left = {"kind": "instance", "at_s": state["now"], "what": "http://gone:1", "said": "removed"}
+    state["instances"] = [{**one, "role": role} for role in roles]
+    state["notices"] = [{**left, "more": "prefill"}]
+    async with tab(stack.url, state=state, width=width) as looked:
+        await expect(looked.page.get_by_role("log")).to_contain_text("Prefill is removed")
+        await expect(looked.page.locator("#topology .chip")).to_have_count(len(roles))
+
+        assert looked.wrong == []
+
+
+async def test_a_proxy_that_is_gone_is_said_to_be_and_found_again(stack: Stack, tab: Tabs) -> None:
+    async with tab(stack.url) as looked:
+        link = looked.page.locator("#link")
+        await expect(link).to_have_text("live")
+        await looked.page.route("**/ui/state", lambda route: route.abort())
+        await expect(link).to_contain_text("no answer since")
+        await looked.page.unroute("**/ui/state")
+        await expect(link).to_have_text("live")
+
+
+async def test_it_asks_for_the_key_and_keeps_it_out_of_urls(tab: Tabs) -> None:
+    async with stack_of(env={"EPD_ADMIN_API_KEY": ADMIN}) as stack, tab(stack.url) as looked:
+        dialog = looked.page.get_by_role("dialog", name="Admin key")
+        entry = dialog.get_by_label("Key")
+        await expect(entry).to_be_focused()
+        await entry.fill("wrong-key-0123456789")
+        await entry.press("Enter")
+        await expect(dialog).to_contain_text("That key does not open")
+        await entry.fill(ADMIN)
+        await entry.press("Enter")
+        await expect(looked.page.locator("#link")).to_have_text("live")
+        await expect(dialog).to_be_hidden()
+        await looked.page.reload()
+        await expect(looked.page.locator("#link")).to_have_text("live")
+
+        assert not any("key-" in url for url in looked.asked)
+        assert ADMIN not in await looked.page.content()
+        assert ADMIN not in await looked.page.evaluate("JSON.stringify(localStorage)")
+        assert await looked.page.context.cookies() == []
+
+
+async def test_a_proxy_without_a_key_says_why_it_refuses(stack: Stack, tab: Tabs) -> None:
+    forwarded = {"X-Forwarded-For": "192.0.2.1"}  # as a reverse proxy on this machine adds
+    async with tab(stack.url, extra_http_headers=forwarded) as looked:
+        await expect(looked.page.get_by_role("alert")).to_contain_text("EPD_ADMIN_API_KEY")
+        await expect(looked.page.get_by_role("dialog")).to_be_hidden()
+
+
+async def test_it_is_dark_or_light_as_the_system_or_the_button_says(
+    stack: Stack, tab: Tabs
+) -> None:
+    async with tab(stack.url, color_scheme="dark") as looked:
+        page, button = looked.page, looked.page.locator("#theme")
+        dark = await background(page)
+        await page.emulate_media(color_scheme="light")
+        light = await background(page)
+        await button.click()
+        await button.click()
+        await expect(button).to_have_text("Theme: dark")
+        chosen = await background(page)
+        await page.reload()
+        await expect(button).to_have_text("Theme: dark")
+
+        assert dark != light
+        assert chosen == dark == await background(page)
+
+
+@pytest.mark.parametrize("width", [360, 800, 1280])
+async def test_nothing_is_wider_than_the_window(stack: Stack, tab: Tabs, width: int) -> None:
+    async with tab(stack.url, width=width, state=large(20)) as looked:
+        await expect(looked.page.locator("#instances li")).to_have_count(60)
+        await looked.page.locator(".open").first.click()
+        await expect(looked.page.locator(".detail")).to_be_visible()
+
+        wide = await looked.page.evaluate("document.documentElement.scrollWidth")
+        cut_off = await looked.page.evaluate(CUT_OFF)
+
+        assert wide == width
+        assert cut_off == []
+        assert looked.wrong == []
+
+
+@pytest.mark.parametrize("scheme", ["dark", "light"])
+@pytest.mark.parametrize("width", [360, 1280])
+async def test_axe_finds_nothing(stack: Stack, tab: Tabs, scheme: str, width: int) -> None:
+    async with tab(stack.url, width=width, color_scheme=scheme, state=large(4)) as looked:
+        await expect(looked.page.locator("#instances li")).to_have_count(12)
+        await looked.page.locator(".open").first.click()
+        await looked.page.locator("#pause").click()
+        found = await Axe().run(looked.page)
+
+    wrong = [
+        (one["id"], node["target"], node["any"][:1] or node["all"][:1] or node["none"][:1])
+        for one in found.response["violations"]
+        for node in one["nodes"]
+    ]
+    assert wrong == []
+
+
+async def test_all_can_be_reached_by_keyboard(stack: Stack, tab: Tabs) -> None:
+    async with tab(stack.url, state=large(1)) as looked:
+        await expect(looked.page.locator("#instances li")).to_have_count(3)
+        reached = []
+        for _ in range(7):
+            await looked.page.keyboard.press("Tab")
+            reached.append(
+                await looked.page.evaluate(
+                    "[document.activeElement.id || document.activeElement.className,"
+                    " getComputedStyle(document.activeElement).outlineStyle]"
+                )
+            )
+
+    names = [name for name, _ in reached]
+    assert names == ["skip", "pause", "theme", "scroll short", "scroll", "open", "open"]
+    assert {style for _, style in reached} == {"solid"}
+
+
+async def test_pause_stops_it(stack: Stack, tab: Tabs) -> None:
+    async with tab(stack.url) as looked:
+        await expect(looked.page.locator("#link")).to_have_text("live")
+        pause = looked.page.get_by_role("button", name="Pause")
+        await pause.click()
+        await expect(pause).to_have_attribute("aria-pressed", "true")
+        await expect(looked.page.locator("#link")).to_contain_text("as of")
+        before = len(looked.asked)
+        await asyncio.sleep(1.5)
+
+        assert len(looked.asked) - before <= 1  # what was under way
+        await pause.click()
+        await expect(looked.page.locator("#link")).to_have_text("live")
+
+
+async def test_nothing_moves_where_that_is_not_wanted(stack: Stack, tab: Tabs) -> None:
+    async with tab(stack.url, state=large(2), reduced_motion="reduce") as looked:
+        await expect(looked.page.locator("#instances li")).to_have_count(6)
+
+        assert await looked.page.evaluate("document.getAnimations().length") == 0
+
+
+async def test_what_comes_from_outside_is_text(stack: Stack, tab: Tabs) -> None:
+    state = cast("dict[str, Any]", large(2, HOSTILE))
+    state["version"] = state["store"] = HOSTILE
+    for one in state["instances"]:
+        one["state"] = f"down{HOSTILE}"
+    async with tab(stack.url, state=state) as looked:
+        await expect(looked.page.locator("#instances li")).to_have_count(6)
+        await looked.page.locator(".open").first.click()
+        await expect(looked.page.locator(".detail")).to_be_visible()
+        await expect(looked.page.get_by_role("log")).to_contain_text(
+            "<script>window.hacked=1</script>"
+        )
+
+        assert await looked.page.evaluate("window.hacked") is None
+        assert await looked.page.locator("img").count() == 1  # the page's own
+        assert await looked.page.locator("script").count() == 1
+        assert looked.wrong == []
+        assert not any("/x" in url for url in looked.asked)

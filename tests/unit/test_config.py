@@ -1,0 +1,352 @@
+"""Where settings come from, and what is said of those that cannot be used."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from epd.config import ConfigInvalid
+from epd.config.flags import add_flags
+from epd.config.settings import SECRETS, Settings, flag_of
+from epd.config.shown import as_json, as_yaml
+from epd.config.sources import Loaded, load
+from epd.parser import Parser
+
+INSTANCES = {"encode_servers_urls": "http://e:1", "decode_servers_urls": "http://d:1"}
+NUMBERS = ("max_items", "max_queue", "header_timeout_s", "media_cache_bytes")
+EXAMPLE = Path(__file__).parents[2] / "examples" / "epd.yaml"
+SECRET = "0123456789abcdef"
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OPENAI_API_KEY", "ADMIN_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def loaded(text: str, path: Path, **flags: str) -> Loaded:
+    path = path / "epd.yaml" if path.is_dir() else path
+    path.write_text(text)
+    return load({**INSTANCES, "config": str(path), **flags})
+
+
+def wrong(text: str, path: Path, **flags: str) -> list[str]:
+    with pytest.raises(ConfigInvalid) as invalid:
+        loaded(text, path, **flags)
+    return [reason.removeprefix(f"{path}/") for reason in invalid.value.reasons]
+
+
+some = st.dictionaries(st.sampled_from(NUMBERS), st.integers(1, 10**6))
+
+
+@settings(deadline=None)
+@given(flags=some, environment=some, file=some)
+def test_flags_go_before_the_environment_and_that_before_the_file(
+    flags: Mapping[str, int],
+    environment: Mapping[str, int],
+    file: Mapping[str, int],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "precedence.yaml"
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(f"EPD_{name.upper()}", str(value))
+        made = loaded(
+            yaml.safe_dump(dict(file)), path, **{name: str(it) for name, it in flags.items()}
+        )
+
+    for name in NUMBERS:
+        sources = {"flag": flags, "environment": environment, "file": file}
+        source = next((source for source, it in sources.items() if name in it), None)
+        default = Settings.model_fields[name].default
+        value = default if source is None else sources[source][name]
+        assert getattr(made.config, name) == value
+        assert (made.given[name].source if name in made.given else None) == source
+
+
+def test_a_list_is_a_list_or_comma_separated(tmp_path: Path) -> None:
+    urls = "media_fetch: proxy\nallowed_media_domains: "
+
+    expected = ("a.test", "b.test")
+    assert loaded(f"{urls}[a.test, b.test]", tmp_path).config.allowed_media_domains == expected
+    assert loaded(f"{urls}\n- a.test\n- b.test", tmp_path).config.allowed_media_domains == expected
+    assert loaded(f"{urls}a.test,b.test", tmp_path).config.allowed_media_domains == expected
+
+
+def test_a_key_without_a_value_and_an_empty_file_set_nothing(tmp_path: Path) -> None:
+    assert (
+        loaded("max_items:\nec_store: null\nhost: ~\n", tmp_path).config == load(INSTANCES).config
+    )
+    assert loaded("# nothing\n", tmp_path).config == load(INSTANCES).config
+
+
+def test_a_file_may_be_named_in_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "epd.yaml"
+    path.write_text("max_items: 3")
+    monkeypatch.setenv("EPD_CONFIG", str(path))
+
+    assert load(INSTANCES).config.max_items == 3
+
+
+def test_all_that_is_wrong_with_a_file_is_said_at_once_with_its_lines(tmp_path: Path) -> None:
+    text = """
+max_itemz: 3
+max_queue: many
+max_items: 3
+max_items: 4
+port: 010
+log_level: off
+key_secret: hidden
+host: {a: b}
+config: other.yaml
+zzz: 1
+"""
+    reasons = sorted(wrong(text, tmp_path), key=lambda reason: int(reason.split(":")[1]))
+
+    assert reasons == [
+        "epd.yaml:2: max_itemz is unknown; is max_items meant?",
+        "epd.yaml:3: max_queue should be a valid integer, unable to parse string as an integer",
+        "epd.yaml:5: max_items is set in line 4 already",
+        "epd.yaml:6: port begins with a 0, which YAML takes for an octal number: leave it out",
+        "epd.yaml:7: log_level should be 'debug', 'info', 'warning' or 'error'",
+        (
+            "epd.yaml:8: key_secret is a secret, which others could read here: set "
+            "EPD_KEY_SECRET, or key_secret_file"
+        ),
+        "epd.yaml:9: host must be a value, or a list of values",
+        "epd.yaml:10: config is unknown",
+        "epd.yaml:11: zzz is unknown",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("max_items: yes", "epd.yaml:1: max_items should be a valid integer"),
+        ("port: 1:30", "epd.yaml:1: port should be a valid integer"),
+        ("decode_media: no", "epd.yaml:1: decode_media should be 'metadata' or 'raw'"),
+        ("encode_timeout_s: .inf", "epd.yaml:1: encode_timeout_s should be a"),
+        ("allow_http_media: 3", "epd.yaml:1: allow_http_media should be a valid boolean"),
+        ("max_items: [1, 2]", "epd.yaml:1: max_items should be a valid integer"),
+        ("ec_store: [[a]]", "epd.yaml:1: an item of ec_store must be a value"),
+        ("host: !!python/name:os.system x", "epd.yaml:1: host has a tag"),
+        ("- max_items", "epd.yaml:1: must be lines"),
+        ("? [a]\n: b", "epd.yaml:1: a setting's name must be a word"),
+        ("a: 'b", "epd.yaml:1: "),
+        ("a: b\n---\nc: d", "epd.yaml:2: "),
+        ("<<: {max_items: 3}", "epd.yaml:1: << is unknown"),
+        ("\0", "epd.yaml: "),
+        ("[" * 10_000, "epd.yaml"),
+        (f"host: {'a' * 1024**2}", "--config "),
+    ],
+)
+def test_what_is_wrong_with_a_file(text: str, reason: str, tmp_path: Path) -> None:
+    reasons = wrong(text, tmp_path)
+
+    assert any(one.startswith(reason) for one in reasons), reasons
+
+
+@settings(deadline=None)
+@given(st.text())
+def test_any_text_is_a_file_or_refused(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_bytes(text.encode(errors="surrogatepass"))
+    try:
+        load({**INSTANCES, "config": str(path)})
+    except ConfigInvalid as invalid:
+        assert invalid.reasons
+
+
+def test_words_for_true_and_false_are_those_of_the_environment(tmp_path: Path) -> None:
+    text = "media_fetch: proxy\nallow_http_media: on\ntrust_request_mm_kwargs: 'no'"
+
+    config = loaded(text, tmp_path).config
+
+    assert (config.allow_http_media, config.trust_request_mm_kwargs) == (True, False)
+
+
+def test_a_file_that_is_not_there_is_said_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigInvalid, match=r"no\.yaml: No such file"):
+        load({**INSTANCES, "config": str(tmp_path / "no.yaml")})
+
+
+def test_an_unknown_variable_names_the_nearest_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EPD_MAX_ITEM", "3")
+    monkeypatch.setenv("EPD_UP_TOPOLOGY", "1e1pd")
+
+    with pytest.raises(ConfigInvalid, match=r"^EPD_MAX_ITEM is unknown; is EPD_MAX_ITEMS meant\?$"):
+        load(INSTANCES)
+
+
+def test_what_kubernetes_sets_for_services_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for service in ("EPD", "EPD_ENCODE", "EPD_REDIS_MASTER"):
+        monkeypatch.setenv(f"{service}_PORT", "tcp://10.0.0.1:8000")
+        monkeypatch.setenv(f"{service}_SERVICE_HOST", "10.0.0.1")
+        monkeypatch.setenv(f"{service}_SERVICE_PORT", "8000")
+        monkeypatch.setenv(f"{service}_SERVICE_PORT_HTTP", "8000")
+        monkeypatch.setenv(f"{service}_PORT_8000_TCP", "tcp://10.0.0.1:8000")
+        monkeypatch.setenv(f"{service}_PORT_8000_TCP_ADDR", "10.0.0.1")
+
+    assert load(INSTANCES).config.port == 8000
+
+
+def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EPD_PORT", "http")
+
+    with pytest.raises(ConfigInvalid, match=r"^EPD_PORT should be a valid integer"):
+        load(INSTANCES)
+
+
+def test_a_secret_may_be_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text(f"{SECRET}\n")
+
+    by_file = loaded(f"key_secret_file: {secret}", tmp_path)
+    monkeypatch.setenv("EPD_KEY_SECRET_FILE", str(secret))
+    by_variable = load(INSTANCES)
+
+    for made in (by_file, by_variable):
+        assert made.config.key_secret is not None
+        assert made.config.key_secret.get_secret_value() == SECRET
+
+
+def test_a_secret_goes_before_a_file_of_it_that_is_named_further_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ADMIN_API_KEY", SECRET)
+
+    made = loaded("admin_api_key_file: /nowhere", tmp_path)
+
+    assert made.config.admin_api_key is not None
+    assert made.config.admin_api_key.get_secret_value() == SECRET
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(b"", "is empty"), (b"\xff", "is no text"), (None, "No such file"), (b"short", "at least 16")],
+)
+def test_what_is_wrong_with_a_file_of_a_secret(
+    content: bytes | None, reason: str, tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret"
+    if content is not None:
+        secret.write_bytes(content)
+
+    [said] = wrong(f"key_secret_file: {secret}", tmp_path)
+
+    assert said.startswith("epd.yaml:1: key_secret_file ")
+    assert reason in said
+
+
+def test_a_secret_and_its_file_from_one_source_are_one_too_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("EPD_KEY_SECRET", SECRET)
+    monkeypatch.setenv("EPD_KEY_SECRET_FILE", "/nowhere")
+
+    with pytest.raises(ConfigInvalid, match="EPD_KEY_SECRET and EPD_KEY_SECRET_FILE are one too"):
+        load(INSTANCES)
+
+
+def test_every_secret_may_be_in_a_file() -> None:
+    assert {f"{name}_file" for name in SECRETS} <= set(Settings.model_fields)
+
+
+def test_what_is_shown_makes_the_same_and_says_where_it_is_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EPD_MAX_QUEUE", "7")
+    secret = tmp_path / "secret"
+    secret.write_text(SECRET)
+    made = loaded(f"max_items: 3\nkey_secret_file: {secret}", tmp_path, port="0")
+    monkeypatch.delenv("EPD_MAX_QUEUE")
+
+    shown = as_yaml(made)
+    path = tmp_path / "shown.yaml"
+    path.write_text(shown)
+
+    assert load({"config": str(path)}).config == made.config
+    for line in (
+        "port: 0  # flag --port",
+        "max_queue: 7  # environment EPD_MAX_QUEUE",
+        f"max_items: 3  # file {tmp_path}/epd.yaml:1",
+        "workers: 1  # default",
+    ):
+        assert line in shown.splitlines()
+
+
+def test_no_secret_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SECRETS:
+        monkeypatch.setenv(f"EPD_{name.upper()}", "SECRET" * 3)
+    monkeypatch.setenv("EPD_EC_STORE", "redis://:SECRET@h")
+
+    made = load(INSTANCES)
+
+    for shown in (as_yaml(made), as_json(made)):
+        assert "SECRET" * 2 not in shown
+        assert ":SECRET@" not in shown
+        assert "**********" in shown
+    assert yaml.safe_load(as_yaml(made))["port"] == 8000
+    assert json.loads(as_json(made))["key_secret"] == {
+        "value": "**********",
+        "from": "environment",
+        "where": "EPD_KEY_SECRET",
+    }
+
+
+def test_the_example_is_a_configuration() -> None:
+    made = load({"config": str(EXAMPLE)})
+
+    assert set(made.given) >= {"encode_servers_urls", "decode_servers_urls", "config"}
+
+
+def test_an_unknown_flag_names_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = Parser(prog="epd serve", allow_abbrev=False)
+    parser.add_argument(flag_of("max_items"))
+
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--max-itmes=3"])
+
+    assert "unrecognized arguments: --max-itmes=3; is --max-items meant?" in capsys.readouterr().err
+
+
+def parsed(*words: str) -> dict[str, str]:
+    parser = Parser(prog="epd serve", allow_abbrev=False)
+    add_flags(parser)
+    return vars(parser.parse_args(words))
+
+
+def test_flags_of_vllms_example_proxy_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--probe-interval 2 --probe-timeout 3 --fail-threshold 4 --no-rewrite --log-requests"
+
+    config = load({**INSTANCES, **parsed(*flags.split())}).config
+
+    assert (config.probe_interval_s, config.health_timeout_s, config.eject_after) == (2, 3, 4)
+    assert (config.decode_media, config.log_level) == ("raw", "debug")
+    assert capsys.readouterr().err == ""
+
+
+def test_those_that_do_nothing_here_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--evicted-ttl", "900", "--decode-retries=2", "--ec-consumer-zmq-addrs", ""]
+
+    assert parsed(*flags) == {}
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[:4] for line in lines] == [
+        ["epd", "serve:", "warning:", "--evicted-ttl"],
+        ["epd", "serve:", "warning:", "--decode-retries"],
+    ]
+
+
+def test_addresses_for_a_transfer_that_there_is_not_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        parsed("--ec-consumer-zmq-addrs", "tcp://h:1")
+
+    assert "there is no Mooncake encoder-cache transfer" in capsys.readouterr().err

@@ -1,0 +1,174 @@
+"""Instances as they are written, hosts that are allowed, addresses that count."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epd.discovery.entries import (
+    EntriesInvalid,
+    read_json,
+    read_yaml,
+    registration,
+    write_json,
+)
+from epd.discovery.sightings import Sightings
+from epd.routing.allowed import check_pattern, is_allowed
+from epd.routing.instances import Instance, Role
+from epd.routing.urls import (
+    at_address,
+    base_url,
+    name_server,
+    registration_store_url,
+    service_url,
+)
+
+INSTANCES = st.lists(
+    st.builds(
+        Instance,
+        st.sampled_from(Role),
+        st.integers(1, 9).map(lambda number: f"http://h{number}:80"),
+        st.integers(1, 1024),
+    ),
+    unique_by=lambda one: (one.role, one.url),
+)
+
+
+@given(INSTANCES)
+def test_what_is_written_is_read_again_as_json_and_as_yaml(instances: list[Instance]) -> None:
+    written = write_json(instances)
+
+    assert read_json(written) == read_yaml(written) == tuple(instances)
+
+
+@given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
+def test_anything_is_read_or_refused(raw: bytes) -> None:
+    for read in (read_json, read_yaml, registration):
+        try:
+            read(raw)
+        except EntriesInvalid as error:
+            assert "Traceback" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ("", "instances"),
+        ("instances: {}", "instances"),
+        ("instances: [{role: encode}]", "instances.0.url"),
+        ("instances: [{role: chef, url: 'http://e:1'}]", "instances.0.role"),
+        ("instances: [{role: encode, url: 'ftp://e:1'}]", "is not a URL"),
+        ("instances: [{role: encode, url: 'http://e:1', size: 2}]", "instances.0.size"),
+        ("instances: [{role: encode, url: 'http://e:1', dp_size: 0}]", "instances.0.dp_size"),
+        ("version: 2\ninstances: []", "version"),
+        ("a: &a [*a]\ninstances: *a", "no YAML"),
+        ("instances: [{role: encode, url: 'http://e'}, {url: 'http://e/', role: encode}]", "twice"),
+        ("\x00", "no YAML"),
+        ("instances: 2001-99-99", "instances"),
+        ("instances: !!timestamp x", "instances"),
+        ("instances: [!!python/object:os.system {}]", "instances.0"),
+        ("{" * 5000, "no YAML"),
+    ],
+)
+def test_a_file_that_is_none_is_refused_and_the_message_says_where(raw: str, message: str) -> None:
+    with pytest.raises(EntriesInvalid, match=message):
+        read_yaml(raw.encode())
+
+
+@pytest.mark.parametrize(
+    ("patterns", "url", "allowed"),
+    [
+        ([], "http://anything:1", True),
+        (["e.example"], "http://e.example:1", True),
+        (["e.example"], "http://f.example:1", False),
+        (["*.svc.local"], "http://e.svc.local:1", True),
+        (["*.svc.local"], "http://svc.local:1", False),
+        (["*.svc.local"], "http://esvc.local:1", False),
+        (["10.0.0.0/8"], "http://10.1.2.3:1", True),
+        (["10.0.0.0/8"], "http://11.1.2.3:1", False),
+        (["10.0.0.0/8"], "http://10.1.2.3.example:1", False),
+        (["10.1.2.3"], "http://10.1.2.3:1", True),
+        (["fd00::/8"], "http://[fd00::1]:1", True),
+        (["e.example"], "http://169.254.169.254", False),
+    ],
+)
+def test_a_host_is_allowed_by_name_or_by_network(
+    patterns: list[str], url: str, allowed: bool
+) -> None:
+    assert is_allowed(url, [check_pattern(pattern) for pattern in patterns]) is allowed
+
+
+@pytest.mark.parametrize("pattern", ["", "*", "a b", "http://e", "10.0.0.0/99", "user@e", "a:1"])
+def test_what_is_no_host_is_refused(pattern: str) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        check_pattern(pattern)
+
+
+def test_addresses_stay_while_answers_fail_and_a_while_when_there_are_none() -> None:
+    sightings = Sightings(empty_s=60)
+    sightings.saw({"a", "b"}, 0)
+    sightings.failed()
+    sightings.saw((), 10)
+    sightings.saw((), 69)
+    assert sightings.current == {"a", "b"}
+    sightings.saw((), 70)
+    assert sightings.current == set()
+
+
+def test_a_failure_or_an_answer_begins_that_while_anew() -> None:
+    sightings = Sightings(empty_s=60)
+    sightings.saw({"a"}, 0)
+    sightings.saw((), 10)
+    sightings.failed()
+    sightings.saw((), 80)
+    assert sightings.current == {"a"}
+    sightings.saw({"b"}, 90)
+    sightings.saw((), 141)
+
+    assert sightings.current == {"b"}
+
+
+def test_urls_of_names_and_of_their_addresses() -> None:
+    assert service_url("e:8000") == "http://e:8000"
+    assert service_url("https://E:8000/") == "https://e:8000"
+    assert at_address("https://e:8000/v", "10.0.0.1") == "https://10.0.0.1:8000/v"
+    assert at_address("http://e:8000", "fd00::1") == "http://[fd00::1]:8000"
+    assert name_server("10.0.0.1") == ("10.0.0.1", 53)
+    assert name_server("[fd00::1]:5353") == ("fd00::1", 5353)
+    assert name_server("fd00::1") == ("fd00::1", 53)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "file:///var/lib/epd",
+        "redis://:pw@host:6379/1?key=a",
+        "rediss://host?ssl_ca_certs=/ca.pem",
+    ],
+)
+def test_stores_of_registrations(url: str) -> None:
+    assert registration_store_url(url) == url
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("http://host", "must be file:///a/folder"),
+        ("file:///x?max_bytes=1", "has no parameters"),
+        ("redis://:SECRET@host:SECRET", "its port is none"),
+        ("redis://host?password=SECRET", "unknown parameter 'password'; known: key"),
+        ("redis://host?ssl_ca_certs=/ca.pem", "unknown parameter 'ssl_ca_certs'; known: key"),
+    ],
+)
+def test_what_no_store_of_registrations_is_is_refused_and_not_quoted(url: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason) as refused:
+        registration_store_url(url)
+
+    assert "SECRET" not in str(refused.value)
+
+
+@pytest.mark.parametrize("url", ["http://user:SECRET@h", "user:SECRET@h", "http://h/?key=SECRET"])
+def test_a_password_in_an_instances_url_is_refused_and_not_quoted(url: str) -> None:
+    with pytest.raises(ValueError, match="must be a") as refused:
+        base_url(url)
+
+    assert "SECRET" not in str(refused.value)

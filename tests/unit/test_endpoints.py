@@ -1,0 +1,343 @@
+"""What each endpoint reads of a request, and what it writes."""
+
+import string
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epd.bodies.endpoint import RESERVED, Endpoint
+from epd.bodies.endpoints import ENDPOINTS
+from epd.bodies.items import EMBEDS, MODALITY, metadata_part, raw_part, with_parts
+from epd.bodies.transfer import Encoded, EncodedItem, consumer_body
+from epd.errors import BadRequest, Overloaded, ProxyError
+from tests.requests import data_url
+
+KV = {"do_remote_decode": True}
+URL = data_url(b"1")
+JSON = [path for path in ENDPOINTS if "/audio/" not in path]
+
+CHAT, RESPONSES, MESSAGES, COMPLETIONS, EMBEDDINGS = (
+    ENDPOINTS[f"/v1/{name}"]
+    for name in ("chat/completions", "responses", "messages", "completions", "embeddings")
+)
+
+small = st.recursive(
+    st.none() | st.booleans() | st.integers(0, 9) | st.text(string.ascii_letters, max_size=3),
+    lambda inner: st.lists(inner, max_size=3),
+    max_leaves=5,
+)
+keys = st.sampled_from(
+    [*MODALITY, *EMBEDS, "type", "uuid", "text", "url", "source", "data", "media_type", "content"]
+)
+kinds = st.sampled_from([*MODALITY, "text", "image", "input_image", "tool_result", "base64", "url"])
+like_parts = st.recursive(
+    st.dictionaries(keys, small | kinds),
+    lambda inner: st.dictionaries(keys, small | kinds | inner | st.lists(inner, max_size=2)),
+    max_leaves=6,
+)
+like_messages = st.lists(
+    st.dictionaries(
+        st.sampled_from(["role", "content", "output", "reasoning", "type"]),
+        small | st.lists(like_parts, max_size=3),
+    ),
+    max_size=3,
+)
+like_bodies = st.dictionaries(
+    st.sampled_from(["messages", "input", "prompt"]), small | like_messages | st.just("words")
+)
+
+
+def read(endpoint: Endpoint, body: dict[str, Any]) -> dict[str, Any]:
+    return dict(endpoint.parse(orjson.dumps(body)))
+
+
+@pytest.mark.fault(52)
+@pytest.mark.parametrize("path", JSON)
+@given(like_bodies)
+def test_any_body_is_read_or_refused(path: str, body: dict[str, Any]) -> None:
+    endpoint = ENDPOINTS[path]
+    try:
+        parsed = endpoint.parse(orjson.dumps(body))
+        items = tuple(endpoint.items(parsed))
+    except BadRequest as error:
+        assert error.status == 400
+        return
+    for item in items:
+        assert item.kind in MODALITY
+        holder: Any = parsed
+        for step in item.path:
+            holder = holder[step]
+        assert isinstance(holder, dict)
+
+
+@pytest.mark.fault(56)
+@pytest.mark.security("S5")
+@pytest.mark.parametrize("path", JSON)
+@pytest.mark.parametrize("field", RESERVED)
+def test_no_endpoint_passes_reserved_fields(path: str, field: str) -> None:
+    body = {"messages": [], "input": [], "prompt": "", field: {"a": 1}}
+    parsed = read(ENDPOINTS[path], body)
+
+    assert field not in parsed
+    with pytest.raises(BadRequest) as refused:
+        read(ENDPOINTS[path], body | {"vllm_xargs": {field: "x"}})
+    assert refused.value.slug == "reserved_field"
+
+
+def picture(**more: Any) -> dict[str, Any]:
+    return {"type": "input_image", "image_url": URL, **more}
+
+
+def test_pictures_of_a_response_are_in_messages_and_in_what_tools_answered() -> None:
+    body = read(
+        RESPONSES,
+        {
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "?"}, picture()]},
+                {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "1", "output": [picture(uuid="cat")]},
+                {"role": "user", "content": "and?"},
+            ]
+        },
+    )
+    items = list(RESPONSES.items(body))
+
+    assert [(item.param, item.uuid) for item in items] == [
+        ("input[0].content[1]", None),
+        ("input[2].output[0]", "cat"),
+    ]
+    assert {item.part["image_url"]["url"] for item in items} == {URL}
+    assert items[0].media_param == "input[0].content[1].image_url"
+
+
+def test_parts_of_a_response_say_their_key_and_come_without_their_picture() -> None:
+    body = read(RESPONSES, {"input": [{"role": "user", "content": [picture(uuid="own")]}]})
+    [item] = RESPONSES.items(body)
+    named = with_parts(body, {item: raw_part(item, "key")})
+    alone = with_parts(body, {item: metadata_part(item, {"image_grid_thw": [[1, 2, 2]]}, "key")})
+
+    assert named["input"][0]["content"] == [
+        {"type": "input_image", "detail": "auto", "image_url": URL, "uuid": "key"}
+    ]
+    assert alone["input"][0]["content"] == [
+        {
+            "type": "input_image",
+            "detail": "auto",
+            "image_embeds": {"image_grid_thw": [1, 2, 2]},
+            "uuid": "key",
+        }
+    ]
+    assert body["input"][0]["content"] == [picture(uuid="own")]
+
+
+@pytest.mark.security("S11")
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "input_image", "image_embeds": {"image_grid_thw": [1, 2, 2]}, "uuid": "k"},
+        {"type": "input_image", "image_url": URL, "image_embeds": {}},
+        {"type": "image_embeds", "image_embeds": {}, "uuid": "k"},
+        {"type": "input_text", "text": "?", "image_url": URL, "uuid": "k"},
+        {"type": "input_text", "text": "?", "uuid": "k"},
+        {"type": "input_image", "image_url": URL, "audio_url": URL},
+        {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}},
+        {"type": "input_audio", "input_audio": {"data": "a", "format": "wav"}},
+        {"image_url": URL},
+        {"type": "input_image", "file_id": "f"},
+        {"type": "input_image", "image_url": {"url": URL}},
+        {"type": "input_image", "image_url": ""},
+        picture(uuid="a b"),
+        7,
+    ],
+)
+@pytest.mark.parametrize("field", ["content", "output"])
+def test_vllm_would_read_such_parts_of_a_response_as_media(field: str, part: Any) -> None:
+    """VLLM keeps fields that OpenAI does not know, of an item of any type, and reads them."""
+    for item in ({"role": "user"}, {"type": "computer_call_output", "role": "user"}):
+        body = read(RESPONSES, {"input": [{**item, field: [part]}]})
+        with pytest.raises(BadRequest):
+            list(RESPONSES.items(body))
+
+
+@pytest.mark.parametrize(
+    "field", ["previous_response_id", "background", "conversation", "previous_input_messages"]
+)
+def test_a_response_that_would_need_a_memory_is_refused(field: str) -> None:
+    with pytest.raises(BadRequest) as refused:
+        read(RESPONSES, {"input": "hi", field: "x"})
+
+    assert (refused.value.slug, refused.value.param) == ("unsupported_field", field)
+
+
+def test_no_engine_keeps_a_response_or_knows_it_by_its_clients_id() -> None:
+    parsed = read(RESPONSES, {"input": "hi", "store": True, "request_id": "mine"})
+
+    assert parsed == {"input": "hi", "store": False}
+
+
+BASE64 = {"type": "base64", "media_type": "image/png", "data": "MQ=="}
+
+
+def test_pictures_of_a_message_are_in_its_content_and_in_what_tools_answered() -> None:
+    tool = {"type": "tool_result", "tool_use_id": "1"}
+    body = read(
+        MESSAGES,
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image", "source": BASE64}]},
+                {"role": "assistant", "content": "a cat"},
+                {
+                    "role": "user",
+                    "content": [
+                        {**tool, "content": [{"type": "text", "text": "a"}, {"type": "image"}]},
+                        {**tool, "content": "words"},
+                    ],
+                },
+            ]
+        },
+    )
+    nested = body["messages"][2]["content"][0]["content"][1]
+    nested["source"] = {"type": "url", "url": "https://a/b.png"}
+    items = list(MESSAGES.items(body))
+
+    assert [(item.param, item.part["image_url"]["url"]) for item in items] == [
+        ("messages[0].content[0]", URL),
+        ("messages[2].content[0].content[1]", "https://a/b.png"),
+    ]
+    assert not any(item.named for item in items)
+    changed = with_parts(body, {items[1]: raw_part(items[0], None)})
+    there = changed["messages"][2]["content"][0]["content"][1]
+    assert there == {"type": "image", "source": {"type": "url", "url": URL}}
+    assert nested["source"]["url"] == "https://a/b.png"
+    assert changed["messages"][0] is body["messages"][0]
+
+
+def test_a_message_never_goes_on_without_its_picture() -> None:
+    """There is no way to say a key in it."""
+    body = read(
+        MESSAGES,
+        {"messages": [{"role": "user", "content": [{"type": "image", "source": BASE64}]}]},
+    )
+    [item] = MESSAGES.items(body)
+    encoded = Encoded({}, "0" * 64, {"image_grid_thw": [[1, 2, 2]]})
+    sent = consumer_body(body, [EncodedItem(item, None, encoded, "hit")], raw=False)
+
+    assert not sent.names_entries
+    [block] = sent.body["messages"][0]["content"]
+    assert block == {"type": "image", "source": {"type": "url", "url": URL}}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [None, {}, "x", {"type": "base64", "data": "a"}, {"type": "url"}, {"type": "file", "url": "a"}],
+)
+def test_a_picture_without_a_place_is_refused(source: Any) -> None:
+    body = {"messages": [{"role": "user", "content": [{"type": "image", "source": source}]}]}
+    with pytest.raises(BadRequest) as refused:
+        list(MESSAGES.items(read(MESSAGES, body)))
+
+    assert refused.value.param == "messages[0].content[0].source"
+
+
+@pytest.mark.parametrize("field", ["messages", "input"])
+@pytest.mark.parametrize("batch", [False, True])
+def test_conversations_to_embed_have_items_wherever_they_are(field: str, batch: bool) -> None:
+    part = {"type": "image_url", "image_url": {"url": URL}}
+    talk: list[Any] = [{"role": "user", "content": [part]}]
+    body = {field: [talk, talk]} if batch else {field: talk}
+    items = list(EMBEDDINGS.items(body))
+
+    assert len(items) == 1 + batch
+    changed: Any = with_parts(body, {items[-1]: {"type": "text"}})[field]
+    message = changed[1][0] if batch else changed[0]
+    assert message["content"] == [{"type": "text"}]
+
+
+@pytest.mark.parametrize("value", ["words", ["a", "b"], [1, 2], [[1], [2]], [], [[]], 7])
+def test_texts_and_tokens_to_embed_have_none(value: Any) -> None:
+    assert list(EMBEDDINGS.items({"input": value})) == []
+
+
+def test_a_conversation_among_texts_is_refused() -> None:
+    with pytest.raises(BadRequest):
+        list(EMBEDDINGS.items({"input": ["a", {"role": "user", "content": []}]}))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "one"),
+    [
+        ("a", True),
+        ([1, 2], True),
+        ([], False),
+        (["a"], False),
+        (["a", "b"], False),
+        ([[1], [2]], False),
+        (None, False),
+    ],
+)
+def test_prefill_takes_completions_of_one_prompt(prompt: Any, one: bool) -> None:
+    assert COMPLETIONS.prefills({"prompt": prompt}) is one
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "limit"),
+    [(RESPONSES, "max_output_tokens"), (MESSAGES, "max_tokens"), (COMPLETIONS, "max_tokens")],
+)
+def test_prefill_and_release_ask_for_one_token(endpoint: Endpoint, limit: str) -> None:
+    body = {"a": 1, "stream": True, "stream_options": {}, limit: 9, "kv_transfer_params": KV}
+
+    assert endpoint.prefill({"a": 1, limit: 9}, KV) == {
+        "a": 1,
+        "stream": False,
+        limit: 1,
+        "kv_transfer_params": KV,
+    }
+    assert endpoint.release(body) == {"a": 1, "stream": True, limit: 1, "kv_transfer_params": KV}
+
+
+def test_errors_have_the_shape_that_clients_of_the_endpoint_expect() -> None:
+    error = BadRequest("no", param="messages[0]")
+    openai, anthropic = (orjson.loads(it.error(error)) for it in (CHAT, MESSAGES))
+
+    assert openai["error"] == {
+        "message": "no",
+        "type": "BadRequestError",
+        "param": "messages[0]",
+        "code": 400,
+    }
+    assert anthropic == {
+        "type": "error",
+        "error": {"type": "invalid_request_error", "message": "messages[0]: no"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (Overloaded("busy"), "overloaded_error"),
+        (ProxyError("bug"), "api_error"),
+        (BadRequest("no"), "invalid_request_error"),
+    ],
+)
+def test_anthropics_clients_go_by_the_type_of_an_error(error: ProxyError, kind: str) -> None:
+    assert orjson.loads(MESSAGES.error(error))["error"]["type"] == kind
+
+
+def test_a_form_goes_on_as_it_came() -> None:
+    audio = ENDPOINTS["/v1/audio/transcriptions"]
+    form, kind = b'--x\r\n"data":"' + b"A" * 100_000, "multipart/form-data; boundary=x"
+    body, cuts = audio.read(form, kind)
+
+    assert b"".join(audio.written(body, cuts)) == form
+    assert audio.content_type(body) == kind
+
+
+@pytest.mark.parametrize("kind", ["", "application/json", "multipart/form-data", "x; boundary=y"])
+def test_what_is_no_form_is_refused(kind: str) -> None:
+    with pytest.raises(ProxyError) as refused:
+        ENDPOINTS["/v1/audio/transcriptions"].read(b"", kind)
+
+    assert refused.value.status == 415

@@ -1,0 +1,149 @@
+"""A configuration that changes while it is in use, and what follows it."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+
+from epd.config import ConfigInvalid, ProxyConfig
+from epd.config.live import FIXED, LiveConfig
+from epd.edge.admission import Admission, Door, Limits
+from epd.errors import TooManyRequests, UpstreamUnreachable
+from epd.routing.health import HealthPolicy, State
+from epd.routing.instances import Instance, InstanceTable, Role
+from epd.routing.policies import Choice
+from epd.routing.registry import Registry, Source
+from epd.tenants import Tenant
+
+ALICE = Tenant("alice")
+ONES = [Instance(Role.ENCODE, f"http://{name}") for name in "abcdef"]
+some = st.lists(st.sampled_from(ONES), unique=True)
+
+
+def config(**more: Any) -> ProxyConfig:
+    urls = {"encode_servers_urls": "http://e:1", "decode_servers_urls": "http://d:1"}
+    return ProxyConfig.model_validate(urls | more)
+
+
+def test_who_keeps_it_sees_what_has_changed() -> None:
+    live = LiveConfig.of(config(max_items=1))
+    kept = live
+
+    change = live.adopt(config(max_items=2, eject_after=9))
+
+    assert (kept.max_items, kept.health.eject_after) == (2, 9)
+    assert change.changed == {"max_items", "eject_after"}
+    assert (change.before.max_items, change.kept) == (1, frozenset())
+
+
+def test_what_needs_a_restart_stays() -> None:
+    live = LiveConfig.of(config())
+
+    change = live.adopt(config(port=1, workers=3, max_items=2))
+
+    assert (live.port, live.workers, live.max_items) == (8000, 1, 2)
+    assert (set(change.changed), set(change.kept)) == ({"max_items"}, {"port", "workers"})
+
+
+def test_prefill_may_become_a_stage_of_its_own_and_cease_to_be_one() -> None:
+    live = LiveConfig.of(config())
+    split = {"prefill_servers_urls": "http://p:1", "decode_servers_urls": "http://d:1"}
+
+    change = live.adopt(config(**split))
+
+    assert change.kept == frozenset()
+    assert [one.role for one in live.instances] == [Role.ENCODE, Role.PREFILL, Role.DECODE]
+
+    live.adopt(config())
+
+    assert [one.role for one in live.instances] == [Role.ENCODE, Role.PREFILL_DECODE]
+
+
+def test_what_does_not_go_with_what_stays_changes_nothing() -> None:
+    live = LiveConfig.of(config())
+
+    with pytest.raises(ConfigInvalid, match="api_keys_file cannot change without a restart"):
+        live.adopt(config(api_keys_file="/keys", tenant_max_requests=3, max_items=2))
+
+    assert live == LiveConfig.of(config())
+
+
+def test_what_stays_are_fields() -> None:
+    assert set(ProxyConfig.model_fields) >= FIXED
+
+
+def test_an_instance_that_stays_keeps_its_health_and_one_that_goes_its_requests() -> None:
+    a, b, c = ONES[:3]
+    table = InstanceTable(policy=HealthPolicy(eject_after=1))
+    registry = Registry(table, [a, b])
+    with pytest.raises(UpstreamUnreachable), table.using(a):
+        raise UpstreamUnreachable("x")
+
+    with table.using(b):
+        registry.replace(Source.CONFIG, [c, a])
+        assert table.of(Role.ENCODE) == (a, c)
+
+    assert table.state(a) is not State.HEALTHY
+    assert not table.load
+
+
+def test_health_is_judged_by_the_policy_of_now() -> None:
+    table = InstanceTable(ONES[:2], HealthPolicy(eject_after=1))
+
+    table.judge_by(HealthPolicy(eject_after=2))
+    table.add(ONES[2])
+
+    for one in ONES[:3]:
+        with pytest.raises(UpstreamUnreachable), table.using(one):
+            raise UpstreamUnreachable("x")
+        assert table.state(one) is State.HEALTHY
+
+
+def test_a_choice_goes_by_another_policy() -> None:
+    choice = Choice(InstanceTable(ONES), "affinity", Role.ENCODE)
+    assert len({choice.best("key") for _ in range(4)}) == 1
+
+    choices = []
+    for _ in range(4):
+        choice.use("round_robin")
+        choices.append(choice.best("key"))
+
+    assert choices == ONES[:4]
+
+
+def test_who_waits_comes_in_when_there_are_more_places() -> None:
+    door = Door(1, 9)
+    tickets = [door.arrive(ALICE) for _ in range(4)]
+
+    door.resize(3, 9)
+    assert [ticket.where for ticket in tickets] == ["inside"] * 3 + ["queue"]
+
+    door.resize(1, 0)
+    for ticket in tickets[:2]:
+        door.leave(ticket)
+        assert tickets[3].where == "queue"
+    door.leave(tickets[2])
+    assert (tickets[3].where, door.inside) == ("inside", 1)
+
+
+async def test_limits_change_under_requests_that_are_here() -> None:
+    limits = Limits(requests=9, queue=0, queue_timeout_s=1, body_bytes=9)
+    admission = Admission(limits, asyncio.get_running_loop().time)
+    one = Limits(
+        requests=9, queue=0, queue_timeout_s=1, body_bytes=9, tenant_requests=1, tenant_per_minute=1
+    )
+
+    with admission.arrive(ALICE):
+        admission.adopt(one)
+        with pytest.raises(TooManyRequests), admission.arrive(ALICE):
+            pass
+    with admission.arrive(ALICE):
+        admission.keep_pace(ALICE)
+        with pytest.raises(TooManyRequests):
+            admission.keep_pace(ALICE)
+        admission.adopt(one)  # who has had his share of this minute has no other
+        with pytest.raises(TooManyRequests):
+            admission.keep_pace(ALICE)
+        admission.adopt(limits)
+        admission.keep_pace(ALICE)

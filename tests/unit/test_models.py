@@ -1,0 +1,100 @@
+"""What labels call a model: what instances call it, and never what only a client does."""
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epd.models import LOOKED_AT_BYTES, MAX_ASKED, MAX_NAMES, OTHER, ModelNames
+
+NAMES = st.text(max_size=12) | st.sampled_from(["m", "a/b-7B", "x" * 300, '"', "\n", "other"])
+
+
+def said(name: str, content: str = "") -> bytes:
+    return orjson.dumps({"id": "c", "model": name, "choices": [{"content": content}]})
+
+
+@given(st.lists(st.tuples(NAMES, st.none() | NAMES), max_size=30), NAMES)
+def test_a_label_is_a_name_that_an_instance_has_said(
+    answered: list[tuple[str, str | None]], asked: str
+) -> None:
+    names = ModelNames()
+    for model, answer in answered:
+        if answer is not None:
+            names.learn(model, said(answer))
+
+    assert names.of(asked) in {"", OTHER, *(answer for _, answer in answered if answer)}
+    assert names.of("") == names.of(None) == ""
+
+
+def test_an_alias_is_called_what_the_instance_answers_as() -> None:
+    names = ModelNames()
+    before = names.of("alias")
+    names.learn("alias", b'data: {"id": "c", "model": "Qwen/Qwen2.5-VL-3B"}\n\n')
+
+    assert (before, names.of("alias")) == (OTHER, "Qwen/Qwen2.5-VL-3B")
+
+
+@given(st.text())
+def test_what_a_model_says_is_no_name(content: str) -> None:
+    names = ModelNames()
+    names.learn("m", orjson.dumps({"choices": [{"content": '"model": "x" ' + content}]}))
+
+    assert names.of("m") == OTHER
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b'{"id": "r", "metadata": {"model": "x"}, "model": "m", "output": []}',
+        (
+            b"event: response.created\n"
+            b'data: {"response": {"id": "r", "metadata": {"model": "x"}, "model": "m"}}\n\n'
+            b'event: response.in_progress\ndata: {"response": {"model": "x"}}\n\n'
+        ),
+        b'{"id": "a", "content": [{"type": "tool_use", "input": {"model": "x"}}], "model": "m"}',
+        b'event: message_start\ndata: {"message": {"content": [], "model": "m"}}\n\n',
+    ],
+)
+def test_what_a_client_or_a_tools_call_says_within_an_answer_is_no_name(answer: bytes) -> None:
+    names = ModelNames()
+    names.learn("alias", answer)
+
+    assert names.of("alias") == "m"
+
+
+@pytest.mark.parametrize(
+    "answer", [b"", b'"model"', b'{"model"', b'["model", {"model": "x"}]', b'{"model": ["x"]}']
+)
+def test_what_is_no_answer_names_nothing(answer: bytes) -> None:
+    names = ModelNames()
+    names.learn("m", answer)
+
+    assert names.of("m") == OTHER
+
+
+def test_so_many_names_and_no_more() -> None:
+    names = ModelNames()
+    for number in range(10 * MAX_NAMES):
+        names.learn(f"asked {number}", said(f"served {number}"))
+    labels = {names.of(f"asked {number}") for number in range(10 * MAX_NAMES)}
+
+    assert len(labels) <= MAX_NAMES + 1
+    assert labels <= {OTHER, *(f"served {number}" for number in range(MAX_NAMES))}
+
+
+def test_who_asks_for_many_names_has_the_old_ones_forgotten_and_learnt_again() -> None:
+    names = ModelNames()
+    for number in range(2 * MAX_ASKED):
+        names.learn(f"asked {number}", said("m"))
+    forgotten = names.of("asked 0")
+    names.learn("asked 0", said("m"))
+
+    assert (forgotten, names.of("asked 0")) == (OTHER, "m")
+
+
+def test_an_answer_of_megabytes_is_not_read_for_a_name() -> None:
+    names = ModelNames()
+    names.learn("m", said("m", " " * LOOKED_AT_BYTES))
+
+    assert names.of("m") == OTHER

@@ -1,0 +1,70 @@
+import gc
+from contextlib import suppress
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epd.bodies import parsing
+from epd.errors import BadRequest
+
+
+@pytest.mark.fault(65)
+def test_no_garbage_is_looked_for_among_what_is_parsed() -> None:
+    """A collection for each 700 new lists would go over all that came before, and hold the loop."""
+    raw = b"[%s 1]" % (b"[]," * (parsing.MAX_CONTAINERS - 1))
+    begun: list[str] = []
+
+    def count(phase: str, _: dict[str, int]) -> None:
+        begun.append(phase)
+
+    gc.collect()
+    gc.callbacks.append(count)
+    try:
+        parsing.parse_json(raw)
+        # What comes once it is allowed again is one.
+        assert begun.count("start") <= 1
+    finally:
+        gc.callbacks.remove(count)
+
+
+@pytest.mark.fault(65)
+@pytest.mark.parametrize(
+    "raw", [b"{}", b"{", b"[" * parsing.MAX_DEPTH + b"[]" + b"]" * parsing.MAX_DEPTH]
+)
+def test_garbage_is_collected_again_once_a_body_is_read_or_refused(raw: bytes) -> None:
+    with suppress(BadRequest):
+        parsing.parse_json(raw)
+
+    assert gc.isenabled()
+
+
+def values(value: object) -> tuple[int, int, int]:
+    """How many values there are, how many lists and objects, and how many empty ones."""
+    if not isinstance(value, list | dict):
+        return 1, 0, 0
+    inner = [values(one) for one in (value.values() if isinstance(value, dict) else value)]
+    every, containers, empty = map(sum, zip(*inner, strict=True)) if inner else (0, 0, 1)
+    return every + 1, containers + 1, empty
+
+
+@pytest.mark.fault(50)
+@given(
+    st.recursive(
+        st.integers(0, 9) | st.text(',[{"\\', max_size=9),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(',[{"\\'), inner),
+    )
+)
+def test_values_are_counted_and_not_what_words_look_like(value: object) -> None:
+    every, containers, empty = values(value)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parsing, "MAX_CONTAINERS", 2)
+        patch.setattr(parsing, "MAX_VALUES", 6)
+        try:
+            parsing.parse_json(orjson.dumps(value))
+        except BadRequest:
+            assert containers > 2 or every + empty > 6
+        else:
+            assert containers <= 2
+            assert every <= 6

@@ -1,0 +1,189 @@
+"""Who takes part, as several sources say; and the ranks behind one URL."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from epd.routing.instances import Instance, InstanceTable, Role
+from epd.routing.ranks import Ranks
+from epd.routing.registry import CLASHES, Change, Registry, Source
+
+E1, E2 = (Instance(Role.ENCODE, f"http://e{number}:1") for number in (1, 2))
+P, D = Instance(Role.PREFILL, "http://p:1"), Instance(Role.DECODE, "http://d:1")
+PD = Instance(Role.PREFILL_DECODE, "http://pd:1")
+
+
+class Told:
+    """A table, its registry, and what that said."""
+
+    def __init__(self, *configured: Instance) -> None:
+        self.changes: list[tuple[Instance, Change, Source]] = []
+        self.table = InstanceTable()
+        self.registry = Registry(
+            self.table, configured, on_change=lambda *change: self.changes.append(change)
+        )
+
+    @property
+    def members(self) -> set[Instance]:
+        return set(self.table.of(*Role))
+
+
+def test_who_is_configured_takes_part_and_nobody_is_told() -> None:
+    told = Told(E1, PD)
+
+    assert told.members == {E1, PD}
+    assert told.changes == []
+
+
+def test_an_instance_that_two_name_stays_until_both_let_it_go() -> None:
+    told = Told()
+    told.registry.replace(Source.API, [E1])
+    told.registry.replace(Source.DNS, [E1])
+    told.registry.replace(Source.API, [])
+    assert told.members == {E1}
+    told.registry.replace(Source.DNS, [])
+
+    assert told.members == set()
+    assert told.changes == [(E1, "added", Source.API), (E1, "removed", Source.DNS)]
+
+
+def test_who_takes_part_is_not_displaced_and_who_was_refused_comes_in_after_it() -> None:
+    told = Told()
+    told.registry.replace(Source.API, [PD])
+    told.registry.replace(Source.FILE, [D, P])
+    told.registry.replace(Source.FILE, [D, P])
+    assert told.members == {PD}
+    assert told.registry.clash(D) == PD
+    told.registry.replace(Source.API, [])
+
+    assert told.members == {D, P}
+    assert [change for one, change, _ in told.changes if one == D] == ["refused", "added"]
+
+
+def test_one_url_cannot_prefill_and_decode_apart_but_may_encode_beside() -> None:
+    told = Told(Instance(Role.ENCODE, "http://x:1"), Instance(Role.PREFILL, "http://x:1"))
+
+    assert len(told.members) == 2
+    assert told.registry.clash(Instance(Role.DECODE, "http://x:1")) is not None
+
+
+def test_other_details_are_another_instance_and_the_first_source_counts() -> None:
+    wide = Instance(Role.PREFILL_DECODE, PD.url, dp_size=4)
+    told = Told()
+    told.registry.replace(Source.DNS, [PD])
+    told.registry.replace(Source.API, [wide])
+
+    assert told.members == {wide}
+    [member] = told.registry.members
+    assert member.sources == (Source.API, Source.DNS)
+
+
+def test_an_instance_that_comes_back_is_not_judged_by_what_it_was() -> None:
+    told = Told(E1, E2)
+    for _ in range(3):
+        told.table.probed(E1, well=False)
+    assert told.table.usable(Role.ENCODE) == [E2]
+    told.registry.replace(Source.CONFIG, [E2])
+    told.registry.replace(Source.CONFIG, [E1, E2])
+
+    assert set(told.table.usable(Role.ENCODE)) == {E1, E2}
+
+
+INSTANCES = st.builds(
+    Instance,
+    st.sampled_from(Role),
+    st.sampled_from([f"http://{name}:1" for name in "abc"]),
+    st.integers(1, 2),
+)
+
+
+class RegistryMachine(RuleBasedStateMachine):
+    """Sources say what they like; the table is what the rules make of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = Told()
+        self.said: dict[Source, Sequence[Instance]] = {}
+        self.before: set[Instance] = set()
+
+    @rule(source=st.sampled_from(Source), instances=st.lists(INSTANCES, max_size=4))
+    def says(self, source: Source, instances: list[Instance]) -> None:
+        self.before = self.told.members
+        self.said[source] = instances
+        self.told.registry.replace(source, instances)
+
+    @property
+    def named(self) -> dict[tuple[Role, str], Instance]:
+        named: dict[tuple[Role, str], Instance] = {}
+        for source in Source:
+            for one in self.said.get(source, ()):
+                named.setdefault((one.role, one.url), one)
+        return named
+
+    @invariant()
+    def only_who_is_named_takes_part(self) -> None:
+        assert self.told.members <= set(self.named.values())
+
+    @invariant()
+    def roles_that_clash_never_take_part_together(self) -> None:
+        roles = {one.role for one in self.told.members}
+        assert not any(CLASHES[role] & roles for role in roles)
+
+    @invariant()
+    def nobody_who_is_still_named_leaves(self) -> None:
+        assert self.before & set(self.named.values()) <= self.told.members
+
+    @invariant()
+    def whoever_is_named_and_out_clashes_with_who_is_in(self) -> None:
+        for one in set(self.named.values()) - self.told.members:
+            assert self.told.registry.clash(one) is not None
+
+    @invariant()
+    def what_was_told_adds_up(self) -> None:
+        counts = Counter[Instance]()
+        for instance, change, _ in self.told.changes:
+            counts[instance] += {"added": 1, "removed": -1, "refused": 0}[change]
+        assert {one for one, count in counts.items() if count} == self.told.members
+        assert set(counts.values()) <= {0, 1}
+
+    @invariant()
+    def every_member_has_a_source_that_names_it(self) -> None:
+        for instance, sources, _ in self.told.registry.members:
+            assert sources
+            for source in sources:
+                assert instance.url in {one.url for one in self.said[source]}
+
+
+TestRegistryMachine = RegistryMachine.TestCase
+
+
+@given(st.integers(1, 8), st.lists(st.booleans(), max_size=60))
+def test_ranks_are_loaded_evenly(count: int, steps: list[bool]) -> None:
+    ranks, running = Ranks(count), list[int]()
+    for begins in steps:
+        if begins:
+            rank = ranks.next()
+            assert running.count(rank) == min(running.count(one) for one in range(count))
+            ranks.begin(rank)
+            running.append(rank)
+        elif running:
+            ranks.end(running.pop(0))
+
+
+def test_ranks_without_load_take_turns() -> None:
+    ranks = Ranks(2)
+
+    assert [ranks.next() for _ in range(3)] == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("role", "rank"), [(Role.PREFILL_DECODE, 0), (Role.PREFILL, 0), (Role.DECODE, None)]
+)
+def test_a_consumers_requests_name_a_rank(role: Role, rank: int | None) -> None:
+    instance = Instance(role, "http://x:1", dp_size=2)
+    with InstanceTable([instance]).using(instance) as use:
+        assert use.rank == rank

@@ -1,0 +1,87 @@
+"""What is counted here, against prometheus_client's own counters and histograms."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from epd import histogram
+from epd.observe.figures import Figure
+from epd.observe.tallies import Counted, Spread
+
+BOUNDS = (0.1, 0.5, 1, 2.5)
+LABELS = st.tuples(st.sampled_from(["m", 'q"\\\n']), st.sampled_from([200, 499]), st.booleans())
+VALUES = st.sampled_from([0.0, *BOUNDS]) | st.floats(0, 10)
+NAMES = ("model_name", "status", "failed")
+
+
+class Page:
+    """A registry of one family."""
+
+    def __init__(self, family: Metric) -> None:
+        self._family = family
+
+    def collect(self) -> list[Metric]:
+        return [self._family]
+
+
+def shown(page: Page | CollectorRegistry) -> dict[str, float]:
+    return {
+        f"{sample.name}{sorted(sample.labels.items())}": sample.value
+        for family in text_string_to_metric_families(generate_latest(page).decode())
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+
+
+def texts(labels: tuple[str, int, bool]) -> tuple[str, str, str]:
+    model, status, failed = labels
+    return model, str(status), "true" if failed else "false"
+
+
+@given(st.lists(st.tuples(LABELS, VALUES), max_size=20))
+def test_a_spread_is_a_histogram(values: list[tuple[tuple[str, int, bool], float]]) -> None:
+    registry = CollectorRegistry()
+    theirs = Histogram("h", "Times.", NAMES, buckets=BOUNDS, registry=registry)
+    ours = Spread(Figure("h", "histogram", "Times.", NAMES), BOUNDS)
+    for labels, value in values:
+        theirs.labels(*texts(labels)).observe(value)
+        ours.of(labels).add(value)
+
+    assert shown(Page(ours.collect())) == shown(registry)
+
+
+@given(st.lists(st.tuples(LABELS, st.integers(0, 9)), max_size=20))
+def test_what_is_counted_is_a_counter(values: list[tuple[tuple[str, int, bool], int]]) -> None:
+    registry = CollectorRegistry()
+    theirs = Counter("c", "Counts.", NAMES, registry=registry)
+    ours = Counted(Figure("c", "counter", "Counts.", NAMES))
+    for labels, value in values:
+        theirs.labels(*texts(labels)).inc(value)
+        ours.add(labels, value)
+
+    assert shown(Page(ours.collect())) == shown(registry)
+
+
+@given(st.lists(VALUES, max_size=20), st.lists(VALUES, max_size=20))
+def test_merged_is_as_if_all_were_added_to_one(these: list[float], those: list[float]) -> None:
+    one, two, both = (histogram.Histogram(BOUNDS) for _ in range(3))
+    for value in these:
+        one.add(value)
+    for value in those:
+        two.add(value)
+    for value in (*these, *those):
+        both.add(value)
+    one.merge(two)
+
+    assert one.counts == both.counts
+    assert abs(one.sum - both.sum) < 1e-9
+
+
+def test_without_labels_there_is_something_to_see_from_the_start() -> None:
+    counted = Counted(Figure("c", "counter", "Counts."))
+    spread = Spread(Figure("h", "histogram", "Times."), BOUNDS)
+
+    assert shown(Page(counted.collect())) == {"c_total[]": 0}
+    assert shown(Page(spread.collect()))["h_count[]"] == 0

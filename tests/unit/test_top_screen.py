@@ -1,0 +1,95 @@
+import io
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from epd.top.figures import bar, printed, seconds, share, size, spark
+from epd.top.screen import frame
+from epd.ui.state import State
+from tests.ui.states import large
+
+
+def drawn(state: State | None, width: int, height: int | None, failure: str = "") -> list[str]:
+    out = io.StringIO()
+    console = Console(file=out, width=width, height=height or 500, force_terminal=False)
+    console.print(frame(state, width, height, failure))
+    return out.getvalue().rstrip("\n").split("\n")
+
+
+@pytest.mark.parametrize("each", [1, 2, 20])
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (80, 16), (200, 60)])
+def test_it_fits_and_has_something_of_everything(each: int, width: int, height: int) -> None:
+    lines = drawn(large(each), width, height)
+    text = "\n".join(lines)
+
+    assert len(lines) <= height
+    assert max(map(len, lines)) <= width
+    for part in ("Saved 830 encodes", "312 MB", "148 GPU s", "hit rate 83 %", "encode", "Ended"):
+        assert part in text
+
+
+def test_where_not_all_have_a_place_the_bad_ones_do() -> None:
+    text = "\n".join(drawn(large(20), 80, 24))
+
+    assert "✕ down" in text
+    assert "● healthy" not in text
+    assert "more" in text
+
+
+def test_without_an_end_all_instances_are_there() -> None:
+    text = "\n".join(drawn(large(20), 100, None))
+
+    for name in ("E1 ", "E20", "P20", "D20"):
+        assert name in text
+
+
+def test_a_proxy_that_does_not_answer_any_more_is_said_to() -> None:
+    lines = drawn(large(1), 80, 24, "connection refused")
+
+    assert "no answer: connection refused" in lines[0]
+    assert "Saved 830 encodes" in lines[1]
+    assert drawn(None, 80, 24, "connection refused") == ["connection refused"]
+
+
+def test_what_comes_from_outside_moves_no_cursor() -> None:
+    text = "\n".join(drawn(large(2, "\x1b[2J\x1b]0;title\x07[red]"), 200, None))
+
+    assert "\x1b" not in text
+    assert "\x07" not in text
+    assert "·[2J·]0;title·[red]" in text
+
+
+def test_a_state_that_is_not_known_is_shown_as_it_is() -> None:
+    state = cast("dict[str, Any]", large(1))
+    state["instances"] = state["instances"][:1]
+    state["stages"] = [one for one in state["stages"] if not one["count"]]
+    state["requests"] = state["notices"] = []
+    text = "\n".join(drawn(cast("State", state), 80, 24))
+
+    assert "E1" in text
+
+
+@given(st.text())
+def test_nothing_that_is_printed_is_a_control(text: str) -> None:
+    assert printed(text).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(None, "-"), (0.0004, "0.40 ms"), (0.0123, "12.3 ms"), (0.9996, "1.00 s"), (148.2, "148 s")],
+)
+def test_durations(value: float | None, expected: str) -> None:
+    assert seconds(value) == expected
+
+
+def test_figures() -> None:
+    assert size(312_400_000) == "312 MB"
+    assert share(83, 100) == "83 %"
+    assert share(0, 0) == "-"
+    assert spark([0, 1, 2]) == " ▄█"
+    assert spark([]) == ""
+    assert bar(0.5, 6) == "███"
+    assert bar(2.0, 2) == "██"

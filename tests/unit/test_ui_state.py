@@ -1,0 +1,228 @@
+import json
+import math
+from collections import Counter
+from typing import get_args
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epd.errors import Stage
+from epd.events import InstanceChanged
+from epd.ui import snapshot as kept
+from epd.ui.recent import SHOWN_SPANS, SHOWN_TEXT, Recent
+from epd.ui.snapshot import Seen, Snapshot
+from epd.ui.state import FLOWS, SPARK_S, Moment, State, quantile, state
+from epd.ui.totals import totals
+from tests.ui.states import NOW_S, Clock, done, families, large, stage
+
+NOW = Moment(NOW_S, 1e9)
+E = "http://e:1"
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def recent(clock: Clock) -> Recent:
+    return Recent(clock)
+
+
+def known(recent: Recent, *instances: Seen) -> Snapshot:
+    """As another process reads it."""
+    snapshot = Snapshot(instances=list(instances), events=recent.events())
+    read: Snapshot = orjson.loads(orjson.dumps(snapshot))
+    return read
+
+
+def shown(*snapshots: Snapshot) -> State:
+    return state(snapshots, totals(families()), "redis", NOW)
+
+
+def seen(condition: str, requests: int = 0, role: str = "encode") -> Seen:
+    return Seen(role=role, url=E, state=condition, requests=requests)
+
+
+def test_every_stage_of_a_request_is_shown_or_is_the_proxys_own() -> None:
+    assert {*FLOWS, "proxy"} == set(get_args(Stage))
+
+
+def test_a_request_is_shown_with_when_its_stages_began(recent: Recent, clock: Clock) -> None:
+    encode = stage("encode", E, NOW_S - 0.9, 0.2)
+    decode = stage("decode", "http://d:1", NOW_S - 0.6, 0.1, "decode_failed")
+    recent.request_done(done("one", encode, decode, seconds=1.0, error="decode_failed"))
+    [one] = shown(known(recent))["requests"]
+
+    assert (one["id"], one["ended_s"], one["seconds"]) == ("one", 1e9, 1.0)
+    assert [(span["stage"], span["after_s"], span["error"]) for span in one["spans"]] == [
+        ("encode", 0.1, None),
+        ("decode", 0.4, "decode_failed"),
+    ]
+
+
+def test_requests_of_all_workers_are_shown_the_last_first(clock: Clock) -> None:
+    workers = Recent(clock), Recent(clock)
+    for number in range(6):
+        clock.now_s += 1
+        workers[number % 2].request_done(done(str(number), error="encode_failed"))
+    document = shown(*map(known, workers))
+
+    assert [one["id"] for one in document["requests"]] == list("543210")
+    assert [one["what"] for one in document["notices"]] == list("543210")
+    assert document["workers"] == 2
+
+
+def test_no_bad_requests_push_out_an_instance_that_went(clock: Clock) -> None:
+    workers = Recent(clock), Recent(clock)
+    workers[0].instance_changed(InstanceChanged(E, "encode", "down"))
+    for number in range(1000):
+        clock.now_s += 1
+        workers[number % 2].request_done(done(str(number), error="invalid_request"))
+    notices = shown(*map(known, workers))["notices"]
+
+    assert [one["said"] for one in notices if one["what"] == E] == ["down"]
+    assert len(notices) == kept.KEPT_ERRORS + 1
+    assert notices[-1]["what"] == E
+
+
+def test_what_is_asked_of_the_proxy_itself_is_not_shown(recent: Recent) -> None:
+    for path in ("/metrics", "/ui/state", "unknown", "/v1/models"):
+        recent.request_done(done(path=path, error="unknown_route"))
+    document = shown(known(recent))
+
+    assert document["requests"] == []
+    assert document["notices"] == []
+    assert sum(one["requests"] for one in document["seconds"]) == 0
+
+
+def test_nothing_grows_without_end(recent: Recent, clock: Clock) -> None:
+    spans = [stage("encode", E, clock.now_s, 0.1)] * 100
+    for number in range(3000):
+        clock.now_s += 1
+        recent.stage_done(spans[0])
+        recent.request_done(done(str(number), *spans, error="x", reason="long " * 1000))
+        recent.instance_changed(InstanceChanged(E, "encode", "down"))
+    events = recent.events()
+
+    assert len(events["samples"]["encode"]) == kept.KEPT_SAMPLES
+    assert len(events["requests"]) == kept.KEPT_REQUESTS
+    assert Counter(one["kind"] for one in events["notices"]) == {
+        "request": kept.KEPT_ERRORS,
+        "instance": kept.KEPT_CHANGES,
+    }
+    assert len(events["seconds"]) == kept.KEPT_SECONDS
+    assert len(events["requests"][0]["spans"]) == SHOWN_SPANS
+    assert events["requests"][0]["more_spans"] == 100 - SHOWN_SPANS
+    assert max(len(one["more"]) for one in events["notices"]) == SHOWN_TEXT
+
+
+def test_rates_are_of_the_last_ten_seconds_of_all_workers(clock: Clock) -> None:
+    workers = Recent(clock), Recent(clock)
+    for worker in workers:
+        for ago_s in (1, 2, 3, 20, 200):
+            worker.stage_done(stage("encode", E, NOW_S - ago_s - 0.1, 0.1))
+    document = shown(*(known(worker, seen("healthy")) for worker in workers))
+    encode = next(one for one in document["stages"] if one["stage"] == "encode")
+
+    assert (encode["rate"], encode["count"]) == (0.6, 10)
+    assert document["instances"][0]["rate"] == 0.6
+
+
+def test_a_rate_is_right_where_the_ring_reaches_back_less_far(recent: Recent) -> None:
+    for number in range(2000):
+        recent.stage_done(stage("decode", "http://d:1", NOW_S - 2 + number / 1000, 0.0))
+    decode = next(one for one in shown(known(recent))["stages"] if one["stage"] == "decode")
+
+    assert 900 < decode["rate"] < 1100
+
+
+def test_what_is_older_than_the_window_and_what_failed_is_in_no_quantile(recent: Recent) -> None:
+    recent.stage_done(stage("encode", E, NOW_S - 400, 9.0))
+    recent.stage_done(stage("encode", E, NOW_S - 5, 5.0, "encode_timeout"))
+    recent.stage_done(stage("encode", E, NOW_S - 1, 0.5))
+    [one] = shown(known(recent, seen("healthy")))["instances"]
+
+    assert (one["p50_s"], one["p99_s"], one["failed"], one["count"]) == (0.5, 0.5, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [
+        (("healthy", "healthy"), "healthy"),
+        (("trial", "healthy"), "trial"),
+        (("healthy", "ejected"), "ejected"),
+        (("down", "ejected"), "down"),
+    ],
+)
+def test_of_workers_that_differ_the_worst_is_shown(
+    recent: Recent, states: tuple[str, ...], expected: str
+) -> None:
+    [one] = shown(*(known(recent, seen(condition, 2)) for condition in states))["instances"]
+
+    assert (one["state"], one["requests"]) == (expected, 4)
+
+
+def test_one_url_in_two_roles_is_two_instances(recent: Recent) -> None:
+    recent.stage_done(stage("encode", E, NOW_S - 1, 0.1))
+    document = shown(known(recent, seen("healthy"), seen("down", role="prefill_decode")))
+
+    assert [(one["role"], one["state"], one["count"]) for one in document["instances"]] == [
+        ("encode", "healthy", 1),
+        ("prefill_decode", "down", 0),
+    ]
+
+
+def test_seconds_are_a_whole_minute_with_nothing_left_out(clock: Clock) -> None:
+    workers = Recent(clock), Recent(clock)
+    clock.now_s = NOW_S - 3.5
+    for worker in workers:
+        worker.request_done(done())
+    seconds = shown(*map(known, workers))["seconds"]
+
+    assert len(seconds) == SPARK_S
+    assert [one["at_s"] for one in seconds] == list(range(10**9 - SPARK_S, 10**9))
+    [busy] = [one for one in seconds if one["requests"]]
+    assert (busy["at_s"], busy["requests"], busy["hit"], busy["encoded"]) == (10**9 - 4, 2, 2, 2)
+
+
+def test_totals_are_those_of_the_page_of_metrics() -> None:
+    found = totals(families())
+
+    assert (found["requests"], found["failed"], found["left"]) == (909, 4, 2)
+    assert found["items"] == {"hit": 830, "encoded": 170, "local": 0}
+    assert found["in_flight"] == 12
+    assert found["saved"] == {"encodes": 830, "bytes": 312_400_000, "encode_seconds": 148.2}
+
+
+def test_nothing_at_all_is_a_state_too() -> None:
+    document = state([], totals([]), None, NOW)
+
+    assert (document["instances"], document["store"]) == ([], None)
+    assert document["totals"]["saved"]["encode_seconds"] == 0
+
+
+@given(
+    st.lists(st.floats(0, 1e6), min_size=1).map(sorted),
+    st.floats(0.01, 1.0),
+)
+def test_a_quantile_is_one_of_them_that_so_many_are_not_above(
+    ordered: list[float], share: float
+) -> None:
+    found = quantile(ordered, share)
+
+    assert found in ordered
+    assert sum(value <= found for value in ordered) >= math.floor(share * len(ordered))
+
+
+def test_a_large_fleet_is_small_enough_to_be_sent_each_second() -> None:
+    document = large(20)
+
+    assert Counter(one["role"] for one in document["instances"]) == {
+        "encode": 20,
+        "prefill": 20,
+        "decode": 20,
+    }
+    assert len(json.dumps(document)) < 150_000
