@@ -557,7 +557,7 @@ def test_an_endpoint_without_the_extra_ends_in_one_line() -> None:
     [
         ("http://c:4317", "http/json", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL must be grpc or http/"),
         ("c:4317", "grpc", "--otlp-traces-endpoint 'c:4317' is not a URL"),
-        ("http://u:p@c:4317", "grpc", "no user"),
+        ("http://u:p@c:4317", "grpc", "without a user"),
     ],
 )
 def test_what_cannot_be_exported_to_ends_in_one_line(
