@@ -89,9 +89,12 @@ class Endpoint:
         """Whether prefill can do its part of a request; without it, decode does both."""
         return self.generates
 
-    def prefill(self, body: Body, kv_transfer_params: Mapping[str, Any]) -> Body:
+    def prefill(self, body: Body, kv_transfer_params: Mapping[str, Any] | None) -> Body:
         """The prefill request: the same prompt, one token, the KV cache kept for decode."""
-        return {**self._one_token(body), "stream": False, "kv_transfer_params": kv_transfer_params}
+        own = {**self._one_token(body), "stream": False}
+        return (
+            own if kv_transfer_params is None else own | {"kv_transfer_params": kv_transfer_params}
+        )
 
     def release(self, body: Body) -> Body:
         """A decode request as short as can be, answered at once: its head comes before a token."""

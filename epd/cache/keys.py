@@ -7,7 +7,6 @@ from contextlib import suppress
 from ec_store import StoreUnavailable
 from epd.bodies.cuts import NO_CUTS, Cuts
 from epd.bodies.items import MODALITY, Body, MMItem
-from epd.bodies.transfer import EncodedItem, metadata_uuid
 from epd.cache.encoder_cache import EncoderCache
 from epd.cache.identity import content_key, name_key
 from epd.cache.names import Name, Names
@@ -15,6 +14,7 @@ from epd.config import ProxyConfig
 from epd.errors import UnknownMedia, no_store
 from epd.media.parts import Inline, Known, check_image, source
 from epd.tenants import Scope, Tenant
+from epd.transfer.encoded import EncodedItem, metadata_uuid
 
 IN_THREAD = 2 * 1024**2
 """Characters of base64 in a request above which its media are looked into off the event loop.

@@ -36,6 +36,7 @@ FIXED = frozenset(
         "discovery_interval_s",
         "discovery_dns_server",
         "ec_consumer_dp_size",
+        "kv_transfer",
     }
 )
 """Fields that are read at the start alone."""

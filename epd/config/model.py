@@ -25,6 +25,7 @@ from epd.routing.health import HealthPolicy
 from epd.routing.instances import Instance, Role
 from epd.routing.policies import PolicyName
 from epd.tenants import ANONYMOUS, Scope, Tenant
+from epd.transfer.flavours import KVTransferName
 
 
 class ProxyConfig(BaseModel):
@@ -49,6 +50,11 @@ class ProxyConfig(BaseModel):
         ge=1,
         description="data-parallel ranks behind each prefill instance, or without any each decode "
         "instance; the proxy names the rank",
+    )
+    kv_transfer: KVTransferName = Field(
+        default="nixl",
+        description="how decode gets prefill's KV blocks: the connector of the instances' "
+        "--kv-transfer-config",
     )
     dynamic_registration: bool = Field(
         default=False,

@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import cycle, islice
 
-from epd.bodies.transfer import Encoded
 from epd.config import ProxyConfig
 from epd.doctor import judge
 from epd.doctor.facts import InstanceFacts, StoreFacts, Trial
@@ -22,6 +21,8 @@ from epd.http.tls import upstream_context
 from epd.http.upstream import Upstream
 from epd.request.stages import Stages
 from epd.routing.instances import Instance, Role
+from epd.transfer.encoded import Encoded
+from epd.transfer.flavours import KV_TRANSFERS
 
 
 class Patient:
@@ -76,7 +77,9 @@ async def examine(config: ProxyConfig, *, requests: bool) -> list[Finding]:
         visitor = Visitor(upstream, pool, headers, config.health_timeout_s)
         patient = Patient(await asyncio.gather(*map(visitor.look, called.instances)))
         if requests and patient.model is not None:
-            await _try(patient, Trials(Stages(upstream, config), headers), patient.model)
+            transfer = KV_TRANSFERS[config.kv_transfer]()
+            trials = Trials(Stages(upstream, config), transfer, headers)
+            await _try(patient, trials, patient.model)
     made = None if patient.tried is None else patient.tried.encoded
     store = await _look_at_store(config, made)
     return [

@@ -9,8 +9,8 @@ from urllib.parse import unquote, urlsplit
 
 from ec_store import EntryKey, StoreError
 from ec_store.aio import AsyncStore
-from epd.bodies.transfer import Encoded
 from epd.doctor.facts import StoreFacts
+from epd.transfer.encoded import Encoded
 
 LOOKS = 9
 """Look-ups whose median counts."""

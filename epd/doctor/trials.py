@@ -12,13 +12,15 @@ from PIL import Image
 
 from epd.bodies.chat import CHAT
 from epd.bodies.items import Body
-from epd.bodies.transfer import Encoded, EncodedItem, Params, consumer_body
 from epd.doctor.facts import Trial
 from epd.doctor.judge import DECODE, PREFILL
 from epd.errors import ProxyError, UpstreamRejected
 from epd.request.context import RequestContext
 from epd.request.stages import Stages
 from epd.routing.instances import Instance
+from epd.transfer.encoded import Encoded, EncodedItem, consumer_body
+from epd.transfer.kv import KVTransfer, Pair
+from epd.transfer.params import with_params
 
 SIDE = 64
 """Of the picture, in pixels: more than the least that processors take."""
@@ -72,11 +74,13 @@ class Trials:
 
     Args:
         stages: as the proxy has them.
+        transfer: how decode gets the KV blocks.
         headers: sent along, such as a key.
     """
 
-    def __init__(self, stages: Stages, headers: Mapping[str, str]) -> None:
+    def __init__(self, stages: Stages, transfer: KVTransfer, headers: Mapping[str, str]) -> None:
         self._stages = stages
+        self._transfer = transfer
         self._headers = headers
 
     async def encode(self, instance: Instance, model: str) -> tuple[Trial, Tried | None]:
@@ -106,15 +110,22 @@ class Trials:
         self, prefill: Instance, decode: Instance, body: Body
     ) -> Mapping[str, Trial]:
         """Have a request prefilled at one instance and decoded at another."""
+        context = self._context()
+        pair = Pair(context.request_id, prefill, decode=decode)
         try:
-            params = await self._stages.prefill(prefill, body, self._context())
+            prefilled = await self._stages.prefill(self._transfer, pair, body, context)
         except ProxyError as error:
             return {PREFILL: _failed(error)}
-        return {PREFILL: Trial(), DECODE: await self._answered(decode, _with(body, params))}
+        sent = with_params(body, prefilled.params)
+        answered = await self._answered(decode, sent, self._transfer.request_id(pair))
+        return {PREFILL: Trial(), DECODE: answered}
 
-    async def _answered(self, instance: Instance, body: Body) -> Trial:
+    async def _answered(
+        self, instance: Instance, body: Body, request_id: str | None = None
+    ) -> Trial:
+        context = self._context()
         try:
-            async with self._stages.decode(instance, body, self._context()) as reply:
+            async with self._stages.decode(instance, body, context, request_id=request_id) as reply:
                 await reply.read(idle_s=ANSWERS_S)
         except ProxyError as error:
             return _failed(error)
@@ -132,10 +143,6 @@ def text(model: str) -> Body:
 def _asking(model: str, part: Mapping[str, Any]) -> Body:
     content: Sequence[Mapping[str, Any]] = [part, {"type": "text", "text": "What is it?"}]
     return {"model": model, "max_tokens": 1, "messages": [{"role": "user", "content": content}]}
-
-
-def _with(body: Body, params: Params) -> Body:
-    return {**body, "kv_transfer_params": params}
 
 
 def _failed(error: ProxyError) -> Trial:

@@ -9,7 +9,6 @@ import orjson
 
 from ec_store import EntryInfo
 from epd.bodies.items import MM_KWARGS, Body, MMItem
-from epd.bodies.transfer import Encoded, EncodedItem, from_entry
 from epd.cache.claims import Claims, Turn
 from epd.cache.encoder_cache import EncoderCache, Look
 from epd.config import ProxyConfig
@@ -28,6 +27,7 @@ from epd.routing.instances import Instance, InstanceTable, Role
 from epd.routing.policies import Choice
 from epd.routing.retries import Retries, is_instances_fault, retry_delay_s
 from epd.spans import Span
+from epd.transfer.encoded import Encoded, EncodedItem, from_entry
 
 TRIES = 3
 """How many encode instances an item is sent to at most."""

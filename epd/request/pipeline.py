@@ -1,26 +1,26 @@
 """One request: encode, prefill where there is one, decode; tried again while nobody has seen it."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from types import TracebackType
 
 from epd.bodies.items import Body, MMItem, at_most, check_mm_kwargs
-from epd.bodies.transfer import Consumed, EncodedItem, Params, consumer_body, metadata_uuids
 from epd.cache.encoder_cache import EncoderCache
 from epd.cache.keys import Keys
 from epd.config import ProxyConfig
-from epd.errors import NoInstance, ProxyError, Stage, UpstreamTimeout, UpstreamUnreachable
-from epd.http.upstream import Reply
+from epd.errors import NoInstance, ProxyError, UpstreamTimeout, UpstreamUnreachable
 from epd.media.fetch import MediaFetcher
 from epd.media.parts import inline_bytes
+from epd.policies.course import Course, Facts, Policy
+from epd.policies.stages import EncodePrefillDecode, EncodePrefillDecodeInOne
+from epd.request.attempts import Attempts
 from epd.request.context import RequestContext
+from epd.request.decoders import Decoders
 from epd.request.encoding import Encoder
-from epd.request.releases import Releases
-from epd.request.stages import Decoding, Stages
-from epd.routing.instances import ANSWERING, Instance, InstanceTable, Role, Use
-from epd.routing.policies import Choice
+from epd.request.handover import Answer, Handovers
+from epd.request.stages import Stages
+from epd.routing.instances import InstanceTable, Role
 from epd.routing.retries import Retries, is_instances_fault, retry_delay_s
+from epd.transfer.encoded import EncodedItem, consumer_body, metadata_uuids
 
 MAX_PREFILLS = 2
 """Prefill instances that a request is sent to, before decode has to do without."""
@@ -29,79 +29,6 @@ MAX_DECODES = 2
 """Decode instances that a request is sent to."""
 
 MAX_ATTEMPTS = MAX_PREFILLS + MAX_DECODES
-
-
-@dataclass(slots=True)
-class Attempts:
-    """A request's attempts so far, and what the next one has to do otherwise.
-
-    Attributes:
-        prefills: prefill instances that it was sent to.
-        decodes: decode instances that it was sent to.
-        failures: the stages that have failed; who was not reached has not been asked.
-        doubtful: a decode instance that failed as one does that cannot load what it was named:
-            who made that may be at fault.
-        encoded: its items, once they are encoded.
-        sent: what prefill and decode were sent.
-        anew: whether entries may have been lost: all is encoded again, and the media go along.
-        prefilled: whether decode was sent what a prefill instance had made.
-        without_prefill: whether decode does prefill's work.
-    """
-
-    prefills: list[Instance] = field(default_factory=list)
-    decodes: list[Instance] = field(default_factory=list)
-    failures: list[Stage] = field(default_factory=list)
-    doubtful: Instance | None = None
-    encoded: list[EncodedItem] | None = None
-    sent: Consumed = field(default_factory=lambda: Consumed({}))
-    anew: bool = False
-    prefilled: bool = False
-    without_prefill: bool = False
-
-    def alone(self, stage: Stage) -> bool:
-        """Whether a stage that fails now does so by itself: the first time, others may have."""
-        depends = self.sent.names_entries or (stage == "decode" and self.prefilled)
-        return not depends or stage in self.failures
-
-
-class Answer:
-    """Decode's, and what it keeps until it has been relayed."""
-
-    __slots__ = ("_decoding", "_reply", "_using")
-
-    def __init__(self, using: Use, decoding: Decoding) -> None:
-        self._using = using
-        self._decoding = decoding
-
-    async def open(self) -> None:
-        """Wait for its head; afterwards, the context has to be entered.
-
-        Raises:
-            ProxyError: the instance failed, or refused the request.
-        """
-        self._using.__enter__()
-        try:
-            self._reply = await self._decoding.__aenter__()
-        except BaseException as error:
-            self._using.__exit__(type(error), error, error.__traceback__)
-            raise
-        self._using.answered()
-
-    async def __aenter__(self) -> Reply:
-        """Read it."""
-        return self._reply
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close it, and judge by its end who sent it."""
-        try:
-            await self._decoding.__aexit__(kind, error, trace)
-        finally:
-            self._using.__exit__(kind, error, trace)
 
 
 class Pipeline:
@@ -113,21 +40,21 @@ class Pipeline:
         stages: Stages,
         media: MediaFetcher,
         cache: EncoderCache | None,
-        releases: Releases,
+        handovers: Handovers,
+        decoders: Decoders,
         config: ProxyConfig,
     ) -> None:
         self._table = table
         self._media = media
-        self._stages = stages
-        self._releases = releases
+        self._handovers = handovers
+        self._decoders = decoders
         self._encoder = Encoder(stages, table, cache, config)
         self._keys = Keys(cache, config)
         self._config = config
         self._retries = Retries()
-        self._prefills = Choice(table, "least_load", Role.PREFILL)
-        self._decodes = Choice(table, "least_load", *ANSWERING)
+        self._policies: Sequence[Policy] = (EncodePrefillDecode(), EncodePrefillDecodeInOne())
 
-    async def run(self, body: Body, context: RequestContext) -> "Answer":
+    async def run(self, body: Body, context: RequestContext) -> Answer:
         """The decode instance's answer, its head read, its status 2xx: a context, to be entered.
 
         Leaving the context, by cancellation too, closes whatever is open upstream.
@@ -136,14 +63,13 @@ class Pipeline:
             BadRequest: the request cannot be served as it is.
             ProxyError: a stage failed.
         """
-        if not self._table.of(*ANSWERING):
-            raise NoInstance("there is no decode instance", slug="no_decode")
+        course = self._course(body, context)
         body, uuids = await self._keyed(body, context)
-        attempts = Attempts()
+        attempts = Attempts(course)
 
         async def attempt() -> Answer:
             await self._prepare(attempts, body, uuids, context)
-            return await self._answered(attempts, context)
+            return await self._handovers.answer(attempts, context)
 
         def again(error: ProxyError) -> float | None:
             delay_s = self._next(attempts, error)
@@ -191,7 +117,11 @@ class Pipeline:
         context: RequestContext,
     ) -> None:
         """Encode what is not encoded yet, or all of it anew, and make of it what is sent next."""
-        if self._lacks_prefill() and self._config.on_prefill_failure == "local":
+        if (
+            attempts.course.prefill
+            and not self._table.has(Role.PREFILL)
+            and self._config.on_prefill_failure == "local"
+        ):
             attempts.without_prefill = True
         if not uuids:
             attempts.encoded = []
@@ -214,42 +144,19 @@ class Pipeline:
                 inline_bytes(item, context.cuts) for item in hits if item in unsent
             )
 
-    async def _answered(self, attempts: Attempts, context: RequestContext) -> "Answer":
-        params = await self._prefilled(attempts, context)
-        attempts.prefilled = params is not None
-        sent = attempts.sent.body
-        if params is not None:
-            sent = {**sent, "kv_transfer_params": params}
-        instance = self._decodes.best(tried=attempts.decodes)
-        attempts.decodes.append(instance)
-        using = self._table.using(instance, alone=attempts.alone("decode"))
-        try:
-            answer = Answer(using, self._stages.decode(instance, sent, context, using.rank))
-            await answer.open()
-        except BaseException as error:
-            if params is not None and not _was_begun(error):
-                self._releases.begin(self._releaser(attempts, error), sent, context)
-            raise
-        return answer
+    def _course(self, body: Body, context: RequestContext) -> Course:
+        """What runs for a request, by the first policy that has something to say of it.
 
-    async def _prefilled(self, attempts: Attempts, context: RequestContext) -> Params | None:
-        """The `kv_transfer_params` of a prefill; None where decode does prefill's work."""
-        sent, split = attempts.sent.body, self._table.has(Role.DECODE)
-        if attempts.without_prefill or not split or not context.endpoint.prefills(sent):
-            return None
-        instance = self._prefills.best(tried=attempts.prefills)
-        attempts.prefills.append(instance)
-        with self._table.using(instance, alone=attempts.alone("prefill")) as use:
-            return await self._stages.prefill(instance, sent, context, use.rank)
-
-    def _lacks_prefill(self) -> bool:
-        """Whether decode waits for prefill instances that have not come yet, or have gone."""
-        return self._table.has(Role.DECODE) and not self._table.has(Role.PREFILL)
-
-    def _releaser(self, attempts: Attempts, error: BaseException) -> Instance:
-        """Who is told that a prefill is not wanted: who had it, or another if that failed."""
-        failed = isinstance(error, ProxyError) and self._decodes.others(attempts.decodes)
-        return self._decodes.best(tried=attempts.decodes) if failed else attempts.decodes[-1]
+        Raises:
+            NoInstance: none has.
+        """
+        prefills = context.endpoint.prefills(body)
+        roles = frozenset(role for role in Role if self._table.has(role))
+        facts = Facts(context.endpoint.path, prefills, 0, 0, roles)
+        for policy in self._policies:
+            if (course := policy.course(facts)) is not None:
+                return course
+        raise NoInstance("there is no decode instance", slug="no_decode")
 
     def _next(self, attempts: Attempts, error: ProxyError) -> float | None:
         """Prepare for the next attempt: how long until then, in seconds; None: there is none."""
@@ -270,7 +177,7 @@ class Pipeline:
 
     def _after_prefill(self, attempts: Attempts, error: ProxyError) -> float | None:
         if attempts.failures.count("prefill") < MAX_PREFILLS:
-            others = self._prefills.others(attempts.prefills)
+            others = self._handovers.other_prefills(attempts)
             delay_s = retry_delay_s(error, others=others)
             if delay_s is not None:
                 return delay_s
@@ -285,18 +192,12 @@ class Pipeline:
         # Prefill's blocks could not be fetched, with vLLM's `kv_load_failure_policy` "fail".
         if error.answered == HTTPStatus.INTERNAL_SERVER_ERROR and attempts.prefilled:
             return 0.0
-        delay_s = retry_delay_s(error, others=self._decodes.others(attempts.decodes))
+        delay_s = retry_delay_s(
+            error, others=self._decoders.others(attempts.course, attempts.decodes)
+        )
         unreached = isinstance(error, UpstreamUnreachable)
         if delay_s is None and unreached and attempts.doubtful in attempts.decodes:
             # Better than nobody: what it could not load has been made again.
             attempts.decodes.remove(attempts.doubtful)
             return 0.0
         return delay_s
-
-
-def _was_begun(error: BaseException) -> bool:
-    """Whether decode's engine has had the request, and has told prefill itself.
-
-    What is refused is refused before, and a 4xx too: prefill is sent less than decode is.
-    """
-    return isinstance(error, ProxyError) and error.answered == HTTPStatus.INTERNAL_SERVER_ERROR

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from http import HTTPStatus
 from types import TracebackType
+from typing import NamedTuple
 
 from epd.bodies.chat import CHAT, encode_body
 from epd.bodies.endpoint import written
 from epd.bodies.items import Body, MMItem
-from epd.bodies.transfer import NIXL_PREFILL, Encoded, Params, read_encoded, read_prefilled
 from epd.config import ProxyConfig
 from epd.errors import (
     ProxyError,
@@ -25,11 +25,26 @@ from epd.http.upstream import Answer, Reply, Upstream
 from epd.request.context import RequestContext, Timed
 from epd.routing.health import BUSY
 from epd.routing.instances import Instance
+from epd.transfer.encoded import Encoded, read_encoded
+from epd.transfer.kv import KVTransfer, Pair
+from epd.transfer.params import Params, reply_field
 
 MAX_STATUS = 599
 
 RELEASE_TIMEOUT_S = 5.0
 """A decode instance's answer to a request that nobody waits for."""
+
+
+class Prefilled(NamedTuple):
+    """What prefill has replied.
+
+    Attributes:
+        replied: its `kv_transfer_params`; empty where there are none.
+        params: those of the decode request; None: it has none.
+    """
+
+    replied: Params
+    params: Params | None
 
 
 class Stages:
@@ -67,34 +82,60 @@ class Stages:
             return read_encoded(accepted, item.modality)
 
     async def prefill(
-        self, instance: Instance, body: Body, context: RequestContext, rank: int | None = None
-    ) -> Params:
-        """Prefill the request and return its `kv_transfer_params`, which serve one decode.
+        self,
+        transfer: KVTransfer,
+        pair: Pair,
+        body: Body,
+        context: RequestContext,
+        earlier: Params | None = None,
+    ) -> Prefilled:
+        """Prefill the request, for one decode.
+
+        Args:
+            transfer: how decode gets the KV blocks.
+            pair: who prefills, and for whom.
+            body: the request.
+            context: the request's.
+            earlier: decode's `kv_transfer_params` of the conversation's last turn.
 
         Raises:
-            ProxyError: the instance failed, or returned none.
+            ProxyError: the instance failed, or said nothing of its blocks where it has to.
         """
-        endpoint = context.endpoint
+        endpoint, instance = context.endpoint, pair.prefill
+        asked = endpoint.prefill(body, transfer.prefill_params(pair, earlier))
         with context.timed("prefill", instance.url) as span:
             answer = await self._upstream.fetch(
                 instance.url + endpoint.path,
                 stage="prefill",
-                headers=context.headers_for(context.request_id, span, rank),
-                body=endpoint.written(endpoint.prefill(body, NIXL_PREFILL), context.cuts),
+                headers=context.headers_for(transfer.request_id(pair), span, pair.prefill_rank),
+                body=endpoint.written(asked, context.cuts),
                 timeout_s=self._config.prefill_timeout_s,
             )
             if span is not None:
                 span.answered(answer.status)
             accepted = _accepted(answer, "prefill", context)
             context.named(accepted)
-            params = read_prefilled(accepted)
+            replied = reply_field(accepted, "kv_transfer_params", stage="prefill")
+            params = transfer.decode_params(pair, replied)
         context.record.prefilled_s = time.monotonic()
-        return params
+        return Prefilled(replied, params)
 
     def decode(
-        self, instance: Instance, body: Body, context: RequestContext, rank: int | None = None
+        self,
+        instance: Instance,
+        body: Body,
+        context: RequestContext,
+        rank: int | None = None,
+        request_id: str | None = None,
     ) -> "Decoding":
         """Open the decode answer. The context is entered once the instance has said 2xx.
+
+        Args:
+            instance: who decodes.
+            body: the request.
+            context: the request's.
+            rank: the instance's data-parallel rank; None: the instance sees to it.
+            request_id: the id that it sees; None: the request's.
 
         Raises:
             UpstreamRejected: the instance said anything else.
@@ -105,7 +146,7 @@ class Stages:
             instance.url + endpoint.path,
             stage="decode",
             headers=context.headers_for(
-                context.request_id, timed.span, rank, endpoint.content_type(body)
+                request_id or context.request_id, timed.span, rank, endpoint.content_type(body)
             ),
             body=endpoint.written(body, context.cuts),
             head_timeout_s=self._config.first_byte_timeout_s,

@@ -8,11 +8,11 @@ from ec_store import EntryInfo
 from epd.bodies.endpoint import check_model
 from epd.bodies.items import MM_KWARGS, MODALITY, Body
 from epd.bodies.parsing import parse_object
-from epd.bodies.transfer import EncodedItem, metadata_uuid
 from epd.cache.encoder_cache import EncoderCache
 from epd.errors import BadRequest, ProxyError, no_store
 from epd.request.context import RequestContext
 from epd.request.pipeline import Pipeline
+from epd.transfer.encoded import EncodedItem, metadata_uuid
 
 FIELDS = frozenset({"model", "content", "priority", *MM_KWARGS})
 

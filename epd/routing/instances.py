@@ -46,11 +46,18 @@ class Instance:
         role: the stage it serves.
         url: base URL without a trailing slash, such as `http://host:8001`.
         dp_size: data-parallel ranks behind it, of which a request to a consumer names one.
+        weight: how much of the load is for it, beside others of its role.
+        kv_addr: where its KV connector is spoken to, as the KV transfer in use writes it; empty:
+            nowhere, or where the transfer knows.
+        ec_zmq_addrs: where encode instances push encoder outputs to, for each data-parallel rank.
     """
 
     role: Role
     url: str
     dp_size: int = 1
+    weight: float = 1.0
+    kv_addr: str = ""
+    ec_zmq_addrs: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
         """The URL's, which Python remembers: tables of instances are looked into all the time."""

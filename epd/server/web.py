@@ -32,6 +32,9 @@ from epd.observe.metrics import MetricsObserver
 from epd.observe.tracing import tracing
 from epd.request import warmup
 from epd.request.context import RequestContext
+from epd.request.decoders import Decoders
+from epd.request.handover import Handovers
+from epd.request.peers import Peers
 from epd.request.pipeline import Pipeline
 from epd.request.probes import probing
 from epd.request.relay import StreamRelay
@@ -64,6 +67,7 @@ from epd.server.middlewares import (
 from epd.server.reload import RELOAD, Reload
 from epd.server.roster import Roster
 from epd.tenants import ANONYMOUS
+from epd.transfer.flavours import KV_TRANSFERS
 from epd.ui.board import Board
 from epd.ui.recent import Recent
 from epd.version import __version__
@@ -143,7 +147,10 @@ async def _connections(app: web.Application) -> AsyncIterator[None]:
         probing(table, upstream, config),
         Releases.running(stages := Stages(upstream, config)) as releases,
     ):
-        app[PIPELINE] = Pipeline(table, stages, media, cache, releases, config)
+        decoders, transfer = Decoders(table), KV_TRANSFERS[config.kv_transfer]()
+        peers = Peers(transfer, upstream, config)
+        handovers = Handovers(table, stages, transfer, peers, decoders, releases)
+        app[PIPELINE] = Pipeline(table, stages, media, cache, handovers, decoders, config)
         app[WARMUP] = Warmup(app[PIPELINE], cache)
         app[ADMIN] = Admin(table, upstream, config)
         app[TABLE] = table

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from epd.bodies.endpoint import RESERVED, Endpoint
 from epd.bodies.endpoints import ENDPOINTS
 from epd.bodies.items import EMBEDS, MODALITY, metadata_part, raw_part, with_parts
-from epd.bodies.transfer import Encoded, EncodedItem, consumer_body
 from epd.errors import BadRequest, Overloaded, ProxyError
+from epd.transfer.encoded import Encoded, EncodedItem, consumer_body
 from tests.requests import data_url
 
 KV = {"do_remote_decode": True}

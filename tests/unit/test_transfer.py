@@ -5,8 +5,12 @@ from hypothesis import strategies as st
 
 from epd.bodies.chat import CHAT
 from epd.bodies.items import Body
-from epd.bodies.transfer import Encoded, EncodedItem, consumer_body, read_encoded, read_prefilled
 from epd.errors import UpstreamFailed
+from epd.routing.instances import Instance, Role
+from epd.transfer.encoded import Encoded, EncodedItem, consumer_body, read_encoded
+from epd.transfer.kv import Pair
+from epd.transfer.nixl import Nixl
+from epd.transfer.params import Params, reply_field
 from tests.requests import image, input_audio, request, text, video
 
 GRID = {"image_grid_thw": [1, 36, 54]}
@@ -79,7 +83,7 @@ def test_a_report_that_does_not_fit_one_item_is_refused(params: object) -> None:
     )
 )
 def test_any_reply_is_read_or_refused(reply: bytes) -> None:
-    for reader in (lambda raw: read_encoded(raw, "image"), read_prefilled):
+    for reader in (lambda raw: read_encoded(raw, "image"), replied):
         try:
             reader(reply)
         except UpstreamFailed as error:
@@ -177,11 +181,18 @@ def test_beside_audio_all_go_on_raw_where_one_must() -> None:
     assert kinds(new) == ["image_url", "video_url", "input_audio"]
 
 
+PAIR = Pair("id", Instance(Role.PREFILL, "http://p"))
+
+
+def replied(reply: bytes) -> Params | None:
+    return Nixl().decode_params(PAIR, reply_field(reply, "kv_transfer_params", stage="prefill"))
+
+
 def test_a_prefill_reply() -> None:
-    assert read_prefilled(b'{"kv_transfer_params": {"remote_port": 1}}') == {"remote_port": 1}
+    assert replied(b'{"kv_transfer_params": {"remote_port": 1}}') == {"remote_port": 1}
 
 
 @pytest.mark.parametrize("reply", [b"{}", b'{"kv_transfer_params": null}', b"[]", b"x"])
 def test_a_prefill_reply_without_params_is_refused(reply: bytes) -> None:
     with pytest.raises(UpstreamFailed):
-        read_prefilled(reply)
+        replied(reply)

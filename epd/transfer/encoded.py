@@ -1,19 +1,15 @@
-"""What instances tell each other through the proxy: `ec_transfer_params`, `kv_transfer_params`."""
+"""What prefill and decode are sent of items that encode instances have encoded."""
 
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import orjson
-
 from ec_store import EntryInfo
 from epd.bodies.items import MM_KWARGS, Body, MMItem, metadata_part, raw_part, with_parts
-from epd.bodies.parsing import MAX_DEPTH, deeper, may_be_deep
-from epd.errors import Stage, UnknownMedia, UpstreamFailed
+from epd.errors import UnknownMedia, UpstreamFailed
 from epd.events import ItemResult
-
-Params = Mapping[str, Any]
+from epd.transfer.params import Params, reply_field
 
 METADATA_ONLY = ("image", "audio")
 """Modalities whose placeholder metadata says all that a consumer needs. A video's does not:
@@ -22,16 +18,6 @@ Qwen2.5-VL's lacks the frame rate, and the answer silently differs from the raw 
 CONTENT_HASH_LENGTHS = (64, 128)
 """Digits of the hashes vLLM names media by: blake3 and sha256, or sha512
 (`vllm/multimodal/hasher.py`)."""
-
-NIXL_PREFILL: Params = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-"""`kv_transfer_params` that make a NIXL prefill instance keep its blocks for decode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +52,7 @@ def read_encoded(reply: bytes, modality: str) -> Encoded:
         UpstreamFailed: the reply is not JSON, or what it reports does not fit one item. To guess
             here would put one picture's tensor into another's place.
     """
-    params = _reply_field(reply, "ec_transfer_params", stage="encode")
+    params = reply_field(reply, "ec_transfer_params", stage="encode")
     if not params:
         return Encoded()
     if not all(isinstance(entry, dict) for entry in params.values()):
@@ -200,37 +186,3 @@ def metadata_uuid(one: EncodedItem, body: Body) -> str | None:
     identifier = one.encoded.identifier or ""
     is_hash = len(identifier) in CONTENT_HASH_LENGTHS and set(identifier) <= set(string.hexdigits)
     return identifier if is_hash and not any(body.get(field) for field in MM_KWARGS) else None
-
-
-def read_prefilled(reply: bytes) -> Params:
-    """The `kv_transfer_params` of a prefill reply, for the decode request as they are.
-
-    Raises:
-        UpstreamFailed: there are none, so decode would have to compute everything again.
-    """
-    params = _reply_field(reply, "kv_transfer_params", stage="prefill")
-    if not params:
-        raise UpstreamFailed(
-            "the prefill instance returned no kv_transfer_params: is it started with "
-            "--kv-transfer-config?",
-            slug="prefill_no_kv",
-            stage="prefill",
-        )
-    return params
-
-
-def _reply_field(reply: bytes, name: str, *, stage: Stage) -> dict[str, Any]:
-    try:
-        parsed = orjson.loads(reply)
-    except orjson.JSONDecodeError:
-        parsed = None
-    value = parsed.get(name) if isinstance(parsed, dict) else ...
-    if value is None:
-        return {}
-    if not isinstance(value, dict) or (may_be_deep(reply) and deeper(value, MAX_DEPTH)):
-        raise UpstreamFailed(
-            f"the {stage} instance's answer is not what vLLM sends",
-            slug=f"{stage}_bad_response",
-            stage=stage,
-        )
-    return value

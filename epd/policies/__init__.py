@@ -1,0 +1,1 @@
+"""Coordination policies: what runs where for one request. Pure."""

@@ -1,0 +1,95 @@
+"""From prefill to decode: what `kv_transfer_params` carry, whatever the connector."""
+
+from typing import Any, ClassVar, NamedTuple
+
+from epd.errors import UpstreamFailed
+from epd.routing.instances import Instance
+from epd.transfer.params import Params
+
+
+class Pair(NamedTuple):
+    """A prefill instance, and the decode instance that gets its KV blocks.
+
+    Attributes:
+        request_id: of the request; no two have the same.
+        prefill: who prefills.
+        prefill_rank: its data-parallel rank; None: the instance sees to it.
+        decode: who decodes; None where that is chosen once prefill has answered.
+        peer: what is known of the prefill instance's connector; None where nothing is.
+    """
+
+    request_id: str
+    prefill: Instance
+    prefill_rank: int | None = None
+    decode: Instance | None = None
+    peer: Params | None = None
+
+
+class KVTransfer:
+    """How decode gets prefill's KV blocks, as far as the proxy has a part in it.
+
+    This one carries what prefill replies to decode, as it is. Others say what differs.
+
+    Attributes:
+        name: what it is chosen by.
+        eager: whether decode has to be chosen before prefill is asked.
+        bidirectional: whether prefill can read decode's blocks of an earlier turn.
+        released: whether prefill keeps its blocks until decode has asked for them.
+    """
+
+    name: ClassVar[str]
+    eager: ClassVar[bool] = False
+    bidirectional: ClassVar[bool] = False
+    released: ClassVar[bool] = True
+
+    def peer_url(self, prefill: Instance) -> str | None:  # noqa: ARG002
+        """Where a prefill instance's connector says what `peer` reads; None: nowhere."""
+        return None
+
+    def peer(self, said: Any) -> Params:  # noqa: ARG002
+        """What is said there, parsed from JSON, as `Pair` has it.
+
+        Raises:
+            UpstreamFailed: it is not what the connector says.
+        """
+        return {}
+
+    def learned(self, replied: Params) -> Params | None:  # noqa: ARG002
+        """What a prefill's reply tells of its instance, for requests to come; None: nothing."""
+        return None
+
+    def concurrent(self, pair: Pair) -> bool:  # noqa: ARG002
+        """Whether decode is asked at the same time as prefill, and waits for the blocks."""
+        return False
+
+    def request_id(self, pair: Pair) -> str:
+        """The id by which both instances know the request."""
+        return pair.request_id
+
+    def prefill_params(self, pair: Pair, earlier: Params | None = None) -> Params | None:
+        """`kv_transfer_params` of the prefill request; None: it has none.
+
+        Args:
+            pair: who hands over to whom.
+            earlier: decode's, of the conversation's last turn.
+        """
+        raise NotImplementedError
+
+    def decode_params(self, pair: Pair, replied: Params) -> Params | None:  # noqa: ARG002
+        """`kv_transfer_params` of the decode request; None: it has none.
+
+        Args:
+            pair: who hands over to whom.
+            replied: prefill's; empty where it has not replied yet, or replied none.
+
+        Raises:
+            UpstreamFailed: decode would have to compute everything again.
+        """
+        if not replied:
+            raise UpstreamFailed(
+                "the prefill instance returned no kv_transfer_params: is it started with "
+                "--kv-transfer-config?",
+                slug="prefill_no_kv",
+                stage="prefill",
+            )
+        return replied

@@ -1,0 +1,41 @@
+"""`ec_transfer_params` and `kv_transfer_params`, as instances reply them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from epd.bodies.items import Body
+from epd.bodies.parsing import MAX_DEPTH, deeper, may_be_deep
+from epd.errors import Stage, UpstreamFailed
+
+Params = Mapping[str, Any]
+
+
+def reply_field(reply: bytes, name: str, *, stage: Stage) -> dict[str, Any]:
+    """A field of an instance's reply that is an object; empty where there is none.
+
+    Raises:
+        UpstreamFailed: the reply is no JSON, or the field is no object.
+    """
+    try:
+        parsed = orjson.loads(reply)
+    except orjson.JSONDecodeError:
+        parsed = None
+    value = parsed.get(name) if isinstance(parsed, dict) else ...
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or (may_be_deep(reply) and deeper(value, MAX_DEPTH)):
+        raise UpstreamFailed(
+            f"the {stage} instance's answer is not what vLLM sends",
+            slug=f"{stage}_bad_response",
+            stage=stage,
+        )
+    return value
+
+
+def with_params(body: Body, kv_transfer_params: Params | None) -> Body:
+    """A request with what decode has to know of prefill's blocks; None: nothing."""
+    if kv_transfer_params is None:
+        return body
+    return {**body, "kv_transfer_params": kv_transfer_params}
