@@ -15,6 +15,7 @@ from epd.config.live import LiveConfig
 from epd.config.shown import as_json, as_yaml
 from epd.config.sources import Loaded, load
 from epd.edge.descriptors import raise_limit
+from epd.edge.listening import CannotListen
 from epd.http.tls import TlsInvalid
 from epd.observe import logs
 from epd.parser import Commands, Parser
@@ -136,10 +137,8 @@ def _serve(parser: Parser, **flags: Any) -> None:
             asyncio.run(supervise(config, read))  # uvloop's processes have no process_group
     except (KeysInvalid, TlsInvalid) as error:  # changed since it was checked
         parser.errors([str(error)])
-    except WorkersFailed as failure:
+    except (CannotListen, WorkersFailed, OSError) as failure:
         sys.exit(f"epd serve: {failure}")
-    except OSError as error:
-        sys.exit(f"epd serve: cannot listen on {config.host}:{config.port}: {error.strerror}")
 
 
 def _check(parser: Parser, *, format: str = "yaml", **flags: Any) -> None:  # noqa: A002 - a flag's name

@@ -4,6 +4,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from epd.bench.figures import DIRECT, Result, Sample, details, table
 from epd.bench.machine import machine
 from epd.bench.rig import Rig, Running
 from epd.bench.scenarios import SCENARIOS, Scenario
-from epd.fleet import ProcessDied, leave_contexts_on_signals
+from epd.fleet import ProcessDied, held, leave_contexts_on_signals
 from epd.parser import Commands, Parser
 from epd.version import __version__
 
@@ -104,16 +105,15 @@ def _run(  # noqa: PLR0913 - its flags
     _check_writable(parser, out)
     chosen = [one for one in SCENARIOS if one.name in scenarios]
     leave_contexts_on_signals()
-    memory = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-    with tempfile.TemporaryDirectory(prefix="epd-bench-", dir=memory) as folder:
-        store = ec_store or f"file://{folder}/store?max_bytes=256MiB"
-        rig = Rig(contenders, Path(folder), store, proxy_cores=proxy_cores)
-        try:
+    try:
+        with _folder() as folder:
+            store = ec_store or f"file://{folder}/store?max_bytes=256MiB"
+            rig = Rig(contenders, folder, store, proxy_cores=proxy_cores)
             results = list(_results(rig, chosen, rounds, seconds))
-        except (ProcessDied, OSError) as error:
-            sys.exit(f"epd bench overhead: {error}")
-        except KeyboardInterrupt:
-            sys.exit("stopped")
+    except (ProcessDied, OSError) as error:
+        sys.exit(f"epd bench overhead: {error}")
+    except KeyboardInterrupt:
+        sys.exit("stopped")
     print("\n".join(["", *table(results, REFERENCE), "", *details(results)]))
     if out is not None:
         out.write_bytes(_document(results))
@@ -121,6 +121,18 @@ def _run(  # noqa: PLR0913 - its flags
         _compare(results, recorded)
     if any(result.median(name).failed for result in results for name in result.turns):
         sys.exit("epd bench overhead: requests failed, see the last column")
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """A folder for logs and for the store; no second signal keeps it from being deleted."""
+    memory = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+    made = tempfile.TemporaryDirectory(prefix="epd-bench-", dir=memory)
+    try:
+        yield Path(made.name)
+    finally:
+        with held():
+            made.cleanup()
 
 
 def _check_writable(parser: Parser, out: Path | None) -> None:

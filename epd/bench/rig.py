@@ -38,11 +38,12 @@ class Running:
 
 
 class _Started:
-    """Processes, none of which outlives the context, nor this process."""
+    """Processes, none of which outlives the context, nor this process, as little as the folder."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         self.processes: list[Process] = []
         self._guard = Guard()
+        self._guard.delete(folder)
 
     def take(self, process: Process) -> None:
         """Have it end with the others."""
@@ -67,7 +68,7 @@ class Rig:
 
         Args:
             contenders: who is measured.
-            folder: where logs go.
+            folder: where logs go, an absolute path; it is deleted should this process be killed.
             store: URL of the encoder cache.
             proxy_cores: how many cores a proxy may use; the load has the others, if there are any.
         """
@@ -93,7 +94,7 @@ class Rig:
         with ExitStack() as stack:
             stack.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
             os.sched_setaffinity(0, self._ours)
-            started = stack.enter_context(_Started())
+            started = stack.enter_context(_Started(self._folder))
             with held():
                 started.take(self._engines(ports))
             wait_until_ready(started.processes, READY_S, _silently)

@@ -1,5 +1,6 @@
 """The configuration, out of flags, then the environment, then a file, then defaults."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from epd.config.settings import SECRETS, Settings, flag_of, name_of
 from epd.config.yaml_file import read_yaml
 
 MAX_SECRET_BYTES = 64 * 1024
+NO_TEXT = re.compile(r"[\ud800-\udfff]")
+"""What Python makes of bytes that are not UTF-8, in flags and in the environment."""
 
 Layer = Mapping[str, Given]
 """What one source has set, by the names of `Settings`."""
@@ -48,7 +51,7 @@ def load(flags: Mapping[str, Any]) -> Loaded:
         from_environment(),
     ]
     layers.append(_file(layers, reasons))
-    given = _first(layers, reasons)
+    given = _texts(_first(layers, reasons), reasons)
     values = {name: one.value for name, one in given.items() if name in ProxyConfig.model_fields}
     values |= _secrets(given, reasons)
     try:
@@ -86,6 +89,18 @@ def _first(layers: Sequence[Layer], reasons: list[str]) -> dict[str, Given]:
                 given.pop(f"{name}_file", None)
         given |= layer
     return given
+
+
+def _texts(given: Layer, reasons: list[str]) -> Layer:
+    """Those that can be written down, for other processes too."""
+    texts = {}
+    for name, one in given.items():
+        values = one.value if isinstance(one.value, tuple | list) else (one.value,)
+        if any(NO_TEXT.search(str(value)) for value in values):
+            reasons.append(f"{one.label} is not UTF-8")
+        else:
+            texts[name] = one
+    return texts
 
 
 def _secrets(given: Layer, reasons: list[str]) -> dict[str, str]:

@@ -3,8 +3,8 @@
 import asyncio
 import socket
 import ssl
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 from aiohttp import web
@@ -16,6 +16,24 @@ BACKLOG = 128
 """Connections that the kernel holds until they are accepted; aiohttp's default."""
 ACCEPT_AGAIN_S = 0.5
 """After a connection could not be accepted."""
+
+
+class CannotListen(Exception):
+    """Clients cannot connect where they should."""
+
+
+@contextmanager
+def binding(config: ProxyConfig) -> Iterator[None]:
+    """While sockets are bound to the configured address.
+
+    Raises:
+        CannotListen: the operating system refuses one.
+    """
+    try:
+        yield
+    except OSError as error:
+        where = f"{config.host}:{config.port}"
+        raise CannotListen(f"cannot listen on {where}: {error.strerror or error}") from error
 
 
 class Handshakes:

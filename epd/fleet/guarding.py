@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 from epd.fleet import guard
 
@@ -31,6 +32,10 @@ class Guard:
     def forget(self, group: int) -> None:
         """It has ended."""
         self._say(f"-{group}\n")
+
+    def delete(self, folder: Path) -> None:
+        """Delete a folder too, an absolute path, once they have ended."""
+        self._say(f"{folder}\n")
 
     def close(self) -> None:
         """All groups have ended: the guard ends without doing anything."""

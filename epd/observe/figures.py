@@ -97,6 +97,13 @@ ITEMS = Figure(
     "this request; local, by prefill or decode. Of the endpoints with an encode stage.",
     (MODEL, "result"),
 )
+ITEMS_HIT_RATIO = Figure(
+    "epd_items_hit_ratio",
+    "gauge",
+    "Which part of a model's media items were hits, 0 to 1, since the proxy began: of the items of "
+    "all workers together, and nothing before the first of them.",
+    (MODEL,),
+)
 ENCODE_WAITS = Figure(
     "epd_encode_waits",
     "counter",
@@ -226,6 +233,7 @@ FIGURES: Mapping[str, Figure] = MappingProxyType(
             STAGE_SECONDS,
             KV_WAIT_SECONDS,
             ITEMS,
+            ITEMS_HIT_RATIO,
             ENCODE_WAITS,
             SAVED_ENCODES,
             SAVED_BYTES,

@@ -11,6 +11,7 @@ from epd.edge.admission import Admission
 from epd.events import GAPS_S, InstanceChanged, Modality, RequestDone, StageDone
 from epd.observe import figures
 from epd.observe.glances import AdmissionGlance
+from epd.observe.hit_ratio import WithHitRatio
 from epd.observe.tallies import Counted, Spread
 from epd.version import __version__
 
@@ -120,4 +121,4 @@ class MetricsObserver(Collector):
     def page(self, accept: str = "") -> tuple[bytes, str]:
         """All figures, and their media type: OpenMetrics where `accept` asks for it."""
         encode, content_type = choose_encoder(accept)
-        return encode(self.shown), content_type
+        return encode(WithHitRatio(self.shown)), content_type

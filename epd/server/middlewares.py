@@ -15,6 +15,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from epd.bodies.chat import CHAT
+from epd.bodies.endpoint import Endpoint
 from epd.bodies.endpoints import ENDPOINTS
 from epd.config import ProxyConfig
 from epd.edge.access import Access, Headers, check_admin, check_registrar, client_key
@@ -313,7 +314,7 @@ def _context(
     config, headers, keyed = app[CONFIG], request.headers, app.get(KEYS) is not None
     tracer = app.get(TRACER)
     span = None if tracer is None else _span(tracer, request, route)
-    client_id, endpoint = _client_id(headers), ENDPOINTS.get(route, CHAT)
+    client_id, endpoint = _client_id(headers), _endpoint(route, request.path)
     own_keys = keyed or (access in ADMINISTRATIVE and config.admin_api_key is not None)
     presented = "Authorization" in headers or endpoint.key_header in headers
     return RequestContext(
@@ -327,6 +328,14 @@ def _context(
         observers=app[OBSERVERS],
         models=app[MODELS],
     )
+
+
+def _endpoint(route: str, path: str) -> Endpoint:
+    """The one asked for; where there is none, the one it is under, whose clients read the error."""
+    if (endpoint := ENDPOINTS.get(route)) is not None:
+        return endpoint
+    under = (one for one in ENDPOINTS.values() if f"{path}/".startswith(f"{one.path}/"))
+    return next(under, CHAT)
 
 
 def _client_id(headers: Headers) -> str | None:

@@ -15,7 +15,7 @@ from aiohttp import web
 from epd.config import ProxyConfig
 from epd.config.live import LiveConfig
 from epd.edge.drain import DRAIN
-from epd.edge.listening import Site
+from epd.edge.listening import Site, binding
 from epd.edge.protocol import Runner
 from epd.http.tls import renew, server_context
 from epd.server.files import read_keys
@@ -84,14 +84,16 @@ async def serve(config: LiveConfig, read: Callable[[], ProxyConfig]) -> None:
         read: what is configured then.
 
     Raises:
-        OSError: the address cannot be listened on.
+        CannotListen: the address cannot be had.
+        OSError: there is no memory, or no descriptor.
         KeysInvalid: the keys file cannot be used.
         TlsInvalid: a certificate or a key cannot be used.
     """
     log = structlog.get_logger("epd")
     orders, tls = orders_by_signal(config), server_context(config)
     async with running(config, orders, tls, read) as runner:
-        await Site(runner, tls, host=config.host, port=config.port).start()
+        with binding(config):
+            await Site(runner, tls, host=config.host, port=config.port).start()
         for host, port, *_ in runner.addresses:
             log.info("listening", url=url(config, host, port), topology=topology(config))
         await orders.drain.wait()

@@ -26,6 +26,7 @@ import structlog
 from epd.config import ProxyConfig
 from epd.config.live import LiveConfig
 from epd.discovery.membership import shared_store
+from epd.edge.listening import binding
 from epd.observe.shared_page import SharedPage
 from epd.observe.worker_metrics import bury
 from epd.server.last_good import LastGood
@@ -97,7 +98,8 @@ async def supervise(config: LiveConfig, read: Callable[[], ProxyConfig]) -> None
         read: what is configured then.
 
     Raises:
-        OSError: the address cannot be listened on.
+        CannotListen: the address cannot be had.
+        OSError: there is no memory, or no descriptor.
         WorkersFailed: they do not stay alive.
     """
     with (
@@ -248,24 +250,30 @@ def _listening(config: ProxyConfig) -> Iterator[list[Sockets]]:
     """Sockets on one port: for each worker, one for each address of the host.
 
     Raises:
-        OSError: the address cannot be listened on.
+        CannotListen: the address cannot be had.
     """
     with ExitStack() as stack:
-        port, by_address = config.port, list[Sockets]()
-        for family, (host, _, *scope) in _addresses(config.host):
-            # Bound without SO_REUSEPORT, the first one is refused where anyone listens already.
-            first = stack.enter_context(_bound(family, (host, port, *scope)))
-            first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            bound = first.getsockname()
-            port = bound[1]
-            others = [
-                stack.enter_context(_bound(family, bound, shared=True))
-                for _ in range(config.workers - 1)
-            ]
-            by_address.append((first, *others))
-        for listener in chain(*by_address):
-            listener.listen(BACKLOG)
-        yield list(zip(*by_address, strict=True))
+        with binding(config):
+            groups = _bound_to_one_port(config, stack)
+        yield groups
+
+
+def _bound_to_one_port(config: ProxyConfig, stack: ExitStack) -> list[Sockets]:
+    port, by_address = config.port, list[Sockets]()
+    for family, (host, _, *scope) in _addresses(config.host):
+        # Bound without SO_REUSEPORT, the first one is refused where anyone listens already.
+        first = stack.enter_context(_bound(family, (host, port, *scope)))
+        first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        bound = first.getsockname()
+        port = bound[1]
+        others = [
+            stack.enter_context(_bound(family, bound, shared=True))
+            for _ in range(config.workers - 1)
+        ]
+        by_address.append((first, *others))
+    for listener in chain(*by_address):
+        listener.listen(BACKLOG)
+    return list(zip(*by_address, strict=True))
 
 
 def _addresses(host: str) -> list[tuple[int, Address]]:

@@ -1,4 +1,5 @@
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from tests.fleet.processes import left, marked, new_mark
+from tests.fleet.processes import left, marked, new_mark, processes_of
 
 RELAY = f"{sys.executable} -m epd.bench.relay {{port}} {{decode_urls}}"
 
@@ -157,11 +158,35 @@ def test_whatever_ends_it_leaves_nothing(number: signal.Signals) -> None:
     with subprocess.Popen(command, env=marked(mark), stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         assert "text, JSON" in process.stderr.readline()
+        folders = folders_of(mark)
         os.kill(process.pid, number)
         said = process.stderr.read()
 
     assert "Traceback" not in said
     assert left(mark) == {}
+    assert len(folders) == 1
+    assert not any(map(os.path.exists, folders))
+
+
+def test_impatience_leaves_nothing_either() -> None:
+    mark = new_mark()
+    command = [*EPD_BENCH, "--seconds", "60", "--scenario", "text-json"]
+    with subprocess.Popen(command, env=marked(mark), stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert "text, JSON" in process.stderr.readline()
+        folders = folders_of(mark)
+        while process.poll() is None:
+            process.terminate()
+
+    assert left(mark) == {}
+    assert len(folders) == 1
+    assert not any(map(os.path.exists, folders))
+
+
+def folders_of(mark: str) -> set[str]:
+    """What the processes with this mark have their store in."""
+    found = (re.search(r"/\S+/epd-bench-\w+", it) for it in processes_of(mark).values())
+    return {it[0].removeprefix("//") for it in found if it}
 
 
 def test_a_contender_that_ends_while_it_is_measured_is_named(tmp_path: Path) -> None:

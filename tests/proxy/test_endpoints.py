@@ -265,6 +265,28 @@ async def test_errors_of_anthropics_endpoint_are_in_its_shape(fleet: Fleet) -> N
     assert "messages[0].content[0].source" in said[2][1]["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status", "kind"),
+    [
+        ("GET", "/v1/messages", 405, "invalid_request_error"),
+        ("DELETE", "/v1/messages/count_tokens", 405, "invalid_request_error"),
+        ("POST", "/v1/messages/batches", 404, "not_found_error"),
+        ("POST", "/v1/messages/", 404, "not_found_error"),
+        ("POST", "/v1/message", 404, "NotFoundError"),
+        ("GET", "/v1/completions", 405, "BadRequestError"),
+    ],
+)
+async def test_what_is_not_served_is_an_error_of_the_api_that_it_is_under(
+    fleet: Fleet, method: str, path: str, status: int, kind: str
+) -> None:
+    async with fleet.http.request(method, fleet.url + path) as reply:
+        said = await reply.json()
+
+    assert reply.status == status
+    assert said["error"]["type"] == kind
+    assert said.get("type") == ("error" if kind.islower() else None)  # which is Anthropic's
+
+
 async def test_a_picture_of_a_response_is_encoded_as_one_of_a_chat_is(fleet: Fleet) -> None:
     await ask(fleet, "/v1/responses", response(WORDS, picture()))
     await ask(fleet, "/v1/chat/completions", chat(image()))

@@ -24,7 +24,6 @@ from tests.proxy.fake_instance import (
     Handler,
     decodes,
     drops,
-    encodes,
     fails_first,
     hangs,
     refuses,
@@ -40,8 +39,13 @@ PICTURE_BYTES = len(data_url(b"the picture").partition(",")[2])
 TWICE = image(b"twice")
 TWICE_BYTES = len(data_url(b"twice").partition(",")[2])
 
-UNFORESEEN = ("epd_saved_encode_seconds", "epd_store_bytes", "epd_inter_chunk")
-"""What depends on times, on the store's format and on how a stream is cut."""
+UNFORESEEN = (
+    "epd_saved_encode_seconds",
+    "epd_store_bytes",
+    "epd_inter_chunk",
+    "epd_items_hit_ratio",
+)
+"""What depends on times, on the store's format, on how a stream is cut, on all items so far."""
 BESIDE = {"lease", "release", "namespaces"}
 """What the store is asked for while nobody waits."""
 
@@ -441,11 +445,11 @@ async def test_the_page_is_what_was_asked_for(
     }
 
 
-async def test_workers_figures_add_up() -> None:
-    encode, decode = FakeInstance(encodes), FakeInstance(decodes)
+async def test_workers_figures_add_up(backed: Backed, url: str) -> None:
+    encode, decode = FakeInstance(backed.encodes), FakeInstance(decodes)
     async with encode.running(), decode.running(), aiohttp.ClientSession() as http:
         flags = ["--encode-servers-urls", encode.url, "--decode-servers-urls", decode.url]
-        async with some_workers(2, *flags) as workers:
+        async with some_workers(2, *flags, "--ec-store", url) as workers:
             for number in range(24):
                 body = request(image(b"%d" % (number % 3)), text(), stream=number % 2 == 0)
                 async with (
@@ -454,6 +458,7 @@ async def test_workers_figures_add_up() -> None:
                 ):
                     assert reply.status == 200
                     await reply.read()
+                await asyncio.gather(*backed.writes)
             served = {line["worker"] for line in workers.logged("request", path=CHAT)}
             found: Page = {}
             with suppress(TimeoutError):
@@ -465,9 +470,11 @@ async def test_workers_figures_add_up() -> None:
     assert total(found, "epd_time_to_first_token_seconds_count") == 24
     assert total(found, "epd_items_total") == 24
     assert total(found, "epd_items_total", "result=encoded") == len(encode.calls)
+    assert found[named("epd_items_hit_ratio", model_name="m")] == 1 - len(encode.calls) / 24
+    assert 0 < len(encode.calls) < 24
     assert total(found, "epd_stage_seconds_count", "stage=decode") == 24
-    for url, role in ((encode.url, "encode"), (decode.url, "prefill_decode")):
-        assert found[named("epd_instance_up", role=role, instance=url)] == 1
+    for instance, role in ((encode.url, "encode"), (decode.url, "prefill_decode")):
+        assert found[named("epd_instance_up", role=role, instance=instance)] == 1
     assert found[named("epd_build_info", version=__version__)] == 1
     assert found[named("epd_config_last_reload_success")] == 1
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -126,6 +127,17 @@ def test_a_taken_port_ends_in_one_line(workers: str) -> None:
     assert ended.returncode == 1
     assert f"cannot listen on 127.0.0.1:{port}" in ended.stderr
     assert ended.stderr.count("\n") == 1
+
+
+def test_what_is_not_the_addresss_fault_is_not_said_to_be() -> None:
+    few = f"ulimit -n 32; exec {shlex.join([*EPD, 'serve', *INSTANCES, *ADDRESS])} --workers 32"
+    ended = subprocess.run(
+        ["/bin/sh", "-c", few], capture_output=True, text=True, timeout=120, check=False
+    )
+
+    assert ended.returncode == 1
+    assert ended.stderr.endswith("epd serve: [Errno 24] Too many open files\n")
+    assert "listen" not in ended.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

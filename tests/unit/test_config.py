@@ -1,6 +1,7 @@
 """Where settings come from, and what is said of those that cannot be used."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -201,6 +202,20 @@ def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(ConfigInvalid, match=r"^EPD_PORT should be a valid integer"):
         load(INSTANCES)
+
+
+def test_what_is_not_utf_8_is_said_by_its_name_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("EPD_KEY_SECRET", "OPENAI_API_KEY", "EPD_API_KEYS_FILE"):
+        monkeypatch.setitem(os.environb, name.encode(), SECRET.encode() + b"\xff")
+
+    assert sorted(wrong("", tmp_path, host="\udcff")) == [
+        "--host is not UTF-8",
+        "EPD_API_KEYS_FILE is not UTF-8",
+        "EPD_KEY_SECRET is not UTF-8",
+        "OPENAI_API_KEY is not UTF-8",
+    ]
 
 
 def test_a_secret_may_be_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from epd.config import ProxyConfig
 from epd.edge.admission import Admission, limits_of
 from epd.observe.figures import FIGURES
 from epd.observe.glances import InstancesGlance, StoreGlance
+from epd.observe.hit_ratio import WithHitRatio
 from epd.observe.metric_sums import added, counted, dump, load
 from epd.observe.metrics import MetricsObserver
 from epd.routing.instances import InstanceTable
@@ -120,7 +121,7 @@ def families() -> list[Metric]:
     cache = EncoderCache("file:///nowhere", budget_s=1, lease_s=1)
     observer.registry.register(InstancesGlance(InstanceTable(config.instances)))
     observer.registry.register(StoreGlance(cache))
-    return list(observer.shown.collect())
+    return list(WithHitRatio(observer.shown).collect())
 
 
 def test_the_page_has_every_figure_and_no_other() -> None:

@@ -1,0 +1,78 @@
+"""The hit ratio on `/metrics`: of one process, and of several."""
+
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from epd.events import ItemResult
+from epd.observe.figures import ITEMS, ITEMS_HIT_RATIO
+from epd.observe.hit_ratio import WithHitRatio
+from epd.observe.metric_sums import added, dump, load
+
+Counts = dict[tuple[str, ItemResult], int]
+
+RESULTS: list[ItemResult] = ["hit", "encoded", "local"]
+COUNTS = st.dictionaries(
+    st.tuples(st.sampled_from(["a", "b"]), st.sampled_from(RESULTS)), st.integers(1, 1000)
+)
+
+
+class Page(Collector):
+    """Items only."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = list(families)
+
+    def collect(self) -> list[Metric]:
+        return self._families
+
+
+def items(counts: Counts) -> Metric:
+    return ITEMS.family(counts.items())
+
+
+def ratios(page: Collector) -> dict[str, float]:
+    return {
+        sample.labels["model_name"]: sample.value
+        for family in WithHitRatio(page).collect()
+        for sample in family.samples
+        if family.name == ITEMS_HIT_RATIO.name
+    }
+
+
+def test_it_is_of_each_models_items_and_what_prefill_encodes_is_no_hit() -> None:
+    page = Page(
+        [items({("a", "hit"): 3, ("a", "encoded"): 2, ("a", "local"): 1, ("b", "encoded"): 5})]
+    )
+
+    assert ratios(page) == {"a": 0.5, "b": 0.0}
+
+
+def test_without_items_there_is_none() -> None:
+    assert ratios(Page([items({})])) == {}
+    assert ratios(CollectorRegistry()) == {}
+
+
+def test_one_worker_with_few_items_weighs_little() -> None:
+    few, many = items({("m", "hit"): 1}), items({("m", "hit"): 1, ("m", "encoded"): 9})
+
+    assert ratios(Page(added([[few], [many]]))) == {"m": pytest.approx(2 / 11)}
+
+
+@given(st.lists(COUNTS, min_size=1, max_size=4))
+def test_of_several_workers_it_is_of_all_their_items(works: list[Counts]) -> None:
+    pages = [load(dump([items(counts)])) for counts in works]
+    hits, every = dict.fromkeys("ab", 0), dict.fromkeys("ab", 0)
+    for counts in works:
+        for (model, result), count in counts.items():
+            every[model] += count
+            hits[model] += count * (result == "hit")
+
+    assert ratios(Page(added(pages))) == {
+        model: hits[model] / count for model, count in every.items() if count
+    }
