@@ -1,8 +1,11 @@
 """The `epd` command."""
 
 import asyncio
+import os
+import select
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -30,7 +33,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. Exits with 2 where its flags are wrong, with 1 where it fails."""
     flags = vars(make_parser().parse_args(argv))
     del flags["command"]
-    flags.pop("run")(**flags)
+    run = flags.pop("run")
+    with _read_by_somebody():
+        run(**flags)
+
+
+@contextmanager
+def _read_by_somebody() -> Iterator[None]:
+    """End quietly, with 1, once nobody reads what is printed: `epd check | head`."""
+    try:
+        try:
+            yield
+        finally:
+            print(end="", flush=True)
+    except BrokenPipeError:
+        output = select.poll()
+        output.register(sys.stdout, 0)
+        if not output.poll(0):  # it is another pipe
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the rest
+        sys.exit(1)
 
 
 def make_parser() -> Parser:
@@ -71,8 +93,7 @@ def _add_serve(commands: Commands) -> None:
         usage="epd serve --encode-servers-urls URLS --decode-servers-urls URLS [FLAG ...]",
         allow_abbrev=False,
     )
-    add_flags(parser)
-    parser.set_defaults(run=partial(_serve, parser))
+    _runs(parser, _serve)
 
 
 def _add_check(commands: Commands) -> None:
@@ -87,8 +108,7 @@ def _add_check(commands: Commands) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--format", choices=("yaml", "json"), default="yaml", help="of the output")
-    add_flags(parser)
-    parser.set_defaults(run=partial(_check, parser))
+    _runs(parser, _check)
 
 
 def _add_doctor(commands: Commands) -> None:
@@ -107,8 +127,13 @@ def _add_doctor(commands: Commands) -> None:
     parser.add_argument(
         "--no-requests", action="store_true", help="ask instances for what they say alone"
     )
+    _runs(parser, _doctor)
+
+
+def _runs(parser: Parser, run: Callable[..., None]) -> None:
+    """What a command does that every setting is a flag of."""
     add_flags(parser)
-    parser.set_defaults(run=partial(_doctor, parser))
+    parser.set_defaults(run=partial(run, parser))
 
 
 def _hash_key(parser: Parser, tenant: str, *, stdin: bool) -> None:

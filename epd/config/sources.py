@@ -125,14 +125,18 @@ def _secrets(given: Layer, reasons: list[str]) -> dict[str, str]:
 
 
 def _wrong(invalid: ValidationError, given: Layer, *, complete: bool) -> list[str]:
-    """A line for each error. What is missing may be in a file that could not be read."""
+    """A line for each error.
+
+    What is missing, or does not go together, may be otherwise once all could be read.
+    """
     lines = []
     for error in invalid.errors(include_url=False, include_context=False, include_input=False):
         name = str(error["loc"][0]) if error["loc"] else ""
         message = error["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        if not complete and (error["type"] == "missing" or not name):
+            continue
         if error["type"] == "missing":
-            if complete:
-                lines.append(f"{name_of(name)} is required")
+            lines.append(f"{name_of(name)} is required")
             continue
         one = given.get(name) or given.get(f"{name}_file")
         label = one.label if one else name_of(name) if name else ""

@@ -183,6 +183,7 @@ def _example(settings: FleetSettings, plan: Plan) -> str:
     body = {
         "model": settings.served_model_name or settings.model,
         "messages": [{"role": "user", "content": parts}],
+        "max_tokens": 64,
     }
     said = shlex.quote(json.dumps(body))
     return f"curl {plan.url}/v1/chat/completions -H 'Content-Type: application/json' -d {said}"

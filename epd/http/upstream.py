@@ -334,21 +334,20 @@ async def _connected(pool: Pool, request: _Request, until_s: float) -> Connectio
 
 def _shown(error: Exception, stage: Stage, *, broken: str, late: str | None = None) -> ProxyError:
     """What the client's errors mean. Addresses and texts stay in the cause, which is not shown."""
+    instance = "the instance" if stage == "proxy" else f"the {stage} instance"
     if isinstance(error, TimeoutError):
         return UpstreamTimeout(
-            f"the {stage} instance did not answer in time",
+            f"{instance} did not answer in time",
             slug=late or f"{stage}_timeout",
             stage=stage,
         )
     if isinstance(error, Broken):
-        return UpstreamFailed(
-            f"the connection to the {stage} instance broke", slug=broken, stage=stage
-        )
+        return UpstreamFailed(f"the connection to {instance} broke", slug=broken, stage=stage)
     cause = error.__cause__
     if isinstance(cause, OSError) and cause.errno in OUT_OF_DESCRIPTORS:
         # Ours, not the instance's.
         return Overloaded("too many connections are open", stage=stage)
-    return UpstreamUnreachable(f"the {stage} instance cannot be reached", slug=broken, stage=stage)
+    return UpstreamUnreachable(f"{instance} cannot be reached", slug=broken, stage=stage)
 
 
 def _cause(error: Exception) -> BaseException:

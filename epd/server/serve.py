@@ -19,8 +19,8 @@ from epd.edge.listening import Site, binding
 from epd.edge.protocol import Runner
 from epd.http.tls import renew, server_context
 from epd.server.files import read_keys
-from epd.server.middlewares import KEYS, OBSERVERS
 from epd.server.reload import RELOAD
+from epd.server.slots import KEYS, OBSERVERS
 from epd.server.web import create_app
 from epd.tenants import ApiKeys
 

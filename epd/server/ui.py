@@ -9,7 +9,8 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from epd.config import ProxyConfig
-from epd.server.middlewares import CONTEXT, own_headers
+from epd.server.answers import own_headers
+from epd.server.slots import CONTEXT
 from epd.ui.board import Board
 
 BOARD = web.AppKey("board", Board)

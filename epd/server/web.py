@@ -46,8 +46,13 @@ from epd.routing.instances import ANSWERING, Instance, InstanceTable
 from epd.routing.registry import Change, Registry, Source
 from epd.server import ui
 from epd.server.admin import Admin
+from epd.server.admittance import may_administer
+from epd.server.answers import own_headers
 from epd.server.files import read_keys
-from epd.server.middlewares import (
+from epd.server.middlewares import observe
+from epd.server.reload import RELOAD, Reload
+from epd.server.roster import Roster
+from epd.server.slots import (
     ACCESS,
     ADMISSION,
     ANSWERED,
@@ -60,12 +65,7 @@ from epd.server.middlewares import (
     STREAM,
     TRACER,
     UNKNOWN,
-    may_administer,
-    observe,
-    own_headers,
 )
-from epd.server.reload import RELOAD, Reload
-from epd.server.roster import Roster
 from epd.tenants import ANONYMOUS
 from epd.transfer.flavours import KV_TRANSFERS
 from epd.ui.board import Board

@@ -55,7 +55,11 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--interval", type=_interval, default=1.0, metavar="SECONDS", help="between two looks (1)"
     )
-    parser.add_argument("--once", action="store_true", help="print one frame, of any length")
+    parser.add_argument(
+        "--once",
+        action="store_true",
+        help="print one frame, of any length, as it does where its output is no terminal",
+    )
     parser.set_defaults(run=_run)
 
 
@@ -75,7 +79,13 @@ def _interval(text: str) -> float:
 
 def _run(url: str, interval: float, *, once: bool) -> None:
     key = next(filter(None, map(os.environ.get, KEYS)), None)
-    watching = _once(url, key) if once else _watch(url, key, interval)
+    console = Console()
+    # A file or a pipe takes no frame over another.
+    watching = (
+        _watch(console, url, key, interval)
+        if console.is_terminal and not once
+        else _once(console, url, key)
+    )
     try:
         asyncio.run(watching)
     except NoState as error:
@@ -84,15 +94,14 @@ def _run(url: str, interval: float, *, once: bool) -> None:
         return
 
 
-async def _once(url: str, key: str | None) -> None:
+async def _once(console: Console, url: str, key: str | None) -> None:
     async with _session(key) as http:
         state = await _ask(http, url)
-    console = Console()
     console.print(frame(state, console.width, None))
 
 
-async def _watch(url: str, key: str | None, interval_s: float) -> None:
-    console, ended = Console(), asyncio.Event()
+async def _watch(console: Console, url: str, key: str | None, interval_s: float) -> None:
+    ended = asyncio.Event()
     state: State | None = None
     async with _session(key) as http:
         with _quit_key(ended), Live(console=console, screen=True, auto_refresh=False) as live:

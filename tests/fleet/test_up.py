@@ -148,6 +148,7 @@ def test_what_is_printed_to_be_pasted_answers(tmp_path: Path) -> None:
         opened.load()
         assert opened.size == (64, 64)
     assert body["model"] == "it's"
+    assert body["max_tokens"] == 64  # a model of random weights never ends by itself
 
 
 def test_an_engine_that_ends_while_it_starts_ends_all(tmp_path: Path) -> None:

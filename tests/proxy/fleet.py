@@ -16,7 +16,7 @@ import epd
 from epd.edge.listening import Site
 from epd.edge.protocol import Runner
 from epd.events import InstanceChanged, RequestDone, StageDone
-from epd.server.middlewares import CONFIG, OBSERVERS
+from epd.server.slots import CONFIG, OBSERVERS
 from tests.proxy.fake_instance import FakeInstance, decodes, encodes, prefills
 
 

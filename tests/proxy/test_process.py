@@ -107,6 +107,22 @@ def test_check_says_what_serve_would_do_and_starts_nothing(tmp_path: Path) -> No
     assert "epd check: error: --upstream-ca-file /nowhere: No such file" in refused.stderr
 
 
+def test_output_that_nobody_reads_to_its_end_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as unread:
+        ended = subprocess.run(
+            [*EPD, "check", *INSTANCES],
+            stdout=unread,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    assert (ended.returncode, ended.stderr) == (1, "")
+
+
 def test_help_names_every_flag() -> None:
     ended = run("serve", "--help")
 

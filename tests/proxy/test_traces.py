@@ -516,7 +516,7 @@ def test_without_an_endpoint_nothing_of_opentelemetry_is_imported() -> None:
         "import asyncio, sys\n"
         "import epd.cli\n"
         "from epd import ProxyConfig, create_app\n"
-        "from epd.server.middlewares import CONFIG, OBSERVERS\n"
+        "from epd.server.slots import CONFIG, OBSERVERS\n"
         "from epd.edge.protocol import Runner\n"
         "async def main():\n"
         "    urls = ('http://127.0.0.1:9',)\n"

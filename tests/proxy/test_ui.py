@@ -180,10 +180,13 @@ def top(url: str, *flags: str, key: str = "") -> subprocess.CompletedProcess[str
     )
 
 
-async def test_top_prints_one_frame_where_it_is_no_terminal(launch: Launch) -> None:
+@pytest.mark.parametrize("flags", [[], ["--once"]])
+async def test_top_prints_one_frame_where_it_is_no_terminal(
+    launch: Launch, flags: list[str]
+) -> None:
     async with launch(admin_api_key=ADMIN) as fleet:
         assert (await fleet.chat(request(image(), text()), {"X-Request-Id": "mine"}))[0] == 200
-        shown = await asyncio.to_thread(top, fleet.url, "--once", key=ADMIN)
+        shown = await asyncio.to_thread(top, fleet.url, *flags, key=ADMIN)
         refused = await asyncio.to_thread(top, fleet.url, "--once")
 
     assert shown.returncode == 0

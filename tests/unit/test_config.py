@@ -177,6 +177,12 @@ def test_a_file_that_is_not_there_is_said_so(tmp_path: Path) -> None:
         load({**INSTANCES, "config": str(tmp_path / "no.yaml")})
 
 
+def test_what_a_file_that_cannot_be_read_may_have_is_not_said_to_be_missing(tmp_path: Path) -> None:
+    assert wrong("max_itms: 3", tmp_path, encode_servers_urls="", decode_servers_urls="") == [
+        "epd.yaml:1: max_itms is unknown; is max_items meant?"
+    ]
+
+
 def test_an_unknown_variable_names_the_nearest_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EPD_MAX_ITEM", "3")
     monkeypatch.setenv("EPD_UP_TOPOLOGY", "1e1pd")

@@ -1,0 +1,143 @@
+"""Who is let in: whose key opens what, and when there is a place."""
+
+import asyncio
+import math
+import re
+import select
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from epd.config import ProxyConfig
+from epd.edge.access import Access, check_admin, check_registrar, client_key
+from epd.edge.admission import max_body_bytes
+from epd.edge.body import too_large
+from epd.edge.drain import DRAIN
+from epd.errors import RequestRefused, Unauthorized
+from epd.request.context import RequestContext
+from epd.server.slots import ADMISSION, BODY, CONFIG, KEYS, UNKNOWN
+
+LOOK_S = 0.1
+"""Between two looks at whether a client that waits is still there."""
+
+TIMEOUT = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
+"""A client's x-request-timeout, in seconds."""
+
+
+class Visit(NamedTuple):
+    """What is known of a request by its head.
+
+    Attributes:
+        app: the application that serves it.
+        context: what it carries through the stages.
+        route: its route's path.
+        access: whom that answers.
+        started_s: when it came, on the monotonic clock.
+    """
+
+    app: web.Application
+    context: RequestContext
+    route: str
+    access: Access
+    started_s: float
+
+
+async def served(request: web.Request, handler: Handler, visit: Visit) -> web.StreamResponse:
+    """Let a request in that may come, when there is a place for it, for as long as it has.
+
+    Health and metrics are asked for when it matters most: they need no place.
+    """
+    app, context = visit.app, visit.context
+    api = visit.access is Access.TENANT and visit.route != UNKNOWN
+    costly = api and request.method == "POST"
+    until_s = visit.started_s + _limit_s(request, app[CONFIG]) if costly else math.inf
+    async with app[DRAIN].bounded(until_s):
+        _authenticate(request, visit)
+        admission = app[ADMISSION]
+        with admission.body(context.tenant) as request[BODY]:
+            if api:
+                admission.keep_pace(context.tenant)
+            if not costly:
+                return await handler(request)
+            return await _in_turn(request, handler, visit)
+
+
+def _authenticate(request: web.Request, visit: Visit) -> None:
+    """Let nobody further than a route's class of access says."""
+    keys = visit.app.get(KEYS)
+    if visit.access is Access.ADMIN:
+        _check_admin(request)
+    elif visit.access is Access.REGISTRAR:
+        check_registrar(visit.app[CONFIG].admin_api_key, request.headers)
+    elif visit.access is Access.TENANT and keys is not None:
+        header = visit.context.endpoint.key_header
+        tenant = keys.tenant_of(client_key(request.headers, header))
+        if tenant is None:
+            form = "Bearer <key>" if header == "Authorization" else "<key>"
+            raise Unauthorized(f"a valid API key is needed: {header}: {form}")
+        visit.context.tenant = tenant
+
+
+def _check_admin(request: web.Request) -> None:
+    peer = request.get_extra_info("peername")
+    address = peer[0] if isinstance(peer, tuple) else None
+    check_admin(request.app[CONFIG].admin_api_key, request.headers, address)
+
+
+def may_administer(request: web.Request) -> bool:
+    """Whether it could use the operator's routes, whichever it uses."""
+    try:
+        _check_admin(request)
+    except (Unauthorized, RequestRefused):
+        return False
+    return True
+
+
+async def _in_turn(request: web.Request, handler: Handler, visit: Visit) -> web.StreamResponse:
+    """Let a request in when there is a place for it."""
+    admission, context = visit.app[ADMISSION], visit.context
+    limit = max_body_bytes(visit.app[CONFIG])
+    if (size := request.content_length or 0) > limit:
+        raise too_large(limit)
+    with admission.arrive(context.tenant) as ticket:
+        if ticket.where == "queue":
+            with context.timed("queue", "proxy"):
+                async with _watched(request):
+                    await admission.turn(ticket)
+            context.record.at = "proxy"
+        request[BODY].grow(size)
+        return await handler(request)
+
+
+def _limit_s(request: web.Request, config: ProxyConfig) -> float:
+    """How long the whole request may take, its wait for its turn included."""
+    asked = request.headers.get("x-request-timeout")
+    if asked is not None and TIMEOUT.fullmatch(asked):
+        return min(config.request_timeout_s, float(asked))
+    return config.request_timeout_s
+
+
+@asynccontextmanager
+async def _watched(request: web.Request) -> AsyncIterator[None]:
+    """Notice that the client leaves, though nothing of its body is read.
+
+    aiohttp stops reading where a body comes that nobody takes, and then does not see its end.
+    """
+    watcher = asyncio.create_task(_watch(request))
+    try:
+        yield
+    finally:
+        watcher.cancel()
+
+
+async def _watch(request: web.Request) -> None:
+    if (transport := request.transport) is None:  # it has left
+        return
+    peer = select.poll()
+    peer.register(transport.get_extra_info("socket"), select.POLLRDHUP)
+    while not peer.poll(0):  # noqa: ASYNC110 - the loop watches no socket twice
+        await asyncio.sleep(LOOK_S)
+    transport.abort()  # at which aiohttp cancels the request
