@@ -12,7 +12,7 @@ from epd.bodies.items import MODALITY, Body
 FIELDS = ("messages", "prompt", "input", "instructions", "system", "tools")
 """Where the endpoints' requests have what their prompts are made of."""
 
-MEDIA = frozenset({*MODALITY, "source", "uuid"})
+NO_TEXT = frozenset({*MODALITY, "source", "uuid", "type"})
 """Keys whose values are no text."""
 
 BYTES_PER_TOKEN = 4
@@ -36,5 +36,5 @@ def prompt_tokens(body: Body) -> int:
                 else:
                     left += value
             case dict():
-                left += (value[key] for key in value if key not in MEDIA)
+                left += (value[key] for key in value if key not in NO_TEXT)
     return ids + -(-text_bytes // BYTES_PER_TOKEN)

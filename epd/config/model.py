@@ -205,8 +205,8 @@ class ProxyConfig(BaseModel):
     )
     admin_api_key: AdminKey = Field(
         default=None,
-        description="what opens /metrics, /ui/state, /start_profile and /stop_profile; without it "
-        "they answer clients on this machine alone",
+        description="what opens /metrics, /ui/state, /policies, /start_profile and /stop_profile; "
+        "without it they answer clients on this machine alone",
     )
 
     decode_media: Literal["metadata", "raw"] = Field(
