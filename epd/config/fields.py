@@ -1,5 +1,6 @@
 """The kinds of values that settings have: how each is written, and what it must be."""
 
+import re
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
@@ -13,6 +14,9 @@ from epd.tenants import KEY
 
 NO_INSTANCES = frozenset({"", "disable", "none"})
 """Spellings of an empty URL list, as in vLLM's `disagg_epd_proxy.py`."""
+
+TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}")
+"""A header's name."""
 
 MIN_SECRET = 16
 """Characters of a secret: who can list the store could try all the shorter ones."""
@@ -84,11 +88,23 @@ def _check_domain(domain: str) -> str:
     return host.rstrip(".")
 
 
+def _check_header_name(name: str) -> str:
+    if TOKEN.fullmatch(name) is None:
+        raise ValueError(f"{name!r} is no name of a header")
+    return name.lower()
+
+
 Domains = Annotated[
     tuple[Annotated[str, AfterValidator(_check_domain)], ...],
     NoDecode,
     BeforeValidator(lambda value: _split_domains(value) if value else ()),
 ]
+PolicyNames = Annotated[
+    tuple[str, ...],
+    NoDecode,
+    BeforeValidator(_split_urls),
+]
+HeaderName = Annotated[str, AfterValidator(_check_header_name)]
 HostPatterns = Annotated[
     tuple[Annotated[str, AfterValidator(check_pattern)], ...],
     NoDecode,

@@ -46,6 +46,9 @@ def metavar_of(name: str, field: FieldInfo) -> str:
         return "HOST:PORT"
     for suffix, metavar in (
         ("_urls", "URLS"),
+        ("_url", "URL"),
+        ("policies", "POLICIES"),
+        ("_header", "NAME"),
         ("_endpoint", "URL"),
         ("registration_store", "URL"),
         ("_hosts", "HOSTS"),

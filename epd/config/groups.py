@@ -6,6 +6,14 @@ from types import MappingProxyType
 
 GROUPS: Mapping[str, str] = MappingProxyType(
     {
+        "policies": "coordination",
+        "skip_prefill_*": "coordination",
+        "local_prefill_url": "coordination",
+        "decode_choice": "coordination",
+        "decode_from": "coordination",
+        "decode_header": "coordination",
+        "decode_hosts": "coordination",
+        "decode_picker_*": "coordination",
         "*_urls": "instances",
         "ec_consumer_*": "instances",
         "kv_transfer": "instances",

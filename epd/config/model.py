@@ -1,5 +1,6 @@
 """What can be set, with its defaults and limits."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Self
 
@@ -11,8 +12,10 @@ from epd.config.fields import (
     DnsServer,
     Domains,
     EndpointUrl,
+    HeaderName,
     HostPatterns,
     KeySecret,
+    PolicyNames,
     RegistrationStore,
     Seconds,
     SecondsOrNone,
@@ -21,6 +24,8 @@ from epd.config.fields import (
     StoreUrl,
     Urls,
 )
+from epd.policies.active import Active, activate
+from epd.policies.course import DecodeChoice, DecodeFrom
 from epd.routing.health import HealthPolicy
 from epd.routing.instances import Instance, Role
 from epd.routing.policies import PolicyName
@@ -56,6 +61,50 @@ class ProxyConfig(BaseModel):
         description="how decode gets prefill's KV blocks: the connector of the instances' "
         "--kv-transfer-config",
     )
+    policies: PolicyNames = Field(
+        default=(),
+        description="what runs where for a request: policies by name, comma-separated, the first "
+        "one that has something to say of a request decides; with options of their own as in "
+        "'pd_only?decode_choice=early'; default: as the instances suggest",
+    )
+    skip_prefill_below_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="prompts of text, of fewer tokens by estimate, that decode prefills itself "
+        "(policy pd_only); 0: none",
+    )
+    skip_prefill_for_text: bool = Field(
+        default=False, description="let decode prefill all prompts without media (policy pd_only)"
+    )
+    local_prefill_url: EndpointUrl = Field(
+        default=None,
+        description="prefill instance beside the proxy (policy prefill_local_decode_remote); "
+        "with that policy the first one by default",
+    )
+    decode_choice: DecodeChoice = Field(
+        default="late",
+        description="when the decode instance is chosen: once prefill has answered, or before it "
+        "is asked",
+    )
+    decode_from: DecodeFrom = Field(
+        default="table",
+        description="who names the decode instance: the proxy of those it knows, the client by "
+        "--decode-header where it sends one, or the service at --decode-picker-url",
+    )
+    decode_header: HeaderName = Field(
+        default="x-decoder-host-port",
+        description="header by which a client names the decode instance, as host:port, with "
+        "--decode-from header",
+    )
+    decode_hosts: HostPatterns = Field(
+        default=(),
+        description="hosts that a header or a picker may name beside the instances that the proxy "
+        "knows, comma-separated: names, *.domain, networks",
+    )
+    decode_picker_url: EndpointUrl = Field(
+        default=None, description="endpoint picker that is asked, with --decode-from picker"
+    )
+    decode_picker_timeout_s: Seconds = Field(default=0.5, description="the picker's answer")
     dynamic_registration: bool = Field(
         default=False,
         description="let launchers register instances (POST /instances); needs the admin key",
@@ -156,8 +205,8 @@ class ProxyConfig(BaseModel):
     )
     admin_api_key: AdminKey = Field(
         default=None,
-        description="what opens /metrics, /ui/state, /start_profile and /stop_profile; without it "
-        "they answer clients on this machine alone",
+        description="what opens /metrics, /ui/state, /policies, /start_profile and /stop_profile; "
+        "without it they answer clients on this machine alone",
     )
 
     decode_media: Literal["metadata", "raw"] = Field(
@@ -319,7 +368,10 @@ class ProxyConfig(BaseModel):
             ("encode_servers_urls", self.encode_servers_urls or self.discover_encode),
             (
                 "decode_servers_urls",
-                self.decode_servers_urls or self.discover_decode or self.discover_prefill_decode,
+                self.decode_servers_urls
+                or self.discover_decode
+                or self.discover_prefill_decode
+                or self._decode_is_named,
             ),
         ):
             if not (there or self.dynamic_registration or self.instances_file):
@@ -356,6 +408,13 @@ class ProxyConfig(BaseModel):
         awaited = self.dynamic_registration or self.instances_file
         if Role.DECODE in roles and Role.PREFILL not in roles and not awaited:
             raise ValueError("--discover-decode needs prefill instances to go with")
+        return self
+
+    @model_validator(mode="after")
+    def _settle_policies(self) -> Self:
+        if not self.policies:
+            object.__setattr__(self, "policies", self._usual_policies)
+        self.activated(self.policies)
         return self
 
     @model_validator(mode="after")
@@ -401,6 +460,47 @@ class ProxyConfig(BaseModel):
             if getattr(self, flag) is not None and self.api_keys_file is None:
                 raise ValueError(f"{_flag(flag)} needs --api-keys-file")
         return self
+
+    def activated(self, policies: Sequence[str]) -> tuple[Active, ...]:
+        """Policies, as they are written, with the settings that are their options.
+
+        Raises:
+            ValueError: one of them is none, or cannot be used.
+        """
+        local = self.local_prefill_url or next(iter(self.prefill_servers_urls), None)
+        settings: Mapping[str, object] = {
+            "skip_prefill_below_tokens": self.skip_prefill_below_tokens,
+            "skip_prefill_for_text": self.skip_prefill_for_text,
+            "local_prefill_url": local,
+            "decode_choice": self.decode_choice,
+            "decode_from": self.decode_from,
+            "decode_picker_url": self.decode_picker_url,
+        }
+        active = activate(policies, settings)
+        for one in active:
+            url = one.options.get("local_prefill_url")
+            if url is not None and url not in self.prefill_servers_urls and not self.dynamic:
+                raise ValueError(f"{one.name}: {url} must be one of --prefill-servers-urls")
+        return active
+
+    @property
+    def _usual_policies(self) -> tuple[str, ...]:
+        """Those that the other settings ask for, then what the instances can do."""
+        asked = {
+            "pd_only": self.skip_prefill_below_tokens or self.skip_prefill_for_text,
+            "prefill_local_decode_remote": self.local_prefill_url,
+        }
+        listed = self.encode_servers_urls or self.discover_encode
+        encodes = listed or self.dynamic_registration or self.instances_file
+        stages = ("encode_prefill_decode", "encode_pd") if encodes else ("prefill_decode",)
+        return (*(name for name, wanted in asked.items() if wanted), *stages)
+
+    @property
+    def _decode_is_named(self) -> bool:
+        """Whether somebody else names decode instances, who may know those that nobody lists."""
+        return self.decode_from != "table" or any(
+            f"decode_from={other}" in one for one in self.policies for other in ("header", "picker")
+        )
 
     @property
     def instances(self) -> tuple[Instance, ...]:

@@ -6,8 +6,11 @@ import structlog
 class Complaint:
     """Logs when something begins to fail, when it fails otherwise, and when it is well again."""
 
-    def __init__(self, what: str, **fields: str) -> None:
+    def __init__(
+        self, what: str, meanwhile: str = "what was known before stays", **fields: str
+    ) -> None:
         self._what = what
+        self._meanwhile = meanwhile
         self._fields = fields
         self._reason: str | None = None
 
@@ -15,7 +18,7 @@ class Complaint:
         """It does not work."""
         if reason != self._reason:
             self._reason = reason
-            self._log.warning(f"{self._what}: what was known before stays", reason=reason)
+            self._log.warning(f"{self._what}: {self._meanwhile}", reason=reason)
 
     def well(self) -> None:
         """It works."""

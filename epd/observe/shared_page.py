@@ -8,8 +8,11 @@ not fit the number or the digest, and looks again.
 """
 
 import errno
+import fcntl
 import hashlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from struct import Struct
 
 NUMBER = Struct("<Q")
@@ -54,7 +57,7 @@ class SharedPage:
         Raises:
             OSError: it does not fit; what was written before stays.
         """
-        number = (self._number() or 0) + 1
+        number = self.number() + 1
         head = HEAD.pack(number, len(page), _digest(page))
         if len(head) + len(page) > HALF_BYTES:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
@@ -68,22 +71,36 @@ class SharedPage:
             PageUnreadable: there is no whole page.
         """
         for _ in range(ATTEMPTS):
-            number = self._number()
-            if number is None:
+            number = self.number()
+            if not number:
                 return None
             page = self._at(number)
             if page is not None:
                 return page
         raise PageUnreadable(f"page {number} is not whole")
 
+    def number(self) -> int:
+        """How often it has been written: what was read by the same number is read still."""
+        found = os.pread(self.descriptor, NUMBER.size, 0)
+        number: int = NUMBER.unpack(found)[0] if len(found) == NUMBER.size else 0
+        return number
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Be the only process that writes, of several that may; the lock ends with its holder.
+
+        Raises:
+            OSError: another one is.
+        """
+        fcntl.lockf(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self.descriptor, fcntl.LOCK_UN)
+
     def close(self) -> None:
         """Let go of it."""
         os.close(self.descriptor)
-
-    def _number(self) -> int | None:
-        found = os.pread(self.descriptor, NUMBER.size, 0)
-        number: int = NUMBER.unpack(found)[0] if len(found) == NUMBER.size else 0
-        return number or None
 
     def _at(self, number: int) -> bytes | None:
         head = os.pread(self.descriptor, HEAD.size, _half(number))

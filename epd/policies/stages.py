@@ -1,9 +1,12 @@
 """The policies that say which stages a request goes through."""
 
+from dataclasses import dataclass
+
 from epd.policies.course import Course, Facts
 from epd.routing.instances import Role
 
 
+@dataclass(frozen=True, slots=True)
 class EncodePrefillDecode:
     """Media to encode instances, then prefill, then decode (E+P+D)."""
 
@@ -12,9 +15,21 @@ class EncodePrefillDecode:
         return Course(prefill=facts.prefills) if Role.DECODE in facts.roles else None
 
 
-class EncodePrefillDecodeInOne:
+@dataclass(frozen=True, slots=True)
+class EncodePD:
     """Media to encode instances; one instance prefills and decodes (E+PD)."""
 
     def course(self, facts: Facts) -> Course | None:
         """See `Policy`."""
         return Course(prefill=False) if Role.PREFILL_DECODE in facts.roles else None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillDecode:
+    """No encode stage: prefill gets the media as they are (P+D), or who does both (PD)."""
+
+    def course(self, facts: Facts) -> Course | None:
+        """See `Policy`."""
+        if Role.DECODE in facts.roles:
+            return Course(encode=False, prefill=facts.prefills)
+        return Course(encode=False, prefill=False) if Role.PREFILL_DECODE in facts.roles else None

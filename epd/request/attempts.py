@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from epd.errors import Stage
-from epd.policies.course import Course
+from epd.policies.course import Course, Facts
 from epd.routing.instances import Instance
 from epd.transfer.encoded import Consumed, EncodedItem
 
@@ -14,6 +14,7 @@ class Attempts:
 
     Attributes:
         course: what runs for it.
+        facts: what that was decided by.
         prefills: prefill instances that it was sent to.
         decodes: decode instances that it was sent to.
         failures: the stages that have failed; who was not reached has not been asked.
@@ -27,6 +28,7 @@ class Attempts:
     """
 
     course: Course
+    facts: Facts
     prefills: list[Instance] = field(default_factory=list)
     decodes: list[Instance] = field(default_factory=list)
     failures: list[Stage] = field(default_factory=list)

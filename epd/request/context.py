@@ -40,6 +40,7 @@ class RequestContext:
         model: what the client calls the one it asks for.
         span: what it is traced by, where it is traced.
         answering: decode's span, until its first event of tokens.
+        client_headers: all headers of its client, by name in any case.
     """
 
     request_id: str
@@ -55,6 +56,7 @@ class RequestContext:
     model: str | None = None
     span: RequestSpan | None = None
     answering: Span | None = None
+    client_headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     _children: Iterator[int] = field(default_factory=itertools.count)
 
     def headers_for(

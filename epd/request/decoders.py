@@ -1,35 +1,76 @@
-"""Who decodes a request: found in the table of instances."""
+"""Who decodes a request: found in the table of instances, or named by somebody else."""
 
 from collections.abc import Collection
 
+from epd.config import ProxyConfig
+from epd.discovery.complaint import Complaint
+from epd.errors import BadRequest, NoInstance, ProxyError, RequestRefused
 from epd.policies.course import Course
+from epd.request.attempts import Attempts
 from epd.request.context import RequestContext
-from epd.routing.instances import ANSWERING, Instance, InstanceTable
+from epd.request.picker import Picker
+from epd.routing.allowed import is_allowed
+from epd.routing.instances import ANSWERING, Instance, InstanceTable, Role
 from epd.routing.policies import Choice
+from epd.routing.urls import service_url
 
 
 class Decoders:
-    """Names the decode instance of each request."""
+    """Names the decode instance of each request.
 
-    def __init__(self, table: InstanceTable) -> None:
+    Whoever else names one, it is an instance of the table, or on a host of `--decode-hosts`: a
+    client must not choose whom the proxy speaks to.
+    """
+
+    def __init__(self, table: InstanceTable, picker: Picker, config: ProxyConfig) -> None:
+        self._table = table
+        self._picker = picker
+        self._config = config
         self._choice = Choice(table, "least_load", *ANSWERING)
+        self._complaint = Complaint("the endpoint picker cannot be used", "the proxy chooses")
+
+    def settled(self, course: Course, context: RequestContext) -> Course:
+        """The course, once it is clear whether the client has anything to say of it.
+
+        A choice that is none is refused, before anything is done for its request.
+
+        Raises:
+            BadRequest: it names nothing that could be one.
+            RequestRefused: 403, it names whom it may not.
+        """
+        if course.decode_from == "header" and self._asked_for(context) is None:
+            return course._replace(decode_from="table")
+        return course
 
     async def pick(
-        self,
-        course: Course,  # noqa: ARG002
-        context: RequestContext,  # noqa: ARG002
-        tried: Collection[Instance],
+        self, attempts: Attempts, context: RequestContext, prefill: Instance | None = None
     ) -> Instance:
         """Who decodes, one that was not tried where there is one.
 
+        Args:
+            attempts: the request's.
+            context: the request's.
+            prefill: who has prefilled it, or will; None: nobody.
+
         Raises:
             NoInstance: there is none.
+            ProxyError: see `settled`.
         """
-        return self._choice.best(tried=tried)
+        named: Instance | None = None
+        if attempts.course.decode_from == "header":
+            named = self._asked_for(context)
+        elif attempts.course.decode_from == "picker":
+            named = await self._picked(attempts, context, prefill)
+        return named or self._choice.best(tried=attempts.decodes)
 
-    def others(self, course: Course, tried: Collection[Instance]) -> bool:  # noqa: ARG002
-        """Whether there is one that was not tried."""
-        return self._choice.others(tried)
+    def others(self, course: Course, tried: Collection[Instance]) -> bool:
+        """Whether there is one that was not tried, and may be.
+
+        Whom a client names is not replaced; a picker may know others than the table has.
+        """
+        if course.decode_from == "header":
+            return False
+        return course.decode_from == "picker" or self._choice.others(tried)
 
     def another(self, tried: Collection[Instance]) -> Instance:
         """One of the table, not tried where there is one, to be told of something.
@@ -38,3 +79,64 @@ class Decoders:
             NoInstance: there is none.
         """
         return self._choice.best(tried=tried)
+
+    def _asked_for(self, context: RequestContext) -> Instance | None:
+        """Whom a client names; None where it leaves that to the proxy."""
+        header = self._config.decode_header
+        value = context.client_headers.get(header)
+        if value is None:
+            if self._table.of(*ANSWERING):
+                return None
+            raise BadRequest(
+                f"the proxy knows no decode instance: name one, {header}: host:port",
+                slug="decode_not_named",
+            )
+        try:
+            url = service_url(value)
+        except ValueError:
+            raise BadRequest(f"{header} must be host:port", slug="invalid_decode") from None
+        found = self._at(url)
+        if found is None and "://" not in value:
+            found = self._table.find(url.replace("http:", "https:", 1), *ANSWERING)
+        if found is None:
+            raise RequestRefused(
+                403,
+                f"{header} names neither a decode instance of this proxy nor a host of "
+                "--decode-hosts",
+                slug="host_not_allowed",
+            )
+        return found
+
+    async def _picked(
+        self, attempts: Attempts, context: RequestContext, prefill: Instance | None
+    ) -> Instance | None:
+        """Whom the picker names; None where it names none that can be used.
+
+        Raises:
+            NoInstance: nor does the table.
+        """
+        tried, usable = attempts.decodes, self._table.usable(*ANSWERING)
+        try:
+            url = await self._picker.ask(attempts.facts, context, prefill, usable, tried)
+        except ProxyError as error:
+            reason = error.message
+        else:
+            if (found := self._at(url)) is not None:
+                self._complaint.well()
+                return None if found in tried and self._choice.others(tried) else found
+            reason = "it names neither a decode instance of this proxy nor a host of --decode-hosts"
+        self._complaint.failed(reason)
+        if usable:
+            return None
+        raise NoInstance(
+            "the endpoint picker names no decode instance, and the proxy knows none",
+            slug="no_decode",
+        )
+
+    def _at(self, url: str) -> Instance | None:
+        """The decode instance of a URL that somebody names; None: it must not be one."""
+        found = self._table.find(url, *ANSWERING)
+        hosts = self._config.decode_hosts
+        if found is None and hosts and is_allowed(url, hosts):
+            found = Instance(Role.DECODE, url)
+        return found

@@ -130,7 +130,7 @@ class Encoder:
         if not uuids:
             return []
         if not context.endpoint.encodes:
-            return [_local(item, uuid) for item, uuid in uuids.items()]
+            return raw_items(uuids)
         record = context.record
         record.hits, record.waits = {}, 0
         wanted = self._identifiers(body, uuids, anew=anew)
@@ -360,6 +360,11 @@ def _wanted(body: Body, item: MMItem, uuid: str) -> Wanted:
     encoded = orjson.dumps(kwargs, option=orjson.OPT_SORT_KEYS) if kwargs else b""
     model = body.get("model")
     return Wanted(model if isinstance(model, str) else None, uuid, item.named, encoded)
+
+
+def raw_items(uuids: Mapping[MMItem, str | None]) -> list[EncodedItem]:
+    """Items that all go on as they are."""
+    return [_local(item, uuid) for item, uuid in uuids.items()]
 
 
 def _local(item: MMItem, uuid: str | None) -> EncodedItem:

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from epd.bodies.items import Body
-from epd.errors import ProxyError
+from epd.errors import NoInstance, ProxyError
 from epd.http.upstream import Reply
 from epd.request.attempts import Attempts
 from epd.request.context import RequestContext
@@ -82,8 +82,8 @@ class Handovers:
         self._prefills = Choice(table, "least_load", Role.PREFILL)
 
     def other_prefills(self, attempts: Attempts) -> bool:
-        """Whether there is a prefill instance that was not tried."""
-        return self._prefills.others(attempts.prefills)
+        """Whether there is a prefill instance that was not tried, and may be."""
+        return attempts.course.prefill_url is None and self._prefills.others(attempts.prefills)
 
     async def answer(self, attempts: Attempts, context: RequestContext) -> Answer:
         """The decode instance's answer, opened.
@@ -95,19 +95,29 @@ class Handovers:
         attempts.prefilled = False
         if attempts.without_prefill or not course.prefill or not context.endpoint.prefills(sent):
             return await self._decoded(attempts, context, sent)
-        prefill = self._prefills.best(tried=attempts.prefills)
+        prefill = self._prefill(attempts)
         attempts.prefills.append(prefill)
         using = self._table.using(prefill, alone=attempts.alone("prefill"))
         pair = Pair(context.request_id, prefill, using.rank)
-        if course.eager or self._transfer.eager:
-            pair = pair._replace(
-                decode=await self._decoders.pick(course, context, attempts.decodes)
-            )
+        if course.decode_choice == "early" or self._transfer.eager:
+            pair = pair._replace(decode=await self._decoders.pick(attempts, context, prefill))
         pair = pair._replace(peer=await self._peers.of(prefill))
         prefilling = self._prefilled(using, pair, sent, context)
         if self._transfer.concurrent(pair):
             return await self._at_once(pair, prefilling, attempts, context)
         return await self._in_turn(pair, await prefilling, attempts, context)
+
+    def _prefill(self, attempts: Attempts) -> Instance:
+        url = attempts.course.prefill_url
+        if url is None:
+            return self._prefills.best(tried=attempts.prefills)
+        if (local := self._table.find(url, Role.PREFILL)) is None:
+            raise NoInstance(
+                "the prefill instance beside the proxy takes no part",
+                slug="no_prefill",
+                stage="prefill",
+            )
+        return local
 
     async def _prefilled(
         self, using: Use, pair: Pair, sent: Body, context: RequestContext
@@ -130,8 +140,9 @@ class Handovers:
         try:
             return await self._decoded(attempts, context, sent, pair)
         except BaseException as error:
-            if self._transfer.released and not _was_begun(error):
-                self._releases.begin(self._releaser(attempts, error), sent, context)
+            releaser = self._releaser(attempts, error)
+            if releaser is not None and self._transfer.released and not _was_begun(error):
+                self._releases.begin(releaser, sent, context)
             raise
 
     async def _at_once(
@@ -171,7 +182,8 @@ class Handovers:
         """
         instance = None if pair is None else pair.decode
         if instance is None:
-            instance = await self._decoders.pick(attempts.course, context, attempts.decodes)
+            prefill = None if pair is None else pair.prefill
+            instance = await self._decoders.pick(attempts, context, prefill)
         attempts.decodes.append(instance)
         using = self._table.using(instance, alone=attempts.alone("decode"))
         request_id = None if pair is None else self._transfer.request_id(pair)
@@ -185,12 +197,18 @@ class Handovers:
             raise
         return answer
 
-    def _releaser(self, attempts: Attempts, error: BaseException) -> Instance:
+    def _releaser(self, attempts: Attempts, error: BaseException) -> Instance | None:
         """Who is told that a prefill is not wanted: who had it, or another if that failed."""
+        had = attempts.decodes[-1] if attempts.decodes else None
         failed = isinstance(error, ProxyError) and self._decoders.others(
             attempts.course, attempts.decodes
         )
-        return self._decoders.another(attempts.decodes) if failed else attempts.decodes[-1]
+        if had is not None and not failed:
+            return had
+        try:
+            return self._decoders.another(attempts.decodes)
+        except NoInstance:
+            return had
 
 
 def _was_begun(error: BaseException) -> bool:

@@ -1,24 +1,25 @@
 """One request: encode, prefill where there is one, decode; tried again while nobody has seen it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from http import HTTPStatus
 
 from epd.bodies.items import Body, MMItem, at_most, check_mm_kwargs
+from epd.bodies.prompt import prompt_tokens
 from epd.cache.encoder_cache import EncoderCache
 from epd.cache.keys import Keys
 from epd.config import ProxyConfig
 from epd.errors import NoInstance, ProxyError, UpstreamTimeout, UpstreamUnreachable
 from epd.media.fetch import MediaFetcher
 from epd.media.parts import inline_bytes
-from epd.policies.course import Course, Facts, Policy
-from epd.policies.stages import EncodePrefillDecode, EncodePrefillDecodeInOne
+from epd.policies.course import Course, Facts
 from epd.request.attempts import Attempts
 from epd.request.context import RequestContext
 from epd.request.decoders import Decoders
-from epd.request.encoding import Encoder
+from epd.request.encoding import Encoder, raw_items
 from epd.request.handover import Answer, Handovers
 from epd.request.stages import Stages
-from epd.routing.instances import InstanceTable, Role
+from epd.routing.instances import ANSWERING, InstanceTable, Role
 from epd.routing.retries import Retries, is_instances_fault, retry_delay_s
 from epd.transfer.encoded import EncodedItem, consumer_body, metadata_uuids
 
@@ -42,6 +43,7 @@ class Pipeline:
         cache: EncoderCache | None,
         handovers: Handovers,
         decoders: Decoders,
+        coordinate: Callable[[Facts], Course | None],
         config: ProxyConfig,
     ) -> None:
         self._table = table
@@ -52,7 +54,7 @@ class Pipeline:
         self._keys = Keys(cache, config)
         self._config = config
         self._retries = Retries()
-        self._policies: Sequence[Policy] = (EncodePrefillDecode(), EncodePrefillDecodeInOne())
+        self._coordinate = coordinate
 
     async def run(self, body: Body, context: RequestContext) -> Answer:
         """The decode instance's answer, its head read, its status 2xx: a context, to be entered.
@@ -63,9 +65,11 @@ class Pipeline:
             BadRequest: the request cannot be served as it is.
             ProxyError: a stage failed.
         """
-        course = self._course(body, context)
-        body, uuids = await self._keyed(body, context)
-        attempts = Attempts(course)
+        items = self._items(body, context)
+        facts = self._facts(body, items, context)
+        course = self._decoders.settled(self._course(facts), context)
+        body, uuids = await self._keyed(body, items, context)
+        attempts = Attempts(course, facts)
 
         async def attempt() -> Answer:
             await self._prepare(attempts, body, uuids, context)
@@ -85,7 +89,7 @@ class Pipeline:
             BadRequest: an item cannot be encoded as it is.
             ProxyError: the first item that failed.
         """
-        body, uuids = await self._keyed(body, context)
+        body, uuids = await self._keyed(body, self._items(body, context), context)
         encoded = await self._encoder.encode(body, uuids, context)
         await self._keys.remember(body, encoded, context.tenant)
         return encoded
@@ -94,19 +98,25 @@ class Pipeline:
         """Forget what a client calls so: see `Keys.forget`."""
         await self._keys.forget(uuid, model, context.tenant)
 
-    async def _keyed(
-        self, body: Body, context: RequestContext
-    ) -> tuple[Body, Mapping[MMItem, str | None]]:
-        """The request, with media in it that the proxy fetches, and the keys of its items."""
+    def _items(self, body: Body, context: RequestContext) -> tuple[MMItem, ...]:
+        """The media items of a request that may be served.
+
+        Raises:
+            BadRequest: it may not.
+        """
         if not self._config.trust_request_mm_kwargs:
             check_mm_kwargs(body)
-        endpoint = context.endpoint
-        items = at_most(endpoint.items(body), self._config.max_items)
+        return at_most(context.endpoint.items(body), self._config.max_items)
+
+    async def _keyed(
+        self, body: Body, items: tuple[MMItem, ...], context: RequestContext
+    ) -> tuple[Body, Mapping[MMItem, str | None]]:
+        """The request, with media in it that the proxy fetches, and the keys of its items."""
         if not items:
             return body, {}
         inlined = await self._media.inlined(body, items, context.tenant.name)
         if inlined is not body:
-            items = tuple(endpoint.items(inlined))
+            items = tuple(context.endpoint.items(inlined))
         return inlined, await self._keys.of(inlined, items, context.tenant, context.cuts)
 
     async def _prepare(
@@ -123,8 +133,11 @@ class Pipeline:
             and self._config.on_prefill_failure == "local"
         ):
             attempts.without_prefill = True
+        course = attempts.course
         if not uuids:
             attempts.encoded = []
+        elif not course.encode:
+            attempts.encoded = raw_items(uuids)
         elif attempts.encoded is None:
             attempts.encoded = await self._encoder.encode(body, uuids, context)
             # Before the answer: who has it may use the name.
@@ -134,7 +147,10 @@ class Pipeline:
             attempts.encoded = await self._encoder.encode(body, uuids, context, anew=True)
         if attempts.without_prefill:
             context.record.degraded.add("prefill-local")
+        # Decode without prefill looks for no encoder output, but where it is both.
+        alone = not course.prefill and self._table.has(Role.DECODE)
         raw = self._config.decode_media == "raw" or attempts.anew or attempts.without_prefill
+        raw = raw or alone
         attempts.sent = consumer_body(body, attempts.encoded, raw=raw)
         context.record.saved_bytes = 0
         if context.record.hits:
@@ -144,19 +160,27 @@ class Pipeline:
                 inline_bytes(item, context.cuts) for item in hits if item in unsent
             )
 
-    def _course(self, body: Body, context: RequestContext) -> Course:
-        """What runs for a request, by the first policy that has something to say of it.
+    def _facts(self, body: Body, items: tuple[MMItem, ...], context: RequestContext) -> Facts:
+        return Facts(
+            context.endpoint.path,
+            context.endpoint.prefills(body),
+            len(items),
+            frozenset(role for role in Role if self._table.has(role)),
+            partial(prompt_tokens, body),
+            context.client_headers,
+        )
+
+    def _course(self, facts: Facts) -> Course:
+        """What runs for a request.
 
         Raises:
-            NoInstance: none has.
+            NoInstance: no policy has anything to say of it.
         """
-        prefills = context.endpoint.prefills(body)
-        roles = frozenset(role for role in Role if self._table.has(role))
-        facts = Facts(context.endpoint.path, prefills, 0, 0, roles)
-        for policy in self._policies:
-            if (course := policy.course(facts)) is not None:
-                return course
-        raise NoInstance("there is no decode instance", slug="no_decode")
+        if (course := self._coordinate(facts)) is not None:
+            return course
+        if facts.roles.isdisjoint(ANSWERING):
+            raise NoInstance("there is no decode instance", slug="no_decode")
+        raise NoInstance("no policy says where this request is to run", slug="no_policy")
 
     def _next(self, attempts: Attempts, error: ProxyError) -> float | None:
         """Prepare for the next attempt: how long until then, in seconds; None: there is none."""

@@ -128,6 +128,10 @@ class InstanceTable:
         """All instances of these roles."""
         return tuple(instance for role in roles for instance in self._by_role[role])
 
+    def find(self, url: str, *roles: Role) -> Instance | None:
+        """The instance of these roles that has this URL."""
+        return next((one for one in self.of(*roles) if one.url == url), None)
+
     def has(self, role: Role) -> bool:
         """Whether there is an instance of this role."""
         return bool(self._by_role[role])
@@ -176,11 +180,10 @@ class InstanceTable:
                 could not be loaded.
         """
         health = self._health.get(instance)
-        if health is None:  # removed since it was chosen
-            health = Health(self._policy, self._clock(), lambda _: None)
-        return Use(
-            self._load, instance, health, self._clock, self._ranks.get(instance), alone=alone
-        )
+        load = self._load
+        if health is None:  # removed since it was chosen, or named by somebody else
+            health, load = Health(self._policy, self._clock(), lambda _: None), {}
+        return Use(load, instance, health, self._clock, self._ranks.get(instance), alone=alone)
 
     def probes_due(self) -> list[Instance]:
         """Whom to ask for their health now; each answer goes to `probed`."""

@@ -138,6 +138,7 @@ def _context(
         clients_key=not keyed and (presented or config.openai_api_key is None),
         observers=app[OBSERVERS],
         models=app[MODELS],
+        client_headers=headers,
     )
 
 

@@ -35,6 +35,7 @@ from epd.request.context import RequestContext
 from epd.request.decoders import Decoders
 from epd.request.handover import Handovers
 from epd.request.peers import Peers
+from epd.request.picker import Picker
 from epd.request.pipeline import Pipeline
 from epd.request.probes import probing
 from epd.request.relay import StreamRelay
@@ -50,6 +51,7 @@ from epd.server.admittance import may_administer
 from epd.server.answers import own_headers
 from epd.server.files import read_keys
 from epd.server.middlewares import observe
+from epd.server.policies import Policies
 from epd.server.reload import RELOAD, Reload
 from epd.server.roster import Roster
 from epd.server.slots import (
@@ -80,6 +82,7 @@ RECENT = web.AppKey("recent", Recent)
 
 TABLE = web.AppKey("table", InstanceTable)
 ROSTER = web.AppKey("roster", Roster)
+POLICIES = web.AppKey("policies", Policies)
 
 MAX_DECODE_BYTES = 256 * 1024**2
 """Largest answer of decode that is no stream: it is whole before the first byte goes out, so that
@@ -115,6 +118,7 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
     app[MODELS] = ModelNames()
     app[METRICS] = MetricsObserver(app[ADMISSION])
     app[RECENT] = Recent()
+    app[POLICIES] = Policies(config)
     app[RELOAD] = Reload(app[METRICS].reloaded)
     app[DRAIN] = Drain()
     app.on_response_prepare.append(send_elsewhere)
@@ -122,8 +126,9 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
     own: tuple[Observer, ...] = (app[METRICS], app[RECENT])
     app[OBSERVERS] = (*own, *((log,) if observers is None else observers))
 
-    def follow(_: ProxyConfig) -> None:
+    def follow(before: ProxyConfig) -> None:
         app[ADMISSION].adopt(limits_of(config))
+        app[POLICIES].follow(before)
         set_level(config.log_level)
         log.adopt(config.kv_lease_s)
 
@@ -147,10 +152,13 @@ async def _connections(app: web.Application) -> AsyncIterator[None]:
         probing(table, upstream, config),
         Releases.running(stages := Stages(upstream, config)) as releases,
     ):
-        decoders, transfer = Decoders(table), KV_TRANSFERS[config.kv_transfer]()
+        decoders = Decoders(table, Picker(upstream, config), config)
+        transfer = KV_TRANSFERS[config.kv_transfer]()
         peers = Peers(transfer, upstream, config)
         handovers = Handovers(table, stages, transfer, peers, decoders, releases)
-        app[PIPELINE] = Pipeline(table, stages, media, cache, handovers, decoders, config)
+        app[PIPELINE] = Pipeline(
+            table, stages, media, cache, handovers, decoders, app[POLICIES].course, config
+        )
         app[WARMUP] = Warmup(app[PIPELINE], cache)
         app[ADMIN] = Admin(table, upstream, config)
         app[TABLE] = table
@@ -302,7 +310,8 @@ async def ready(request: web.Request) -> web.Response:
     """`/ready`, `/ping`: whether to send requests here. It asks nobody, and may be asked often."""
     if request.app[DRAIN].began:
         raise Overloaded("the proxy is about to stop", slug="shutting_down")
-    if not request.app[TABLE].serves(*ANSWERING):
+    decodes = request.app[TABLE].serves(*ANSWERING) or request.app[POLICIES].decodes_elsewhere
+    if not decodes:
         raise NoInstance("no decode instance can be reached", slug="no_decode")
     return _json({"status": "ready"}, request[CONTEXT])
 
@@ -331,6 +340,29 @@ async def unregister(request: web.Request) -> web.Response:
     return _json(await request.app[ROSTER].unregister(url), request[CONTEXT])
 
 
+async def policies(request: web.Request) -> web.Response:
+    """`GET /policies`: which are in force."""
+    return _json(request.app[POLICIES].page(), request[CONTEXT])
+
+
+async def set_policies(request: web.Request) -> web.Response:
+    """`PUT /policies`: has these in force, and no others."""
+    body = await _read(request)
+    return _json(request.app[POLICIES].replace(bytes(body)), request[CONTEXT])
+
+
+async def add_policy(request: web.Request) -> web.Response:
+    """`POST /policies`: has one more in force, or one with other options."""
+    body = await _read(request)
+    return _json(request.app[POLICIES].add(bytes(body)), request[CONTEXT])
+
+
+async def remove_policy(request: web.Request) -> web.Response:
+    """`DELETE /policies?name=…`: has one in force no longer; without a name, undoes all."""
+    name = request.query.get("name")
+    return _json(request.app[POLICIES].remove(name), request[CONTEXT])
+
+
 async def profile(command: str, request: web.Request) -> web.Response:
     """`POST /start_profile` and `/stop_profile`: tells every instance."""
     body = await _read(request)
@@ -357,9 +389,9 @@ async def nothing(request: web.Request) -> web.StreamResponse:
     raise web.HTTPMethodNotAllowed(request.method, methods) if methods else web.HTTPNotFound()
 
 
-_get, _post, _delete, _any = (
+_get, _put, _post, _delete, _any = (
     partial(declare, expect_handler=_not_yet)
-    for declare in (web.get, web.post, web.delete, partial(web.route, "*"))
+    for declare in (web.get, web.put, web.post, web.delete, partial(web.route, "*"))
 )
 ROUTES = (
     (Access.OPEN, _get("/health", health)),  # a load balancer has no key
@@ -381,6 +413,10 @@ ROUTES = (
     (Access.TENANT, _get("/version", version)),
     (Access.ADMIN, _get("/metrics", metrics)),
     (Access.ADMIN, _get("/ui/state", ui.state)),
+    (Access.ADMIN, _get("/policies", policies)),
+    (Access.ADMIN, _put("/policies", set_policies)),
+    (Access.ADMIN, _post("/policies", add_policy)),
+    (Access.ADMIN, _delete("/policies", remove_policy)),
     (Access.ADMIN, _post("/start_profile", partial(profile, "start"))),
     (Access.ADMIN, _post("/stop_profile", partial(profile, "stop"))),
 )

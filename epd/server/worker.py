@@ -28,7 +28,7 @@ from epd.observe.worker_metrics import WorkerMetrics
 from epd.server.last_good import read_from
 from epd.server.serve import Orders, running
 from epd.server.ui import BOARD
-from epd.server.web import METRICS
+from epd.server.web import METRICS, POLICIES
 from epd.ui.board import Board
 
 DRAIN, RELOAD = b"drain", b"reload "
@@ -47,6 +47,7 @@ class Inherited:
         pages: of the metrics of all workers.
         recents: of what they have seen of late.
         registrations: the store of what is known of instances, which they share.
+        policies: the page of those that have been set.
     """
 
     number: int
@@ -55,11 +56,13 @@ class Inherited:
     pages: Sequence[int]
     recents: Sequence[int]
     registrations: str | None
+    policies: int
 
     @property
     def descriptors(self) -> tuple[int, ...]:
         """All of them."""
-        return (*self.sockets, *self.files.values(), *self.pages, *self.recents)
+        files = self.files.values()
+        return (*self.sockets, *files, *self.pages, *self.recents, self.policies)
 
 
 async def work(config: ProxyConfig, inherited: Inherited) -> None:
@@ -80,6 +83,7 @@ async def work(config: ProxyConfig, inherited: Inherited) -> None:
     async with running(first, orders, tls, pipe.configured, config) as runner:
         metrics = _shared(runner.app[METRICS], inherited)
         board = _shared_board(runner.app[BOARD], inherited)
+        runner.app[POLICIES].share(SharedPage(inherited.policies))
         writing = [asyncio.create_task(one.keep_writing()) for one in (metrics, board)]
         for descriptor in inherited.sockets:
             await Site(runner, tls, sock=socket.socket(fileno=descriptor)).start()

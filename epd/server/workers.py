@@ -30,6 +30,7 @@ from epd.edge.listening import binding
 from epd.observe.shared_page import SharedPage
 from epd.observe.worker_metrics import bury
 from epd.server.last_good import LastGood
+from epd.server.policies import said_otherwise
 from epd.server.serve import (
     CLEANUP_S,
     CUT_S,
@@ -69,11 +70,13 @@ class Shared:
         pages: of their metrics, in the order of their numbers, which begin at 1.
         recents: the same, of what they have seen of late.
         registrations: the store of what is known of instances; None where there is none.
+        policies: the page of those that have been set.
     """
 
     pages: Sequence[SharedPage]
     recents: Sequence[SharedPage]
     registrations: str | None
+    policies: SharedPage
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +108,17 @@ async def supervise(config: LiveConfig, read: Callable[[], ProxyConfig]) -> None
     with (
         _pages(config.workers) as pages,
         _pages(config.workers) as recents,
+        _pages(1) as (policies,),
         shared_store(config) as registrations,
     ):
-        await _supervise(config, read, Shared(pages, recents, registrations))
+        await _supervise(config, read, Shared(pages, recents, registrations, policies))
 
 
 async def _supervise(config: LiveConfig, read: Callable[[], ProxyConfig], shares: Shared) -> None:
     log = structlog.get_logger("epd")
     orders = orders_by_signal(config)
     with _listening(config) as groups, closing(LastGood(config, read)) as good:
-        reloading = asyncio.create_task(_reload(orders, good))
+        reloading = asyncio.create_task(_reload(orders, good, shares.policies))
         for listener in groups[0]:
             log.info(
                 "listening",
@@ -137,11 +141,14 @@ async def _supervise(config: LiveConfig, read: Callable[[], ProxyConfig], shares
         raise failure
 
 
-async def _reload(orders: Orders, good: LastGood) -> None:
+async def _reload(orders: Orders, good: LastGood, policies: SharedPage) -> None:
     while True:
         await orders.reload.wait()
         orders.reload.clear()
+        before = ProxyConfig.model_construct(**dict(good.config))
         good.renew()
+        if said_otherwise(before, good.config):
+            policies.write(b"")
 
 
 async def _keep(seat: Seat, good: LastGood, orders: Orders) -> None:
@@ -218,6 +225,7 @@ async def _start(
         [page.descriptor for page in seat.shared.pages],
         [page.descriptor for page in seat.shared.recents],
         seat.shared.registrations,
+        seat.shared.policies.descriptor,
     )
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "epd.server.worker"),

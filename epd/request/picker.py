@@ -1,0 +1,77 @@
+"""An endpoint picker: a service that is asked over HTTP who decodes a request.
+
+It is sent `{"model", "request_id", "endpoint", "prompt_tokens", "items", "prefill", "candidates",
+"tried"}` by `POST`, and answers `{"url": "http://host:port"}` (docs/guides/policies.md).
+"""
+
+from collections.abc import Iterable
+
+import orjson
+
+from epd.config import ProxyConfig
+from epd.errors import ProxyError, UpstreamFailed
+from epd.http.upstream import Upstream
+from epd.policies.course import Facts
+from epd.request.context import RequestContext
+from epd.routing.instances import Instance
+from epd.routing.urls import service_url
+
+
+class Picker:
+    """The one that is configured."""
+
+    def __init__(self, upstream: Upstream, config: ProxyConfig) -> None:
+        self._upstream = upstream
+        self._config = config
+
+    async def ask(
+        self,
+        facts: Facts,
+        context: RequestContext,
+        prefill: Instance | None,
+        candidates: Iterable[Instance],
+        tried: Iterable[Instance],
+    ) -> str:
+        """The base URL that it names.
+
+        Args:
+            facts: of the request.
+            context: the request's. The picker sees none of its client's headers.
+            prefill: who has prefilled it, or will; None: nobody.
+            candidates: the decode instances that the proxy would choose among.
+            tried: those that have failed.
+
+        Raises:
+            ProxyError: it names none.
+        """
+        question = {
+            "model": context.model,
+            "request_id": context.request_id,
+            "endpoint": facts.path,
+            "prompt_tokens": facts.prompt_tokens,
+            "items": facts.items,
+            "prefill": None if prefill is None else prefill.url,
+            "candidates": [one.url for one in candidates],
+            "tried": [one.url for one in tried],
+        }
+        answer = await self._upstream.fetch(
+            str(self._config.decode_picker_url),
+            stage="decode",
+            headers={"Content-Type": "application/json", "X-Request-Id": context.request_id},
+            body=(orjson.dumps(question),),
+            timeout_s=self._config.decode_picker_timeout_s,
+        )
+        if not answer.ok:
+            raise _useless(f"it answered {answer.status}")
+        try:
+            match orjson.loads(answer.body):
+                case {"url": str() as url}:
+                    return service_url(url)
+                case _:
+                    raise _useless("its answer has no url")
+        except ValueError:  # a JSONDecodeError too
+            raise _useless("its answer is no JSON, or has no URL that could be one") from None
+
+
+def _useless(reason: str) -> ProxyError:
+    return UpstreamFailed(reason, slug="decode_picker", stage="decode")

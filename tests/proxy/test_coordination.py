@@ -1,0 +1,369 @@
+"""Coordination policies on real sockets: who is asked for what, and who decodes."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from tests.proxy.fake_instance import FakeInstance, decodes, drops, hangs, prefills, refuses
+from tests.proxy.fleet import Fleet, Launch
+from tests.requests import image, request, text
+
+HEADER = "x-decoder-host-port"
+STRANGERS = {"decode_hosts": "127.0.0.0/8"}
+POLICIES = ("encode_prefill_decode", "prefill_decode", "prefill_local_decode_remote")
+each_policy = pytest.mark.parametrize("policy", POLICIES)
+each_choice = pytest.mark.parametrize("choice", ["early", "late"])
+each_form = pytest.mark.parametrize("stream", [False, True])
+
+
+def asked(fleet: Fleet) -> tuple[int, int, int]:
+    """How many requests encode, prefill and decode instances were sent."""
+    groups = (fleet.encode, fleet.prefill, fleet.decode)
+    encode, prefill, decode = (sum(len(one.calls) for one in group) for group in groups)
+    return encode, prefill, decode
+
+
+def place(instance: FakeInstance) -> str:
+    return instance.url.removeprefix("http://")
+
+
+@dataclass
+class Picker:
+    """An endpoint picker.
+
+    Attributes:
+        answer: what it answers, with this status.
+        questions: what it was asked.
+        order: what happened, in which order, where a test adds to it.
+    """
+
+    answer: Any = None
+    status: int = 200
+    delay_s: float = 0
+    questions: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    order: list[str] = field(default_factory=list)
+    url: str = ""
+
+    async def _pick(self, web_request: web.Request) -> web.Response:
+        self.order.append("picker")
+        self.headers.append({name.lower(): value for name, value in web_request.headers.items()})
+        self.questions.append(await web_request.json())
+        await asyncio.sleep(self.delay_s)
+        if isinstance(self.answer, bytes):
+            return web.Response(body=self.answer, status=self.status)
+        return web.json_response(self.answer, status=self.status)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator["Picker"]:
+        app = web.Application()
+        app.router.add_post("/pick", self._pick)
+        runner = web.AppRunner(app, shutdown_timeout=0.2)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/pick"
+        try:
+            yield self
+        finally:
+            await runner.cleanup()
+
+
+async def answered(fleet: Fleet, body: dict[str, Any], **headers: str) -> int:
+    async with fleet.post(body, {name.replace("_", "-"): one for name, one in headers.items()}) as (
+        reply
+    ):
+        said = await reply.read()
+        if reply.status == 200 and body.get("stream"):
+            assert said.endswith(b"data: [DONE]\n\n")
+        return reply.status
+
+
+@each_policy
+@each_choice
+@each_form
+async def test_each_policy_asks_its_stages_in_turn(
+    launch: Launch, policy: str, choice: str, stream: bool
+) -> None:
+    async with launch(1, 2, 2, policies=(policy,), decode_choice=choice) as fleet:
+        assert await answered(fleet, request(text(), image(), stream=stream)) == 200
+
+        encode, prefill, decode = asked(fleet)
+        [prefilled] = [call for one in fleet.prefill for call in one.calls]
+
+    assert (encode, prefill, decode) == (int(policy != "prefill_decode"), 1, 1)
+    types = [part["type"] for part in prefilled.parts]
+    assert types == ["text", "image_url" if policy == "prefill_decode" else "image_embeds"]
+
+
+async def test_without_an_encode_stage_media_go_on_under_our_own_keys(launch: Launch) -> None:
+    async with launch(1, 1, 1, policies=("prefill_decode",)) as fleet:
+        assert await answered(fleet, request(image(uuid="mine"))) == 200
+        [part] = fleet.p.calls[0].parts
+
+    assert part["image_url"] == image()["image_url"]
+    assert part["uuid"] != "mine"
+
+
+@each_form
+async def test_short_prompts_are_decodes_alone(launch: Launch, stream: bool) -> None:
+    async with launch(1, 1, 1, skip_prefill_below_tokens=20) as fleet:
+        assert await answered(fleet, request(text("a" * 60), stream=stream)) == 200
+        assert asked(fleet) == (0, 0, 1)
+        assert "kv_transfer_params" not in fleet.d.calls[0].body
+
+        assert await answered(fleet, request(text("a" * 200), stream=stream)) == 200
+        assert asked(fleet) == (0, 1, 2)
+
+        assert await answered(fleet, request(image(), stream=stream)) == 200
+        assert asked(fleet) == (1, 2, 3)
+
+
+async def test_texts_are_decodes_alone_however_long(launch: Launch) -> None:
+    async with launch(1, 1, 1, skip_prefill_for_text=True) as fleet:
+        assert await answered(fleet, request(text("a" * 9999))) == 200
+
+        assert asked(fleet) == (0, 0, 1)
+
+
+@each_choice
+async def test_prefill_is_the_local_instances_alone(launch: Launch, choice: str) -> None:
+    policies = ("prefill_local_decode_remote",)
+    async with launch(1, 3, 2, policies=policies, decode_choice=choice) as fleet:
+        for _ in range(4):
+            assert await answered(fleet, request(text())) == 200
+
+        assert [len(one.calls) for one in fleet.prefill] == [4, 0, 0]
+        assert [len(one.calls) for one in fleet.decode] == [2, 2]
+
+
+async def test_what_the_local_instance_cannot_prefill_decode_does(launch: Launch) -> None:
+    async with launch(1, 2, 1, policies=("prefill_local_decode_remote",)) as fleet:
+        fleet.p.chat = refuses(500)
+
+        async with fleet.post(request(image())) as reply:
+            assert reply.status == 200
+            assert reply.headers["x-epd-degraded"] == "prefill-local"
+        assert len(fleet.prefill[1].calls) == 0
+
+
+@each_policy
+@each_choice
+@each_form
+async def test_the_client_names_a_decode_instance_of_the_table(
+    launch: Launch, policy: str, choice: str, stream: bool
+) -> None:
+    named = {"policies": (policy,), "decode_choice": choice, "decode_from": "header"}
+    async with launch(1, 1, 3, **named) as fleet:
+        for _ in range(4):
+            headers = {HEADER: place(fleet.decode[1])}
+            assert await answered(fleet, request(text(), stream=stream), **headers) == 200
+
+        assert [len(one.calls) for one in fleet.decode] == [0, 4, 0]
+
+
+@each_choice
+async def test_the_client_names_one_on_an_allowed_host(launch: Launch, choice: str) -> None:
+    stranger = FakeInstance(decodes)
+    async with stranger.running():
+        named = {"decode_choice": choice, "decode_from": "header", **STRANGERS}
+        async with launch(1, 1, 1, **named) as fleet:
+            assert await answered(fleet, request(text()), **{HEADER: place(stranger)}) == 200
+            assert await answered(fleet, request(text()), **{HEADER: stranger.url}) == 200
+            assert asked(fleet) == (0, 2, 0)
+            assert len(stranger.calls) == 2
+            assert "kv_transfer_params" in stranger.calls[0].body
+
+            assert await answered(fleet, request(text())) == 200
+            assert asked(fleet) == (0, 3, 1)
+
+
+@pytest.mark.parametrize("decode_hosts", ["", "10.0.0.0/8", "localhost", "*.0.1"])
+@pytest.mark.parametrize(
+    ("value", "status", "slug"),
+    [
+        ("{stranger}", 403, "host_not_allowed"),
+        ("http://{stranger}", 403, "host_not_allowed"),
+        ("{prefill}", 403, "host_not_allowed"),
+        ("{decode}/v1", 403, "host_not_allowed"),
+        ("[::ffff:127.0.0.1]:80", 403, "host_not_allowed"),
+        ("2130706433:80", 403, "host_not_allowed"),
+        ("10.0.0.1@{stranger}", 400, "invalid_decode"),
+        ("10.0.0.1:80@{stranger}", 400, "invalid_decode"),
+        ("file:///etc/passwd", 400, "invalid_decode"),
+        ("gopher://{stranger}", 400, "invalid_decode"),
+        ("{stranger}?x", 400, "invalid_decode"),
+        ("{stranger}#.svc", 400, "invalid_decode"),
+        ("a b:1", 400, "invalid_decode"),
+        ("", 400, "invalid_decode"),
+    ],
+)
+async def test_whom_a_client_may_not_name_is_not_asked(
+    launch: Launch, value: str, status: int, slug: str, decode_hosts: str
+) -> None:
+    stranger = FakeInstance(decodes)
+    async with (
+        stranger.running(),
+        launch(1, 1, 1, decode_from="header", decode_hosts=decode_hosts) as fleet,
+    ):
+        places = {"stranger": place(stranger), "prefill": place(fleet.p), "decode": place(fleet.d)}
+        async with fleet.post(request(image()), {HEADER: value.format(**places)}) as reply:
+            assert (reply.status, reply.headers["x-epd-error"]) == (status, slug)
+            assert HEADER in (await reply.json())["error"]["message"]
+        assert asked(fleet) == (0, 0, 0)
+        assert not stranger.calls
+        assert not stranger.other_calls
+
+
+async def test_the_header_means_nothing_unless_it_is_asked_for(launch: Launch) -> None:
+    async with launch(1, 1, 2, **STRANGERS) as fleet:
+        for _ in range(2):
+            assert await answered(fleet, request(text()), **{HEADER: place(fleet.d)}) == 200
+
+        assert [len(one.calls) for one in fleet.decode] == [1, 1]
+
+
+async def test_the_header_has_the_name_that_is_configured(launch: Launch) -> None:
+    async with launch(1, 1, 2, decode_from="header", decode_header="X-Decoder") as fleet:
+        for _ in range(2):
+            assert await answered(fleet, request(text()), x_decoder=place(fleet.d)) == 200
+
+        assert [len(one.calls) for one in fleet.decode] == [2, 0]
+
+
+async def test_whom_a_client_names_is_tried_once_more_and_nobody_else(launch: Launch) -> None:
+    async with launch(1, 1, 2, decode_from="header") as fleet:
+        fleet.d.chat = drops
+
+        assert await answered(fleet, request(text()), **{HEADER: place(fleet.d)}) == 502
+        assert [len(one.calls) for one in fleet.decode[1:]] == [0]
+        assert len([call for call in fleet.d.calls if call.body.get("max_tokens") != 1]) == 2
+
+
+@each_policy
+@each_choice
+@each_form
+async def test_the_picker_names_the_decode_instance(
+    launch: Launch, policy: str, choice: str, stream: bool
+) -> None:
+    async with Picker().running() as picker:
+        picked = {"decode_from": "picker", "decode_picker_url": picker.url}
+        async with launch(1, 1, 3, policies=(policy,), decode_choice=choice, **picked) as fleet:
+
+            async def prefills_now(one: web.Request, body: dict[str, Any]) -> web.Response:
+                picker.order.append("prefill")
+                return await prefills(one, body)
+
+            fleet.p.chat, picker.answer = prefills_now, {"url": fleet.decode[2].url}
+            body = request(text("a" * 36), stream=stream)
+            headers = {"Authorization": "Bearer key"}
+            assert await answered(fleet, body, **headers) == 200
+            assert [len(one.calls) for one in fleet.decode] == [0, 0, 1]
+            [question] = picker.questions
+
+    assert picker.order == (["picker", "prefill"] if choice == "early" else ["prefill", "picker"])
+    assert question.pop("request_id") == picker.headers[0]["x-request-id"]
+    assert question == {
+        "model": "m",
+        "endpoint": "/v1/chat/completions",
+        "prompt_tokens": 10,
+        "items": 0,
+        "prefill": fleet.p.url,
+        "candidates": [one.url for one in fleet.decode],
+        "tried": [],
+    }
+    assert "authorization" not in picker.headers[0]
+
+
+BAD = {
+    "refuses": Picker({"url": "http://d:1"}, 500),
+    "is no JSON": Picker(b"<html>"),
+    "has no url": Picker({"host": "d"}),
+    "is no object": Picker([]),
+    "is no URL": Picker({"url": "file:///x"}),
+    "is not allowed": Picker({"url": "http://10.0.0.1:1"}),
+    "is late": Picker({}, delay_s=1),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+@pytest.mark.parametrize("decode", [0, 1], ids=["no list", "a list"])
+async def test_without_a_picker_the_list_is_used_or_nobody_decodes(
+    launch: Launch, what: str, decode: int
+) -> None:
+    bad = BAD[what]
+    async with (
+        Picker(bad.answer, bad.status, bad.delay_s).running() as picker,
+        launch(
+            *(1, 1, decode),
+            decode_from="picker",
+            decode_picker_url=picker.url,
+            decode_picker_timeout_s=0.3,
+        ) as fleet,
+    ):
+        status, said = await fleet.chat(request(text()))
+
+    assert picker.questions
+    if decode:
+        assert status == 200
+    else:
+        assert status == 503
+        assert "endpoint picker names no decode instance" in said["error"]["message"]
+
+
+@each_choice
+async def test_the_picker_may_know_instances_that_the_table_does_not(
+    launch: Launch, choice: str
+) -> None:
+    stranger = FakeInstance(decodes)
+    async with stranger.running(), Picker({"url": stranger.url}).running() as picker:
+        picked = {"decode_from": "picker", "decode_picker_url": picker.url, **STRANGERS}
+        async with launch(1, 1, 0, decode_choice=choice, **picked) as fleet:
+            async with fleet.http.get(f"{fleet.url}/ready") as ready:
+                assert ready.status == 200
+            assert await answered(fleet, request(image())) == 200
+            assert len(stranger.calls) == 1
+
+
+async def test_the_picker_is_told_who_has_failed(launch: Launch) -> None:
+    async with (
+        Picker().running() as picker,
+        launch(1, 1, 2, decode_from="picker", decode_picker_url=picker.url) as fleet,
+    ):
+        picker.answer, fleet.d.chat = {"url": fleet.d.url}, drops
+
+        assert await answered(fleet, request(text())) == 200
+        assert len(fleet.decode[1].calls) >= 1
+
+    first, second = picker.questions
+    assert (first["tried"], second["tried"]) == ([], [fleet.d.url])
+
+
+async def test_a_client_that_leaves_while_the_picker_thinks_leaves_nothing(launch: Launch) -> None:
+    async with Picker({}, delay_s=0.5).running() as picker:
+        picked = {"decode_from": "picker", "decode_picker_url": picker.url}
+        async with launch(1, 1, 1, decode_picker_timeout_s=9, **picked) as fleet:
+            asking = asyncio.create_task(fleet.chat(request(text())))
+            while not picker.questions:  # noqa: ASYNC110 - it is in another server
+                await asyncio.sleep(0.01)
+            asking.cancel()
+            await asyncio.wait([asking])
+
+
+async def test_an_unnamed_decode_instance_is_asked_for_where_there_is_none(launch: Launch) -> None:
+    async with launch(1, 1, 0, decode_from="header", **STRANGERS) as fleet:
+        status, said = await fleet.chat(request(text()))
+
+    assert status == 400
+    assert f"name one, {HEADER}: host:port" in said["error"]["message"]
+
+
+async def test_a_request_that_no_policy_speaks_of_is_refused(launch: Launch) -> None:
+    async with launch(1, 1, 1, policies=("encode_pd",)) as fleet:
+        async with fleet.post(request(text())) as reply:
+            assert (reply.status, reply.headers["x-epd-error"]) == (503, "no_policy")
+        fleet.d.chat = hangs

@@ -1,0 +1,208 @@
+"""`/policies`: what is in force is shown and changed, in one process and in all workers."""
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.faults.test_reconfigure import Proxy, instances, proxy
+from tests.proxy.fake_instance import decodes, encodes, prefills
+from tests.proxy.fleet import Launch, until
+from tests.proxy.test_coordination import asked
+from tests.requests import request, text
+
+ADMIN = "admin-key-0123456789"
+KEY = {"X-API-Key": ADMIN}
+USUAL = ["encode_prefill_decode", "encode_pd"]
+SHORT = "pd_only?skip_prefill_below_tokens=20"
+SETTINGS = {"admin_api_key": ADMIN}
+
+
+async def call(
+    url: str, method: str, body: object = None, query: str = "", key: str = ADMIN
+) -> tuple[int, dict[str, Any]]:
+    """Ask on a connection of its own, and so of any worker."""
+    data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    async with (
+        aiohttp.ClientSession(headers={"X-API-Key": key} if key else {}) as http,
+        http.request(method, f"{url}/policies{query}", data=data) as reply,
+    ):
+        return reply.status, await reply.json()
+
+
+async def in_force(url: str) -> list[str]:
+    status, said = await call(url, "GET")
+    assert status == 200
+    return [row["policy"] for row in said["policies"]]
+
+
+async def test_it_shows_what_is_in_force_with_all_options(launch: Launch) -> None:
+    async with launch(1, 1, 1, skip_prefill_below_tokens=7, **SETTINGS) as fleet:
+        status, said = await call(fleet.url, "GET")
+
+    assert status == 200
+    assert said["from"] == "configuration"
+    assert [row["name"] for row in said["policies"]] == ["pd_only", *USUAL]
+    assert said["policies"][0] == {
+        "policy": "pd_only",
+        "name": "pd_only",
+        "options": {
+            "skip_prefill_below_tokens": 7,
+            "skip_prefill_for_text": False,
+            "decode_choice": "late",
+            "decode_from": "table",
+        },
+    }
+    assert set(said["known"]) >= {"encode_pd", "pd_only", "prefill_decode"}
+
+
+async def test_what_is_set_is_in_force_at_once(launch: Launch) -> None:
+    async with launch(1, 1, 1, **SETTINGS) as fleet:
+        await fleet.chat(request(text()))
+        assert asked(fleet) == (0, 1, 1)
+
+        status, said = await call(fleet.url, "PUT", {"policies": [SHORT, *USUAL]})
+        assert (status, said["from"]) == (200, "api")
+        await fleet.chat(request(text()))
+        assert asked(fleet) == (0, 1, 2)
+
+        status, said = await call(fleet.url, "DELETE")
+        assert (status, said["from"]) == (200, "configuration")
+        await fleet.chat(request(text()))
+        assert asked(fleet) == (0, 2, 3)
+
+
+async def test_policies_are_added_moved_changed_and_removed(launch: Launch) -> None:
+    async with launch(1, 1, 1, **SETTINGS) as fleet:
+        for method, body, query, after in (
+            ("POST", {"policy": "prefill_decode"}, "", ["prefill_decode", *USUAL]),
+            ("POST", {"policy": SHORT, "priority": 2}, "", ["prefill_decode", SHORT, *USUAL]),
+            (
+                *("POST", {"policy": "prefill_decode?decode_choice=early"}, ""),
+                ["prefill_decode?decode_choice=early", SHORT, *USUAL],
+            ),
+            (
+                *("POST", {"policy": "prefill_decode", "priority": 99}, ""),
+                [SHORT, *USUAL, "prefill_decode"],
+            ),
+            ("DELETE", None, "?name=pd_only", [*USUAL, "prefill_decode"]),
+            ("DELETE", None, "", USUAL),
+        ):
+            status, said = await call(fleet.url, method, body, query)
+
+            assert (status, [row["policy"] for row in said["policies"]]) == (200, after)
+            assert await in_force(fleet.url) == after
+
+
+CANNOT: list[tuple[str, object, int, str]] = [
+    ("PUT", {"policies": []}, 422, "there must be a policy"),
+    ("PUT", {"policies": [*USUAL, "nothing"]}, 422, "there is no policy 'nothing'"),
+    ("PUT", {"policies": "encode_pd"}, 422, "the body must be"),
+    ("PUT", {"policies": [1]}, 422, "the body must be"),
+    ("PUT", {"policies": ["encode_pd?decode_from=picker"]}, 422, "--decode-picker-url"),
+    ("PUT", {"policies": ["e" * 9999]}, 422, "characters at most"),
+    ("PUT", b"{", 400, "not valid JSON"),
+    ("POST", {"policy": "pd_only"}, 422, "does nothing without"),
+    ("POST", {"policy": "prefill_decode", "priority": 0}, 422, "the body must be"),
+    ("POST", {"policy": "prefill_decode", "priority": True}, 422, "the body must be"),
+    ("POST", {"policy": "prefill_decode", "more": 1}, 422, "the body must be"),
+    (
+        *("POST", {"policy": "prefill_local_decode_remote?local_prefill_url=http://x:1"}, 422),
+        "must be one of --prefill-servers-urls",
+    ),
+    ("DELETE", None, 404, "not in force"),
+]
+
+
+@pytest.mark.parametrize("case", CANNOT)
+async def test_what_cannot_be_in_force_changes_nothing(
+    launch: Launch, case: tuple[str, object, int, str]
+) -> None:
+    method, body, status, message = case
+    async with launch(1, 1, 1, **SETTINGS) as fleet:
+        query = "?name=pd_only" if method == "DELETE" else ""
+        found, said = await call(fleet.url, method, body, query)
+
+        assert found == status
+        assert message in said["error"]["message"]
+        assert await in_force(fleet.url) == USUAL
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "POST", "DELETE"])
+async def test_it_wants_the_admin_key(launch: Launch, method: str) -> None:
+    async with launch(1, 1, 1, **SETTINGS) as fleet:
+        body = {"policies": ["prefill_decode"], "policy": "prefill_decode"}
+        for key in ("", "wrong"):
+            status, said = await call(fleet.url, method, body, key=key)
+            assert (status, said["error"]["type"]) == (401, "AuthenticationError")
+        assert await in_force(fleet.url) == USUAL
+
+
+async def everywhere(running: Proxy, expected: list[str]) -> None:
+    """Each of many connections, to whichever worker, finds these in force."""
+    found = await asyncio.gather(*(in_force(running.url) for _ in range(16)))
+    assert all(one == expected for one in found), found
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_a_change_reaches_all_workers_and_a_new_one_has_it(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EPD_ADMIN_API_KEY", ADMIN)
+    async with instances(encodes, prefills, decodes) as (e, p, d):
+        urls = {
+            "encode_servers_urls": [e.url],
+            "prefill_servers_urls": [p.url],
+            "decode_servers_urls": [d.url],
+        }
+        async with proxy(tmp_path, workers, **urls) as running:
+            assert await running.statuses(text()) == {200}
+            assert p.calls
+            status, _ = await call(running.url, "POST", {"policy": SHORT})
+            assert status == 200
+            await everywhere(running, [SHORT, *USUAL])
+            p.calls.clear()
+            assert await running.statuses(text()) == {200}
+            assert not p.calls
+
+            if workers > 1:
+                os.kill(running.pids(1)[0], signal.SIGKILL)
+                await until(lambda: len(running.pids(1)) == 2, 120)
+                await everywhere(running, [SHORT, *USUAL])
+
+            await running.reload(**urls, max_items=3)  # says nothing of policies
+            await everywhere(running, [SHORT, *USUAL])
+            await running.reload(**urls, policies=["prefill_decode"])
+            await everywhere(running, ["prefill_decode"])
+            status, _ = await call(running.url, "PUT", {"policies": ["encode_prefill_decode"]})
+            assert status == 200
+            await everywhere(running, ["encode_prefill_decode"])
+            status, said = await call(running.url, "DELETE")
+            assert (status, said["from"]) == (200, "configuration")
+            await everywhere(running, ["prefill_decode"])
+
+
+async def test_what_is_set_and_not_possible_any_more_gives_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EPD_ADMIN_API_KEY", ADMIN)
+    async with instances(encodes, prefills, decodes) as (e, p, d):
+        urls = {
+            "encode_servers_urls": [e.url],
+            "prefill_servers_urls": [p.url],
+            "decode_servers_urls": [d.url],
+        }
+        picker = {"decode_picker_url": "http://127.0.0.1:1"}
+        async with proxy(tmp_path, 1, **urls, **picker) as running:
+            asks = "encode_prefill_decode?decode_from=picker"
+            status, _ = await call(running.url, "PUT", {"policies": [asks]})
+            assert status == 200
+            assert await in_force(running.url) == [asks]
+            await running.reload(**urls)
+            assert await in_force(running.url) == USUAL
+            assert running.logged("the policies that were set cannot be used: those configured are")

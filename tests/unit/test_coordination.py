@@ -1,0 +1,398 @@
+"""Coordination policies: what each says of which request, by name, in order of priority."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import epd
+from epd.bodies.prompt import prompt_tokens
+from epd.config.live import LiveConfig
+from epd.policies.active import activate, decide
+from epd.policies.catalogue import OWN, PolicyInvalid, find, known
+from epd.policies.course import Course, Facts
+from epd.routing.instances import Role
+
+EPD = frozenset({Role.ENCODE, Role.PREFILL, Role.DECODE})
+E_PD = frozenset({Role.ENCODE, Role.PREFILL_DECODE})
+PD = frozenset({Role.PREFILL, Role.DECODE})
+ONE = frozenset({Role.PREFILL_DECODE})
+NOBODY = frozenset({Role.ENCODE, Role.PREFILL})
+
+LOCAL = {"local_prefill_url": "http://p:1"}
+SETTINGS = LOCAL | {"skip_prefill_below_tokens": 10}
+
+SOME_ROLES = st.frozensets(st.sampled_from(Role))
+SOME_FACTS = st.builds(
+    Facts,
+    st.just("/v1/chat/completions"),
+    st.booleans(),
+    st.integers(0, 3),
+    SOME_ROLES,
+    st.integers(0, 20).map(lambda size: lambda: size),
+)
+
+
+def facts(
+    roles: frozenset[Role], items: int = 0, tokens: int = 100, *, prefills: bool = True
+) -> Facts:
+    return Facts("/v1/chat/completions", prefills, items, roles, lambda: tokens)
+
+
+def course(policy: str, about: Facts, **settings: Any) -> Course | None:
+    decided = decide(activate([policy], SETTINGS | settings), about)
+    return None if decided is None else decided[1]
+
+
+@pytest.mark.parametrize(
+    ("policy", "roles", "runs"),
+    [
+        ("encode_prefill_decode", EPD, (True, True)),
+        ("encode_prefill_decode", E_PD, None),
+        ("encode_prefill_decode", NOBODY, None),
+        ("encode_pd", E_PD, (True, False)),
+        ("encode_pd", EPD, None),
+        ("prefill_decode", EPD, (False, True)),
+        ("prefill_decode", PD, (False, True)),
+        ("prefill_decode", ONE, (False, False)),
+        ("prefill_decode", NOBODY, None),
+        ("prefill_local_decode_remote", EPD, (True, True)),
+        ("prefill_local_decode_remote", PD, (False, True)),
+        ("prefill_local_decode_remote", E_PD, None),
+        ("pd_only", EPD, None),
+    ],
+)
+def test_a_policy_goes_by_the_instances_there_are(
+    policy: str, roles: frozenset[Role], runs: tuple[bool, bool] | None
+) -> None:
+    said = course(policy, facts(roles, items=1))
+
+    assert (None if said is None else (said.encode, said.prefill)) == runs
+
+
+@pytest.mark.parametrize(
+    ("items", "tokens", "settings", "skips"),
+    [
+        (0, 9, {}, True),
+        (0, 10, {}, False),
+        (1, 9, {}, False),
+        (0, 10_000, {"skip_prefill_for_text": True}, True),
+        (1, 1, {"skip_prefill_for_text": True}, False),
+    ],
+)
+def test_what_is_short_or_text_skips_prefill(
+    items: int, tokens: int, settings: dict[str, Any], skips: bool
+) -> None:
+    said = course("pd_only", facts(EPD, items, tokens), **settings)
+
+    assert said == (Course(False, False, None, "table", "late") if skips else None)
+
+
+def test_what_prefill_cannot_do_is_not_prefilled() -> None:
+    for policy in ("encode_prefill_decode", "prefill_decode", "prefill_local_decode_remote"):
+        said = course(policy, facts(EPD, prefills=False))
+
+        assert said is not None
+        assert not said.prefill
+
+
+def test_the_local_prefill_instance_is_the_only_one() -> None:
+    said = course("prefill_local_decode_remote", facts(PD))
+
+    assert said is not None
+    assert said.prefill_url == "http://p:1"
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_every_policy_has_the_options_of_decode(name: str) -> None:
+    written = f"{name}?decode_choice=early&decode_from=header"
+    roles = E_PD if name == "encode_pd" else EPD
+    said = course(written, facts(roles, tokens=1))
+
+    assert said is not None
+    assert (said.decode_choice, said.decode_from) == ("early", "header")
+
+
+def test_an_option_goes_before_the_setting_of_its_name() -> None:
+    settings = SETTINGS | {"decode_choice": "early"}
+    [default] = activate(["pd_only"], settings)
+    [own] = activate(["pd_only?skip_prefill_below_tokens=3&decode_choice=late"], settings)
+
+    assert default.options["skip_prefill_below_tokens"] == 10
+    assert default.common.decode_choice == "early"
+    assert own.options == {
+        "skip_prefill_below_tokens": 3,
+        "skip_prefill_for_text": False,
+        "decode_choice": "late",
+        "decode_from": "table",
+    }
+
+
+@given(st.permutations(list(OWN)), SOME_FACTS)
+def test_the_first_that_has_something_to_say_decides(names: list[str], about: Facts) -> None:
+    policies = activate(names, SETTINGS)
+    said = [one.name for one in policies if one.policy.course(about) is not None]
+    decided = decide(policies, about)
+
+    assert (None if decided is None else decided[0]) == (said[0] if said else None)
+
+
+@given(SOME_ROLES.filter(lambda roles: not roles >= {Role.DECODE, Role.PREFILL_DECODE}), st.data())
+def test_those_of_the_stages_never_both_have_something_to_say(
+    roles: frozenset[Role], data: st.DataObject
+) -> None:
+    about = facts(roles, prefills=data.draw(st.booleans()))
+    said = [course(name, about) for name in ("encode_prefill_decode", "encode_pd")]
+
+    assert said.count(None) >= 1
+
+
+def test_prompts_are_measured_for_policies_that_ask_alone_and_once() -> None:
+    measured = 0
+
+    def measure() -> int:
+        nonlocal measured
+        measured += 1
+        return 5
+
+    about = Facts("/v1/chat/completions", True, 0, EPD, measure)
+    assert decide(activate(["encode_prefill_decode"], {}), about) is not None
+    assert measured == 0
+    policies = ["pd_only?skip_prefill_below_tokens=3", "encode_prefill_decode"]
+    assert decide(activate(policies, {}), about) is not None
+    assert about.prompt_tokens == 5
+    assert measured == 1
+
+
+def test_who_knows_decode_instances_elsewhere_needs_none_in_the_table() -> None:
+    assert course("encode_prefill_decode", facts(NOBODY)) is None
+    assert course("encode_prefill_decode?decode_from=header", facts(NOBODY)) is not None
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ([], "there must be a policy"),
+        (["nothing"], "there is no policy 'nothing'; known: encode_prefill_decode, encode_pd"),
+        (["encode_pd", "encode_pd?decode_choice=early"], "encode_pd is named twice"),
+        (["encode_pd?when=now"], "encode_pd has no option 'when'; it has decode_choice, decode_"),
+        (["encode_pd?decode_choice=soon"], "encode_pd: decode_choice: "),
+        (["encode_pd?decode_choice"], "encode_pd: options are written as ?name=value"),
+        (["encode_pd?decode_choice=late&decode_choice=late"], "encode_pd has an option twice"),
+        (["encode_pd?decode_from=picker"], "decode_from=picker needs --decode-picker-url"),
+        (["pd_only"], "pd_only: does nothing without skip_prefill_below_tokens"),
+        (["pd_only?skip_prefill_below_tokens=few"], "pd_only: skip_prefill_below_tokens: "),
+        (["prefill_local_decode_remote"], "needs local_prefill_url"),
+        (["prefill_local_decode_remote?local_prefill_url=p"], "local_prefill_url: "),
+        (["encode_pd"] * 17, "there may be 16 policies"),
+        (["e" * 1025], "written in 1024 characters"),
+    ],
+)
+def test_what_is_no_policy_is_refused_with_what_is_wrong(written: list[str], message: str) -> None:
+    with pytest.raises(PolicyInvalid, match=re.escape(message)):
+        activate(written, {})
+
+
+@given(st.text(max_size=40))
+def test_whatever_is_written_is_a_policy_or_refused(written: str) -> None:
+    try:
+        [one] = activate([written], SETTINGS)
+    except PolicyInvalid:
+        return
+    assert one.name in OWN
+
+
+URLS: dict[str, Any] = {
+    "encode_servers_urls": ("http://e:1",),
+    "decode_servers_urls": ("http://d:1",),
+}
+P = {"prefill_servers_urls": ("http://p:1", "http://p:2")}
+
+
+@pytest.mark.parametrize(
+    ("settings", "policies"),
+    [
+        ({}, ("encode_prefill_decode", "encode_pd")),
+        ({"policies": "prefill_decode, encode_pd"}, ("prefill_decode", "encode_pd")),
+        (
+            {"skip_prefill_below_tokens": 8},
+            ("pd_only", "encode_prefill_decode", "encode_pd"),
+        ),
+        (
+            P | {"local_prefill_url": "http://p:2"},
+            ("prefill_local_decode_remote", "encode_prefill_decode", "encode_pd"),
+        ),
+    ],
+)
+def test_the_configuration_says_which_are_in_force(
+    settings: dict[str, Any], policies: tuple[str, ...]
+) -> None:
+    assert epd.ProxyConfig(**URLS | settings).policies == policies
+
+
+def test_the_local_prefill_instance_is_the_first_one_by_default() -> None:
+    config = epd.ProxyConfig(**URLS, **P, policies=("prefill_local_decode_remote",))
+    [local] = config.activated(config.policies)
+
+    assert local.options["local_prefill_url"] == "http://p:1"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"policies": "nothing"}, "there is no policy 'nothing'"),
+        ({"policies": "pd_only"}, "does nothing without"),
+        ({"decode_from": "picker"}, "needs --decode-picker-url"),
+        ({"local_prefill_url": "http://x:1"}, "must be one of --prefill-servers-urls"),
+        ({"decode_header": "a b"}, "is no name of a header"),
+        ({"decode_hosts": "10.0.0.0/99"}, "is no host name"),
+    ],
+)
+def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match="validation error") as refused:
+        epd.ProxyConfig(**URLS | settings)
+
+    assert message in str(refused.value)
+
+
+def test_no_decode_instance_is_needed_where_others_name_it() -> None:
+    settings = {"encode_servers_urls": ("http://e:1",), "prefill_servers_urls": ("http://p:1",)}
+
+    epd.ProxyConfig(**settings, decode_from="header")
+    epd.ProxyConfig(**settings, policies=("encode_prefill_decode?decode_from=header",))
+    with pytest.raises(ValueError, match="--decode-servers-urls is required"):
+        epd.ProxyConfig(**settings)
+
+
+def test_policies_change_at_a_reload() -> None:
+    live = LiveConfig.of(epd.ProxyConfig(**URLS))
+    change = live.adopt(epd.ProxyConfig(**URLS, skip_prefill_below_tokens=8))
+
+    assert change.changed == {"policies", "skip_prefill_below_tokens"}
+    assert live.activated(live.policies)[0].options["skip_prefill_below_tokens"] == 8
+
+
+@pytest.fixture
+def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A distribution with policies of its own, as an installer leaves it."""
+    (tmp_path / "night_shift.py").write_text(PLUGIN)
+    (tmp_path / "broken_shift.py").write_text("raise RuntimeError('no licence')\n")
+    info = tmp_path / "night_shift-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: night-shift\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[epd.policies]\n"
+        "night_shift = night_shift:NightShift\n"
+        "no_policy = night_shift:FEW\n"
+        "gone = night_shift:Gone\n"
+        "broken = broken_shift:Policy\n"
+        "encode_pd = night_shift:NightShift\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+PLUGIN = """
+from dataclasses import dataclass
+
+from epd.policies.course import Course, Facts
+
+FEW = 3
+
+
+@dataclass(frozen=True)
+class NightShift:
+    most_items: int = FEW
+
+    def course(self, facts: Facts) -> Course | None:
+        return Course(prefill=False) if facts.items <= self.most_items else None
+"""
+
+
+def test_a_policy_of_another_distribution_is_found_by_name(plugins: Path) -> None:
+    config = epd.ProxyConfig(**URLS, policies=("night_shift?most_items=1", "encode_pd"))
+    policies = config.activated(config.policies)
+
+    assert "night_shift" in known()
+    assert decide(policies, facts(E_PD, items=1)) == ("night_shift", COURSE)
+    assert decide(policies, facts(E_PD, items=2)) == ("encode_pd", COURSE)
+
+
+COURSE = Course(True, False, None, "table", "late")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("broken", "broken (broken_shift:Policy) cannot be loaded: RuntimeError: no licence"),
+        ("gone", "gone (night_shift:Gone) cannot be loaded: AttributeError"),
+        ("no_policy", "no_policy (night_shift:FEW) is no dataclass with a method course"),
+    ],
+)
+def test_a_broken_one_is_an_error_of_the_configuration(
+    plugins: Path, name: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match="validation error") as refused:
+        epd.ProxyConfig(**URLS, policies=(name,))
+
+    assert message in str(refused.value)
+
+
+def test_nobody_else_takes_the_name_of_one_of_ours(plugins: Path) -> None:
+    assert find("encode_pd") is OWN["encode_pd"]
+
+
+def test_two_distributions_with_one_name_are_refused(plugins: Path) -> None:
+    info = plugins / "day_shift-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: day-shift\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[epd.policies]\nnight_shift = day_shift:DayShift\n")
+
+    with pytest.raises(PolicyInvalid, match="more than one distribution: "):
+        find("night_shift")
+
+
+@pytest.mark.parametrize(
+    ("body", "tokens"),
+    [
+        ({}, 0),
+        ({"prompt": [1] * 77}, 77),
+        ({"prompt": "a" * 400}, 100),
+        ({"prompt": "字" * 4}, 3),
+        ({"prompt": "a" * 5}, 2),
+        ({"input": "a" * 40, "instructions": "a" * 4, "user": "a" * 99}, 11),
+        ({"messages": [{"role": "user", "content": "a" * 36}]}, 10),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "text", "text": "a" * 32},
+                            {"type": "image_url", "image_url": {"url": "a" * 9999}},
+                        ],
+                    }
+                ]
+            },
+            9,
+        ),
+        ({"messages": [None, [["aaaa"]]], "tools": [{"x": {"y": ["aaaa"]}}]}, 2),
+    ],
+)
+def test_prompts_are_measured_without_a_tokenizer(body: dict[str, Any], tokens: int) -> None:
+    assert prompt_tokens(body) == tokens
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(st.dictionaries(st.sampled_from(["messages", "prompt", "input", "system"]), JSON))
+def test_whatever_a_body_is_it_can_be_measured(body: dict[str, Any]) -> None:
+    assert 0 <= prompt_tokens(body) <= len(json.dumps(body))
