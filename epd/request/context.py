@@ -11,6 +11,7 @@ from epd.bodies.chat import CHAT
 from epd.bodies.cuts import Cuts
 from epd.bodies.endpoint import JSON, Endpoint
 from epd.bodies.items import MMItem
+from epd.conversations.turn import Turn
 from epd.errors import Stage, slug_of
 from epd.events import Observer, StageDone
 from epd.models import ModelNames
@@ -40,6 +41,7 @@ class RequestContext:
         model: what the client calls the one it asks for.
         span: what it is traced by, where it is traced.
         answering: decode's span, until its first event of tokens.
+        turn: the conversation's, of which it is one; None: of none.
     """
 
     request_id: str
@@ -55,6 +57,7 @@ class RequestContext:
     model: str | None = None
     span: RequestSpan | None = None
     answering: Span | None = None
+    turn: Turn | None = None
     _children: Iterator[int] = field(default_factory=itertools.count)
 
     def headers_for(

@@ -17,7 +17,7 @@ class Decoders:
     async def pick(
         self,
         course: Course,  # noqa: ARG002
-        context: RequestContext,  # noqa: ARG002
+        context: RequestContext,
         tried: Collection[Instance],
     ) -> Instance:
         """Who decodes, one that was not tried where there is one.
@@ -25,7 +25,8 @@ class Decoders:
         Raises:
             NoInstance: there is none.
         """
-        return self._choice.best(tried=tried)
+        prefers = None if context.turn is None else context.turn.prefers_decode
+        return self._choice.best(tried=tried, prefer=prefers)
 
     def others(self, course: Course, tried: Collection[Instance]) -> bool:  # noqa: ARG002
         """Whether there is one that was not tried."""
