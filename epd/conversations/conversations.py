@@ -5,6 +5,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
+from dataclasses import replace
 from typing import Literal, Self, TypeVar
 
 import structlog
@@ -108,11 +109,12 @@ class Conversations:
         """Keep what a turn leaves, whose answer has ended well."""
         if turn.decode is None:
             return
-        entry = Entry(self._clock(), turn.decode, turn.prefill, self._held(turn, turn.decode))
-        if entry.held is not None:
-            self._know(entry.decode, entry.held.engine)
-            if len(entry.written()) > MAX_BYTES:
-                entry = Entry(entry.kept_s, entry.decode, entry.prefill)
+        held = self._held(turn, turn.decode)
+        if held is not None:
+            self._know(turn.decode, held.engine)
+        entry = Entry(self._clock(), turn.decode, turn.prefill, held)
+        if held is not None and len(entry.written()) > MAX_BYTES:
+            entry = replace(entry, held=None)
         await self._ask(lambda: self._store.put(turn.key, entry, self._config.conversation_ttl))
 
     def lost(self, decode: str) -> None:
@@ -151,7 +153,7 @@ class Conversations:
 
     def _is_void(self, entry: Entry) -> bool:
         """Whether the instance that answered is not the same any more."""
-        if entry.kept_s <= self._lost_s.get(entry.decode, -1.0):
+        if entry.kept_s < self._lost_s.get(entry.decode, 0.0):
             return True
         known = self._engines.get(entry.decode)
         return entry.held is not None and known not in {None, entry.held.engine}

@@ -1,5 +1,7 @@
 """Conversations in Redis, where several proxies find them: a key for each, which Redis expires."""
 
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from epd.conversations.entry import Entry, read
@@ -24,8 +26,12 @@ class InRedis:
     evicted = 0
 
     def __init__(self, url: str) -> None:
-        """Connect when it is asked. The URL's `key` names other keys."""
-        self._client, self._key = redis_client(url, KEY, TIMEOUT_S)
+        """Connect when it is asked. The URL's `key` names other keys.
+
+        Nothing is tried again: an entry that was put, taken and put once more would be used twice.
+        """
+        once = Retry(NoBackoff(), 0)
+        self._client, self._key = redis_client(url, KEY, TIMEOUT_S, once)
 
     async def take(self, key: str) -> Entry | None:
         """See `Store`."""

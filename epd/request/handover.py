@@ -125,14 +125,14 @@ class Handovers:
         try:
             with using:
                 prefilled = await self._stages.prefill(self._transfer, pair, sent, context, earlier)
-        except ProxyError:
+        except ProxyError as error:
             self._peers.forget(pair.prefill)
             if earlier is not None:
-                self._readbacks.ended(well=False)
+                self._readbacks.ended(pair.prefill, error)
             raise
         self._peers.learn(pair.prefill, prefilled.replied)
         if earlier is not None:
-            self._readbacks.ended(well=True)
+            self._readbacks.ended(pair.prefill)
         return prefilled
 
     async def _in_turn(

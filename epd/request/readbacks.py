@@ -1,13 +1,14 @@
 """What prefill may read of the blocks that decode holds of a conversation's last turn."""
 
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from epd.bodies.prompts import Prompt, prompt_of
 from epd.conversations.conversations import Conversations
 from epd.conversations.entry import Held
 from epd.conversations.turn import Basis, Turn
-from epd.errors import ProxyError
+from epd.errors import ProxyError, UpstreamTimeout
 from epd.request.attempts import Attempts
 from epd.request.context import RequestContext
 from epd.request.stages import Stages
@@ -19,6 +20,13 @@ from epd.transfer.readback import shortened
 
 LEAST = 64
 """Tokens below which prefill computes them itself (vLLM's `kv_recompute_threshold`)."""
+
+REST_S = 60.0
+"""How long an instance reads nothing that has failed to: it may be another's fault, or its own."""
+
+HUNG_S = 600.0
+"""The same where it has not answered. One without `bidirectional_kv_xfer` waits for blocks that it
+has not asked for, until its request's end."""
 
 MAX_ENGINES = 1024
 """Whose blocks' sizes are remembered."""
@@ -36,11 +44,19 @@ class Readbacks:
     them as if they were this one's. So the tokens are compared here, before.
     """
 
-    def __init__(self, stages: Stages, transfer: KVTransfer, conversations: Conversations) -> None:
+    def __init__(
+        self,
+        stages: Stages,
+        transfer: KVTransfer,
+        conversations: Conversations,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._stages = stages
         self._transfer = transfer
         self._results = conversations.results
+        self._clock = clock
         self._block_tokens: dict[str, int] = {}
+        self._until_s: dict[str, float] = {}
 
     async def earlier(
         self, attempts: Attempts, prefill: Instance, context: RequestContext
@@ -60,6 +76,9 @@ class Readbacks:
         turn.basis = None if prompt is None else _basis(prompt, attempts)
         if held is None:
             return None
+        if self._rests(prefill):
+            self._results["failed"] += 1
+            return None
         params = None
         if prompt is not None and turn.basis is not None and turn.basis.continues(held):
             params = await self._params(held, prompt, turn, prefill, context)
@@ -68,9 +87,20 @@ class Readbacks:
             self._results["changed"] += 1
         return params
 
-    def ended(self, *, well: bool) -> None:
+    def ended(self, prefill: Instance, error: ProxyError | None = None) -> None:
         """A prefill that was to read blocks has answered, or has failed."""
-        self._results["hit" if well else "failed"] += 1
+        self._results["hit" if error is None else "failed"] += 1
+        if error is not None:
+            rest_s = HUNG_S if isinstance(error, UpstreamTimeout) else REST_S
+            self._until_s[prefill.url] = self._clock() + rest_s
+
+    def _rests(self, prefill: Instance) -> bool:
+        """Whether an instance is left to compute everything, as it could not read of late."""
+        until_s = self._until_s.get(prefill.url)
+        if until_s is not None and until_s <= self._clock():
+            del self._until_s[prefill.url]
+            return False
+        return until_s is not None
 
     async def _params(
         self, held: Held, prompt: Prompt, turn: Turn, prefill: Instance, context: RequestContext

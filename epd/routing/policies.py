@@ -119,12 +119,11 @@ class Choice:
             candidates = self._fresh(usable, tried) or usable
         if len(candidates) == 1:
             return candidates[0]
+        load = self._table.load
         preferred = next((one for one in candidates if one.url == prefer), None)
-        if preferred is not None and self._table.load.get(preferred, 0) < _most(
-            candidates, self._table.load
-        ):
+        if preferred is not None and load.get(preferred, 0) <= _most(candidates, load):
             return preferred
-        return self._policy.order(candidates, key, self._table.load)[0]
+        return self._policy.order(candidates, key, load)[0]
 
     def others(self, tried: Collection[Instance]) -> bool:
         """Whether there is one that has not been tried."""
