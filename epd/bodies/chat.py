@@ -18,6 +18,16 @@ class ChatCompletions(Endpoint):
 
     path = "/v1/chat/completions"
     limits = ("max_tokens", "max_completion_tokens")
+    tokenized = (
+        "messages",
+        "tools",
+        "chat_template",
+        "chat_template_kwargs",
+        "add_generation_prompt",
+        "continue_final_message",
+        "add_special_tokens",
+        *MM_KWARGS,
+    )
 
     def check(self, body: Body) -> None:
         """Refuse what has no conversation."""

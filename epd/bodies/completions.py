@@ -9,6 +9,7 @@ class Completions(Endpoint):
 
     path = "/v1/completions"
     operation = "text_completion"
+    tokenized = ("prompt", "add_special_tokens")
 
     def prefills(self, body: Body) -> bool:
         """Whether it has one prompt: `kv_transfer_params` are of one."""

@@ -34,6 +34,7 @@ class Endpoint:
         generates: whether its answers are of tokens, which begin with a prefill.
         salted: whether its requests take a `cache_salt`.
         key_header: where its clients present their API key.
+        tokenized: fields that `/tokenize` makes tokens of, where it does as this endpoint would.
         operation: its name in OpenTelemetry's conventions for generative AI, where it has one.
     """
 
@@ -44,6 +45,7 @@ class Endpoint:
     generates: ClassVar[bool] = True
     salted: ClassVar[bool] = True
     key_header: ClassVar[str] = "Authorization"
+    tokenized: ClassVar[tuple[str, ...]] = ()
     operation: ClassVar[str | None] = "chat"
 
     def read(self, raw: bytes | bytearray, content_type: str) -> tuple[Body, Cuts]:  # noqa: ARG002

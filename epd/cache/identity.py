@@ -10,6 +10,7 @@ import hmac
 from collections.abc import Mapping
 from typing import Any
 
+import orjson
 from blake3 import blake3
 
 from epd.bodies.items import Body
@@ -38,6 +39,20 @@ def name_key(scope: Scope, modality: str, uuid: str) -> str:
     not.
     """
     return _digest(scope, b"name", modality.encode(), uuid.encode())
+
+
+def conversation_key(scope: Scope, body: Body, name: str) -> str:
+    """The key of what a client calls a conversation: 64 hexadecimal digits.
+
+    It holds the model and the salt: what is kept of a conversation with another is of no use.
+
+    Args:
+        scope: with the tenant, even where tenants share their entries.
+        body: the request, with its salt.
+        name: the client's.
+    """
+    others = orjson.dumps([body.get("model"), body.get("cache_salt")])
+    return _digest(scope, b"conversation", others, name.encode("utf-8", "surrogatepass"))
 
 
 def salted(body: Body, scope: Scope) -> Body:

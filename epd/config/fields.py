@@ -9,7 +9,13 @@ from yarl import URL
 
 from ec_store import check_url
 from epd.routing.allowed import check_pattern
-from epd.routing.urls import base_url, name_server, registration_store_url, service_url
+from epd.routing.urls import (
+    base_url,
+    conversation_store_url,
+    name_server,
+    registration_store_url,
+    service_url,
+)
 from epd.tenants import KEY
 
 NO_INSTANCES = frozenset({"", "disable", "none"})
@@ -120,6 +126,11 @@ RegistrationStore = Annotated[
     str | None,
     BeforeValidator(lambda url: None if url in NO_INSTANCES else url),
     AfterValidator(lambda url: None if url is None else registration_store_url(url)),
+]
+ConversationStore = Annotated[
+    str | None,
+    BeforeValidator(lambda url: None if url in {*NO_INSTANCES, "memory"} else url),
+    AfterValidator(lambda url: None if url is None else conversation_store_url(url)),
 ]
 DnsServer = Annotated[
     str | None,

@@ -17,6 +17,7 @@ GROUPS: Mapping[str, str] = MappingProxyType(
         "*_urls": "instances",
         "ec_consumer_*": "instances",
         "kv_transfer": "instances",
+        "*conversation*": "conversations",
         "*registration*": "instances",
         "instances_file": "instances",
         "discover*": "instances",

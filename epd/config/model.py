@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from epd.config.fields import (
     AdminKey,
+    ConversationStore,
     DnsServer,
     Domains,
     EndpointUrl,
@@ -105,6 +106,22 @@ class ProxyConfig(BaseModel):
         default=None, description="endpoint picker that is asked, with --decode-from picker"
     )
     decode_picker_timeout_s: Seconds = Field(default=0.5, description="the picker's answer")
+    conversation_store: ConversationStore = Field(
+        default=None,
+        description="where is kept what the turns of a conversation leave for the next: memory, or "
+        "redis://host for several proxies or workers",
+    )
+    conversation_ttl: Seconds = Field(
+        default=450.0,
+        description="how long, in seconds: below the decode instances' decoder_kv_blocks_ttl (480) "
+        "by more than 5",
+    )
+    conversation_budget_s: Seconds = Field(
+        default=0.05, description="a look-up there; after it the conversation is computed anew"
+    )
+    max_conversations: int = Field(
+        default=10_000, ge=0, description="conversations kept in memory, of one process"
+    )
     dynamic_registration: bool = Field(
         default=False,
         description="let launchers register instances (POST /instances); needs the admin key",

@@ -3,13 +3,12 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Self
-from urllib.parse import parse_qs, urlencode, urlsplit, urlunsplit
 
-import redis.asyncio
 from redis.exceptions import RedisError
 
 from epd.discovery.entries import VERSION, EntriesInvalid, read_json, write_json
 from epd.discovery.stores import Edit, Instances, StoreFailed
+from epd.redis_urls import redis_client
 
 KEY = "epd:instances"
 """The hash, unless the URL's `key` says otherwise."""
@@ -31,13 +30,7 @@ class InRedis:
     @asynccontextmanager
     async def connected(cls, url: str) -> AsyncIterator[Self]:
         """A store that connects when it is asked. The URL's `key` names another hash."""
-        parts = urlsplit(url)
-        query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
-        key = query.pop("key", KEY)
-        bare = urlunsplit(parts._replace(query=urlencode(query)))
-        client: Any = redis.asyncio.Redis.from_url(
-            bare, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S, protocol=2
-        )
+        client, key = redis_client(url, KEY, TIMEOUT_S)
         try:
             yield cls(client, key)
         finally:

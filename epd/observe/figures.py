@@ -214,6 +214,24 @@ LOOP_LAG = Figure(
     "The longest that the event loop kept others waiting, of the last 15 s.",
     of_workers=max,
 )
+CONVERSATIONS = Figure(
+    "epd_conversations", "gauge", "Conversations that a next turn may find; of those in Redis none."
+)
+CONVERSATION_TURNS = Figure(
+    "epd_conversation_turns",
+    "counter",
+    "Turns by what became of the blocks that decode held of the last one: hit, prefill read them; "
+    "miss, there were none; stale, decode was gone or had been started anew; changed, the prompt "
+    "does not begin with theirs, or nobody could tell; failed, prefill could not read them, "
+    "now or a while ago; "
+    "unknown, the store gave no answer.",
+    ("result",),
+)
+CONVERSATIONS_EVICTED = Figure(
+    "epd_conversations_evicted",
+    "counter",
+    "Conversations dropped before their time, as there were too many.",
+)
 RELOADED = Figure(
     "epd_config_last_reload_success",
     "gauge",
@@ -253,6 +271,9 @@ FIGURES: Mapping[str, Figure] = MappingProxyType(
             BODY_BYTES,
             REFUSED,
             LOOP_LAG,
+            CONVERSATIONS,
+            CONVERSATION_TURNS,
+            CONVERSATIONS_EVICTED,
             RELOADED,
             BUILD,
         )

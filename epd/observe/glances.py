@@ -6,6 +6,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from epd.cache.encoder_cache import EncoderCache
+from epd.conversations.conversations import RESULTS, Conversations
 from epd.edge.admission import REFUSALS, Admission
 from epd.observe import figures
 from epd.routing.health import State
@@ -63,3 +64,17 @@ class StoreGlance(Collector):
         yield figures.CIRCUIT_OPEN.family(
             [((name,), is_open) for name, is_open in circuits.items()]
         )
+
+
+class ConversationsGlance(Collector):
+    """What conversations leave from turn to turn, and of how much use it is."""
+
+    def __init__(self, conversations: Conversations) -> None:
+        self._conversations = conversations
+
+    def collect(self) -> Iterator[Metric]:
+        """As it is now; in Redis nobody counts how many there are."""
+        kept, results = self._conversations.kept, self._conversations.results
+        yield figures.CONVERSATIONS.family([] if kept is None else [((), kept)])
+        yield figures.CONVERSATION_TURNS.family([((one,), results[one]) for one in RESULTS])
+        yield figures.CONVERSATIONS_EVICTED.family([((), self._conversations.evicted)])

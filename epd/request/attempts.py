@@ -25,6 +25,7 @@ class Attempts:
         anew: whether entries may have been lost: all is encoded again, and the media go along.
         prefilled: whether decode was sent what a prefill instance had made.
         without_prefill: whether decode does prefill's work.
+        reads_back: whether the last prefill was to read decode's blocks of an earlier turn.
     """
 
     course: Course
@@ -38,8 +39,10 @@ class Attempts:
     anew: bool = False
     prefilled: bool = False
     without_prefill: bool = False
+    reads_back: bool = False
 
     def alone(self, stage: Stage) -> bool:
         """Whether a stage that fails now does so by itself: the first time, others may have."""
-        depends = self.sent.names_entries or (stage == "decode" and self.prefilled)
+        given = self.prefilled if stage == "decode" else self.reads_back
+        depends = self.sent.names_entries or given
         return not depends or stage in self.failures

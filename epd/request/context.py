@@ -11,6 +11,7 @@ from epd.bodies.chat import CHAT
 from epd.bodies.cuts import Cuts
 from epd.bodies.endpoint import JSON, Endpoint
 from epd.bodies.items import MMItem
+from epd.conversations.turn import Turn
 from epd.errors import Stage, slug_of
 from epd.events import Observer, StageDone
 from epd.models import ModelNames
@@ -41,6 +42,7 @@ class RequestContext:
         span: what it is traced by, where it is traced.
         answering: decode's span, until its first event of tokens.
         client_headers: all headers of its client, by name in any case.
+        turn: the conversation's, of which it is one; None: of none.
     """
 
     request_id: str
@@ -56,6 +58,7 @@ class RequestContext:
     model: str | None = None
     span: RequestSpan | None = None
     answering: Span | None = None
+    turn: Turn | None = None
     client_headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     _children: Iterator[int] = field(default_factory=itertools.count)
 

@@ -61,7 +61,8 @@ class Decoders:
             named = self._asked_for(context)
         elif attempts.course.decode_from == "picker":
             named = await self._picked(attempts, context, prefill)
-        return named or self._choice.best(tried=attempts.decodes)
+        prefers = None if context.turn is None else context.turn.prefers_decode
+        return named or self._choice.best(tried=attempts.decodes, prefer=prefers)
 
     def others(self, course: Course, tried: Collection[Instance]) -> bool:
         """Whether there is one that was not tried, and may be.

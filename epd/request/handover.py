@@ -13,12 +13,13 @@ from epd.request.attempts import Attempts
 from epd.request.context import RequestContext
 from epd.request.decoders import Decoders
 from epd.request.peers import Peers
+from epd.request.readbacks import Readbacks
 from epd.request.releases import Releases
 from epd.request.stages import Decoding, Prefilled, Stages
 from epd.routing.instances import Instance, InstanceTable, Role, Use
 from epd.routing.policies import Choice
 from epd.transfer.kv import KVTransfer, Pair
-from epd.transfer.params import with_params
+from epd.transfer.params import Params, with_params
 
 
 class Answer:
@@ -72,6 +73,7 @@ class Handovers:
         peers: Peers,
         decoders: Decoders,
         releases: Releases,
+        readbacks: Readbacks,
     ) -> None:
         self._table = table
         self._stages = stages
@@ -79,6 +81,7 @@ class Handovers:
         self._peers = peers
         self._decoders = decoders
         self._releases = releases
+        self._readbacks = readbacks
         self._prefills = Choice(table, "least_load", Role.PREFILL)
 
     def other_prefills(self, attempts: Attempts) -> bool:
@@ -95,22 +98,24 @@ class Handovers:
         attempts.prefilled = False
         if attempts.without_prefill or not course.prefill or not context.endpoint.prefills(sent):
             return await self._decoded(attempts, context, sent)
-        prefill = self._prefill(attempts)
+        prefill = self._prefill(attempts, context)
         attempts.prefills.append(prefill)
+        earlier = await self._readbacks.earlier(attempts, prefill, context)
         using = self._table.using(prefill, alone=attempts.alone("prefill"))
         pair = Pair(context.request_id, prefill, using.rank)
         if course.decode_choice == "early" or self._transfer.eager:
             pair = pair._replace(decode=await self._decoders.pick(attempts, context, prefill))
         pair = pair._replace(peer=await self._peers.of(prefill))
-        prefilling = self._prefilled(using, pair, sent, context)
+        prefilling = self._prefilled(using, pair, sent, context, earlier)
         if self._transfer.concurrent(pair):
             return await self._at_once(pair, prefilling, attempts, context)
         return await self._in_turn(pair, await prefilling, attempts, context)
 
-    def _prefill(self, attempts: Attempts) -> Instance:
+    def _prefill(self, attempts: Attempts, context: RequestContext) -> Instance:
         url = attempts.course.prefill_url
         if url is None:
-            return self._prefills.best(tried=attempts.prefills)
+            prefers = None if context.turn is None else context.turn.prefers_prefill
+            return self._prefills.best(tried=attempts.prefills, prefer=prefers)
         if (local := self._table.find(url, Role.PREFILL)) is None:
             raise NoInstance(
                 "the prefill instance beside the proxy takes no part",
@@ -120,15 +125,24 @@ class Handovers:
         return local
 
     async def _prefilled(
-        self, using: Use, pair: Pair, sent: Body, context: RequestContext
+        self,
+        using: Use,
+        pair: Pair,
+        sent: Body,
+        context: RequestContext,
+        earlier: Params | None,
     ) -> Prefilled:
         try:
             with using:
-                prefilled = await self._stages.prefill(self._transfer, pair, sent, context)
-        except ProxyError:
+                prefilled = await self._stages.prefill(self._transfer, pair, sent, context, earlier)
+        except ProxyError as error:
             self._peers.forget(pair.prefill)
+            if earlier is not None:
+                self._readbacks.ended(pair.prefill, error)
             raise
         self._peers.learn(pair.prefill, prefilled.replied)
+        if earlier is not None:
+            self._readbacks.ended(pair.prefill)
         return prefilled
 
     async def _in_turn(
@@ -136,6 +150,8 @@ class Handovers:
     ) -> Answer:
         """Decode, now that prefill has answered."""
         sent = with_params(attempts.sent.body, prefilled.params)
+        if context.turn is not None:
+            sent = context.turn.asking(sent)
         attempts.prefilled = True
         try:
             return await self._decoded(attempts, context, sent, pair)
@@ -195,6 +211,9 @@ class Handovers:
             if pair is not None:
                 self._peers.forget(pair.prefill)
             raise
+        if context.turn is not None:
+            context.turn.decode = instance.url
+            context.turn.prefill = None if pair is None else pair.prefill.url
         return answer
 
     def _releaser(self, attempts: Attempts, error: BaseException) -> Instance | None:

@@ -29,7 +29,8 @@ MAX_PREFILLS = 2
 MAX_DECODES = 2
 """Decode instances that a request is sent to."""
 
-MAX_ATTEMPTS = MAX_PREFILLS + MAX_DECODES
+MAX_ATTEMPTS = 1 + MAX_PREFILLS + MAX_DECODES
+"""With one prefill that could not read what an earlier turn has left."""
 
 
 class Pipeline:
@@ -186,6 +187,9 @@ class Pipeline:
         """Prepare for the next attempt: how long until then, in seconds; None: there is none."""
         if error.stage not in {"prefill", "decode"}:
             return None
+        if error.stage == "prefill" and attempts.reads_back and _may_be_decodes(error):
+            attempts.prefills.pop()
+            return 0.0
         if not isinstance(error, UpstreamUnreachable):
             attempts.failures.append(error.stage)
         if error.stage == "decode" and error.answered == HTTPStatus.INTERNAL_SERVER_ERROR:
@@ -225,3 +229,8 @@ class Pipeline:
             attempts.decodes.remove(attempts.doubtful)
             return 0.0
         return delay_s
+
+
+def _may_be_decodes(error: ProxyError) -> bool:
+    """Whether a prefill that was to read decode's blocks may have failed by those."""
+    return is_instances_fault(error) and not isinstance(error, UpstreamUnreachable)

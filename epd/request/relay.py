@@ -40,7 +40,7 @@ class StreamRelay:
             stream: the client's.
             transport: the client's connection.
             context: says how the stream ends; told of the first event, and of the time between
-                events.
+                events. The turn of a conversation hears what is in them, and what of it goes on.
         """
         self._reply = reply
         self._stream = stream
@@ -48,6 +48,7 @@ class StreamRelay:
         self._context = context
         self._aligner = EventAligner(context.endpoint.grammar)
         self._begun = context.endpoint.grammar.begun
+        self._hear = None if context.turn is None else context.turn.hear
         self._failure: UpstreamFailed | None = None
         self._gaps = context.record.gaps = Histogram(GAPS_S)
         self._last_s: float | None = None
@@ -117,7 +118,7 @@ class StreamRelay:
             return b""
         if events:
             self._timed(events)
-        return events
+        return events if self._hear is None else self._hear(events)
 
     def _timed(self, events: bytes) -> None:
         now_s = time.monotonic()

@@ -7,6 +7,8 @@ from http import HTTPStatus
 from types import TracebackType
 from typing import NamedTuple
 
+import orjson
+
 from epd.bodies.chat import CHAT, encode_body
 from epd.bodies.endpoint import written
 from epd.bodies.items import Body, MMItem
@@ -30,6 +32,9 @@ from epd.transfer.kv import KVTransfer, Pair
 from epd.transfer.params import Params, reply_field
 
 MAX_STATUS = 599
+
+QUESTION_TIMEOUT_S = 2.0
+"""What an instance is asked on the way to its prefill."""
 
 RELEASE_TIMEOUT_S = 5.0
 """A decode instance's answer to a request that nobody waits for."""
@@ -152,6 +157,43 @@ class Stages:
             head_timeout_s=self._config.first_byte_timeout_s,
         )
         return Decoding(opening, timed, context, self._config.idle_timeout_s)
+
+    async def tokens(
+        self, instance: Instance, question: Body, context: RequestContext
+    ) -> list[int]:
+        """The tokens of a prompt, as an instance makes them of it (`POST /tokenize`).
+
+        Raises:
+            ProxyError: it did not say them.
+        """
+        answer = await self._upstream.fetch(
+            instance.url + "/tokenize",
+            stage="prefill",
+            headers=context.headers_for(context.child_id()),
+            body=written(question, context.cuts),
+            timeout_s=QUESTION_TIMEOUT_S,
+        )
+        try:
+            said = orjson.loads(answer.body) if answer.ok else None
+        except orjson.JSONDecodeError:
+            said = None
+        match said:
+            case {"tokens": list() as tokens}:
+                return tokens
+        raise UpstreamFailed(
+            "the prefill instance does not tell tokens", slug="prefill_no_tokens", stage="prefill"
+        )
+
+    async def metrics(self, url: str) -> bytes:
+        """The page of metrics of the instance at this URL.
+
+        Raises:
+            ProxyError: it has not shown it.
+        """
+        answer = await self._upstream.fetch(
+            url + "/metrics", stage="decode", headers={}, timeout_s=QUESTION_TIMEOUT_S
+        )
+        return answer.body if answer.ok else b""
 
     async def release(self, instance: Instance, body: Body, context: RequestContext) -> None:
         """Tell decode of a prefill that nobody waits for any more.

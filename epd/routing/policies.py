@@ -72,8 +72,7 @@ class Affinity:
     ) -> list[Instance]:
         """See `Policy`."""
         ranked = sorted(instances, key=lambda instance: _score(instance, key), reverse=True)
-        under_way = sum(load.get(instance, 0) for instance in instances)
-        most = math.ceil(LOAD_FACTOR * (under_way + 1) / max(1, len(instances)))
+        most = _most(instances, load)
         return sorted(ranked, key=lambda instance: load.get(instance, 0) >= most)
 
 
@@ -98,12 +97,15 @@ class Choice:
         if type(self._policy) is not POLICIES[policy]:
             self._policy = POLICIES[policy]()
 
-    def best(self, key: str = "", tried: Collection[Instance] = ()) -> Instance:
+    def best(
+        self, key: str = "", tried: Collection[Instance] = (), prefer: str | None = None
+    ) -> Instance:
         """An instance, one that has not been tried where there is one.
 
         Args:
             key: what the request is about, for policies that go by it.
             tried: instances that this request has been sent to.
+            prefer: URL of the one that it goes to unless that has too much to do.
 
         Raises:
             NoInstance: there is none.
@@ -117,7 +119,11 @@ class Choice:
             candidates = self._fresh(usable, tried) or usable
         if len(candidates) == 1:
             return candidates[0]
-        return self._policy.order(candidates, key, self._table.load)[0]
+        load = self._table.load
+        preferred = next((one for one in candidates if one.url == prefer), None)
+        if preferred is not None and load.get(preferred, 0) <= _most(candidates, load):
+            return preferred
+        return self._policy.order(candidates, key, load)[0]
 
     def others(self, tried: Collection[Instance]) -> bool:
         """Whether there is one that has not been tried."""
@@ -130,6 +136,12 @@ class Choice:
         """
         fresh = [one for one in usable if one not in tried]
         return fresh or [one for one in self._table.of(*self._roles) if one not in tried]
+
+
+def _most(instances: Sequence[Instance], load: Mapping[Instance, int]) -> int:
+    """From how many requests on one of them has too much to do, beside the others."""
+    under_way = sum(load.get(instance, 0) for instance in instances)
+    return math.ceil(LOAD_FACTOR * (under_way + 1) / max(1, len(instances)))
 
 
 def _score(instance: Instance, key: str) -> bytes:

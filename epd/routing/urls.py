@@ -9,7 +9,7 @@ REDIS_PARAMETERS = {
     "redis": frozenset({"key"}),
     "rediss": frozenset({"key", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile"}),
 }
-"""What the URL of a store of registrations may say, by its scheme: others would fail when it is
+"""What the URL of a store in Redis may say, by its scheme: others would fail when it is
 used, or hold a password where nobody looks for one."""
 
 
@@ -86,6 +86,19 @@ def registration_store_url(url: str) -> str:
         _check_redis(parts)
         return url
     raise ValueError("must be file:///a/folder, redis://host:6379 or rediss://host:6379")
+
+
+def conversation_store_url(url: str) -> str:
+    """A URL of a store.
+
+    Raises:
+        ValueError: it is none. The message quotes nothing of it: it may hold a password.
+    """
+    parts = urlsplit(url)
+    if parts.scheme in REDIS_PARAMETERS and parts.hostname:
+        _check_redis(parts)
+        return url
+    raise ValueError("must be memory, redis://host:6379 or rediss://host:6379")
 
 
 def _check_redis(parts: SplitResult) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 import orjson
 
 from epd.config import ProxyConfig
+from epd.conversations.conversations import Conversations
 from epd.errors import ProxyError, RequestRefused, Stage, UpstreamRejected
 from epd.flights import Flights
 from epd.http.upstream import Answer, Upstream
@@ -64,8 +65,15 @@ class Kept(Generic[T]):
 class Admin:
     """Fans requests out to the instances of a table."""
 
-    def __init__(self, table: InstanceTable, upstream: Upstream, config: ProxyConfig) -> None:
+    def __init__(
+        self,
+        table: InstanceTable,
+        upstream: Upstream,
+        config: ProxyConfig,
+        conversations: Conversations,
+    ) -> None:
         self._table = table
+        self._conversations = conversations
         self._upstream = upstream
         self._config = config
         # A choice of its own: whose turn it is to decode is not for this to move.
@@ -110,7 +118,13 @@ class Admin:
             state["routing"][one.role.value] = routing[one]
             state["state"] = "healthy" if _is_healthy(result) else "unhealthy"
         status = 503 if "unhealthy" in clusters.values() else 200
-        return status, {"proxy": "healthy", **clusters, "instances": states}
+        conversations = {"kept": self._conversations.kept, "evicted": self._conversations.evicted}
+        return status, {
+            "proxy": "healthy",
+            **clusters,
+            "conversations": conversations,
+            "instances": states,
+        }
 
     async def profile(
         self, command: str, headers: Mapping[str, str], body: bytes

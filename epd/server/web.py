@@ -11,10 +11,14 @@ import orjson
 from aiohttp import web
 
 from epd.bodies.endpoints import ENDPOINTS
+from epd.bodies.items import Body
 from epd.bodies.parsing import cut_and_parsed, parse_json
+from epd.bodies.prompts import CONVERSATION, conversation_id
 from epd.cache.encoder_cache import EncoderCache
-from epd.cache.identity import salted
+from epd.cache.identity import conversation_key, salted
 from epd.config import ProxyConfig
+from epd.conversations.conversations import Conversations
+from epd.conversations.turn import Turn
 from epd.discovery.membership import membership
 from epd.edge.access import Access
 from epd.edge.admission import Admission, limits_of
@@ -25,7 +29,7 @@ from epd.events import InstanceChanged, Observer
 from epd.http.upstream import Reply, Upstream
 from epd.media.fetch import MediaFetcher
 from epd.models import ModelNames
-from epd.observe.glances import InstancesGlance, StoreGlance
+from epd.observe.glances import ConversationsGlance, InstancesGlance, StoreGlance
 from epd.observe.logs import LogObserver, set_level
 from epd.observe.loop_lag import watched
 from epd.observe.metrics import MetricsObserver
@@ -38,6 +42,7 @@ from epd.request.peers import Peers
 from epd.request.picker import Picker
 from epd.request.pipeline import Pipeline
 from epd.request.probes import probing
+from epd.request.readbacks import Readbacks
 from epd.request.relay import StreamRelay
 from epd.request.releases import Releases
 from epd.request.stages import Stages
@@ -78,6 +83,7 @@ PIPELINE = web.AppKey("pipeline", Pipeline)
 ADMIN = web.AppKey("admin", Admin)
 WARMUP = web.AppKey("warmup", Warmup)
 METRICS = web.AppKey("metrics", MetricsObserver)
+CONVERSATIONS = web.AppKey("conversations", Conversations)
 RECENT = web.AppKey("recent", Recent)
 
 TABLE = web.AppKey("table", InstanceTable)
@@ -87,6 +93,9 @@ POLICIES = web.AppKey("policies", Policies)
 MAX_DECODE_BYTES = 256 * 1024**2
 """Largest answer of decode that is no stream: it is whole before the first byte goes out, so that
 what breaks off can still be an error."""
+
+GONE = (State.DOWN, "removed")
+"""What an instance becomes that may come back as another engine, or not at all."""
 
 OPENAPI = Path(__file__).with_name("openapi.json").read_bytes()
 
@@ -139,7 +148,8 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
 
 async def _connections(app: web.Application) -> AsyncIterator[None]:
     config = app[CONFIG]
-    changed = partial(_changed, app[OBSERVERS])
+    conversations = Conversations.of(config)
+    changed = partial(_changed, app[OBSERVERS], conversations)
     table = InstanceTable(policy=config.health, on_change=changed)
     registry = Registry(table, config.instances, on_change=changed)
     async with (
@@ -148,6 +158,7 @@ async def _connections(app: web.Application) -> AsyncIterator[None]:
         Upstream.connect(config.connect_timeout_s, config.upstream_ca_file) as upstream,
         MediaFetcher.open(config) as media,
         _cache(config) as cache,
+        conversations,
         membership(config, registry, upstream) as registrations,
         probing(table, upstream, config),
         Releases.running(stages := Stages(upstream, config)) as releases,
@@ -155,18 +166,24 @@ async def _connections(app: web.Application) -> AsyncIterator[None]:
         decoders = Decoders(table, Picker(upstream, config), config)
         transfer = KV_TRANSFERS[config.kv_transfer]()
         peers = Peers(transfer, upstream, config)
-        handovers = Handovers(table, stages, transfer, peers, decoders, releases)
+        readbacks = Readbacks(stages, transfer, conversations)
+        handovers = Handovers(table, stages, transfer, peers, decoders, releases, readbacks)
         app[PIPELINE] = Pipeline(
             table, stages, media, cache, handovers, decoders, app[POLICIES].course, config
         )
         app[WARMUP] = Warmup(app[PIPELINE], cache)
-        app[ADMIN] = Admin(table, upstream, config)
+        app[ADMIN] = Admin(table, upstream, config, conversations)
+        app[CONVERSATIONS] = conversations
         app[TABLE] = table
         app[ROSTER] = Roster(registry, table, registrations, config)
         app[ui.BOARD] = Board(app[RECENT], table, app[METRICS], ui.store_kind(config))
         if tracer is not None:
             app[TRACER] = tracer
-        for glance in (InstancesGlance(table), StoreGlance(cache)):
+        for glance in (
+            InstancesGlance(table),
+            StoreGlance(cache),
+            ConversationsGlance(conversations),
+        ):
             app[METRICS].registry.register(glance)
 
         def follow(_: ProxyConfig) -> None:
@@ -182,6 +199,7 @@ async def _connections(app: web.Application) -> AsyncIterator[None]:
 
 def _changed(
     observers: Sequence[Observer],
+    conversations: Conversations,
     instance: Instance,
     state: State | Change,
     source: Source | None = None,
@@ -189,6 +207,8 @@ def _changed(
     event = InstanceChanged(instance.url, instance.role, state, source)
     for observer in observers:
         observer.instance_changed(event)
+    if state in GONE and instance.role in ANSWERING:
+        conversations.lost(instance.url)
 
 
 def _cache(config: ProxyConfig) -> AbstractAsyncContextManager[EncoderCache | None]:
@@ -210,11 +230,16 @@ async def answer(request: web.Request) -> web.StreamResponse:
         context.span.asks(endpoint.operation, context.model)
     if endpoint.salted and context.tenant is not ANONYMOUS:  # whom all share with
         body = salted(body, config.scope_of(context.tenant))
+    if CONVERSATION in body:
+        body, context.turn = await _turn(request, body)
     async with await app[PIPELINE].run(body, context) as reply:
         headers = _answer_headers(reply, context)
         if not headers["Content-Type"].startswith("text/event-stream"):
             whole = await reply.read(idle_s=config.idle_timeout_s, limit=MAX_DECODE_BYTES)
             context.whole(whole)
+            if context.turn is not None:
+                whole = context.turn.hear(whole)
+                await app[CONVERSATIONS].keep(context.turn)
             return web.Response(status=reply.status, body=whole, headers=headers)
         stream = request[STREAM] = web.StreamResponse(
             status=reply.status, headers={**headers, "Cache-Control": "no-cache"}
@@ -222,10 +247,27 @@ async def answer(request: web.Request) -> web.StreamResponse:
         await stream.prepare(request)
         relay = StreamRelay(reply, stream, _transport(request), context)
         await relay.run(config.idle_timeout_s)
+        if context.turn is not None:
+            await app[CONVERSATIONS].keep(context.turn)
         await stream.write_eof()
         request[ANSWERED] = stream.status
         await relay.drained()
         return stream
+
+
+async def _turn(request: web.Request, body: Body) -> tuple[Body, Turn | None]:
+    """The request as it goes on, and which turn of a conversation it is; None: of none.
+
+    Raises:
+        BadRequest: what it calls its conversation is no name.
+    """
+    app, context, name = request.app, request[CONTEXT], conversation_id(body)
+    body = {key: value for key, value in body.items() if key != CONVERSATION}
+    if name is None or not context.endpoint.generates:
+        return body, None
+    key = conversation_key(app[CONFIG].name_scope_of(context.tenant), body, name)
+    there = {one.url for one in app[TABLE].of(*ANSWERING) if app[TABLE].state(one) != State.DOWN}
+    return body, await app[CONVERSATIONS].begin(key, there)
 
 
 def _transport(request: web.Request) -> asyncio.WriteTransport:

@@ -60,6 +60,7 @@ class FakeInstance:
     url: str = ""
     version: str = "0.33.0"
     models: tuple[str, ...] = ("m",)
+    metrics: str = ""
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         self.open += 1
@@ -81,6 +82,8 @@ class FakeInstance:
         if request.path == "/v1/models":
             data = [{"id": name} for name in self.models]
             return web.json_response({"object": "list", "data": data})
+        if request.path == "/metrics":
+            return web.Response(text=self.metrics)
         if request.path == "/version":
             return web.json_response({"version": self.version})
         return web.Response(status=200 if self.profiler else 404)
@@ -94,7 +97,7 @@ class FakeInstance:
             app.router.add_post(path, self._chat)
         for path in ("/start_profile", "/stop_profile"):
             app.router.add_post(path, self._other)
-        for path in ("/health", "/v1/models", "/version"):
+        for path in ("/health", "/v1/models", "/version", "/metrics"):
             app.router.add_get(path, self._other)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.2)
         await runner.setup()

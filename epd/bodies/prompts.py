@@ -1,0 +1,130 @@
+"""What a request's prompt is made of, and how an instance is asked for its tokens. Pure.
+
+vLLM's `/tokenize` renders a conversation as its chat endpoint does, but for what a few fields do to
+it (`vllm/entrypoints/serve/tokenize/protocol.py`). A request that has any other field is one of
+which nobody can tell what its tokens will be.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import orjson
+from blake3 import blake3
+
+from epd.bodies.items import MM_KWARGS, Body
+from epd.errors import BadRequest
+
+CONVERSATION = "conversation_id"
+"""A field of the proxy's: what a client calls the conversation that its request goes on with."""
+
+MAX_NAME = 256
+"""Characters of it."""
+
+NEUTRAL = frozenset(
+    {
+        "allowed_token_ids",
+        "bad_words",
+        "best_of",
+        "cache_salt",
+        "ec_transfer_params",
+        "frequency_penalty",
+        "ignore_eos",
+        "include_stop_str_in_output",
+        "kv_transfer_params",
+        "logit_bias",
+        "logprobs",
+        "max_completion_tokens",
+        "max_tokens",
+        "metadata",
+        "min_p",
+        "min_tokens",
+        "model",
+        "n",
+        "parallel_tool_calls",
+        "presence_penalty",
+        "priority",
+        "repetition_penalty",
+        "request_id",
+        "return_token_ids",
+        "return_tokens_as_token_ids",
+        "safety_identifier",
+        "seed",
+        "service_tier",
+        "session_id",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "stop",
+        "stop_token_ids",
+        "store",
+        "stream",
+        "stream_options",
+        "temperature",
+        "top_k",
+        "top_logprobs",
+        "top_p",
+        "user",
+    }
+)
+"""Fields that a prompt does not depend on, or that a conversation is known by."""
+
+ALIKE = frozenset(
+    {
+        *MM_KWARGS,
+        "include_reasoning",
+        "response_format",
+        "structured_outputs",
+        "thinking_token_budget",
+        "tool_choice",
+        "vllm_xargs",
+    }
+)
+"""Fields that the KV cache may depend on beside the tokens; of two turns they must be alike."""
+
+
+def conversation_id(body: Body) -> str | None:
+    """What a request calls its conversation; None: nothing.
+
+    Raises:
+        BadRequest: it is no name.
+    """
+    match body.get(CONVERSATION):
+        case None:
+            return None
+        case str() as name if 0 < len(name) <= MAX_NAME:
+            return name
+        case _:
+            raise BadRequest(
+                f"{CONVERSATION} must be a string of 1 to {MAX_NAME} characters",
+                param=CONVERSATION,
+            )
+
+
+class Prompt(NamedTuple):
+    """A request's prompt, as far as the proxy knows it.
+
+    Attributes:
+        question: the body of `/tokenize`; where there is nothing to ask, `tokens` has them.
+        form: the digest of what must be alike in two turns.
+        tokens: the prompt's, where the request is of tokens.
+    """
+
+    question: Body
+    form: str
+    tokens: list[int] | None = None
+
+
+def prompt_of(body: Body, fields: Iterable[str]) -> Prompt | None:
+    """The prompt of a request; None: nobody can tell what its tokens will be.
+
+    Args:
+        body: the request.
+        fields: what `/tokenize` makes tokens of, of this kind of request.
+    """
+    question = {name: body[name] for name in ("model", *fields) if name in body}
+    others = body.keys() - question.keys() - NEUTRAL
+    if not others <= ALIKE:
+        return None
+    alike = {name: body[name] for name in ALIKE if body.get(name) is not None}
+    form = blake3(orjson.dumps(alike, option=orjson.OPT_SORT_KEYS)).hexdigest()
+    given = body.get("prompt")
+    return Prompt(question, form, given if isinstance(given, list) else None)

@@ -1,0 +1,172 @@
+"""Which turn belongs to which conversation, and what of it may still be relied on."""
+
+import asyncio
+import re
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import replace
+from typing import Literal, Self, TypeVar
+
+import structlog
+
+from ec_store.breaker import Breaker
+from epd.config import ProxyConfig
+from epd.conversations.entry import MAX_BYTES, Entry, Held
+from epd.conversations.fingerprint import Fingerprint
+from epd.conversations.memory import InMemory
+from epd.conversations.redis_store import InRedis
+from epd.conversations.stores import Store, StoreAway
+from epd.conversations.turn import Turn
+from epd.transfer.readback import kept_params
+
+T = TypeVar("T")
+
+Result = Literal["hit", "miss", "stale", "changed", "failed", "unknown"]
+"""What became of what the last turn has left: prefill read it; there was nothing, or only who
+answered; decode was gone or another since; the prompt does not begin with it, or nobody can tell;
+prefill could not read it; the store gave no answer."""
+
+RESULTS: tuple[Result, ...] = ("hit", "miss", "stale", "changed", "failed", "unknown")
+
+RANK = re.compile(r"_dp\d+$")
+"""What vLLM adds to an engine's id for each of its data-parallel ranks."""
+
+logger = structlog.get_logger("epd")
+
+
+class Conversations:
+    """What turns leave for the next. A fault of it costs a turn its prefix, and never fails it.
+
+    Belongs to one event loop.
+
+    Attributes:
+        results: how often what came of an entry.
+    """
+
+    def __init__(
+        self, store: Store, config: ProxyConfig, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.results: Counter[Result] = Counter()
+        self._store = store
+        self._config = config
+        self._clock = clock
+        self._breaker = Breaker("conversations")
+        self._engines: dict[str, str] = {}
+        self._lost_s: dict[str, float] = {}
+        self._warned = config.workers == 1 or config.conversation_store is not None
+
+    @classmethod
+    def of(cls, config: ProxyConfig) -> Self:
+        """Those of the configured store: a context, which closes it."""
+        url = config.conversation_store
+        store = InMemory(lambda: config.max_conversations) if url is None else InRedis(url)
+        return cls(store, config)
+
+    async def __aenter__(self) -> Self:
+        """They."""
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Close the store."""
+        await self._store.close()
+
+    @property
+    def kept(self) -> int | None:
+        """How many there are; None: nobody has counted."""
+        return self._store.kept
+
+    @property
+    def evicted(self) -> int:
+        """How many were dropped before their time, for want of room."""
+        return self._store.evicted
+
+    async def begin(self, key: str, decodes: Collection[str]) -> Turn:
+        """A turn of a conversation, with what the last one has left: nobody else gets it.
+
+        Args:
+            key: the conversation's.
+            decodes: URLs of the instances that may still hold its blocks.
+        """
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "each worker keeps conversations of its own",
+                next="set --conversation-store redis://…, or a turn finds the last one by chance",
+            )
+        answered, before = await self._ask(lambda: self._store.take(key))
+        if before is None:
+            self.results["miss" if answered else "unknown"] += 1
+            return Turn(key)
+        if before.decode not in decodes or self._is_void(before):
+            self.results["stale"] += 1
+            return Turn(key)
+        if before.held is None:
+            self.results["miss"] += 1
+        return Turn(key, before)
+
+    async def keep(self, turn: Turn) -> None:
+        """Keep what a turn leaves, whose answer has ended well."""
+        if turn.decode is None:
+            return
+        held = self._held(turn, turn.decode)
+        if held is not None:
+            self._know(turn.decode, held.engine)
+        entry = Entry(self._clock(), turn.decode, turn.prefill, held)
+        if held is not None and len(entry.written()) > MAX_BYTES:
+            entry = replace(entry, held=None)
+        await self._ask(lambda: self._store.put(turn.key, entry, self._config.conversation_ttl))
+
+    def lost(self, decode: str) -> None:
+        """A decode instance has gone, or another has come in its place: its blocks are no more."""
+        now_s = self._clock()
+        over = [
+            url for url, at in self._lost_s.items() if at < now_s - self._config.conversation_ttl
+        ]
+        for url in over:
+            del self._lost_s[url]
+        self._lost_s[decode] = now_s
+        self._engines.pop(decode, None)
+        self._store.forget(decode)
+
+    def _held(self, turn: Turn, decode: str) -> Held | None:
+        """What decode holds of a turn; None where it has not said it, or nobody could use it."""
+        heard = turn.heard
+        if turn.basis is None or heard is None or heard.params is None or not heard.prompt:
+            return None
+        params = kept_params(heard.params, decode)
+        if params is None:
+            return None
+        try:
+            tokens = [*heard.prompt, *heard.answer][: params["remote_num_tokens"]]
+            fingerprint = Fingerprint.of(tokens)
+        except ValueError:
+            return None
+        engine = RANK.sub("", params["remote_engine_id"])
+        return Held({**params}, fingerprint, turn.basis.media, turn.basis.form, engine)
+
+    def _know(self, decode: str, engine: str) -> None:
+        """An instance's engine, which is another after each start."""
+        if self._engines.get(decode, engine) != engine:
+            self.lost(decode)
+        self._engines[decode] = engine
+
+    def _is_void(self, entry: Entry) -> bool:
+        """Whether the instance that answered is not the same any more."""
+        if entry.kept_s < self._lost_s.get(entry.decode, 0.0):
+            return True
+        known = self._engines.get(entry.decode)
+        return entry.held is not None and known not in {None, entry.held.engine}
+
+    async def _ask(self, call: Callable[[], Awaitable[T]]) -> tuple[bool, T | None]:
+        """Whether the store has answered, and what."""
+        if self._breaker.open:
+            return False, None
+        try:
+            async with asyncio.timeout(self._config.conversation_budget_s):
+                answer = await call()
+        except (StoreAway, TimeoutError) as error:
+            self._breaker.failed(str(error) or "no answer in time")
+            return False, None
+        self._breaker.succeeded()
+        return True, answer

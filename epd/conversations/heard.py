@@ -1,0 +1,63 @@
+"""What decode tells the proxy in an answer, taken out of what its client gets. Pure.
+
+vLLM tells the tokens where `return_token_ids` asks for them, in a stream's every chunk, and
+`kv_transfer_params` in a stream's last one (since 0.33) or at the end of an answer that is none
+(`vllm/entrypoints/openai/chat_completion/protocol.py`). The fields are found by their names and
+nothing else is parsed. What a model says cannot be taken for one: the quotation marks in a JSON
+string have backslashes.
+"""
+
+import json
+import re
+from typing import Any
+
+import orjson
+
+_TOKENS = re.compile(rb',\s*"(prompt_)?token_ids"\s*:\s*\[([0-9,\s]*)\]')
+_PARAMS = re.compile(rb',\s*"kv_transfer_params"\s*:\s*(?=\{)')
+_DECODER = json.JSONDecoder()
+
+
+class Heard:
+    """What one answer has told so far.
+
+    Attributes:
+        prompt: its tokens.
+        answer: the tokens of the answer, which is one choice.
+        params: decode's `kv_transfer_params`; None: it has told none yet.
+    """
+
+    def __init__(self, *, cut_tokens: bool) -> None:
+        """Nothing, as yet.
+
+        Args:
+            cut_tokens: whether the client has not asked for them itself.
+        """
+        self.prompt: list[int] = []
+        self.answer: list[int] = []
+        self.params: dict[str, Any] | None = None
+        self._cut_tokens = cut_tokens
+
+    def hear(self, said: bytes) -> bytes:
+        """Whole events of a stream, or an answer that is none, without what is not the client's."""
+        if b"token_ids" in said:
+            said = _TOKENS.sub(self._told_tokens, said)
+        if b'"kv_transfer_params"' in said and (found := _PARAMS.search(said)):
+            said = self._told_params(said, found)
+        return said
+
+    def _told_tokens(self, found: re.Match[bytes]) -> bytes:
+        tokens = orjson.loads(b"[" + found[2] + b"]")
+        if found[1]:
+            self.prompt = tokens
+        else:
+            self.answer += tokens
+        return b"" if self._cut_tokens else found[0]
+
+    def _told_params(self, said: bytes, found: re.Match[bytes]) -> bytes:
+        rest = said[found.end() :].decode("utf-8", "surrogateescape")
+        try:
+            self.params, end = _DECODER.raw_decode(rest)
+        except ValueError:
+            return said
+        return said[: found.start()] + rest[end:].encode("utf-8", "surrogateescape")

@@ -1,0 +1,147 @@
+"""What prefill may read of the blocks that decode holds of a conversation's last turn."""
+
+import re
+import time
+from collections.abc import Callable, Sequence
+
+from epd.bodies.prompts import Prompt, prompt_of
+from epd.conversations.conversations import Conversations
+from epd.conversations.entry import Held
+from epd.conversations.turn import Basis, Turn
+from epd.errors import ProxyError, UpstreamTimeout
+from epd.request.attempts import Attempts
+from epd.request.context import RequestContext
+from epd.request.stages import Stages
+from epd.routing.instances import Instance
+from epd.transfer.encoded import EncodedItem
+from epd.transfer.kv import KVTransfer
+from epd.transfer.params import Params
+from epd.transfer.readback import shortened
+
+LEAST = 64
+"""Tokens below which prefill computes them itself (vLLM's `kv_recompute_threshold`)."""
+
+REST_S = 60.0
+"""How long an instance reads nothing that has failed to: it may be another's fault, or its own."""
+
+HUNG_S = 600.0
+"""The same where it has not answered. One without `bidirectional_kv_xfer` waits for blocks that it
+has not asked for, until its request's end."""
+
+MAX_ENGINES = 1024
+"""Whose blocks' sizes are remembered."""
+
+BLOCK_SIZE = re.compile(
+    rb'^vllm:cache_config_info\{[^}]*\bblock_size="([1-9][0-9]{0,5})"', re.MULTILINE
+)
+"""Where an instance's `/metrics` say how many tokens are in a block."""
+
+
+class Readbacks:
+    """Finds out how much of a prompt decode holds: only that may be read.
+
+    vLLM compares nothing: given the blocks of another prompt, prefill answers from them, and keeps
+    them as if they were this one's. So the tokens are compared here, before.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        transfer: KVTransfer,
+        conversations: Conversations,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stages = stages
+        self._transfer = transfer
+        self._results = conversations.results
+        self._clock = clock
+        self._block_tokens: dict[str, int] = {}
+        self._until_s: dict[str, float] = {}
+
+    async def earlier(
+        self, attempts: Attempts, prefill: Instance, context: RequestContext
+    ) -> Params | None:
+        """`kv_transfer_params` of the last turn, for this prefill; None: it has none to use.
+
+        Args:
+            attempts: the request's; only the first one gets any.
+            prefill: who is to read the blocks, and is asked what its prompt's tokens are.
+            context: the request's, with its turn.
+        """
+        attempts.reads_back = False
+        turn = context.turn
+        if turn is None or not self._transfer.bidirectional:
+            return None
+        held, prompt = turn.take(), prompt_of(attempts.sent.body, context.endpoint.tokenized)
+        turn.basis = None if prompt is None else _basis(prompt, attempts)
+        if held is None:
+            return None
+        if self._rests(prefill):
+            self._results["failed"] += 1
+            return None
+        params = None
+        if prompt is not None and turn.basis is not None and turn.basis.continues(held):
+            params = await self._params(held, prompt, turn, prefill, context)
+        attempts.reads_back = params is not None
+        if params is None:
+            self._results["changed"] += 1
+        return params
+
+    def ended(self, prefill: Instance, error: ProxyError | None = None) -> None:
+        """A prefill that was to read blocks has answered, or has failed."""
+        self._results["hit" if error is None else "failed"] += 1
+        if error is not None:
+            rest_s = HUNG_S if isinstance(error, UpstreamTimeout) else REST_S
+            self._until_s[prefill.url] = self._clock() + rest_s
+
+    def _rests(self, prefill: Instance) -> bool:
+        """Whether an instance is left to compute everything, as it could not read of late."""
+        until_s = self._until_s.get(prefill.url)
+        if until_s is not None and until_s <= self._clock():
+            del self._until_s[prefill.url]
+            return False
+        return until_s is not None
+
+    async def _params(
+        self, held: Held, prompt: Prompt, turn: Turn, prefill: Instance, context: RequestContext
+    ) -> Params | None:
+        """Those of the tokens that a prompt begins with; None: of too few, or nobody can tell."""
+        try:
+            tokens = prompt.tokens or await self._stages.tokens(prefill, prompt.question, context)
+            shared = held.tokens.common(tokens)
+            if shared < LEAST:
+                return None
+            if shared >= held.params["remote_num_tokens"]:
+                return held.params
+            size = await self._block_size(turn.prefers_decode, held.engine)
+        except (ProxyError, ValueError):
+            return None
+        return None if size is None else shortened(held.params, shared, size)
+
+    async def _block_size(self, decode: str | None, engine: str) -> int | None:
+        """How many tokens are in a block of a decode instance's; None: it does not say.
+
+        Raises:
+            ProxyError: it did not answer.
+        """
+        known = self._block_tokens.get(engine)
+        if known is None and decode is not None:
+            found = BLOCK_SIZE.search(await self._stages.metrics(decode))
+            if found is not None:
+                known = self._block_tokens[engine] = int(found[1])
+            while len(self._block_tokens) > MAX_ENGINES:
+                del self._block_tokens[next(iter(self._block_tokens))]
+        return known
+
+
+def _basis(prompt: Prompt, attempts: Attempts) -> Basis | None:
+    """What the blocks of a request depend on; None: nobody can tell, or they are of several."""
+    media = _media(attempts.encoded or ())
+    alone = attempts.sent.body.get("n") in {None, 1}
+    return Basis(prompt.form, media) if alone and media is not None else None
+
+
+def _media(items: Sequence[EncodedItem]) -> tuple[str, ...] | None:
+    """The keys of a request's items, in order; None: an engine alone knows those of some."""
+    keys = [one.encoded.identifier or one.uuid for one in items]
+    return None if None in keys else tuple(filter(None, keys))

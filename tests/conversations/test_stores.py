@@ -1,0 +1,156 @@
+"""Where conversations are kept: one contract for both stores, and how memory is bounded."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epd.conversations.entry import Entry, Held, read
+from epd.conversations.fingerprint import Fingerprint
+from epd.conversations.memory import InMemory
+from epd.conversations.redis_store import InRedis
+from epd.conversations.stores import Store, StoreAway
+from tests.store.redis_server import RedisServer
+
+HELD = Held({"remote_port": 1}, Fingerprint.of(range(70)), ("picture",), "form", "engine")
+FULL = Entry(1.5, "http://d:1", "http://p:1", HELD)
+BARE = Entry(2.5, "http://d:2")
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
+    if request.param == "memory":
+        yield InMemory(lambda: 100)
+        return
+    with RedisServer(tmp_path / "redis") as server:
+        in_redis = InRedis(server.url())
+        yield in_redis
+        await in_redis.close()
+
+
+async def test_what_is_put_there_is_taken_once(store: Store) -> None:
+    for entry in (FULL, BARE):
+        await store.put("a", entry, 60)
+        assert await store.take("b") is None
+        assert await store.take("a") == entry
+        assert await store.take("a") is None
+
+
+async def test_what_is_put_last_counts(store: Store) -> None:
+    await store.put("a", FULL, 60)
+    await store.put("a", BARE, 60)
+
+    assert await store.take("a") == BARE
+
+
+async def test_of_many_who_take_at_once_one_gets_it(store: Store) -> None:
+    await store.put("a", FULL, 60)
+    taken = await asyncio.gather(*(store.take("a") for _ in range(20)))
+
+    assert [one for one in taken if one] == [FULL]
+
+
+async def test_after_its_time_nothing_is_there(store: Store) -> None:
+    await store.put("a", FULL, 0.02)
+    await asyncio.sleep(0.05)
+
+    assert await store.take("a") is None
+
+
+async def test_what_is_no_entry_in_redis_is_none(tmp_path: Path) -> None:
+    with RedisServer(tmp_path / "redis") as server:
+        store = InRedis(server.url("key=ours"))
+        for written in (b"", b"{}", b"\xff", b'{"kept_s": 1, "decode": 5}'):
+            server.client.set("ours:a", written)
+            assert await store.take("a") is None
+        server.client.lpush("ours:b", "a list")
+        with pytest.raises(StoreAway):
+            await store.take("b")
+        await store.close()
+
+
+async def test_a_redis_that_is_away_is_said_to_be(tmp_path: Path) -> None:
+    with RedisServer(tmp_path / "redis") as server:
+        store = InRedis(server.url())
+        await store.put("a", FULL, 60)
+        server.kill()
+        with pytest.raises(StoreAway):
+            await store.take("a")
+        with pytest.raises(StoreAway):
+            await store.put("a", FULL, 60)
+        await store.close()
+
+
+def test_an_entry_is_read_as_it_was_written() -> None:
+    assert read(FULL.written()) == FULL
+    assert read(BARE.written()) == BARE
+
+
+def test_what_a_decode_instance_held_is_forgotten_with_it() -> None:
+    async def scenario() -> None:
+        store = InMemory(lambda: 100)
+        await store.put("a", FULL, 60)
+        await store.put("b", BARE, 60)
+        store.forget(FULL.decode)
+        assert store.kept == 1
+        assert store.evicted == 0
+        assert await store.take("b") == BARE
+
+    asyncio.run(scenario())
+
+
+def test_memory_is_bounded_in_bytes_too() -> None:
+    async def scenario() -> None:
+        size = len(FULL.written())
+        store = InMemory(lambda: 100, max_bytes=2 * size)
+        for name in "abc":
+            await store.put(name, FULL, 60)
+        assert (store.kept, store.evicted) == (2, 1)
+        assert await store.take("a") is None
+
+    asyncio.run(scenario())
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), st.integers(0, 5)),
+        st.tuples(st.just("take"), st.integers(0, 5)),
+        st.tuples(st.just("wait"), st.integers(1, 40)),
+        st.tuples(st.just("most"), st.integers(0, 4)),
+    ),
+    max_size=60,
+)
+
+
+@given(STEPS)
+def test_memory_holds_the_last_of_those_whose_time_is_not_over(
+    steps: list[tuple[str, int]],
+) -> None:
+    """Beside a list of all that was put, in order."""
+
+    async def scenario() -> None:
+        now, most, expected = 0.0, 3, list[tuple[int, float, Entry]]()
+        store, evicted = InMemory(lambda: most, clock=lambda: now), 0
+        for number, (step, value) in enumerate(steps):
+            if step == "wait":
+                now += value
+            elif step == "most":
+                most = value
+            elif step == "put":
+                entry = Entry(number, "http://d:1")
+                await store.put(str(value), entry, 50)
+                expected = [one for one in expected if one[0] != value and one[1] > now]
+                expected.append((value, now + 50, entry))
+                over = max(0, len(expected) - most)
+                evicted, expected = evicted + over, expected[over:]
+            else:
+                found = [one for one in expected if one[0] == value and one[1] > now]
+                expected = [one for one in expected if one[0] != value]
+                assert await store.take(str(value)) == (found[0][2] if found else None)
+            assert store.kept == len([one for one in expected if one[1] > now])
+            assert store.evicted == evicted
+
+    asyncio.run(scenario())

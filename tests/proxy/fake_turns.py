@@ -1,0 +1,209 @@
+"""Fake prefill and decode instances that hold KV blocks, and read each other's as NIXL does.
+
+A prompt's tokens are the characters that a small template makes of it. What is in a block are the
+tokens that it was computed from: who reads the wrong ones, answers wrongly, as vLLM does.
+"""
+
+import itertools
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from tests.proxy.fake_instance import FakeInstance
+
+BLOCK = 16
+PICTURE = "\ufffc" * 40
+ENDED = "\x03"
+WRONG = "read from the wrong blocks"
+
+Body = dict[str, Any]
+Answers = Callable[[Body], str]
+
+
+def rendered(body: Body, keep: Callable[[str], str] = str) -> str:
+    """The prompt: a chat's, or a completion's.
+
+    Args:
+        body: the request.
+        keep: what becomes of an earlier answer.
+    """
+    if "messages" not in body:
+        prompt = body["prompt"]
+        return prompt if isinstance(prompt, str) else "".join(map(chr, prompt))
+    system = json.dumps(body["tools"]) if "tools" in body else ""
+    turns = [
+        f"<{one['role']}>{keep(_words(one)) if one['role'] == 'assistant' else _words(one)}{ENDED}"
+        for one in body["messages"]
+    ]
+    return system + "".join(turns) + "<assistant>"
+
+
+def _words(message: Body) -> str:
+    content = message["content"]
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", PICTURE) for part in content)
+
+
+def says(body: Body) -> str:
+    """An answer that depends on all of the prompt."""
+    return f"what {len(rendered(body))} characters ask for, " + "at some length " * 6
+
+
+@dataclass
+class Engine:
+    """What the instances of one fake fleet hold.
+
+    Attributes:
+        name: the engine's id, another after each start.
+        blocks: tokens by block.
+        expired: whether its blocks are gone.
+    """
+
+    name: str
+    blocks: dict[int, str] = field(default_factory=dict)
+    expired: bool = False
+
+
+class Turns:
+    """The handlers of a fleet's prefill and decode instances.
+
+    Attributes:
+        engines: by id.
+        read: for each prefill that read blocks, how many tokens it read.
+        streams_params: whether a stream's last chunk has `kv_transfer_params`, as since 0.33.
+        answers: what decode says.
+        keep: what the template makes of an earlier answer.
+    """
+
+    def __init__(self, answers: Answers = says) -> None:
+        self.engines: dict[str, Engine] = {}
+        self.read: list[int] = []
+        self.streams_params = True
+        self.answers = answers
+        self.keep: Callable[[str], str] = str
+        self.host = "localhost"
+        self._ids = itertools.count(1)
+        self._names = itertools.count(1)
+
+    def start(self, instance: FakeInstance, *, decode: bool) -> None:
+        """Let an instance be a new engine of the fleet."""
+        engine = Engine(f"engine-{next(self._names)}")
+        self.engines[engine.name] = engine
+        instance.metrics = f'vllm:cache_config_info{{block_size="{BLOCK}",engine="0"}} 1.0\n'
+        instance.version = engine.name
+
+        async def chat(request: web.Request, body: Body) -> web.StreamResponse:
+            if request.path == "/tokenize":
+                tokens = [ord(one) for one in rendered(body, self.keep)]
+                return web.json_response({"tokens": tokens, "count": len(tokens)})
+            return await (self._decodes if decode else self._prefills)(engine, request, body)
+
+        instance.chat = chat
+
+    async def _prefills(
+        self, engine: Engine, request: web.Request, body: Body
+    ) -> web.StreamResponse:
+        params, prompt = body["kv_transfer_params"], rendered(body, self.keep)
+        assert params["do_remote_decode"] is True
+        assert params["do_remote_prefill"] is False
+        assert "conversation_id" not in body
+        computed = prompt
+        if params["remote_block_ids"]:
+            found = self._pulled(params, len(prompt))
+            if found is None:
+                return web.json_response({"error": {"message": "EngineCore"}}, status=500)
+            self.read.append(len(found))
+            computed = found + prompt[len(found) :]
+        return web.json_response(
+            {"choices": [], "kv_transfer_params": self._hold(engine, computed, decode=False)}
+        )
+
+    async def _decodes(
+        self, engine: Engine, request: web.Request, body: Body
+    ) -> web.StreamResponse:
+        assert "conversation_id" not in body
+        prompt, params, said = rendered(body, self.keep), body.get("kv_transfer_params"), None
+        answer = self.answers(body)
+        if params:
+            assert params["do_remote_prefill"] is True
+            if self._pulled(params, len(prompt)) != prompt:
+                answer = WRONG
+            said = self._hold(engine, prompt + answer, decode=True)
+        asked = bool(body.get("return_token_ids"))
+        chat = "messages" in body
+        if not body.get("stream"):
+            return web.json_response(_reply(prompt, answer, said, asked=asked, chat=chat))
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        said = said if self.streams_params else None
+        for event in _events(prompt, answer, said, asked=asked, chat=chat):
+            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    def _hold(self, engine: Engine, tokens: str, *, decode: bool) -> Body:
+        """Keep blocks of these tokens; of decode's, the last was sampled and not computed."""
+        held = tokens[:-1] if decode else tokens
+        numbers = [next(self._ids) for _ in range(0, len(held), BLOCK)]
+        for place, number in enumerate(numbers):
+            engine.blocks[number] = held[place * BLOCK : (place + 1) * BLOCK]
+        return {
+            "do_remote_prefill": not decode,
+            "do_remote_decode": decode,
+            "remote_block_ids": [numbers],
+            "remote_engine_id": engine.name,
+            "remote_request_id": f"chatcmpl-{numbers[0]}",
+            "remote_host": self.host,
+            "remote_port": 5600,
+            "tp_size": 1,
+            "remote_num_tokens": len(held),
+            "remote_blocks_expiry_time": 1.5 if decode else None,
+            "transfer_mode": "pull",
+        }
+
+    def _pulled(self, params: Body, most: int) -> str | None:
+        """What is in the blocks that are read; None: they cannot be."""
+        engine = self.engines.get(params["remote_engine_id"])
+        if engine is None or engine.expired:
+            return None
+        count = min(params["remote_num_tokens"], most)
+        # vLLM pairs the lists from their ends: one that is longer is read at the wrong place.
+        numbers = params["remote_block_ids"][0][-math.ceil(count / BLOCK) :]
+        return "".join(engine.blocks.pop(number) for number in numbers)[:count]
+
+
+def _reply(prompt: str, answer: str, said: Body | None, *, asked: bool, chat: bool) -> Body:
+    tokens = {"token_ids": [ord(one) for one in answer] if asked else None}
+    prompt_tokens = {"prompt_token_ids": [ord(one) for one in prompt] if asked else None}
+    words = {"message": {"role": "assistant", "content": answer}} if chat else {"text": answer}
+    choice = {"index": 0, **words, "logprobs": None, "finish_reason": "stop", **tokens}
+    usage = {"prompt_tokens": len(prompt), "completion_tokens": len(answer)}
+    return {
+        "id": "c",
+        "model": "m",
+        "choices": [choice if chat else {**choice, **prompt_tokens}],
+        "usage": usage,
+        **(prompt_tokens if chat else {}),
+        "kv_transfer_params": said,
+    }
+
+
+def _events(prompt: str, answer: str, said: Body | None, *, asked: bool, chat: bool) -> list[Body]:
+    """As vLLM 0.33: the prompt's tokens in the first, the parameters in the one that finishes."""
+    pieces = [answer[at : at + 7] for at in range(0, len(answer), 7)]
+    events: list[Body] = []
+    for number, piece in enumerate(pieces):
+        last = number == len(pieces) - 1
+        words = {"delta": {"content": piece}} if chat else {"text": piece}
+        tokens = {"token_ids": [ord(one) for one in piece] if asked else None}
+        finish = {"finish_reason": "stop" if last else None}
+        event = {"id": "c", "model": "m", "choices": [{"index": 0, **words, **finish, **tokens}]}
+        if not number and asked:
+            event["prompt_token_ids"] = [ord(one) for one in prompt]
+        events.append({**event, "kv_transfer_params": said} if last and said else event)
+    return events

@@ -1,0 +1,505 @@
+"""Conversations over real sockets: prefill reads what decode holds of the last turn."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.proxy.clients import ALICE, BOB, bearer
+from tests.proxy.fake_instance import FakeInstance, drops, fails_first, refuses
+from tests.proxy.fake_turns import PICTURE, WRONG, Turns, rendered
+from tests.proxy.fleet import Fleet, Launch, until
+from tests.requests import image
+from tests.store.redis_server import RedisServer
+
+BUDGET_S = 5.0
+"""What is found does not depend on how fast a busy machine looks."""
+
+
+@asynccontextmanager
+async def talking(
+    launch: Launch, turns: Turns, prefill: int = 1, decode: int = 1, **config: Any
+) -> AsyncIterator[Fleet]:
+    config = {"conversation_budget_s": BUDGET_S, **config}
+    async with launch(encode=1, prefill=prefill, decode=decode, **config) as fleet:
+        for instance in fleet.prefill:
+            turns.start(instance, decode=False)
+        for instance in fleet.decode:
+            turns.start(instance, decode=True)
+        yield fleet
+
+
+@dataclass
+class Talk:
+    """A client that sends its whole history each time."""
+
+    fleet: Fleet
+    name: str = "talk"
+    stream: bool = False
+    headers: dict[str, str] | None = None
+    history: list[dict[str, Any]] = field(default_factory=list)
+    more: dict[str, Any] = field(default_factory=dict)
+
+    async def ask(self, content: Any, **more: Any) -> str:
+        """The answer's text, once it is in the history."""
+        self.history.append({"role": "user", "content": content})
+        asked = {"messages": self.history, "stream": self.stream, "conversation_id": self.name}
+        body = {"model": "m", **asked, **self.more, **more}
+        said = await heard(self.fleet, body, self.headers)
+        self.history.append({"role": "assistant", "content": said})
+        return said
+
+
+async def heard(fleet: Fleet, body: dict[str, Any], headers: dict[str, str] | None = None) -> str:
+    async with fleet.post(body, headers) as reply:
+        assert reply.status == 200, await reply.text()
+        raw = await reply.read()
+    assert b'kv_transfer_params":{' not in raw.replace(b" ", b"")
+    assert b"remote_host" not in raw
+    if not body["stream"]:
+        answer = json.loads(raw)
+        assert answer.get("usage")
+        return str(answer["choices"][0]["message"]["content"])
+    events = [line.removeprefix("data: ") for line in raw.decode().split("\n\n") if line]
+    assert events[-1] == "[DONE]"
+    chunks = [json.loads(event) for event in events[:-1]]
+    return "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks)
+
+
+async def figures(fleet: Fleet) -> dict[str, int]:
+    async with fleet.http.get(fleet.url + "/metrics") as reply:
+        page = await reply.text()
+    lines = [line for line in page.splitlines() if line.startswith("epd_conversation_turns_total")]
+    return {line.split('"')[1]: int(float(line.split()[-1])) for line in lines}
+
+
+async def health(fleet: Fleet) -> dict[str, Any]:
+    async with fleet.http.get(fleet.url + "/health") as reply:
+        return dict((await reply.json())["conversations"])
+
+
+LONG = "a question of so many words that its tokens are more than a few, number "
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 2)])
+async def test_each_turn_reads_all_of_the_last_one_that_was_computed(
+    launch: Launch, prefill: int, decode: int, stream: bool
+) -> None:
+    turns = Turns()
+    async with talking(launch, turns, prefill, decode) as fleet:
+        talk = Talk(fleet, stream=stream)
+        for number in range(5):
+            before = rendered({"messages": talk.history})[: -len("<assistant>")]
+            said = await talk.ask(LONG + str(number))
+            assert said != WRONG
+            if number:
+                # All but the token that was sampled last and the mark behind it.
+                assert turns.read[-1] == len(before) - 2
+        assert len(turns.read) == 4
+        assert (await figures(fleet)) == {
+            "hit": 4,
+            "miss": 1,
+            "stale": 0,
+            "changed": 0,
+            "failed": 0,
+            "unknown": 0,
+        }
+        assert await health(fleet) == {"kept": 1, "evicted": 0}
+        # The same ones each time.
+        assert sorted(len(one.calls) > 0 for one in fleet.prefill) == [False] * (prefill - 1) + [
+            True
+        ]
+        assert sorted(len(one.calls) > 0 for one in fleet.decode) == [False] * (decode - 1) + [True]
+
+
+async def test_a_turn_without_a_conversation_goes_on_as_it_came(launch: Launch) -> None:
+    turns = Turns()
+    async with talking(launch, turns) as fleet:
+        body = {"model": "m", "messages": [{"role": "user", "content": LONG}], "stream": False}
+        for _ in range(2):
+            async with fleet.post(body) as reply:
+                said = await reply.json()
+        assert said["kv_transfer_params"]["do_remote_decode"] is True
+        assert not turns.read
+        assert {call.path for call in fleet.p.calls} == {"/v1/chat/completions"}
+        assert not any("return_token_ids" in call.body for call in fleet.d.calls)
+        assert not any((await figures(fleet)).values())
+
+
+async def test_completions_are_continued_too(launch: Launch) -> None:
+    for as_tokens in (False, True):
+        turns = Turns()
+        async with talking(launch, turns) as fleet:
+            prompt = LONG
+            for number in range(3):
+                body = {"model": "m", "prompt": [*map(ord, prompt)] if as_tokens else prompt}
+                url = fleet.url + "/v1/completions"
+                async with fleet.http.post(url, json={**body, "conversation_id": "c"}) as reply:
+                    said = await reply.json()
+                assert set(said) == {"id", "model", "choices", "usage"}
+                [choice] = said["choices"]
+                assert choice["text"] != WRONG
+                prompt += choice["text"] + str(number)
+            assert len(turns.read) == 2
+            asked = [call.path for call in fleet.p.calls].count("/tokenize")
+            assert asked == (0 if as_tokens else 2)
+
+
+async def test_a_conversation_with_pictures_is_continued(launch: Launch) -> None:
+    turns = Turns()
+    async with talking(launch, turns) as fleet:
+        talk = Talk(fleet)
+        for number in range(3):
+            picture = image(b"picture %d" % number)
+            said = await talk.ask([picture, {"type": "text", "text": LONG + str(number)}])
+            assert said != WRONG
+        assert len(turns.read) == 2
+        assert turns.read[-1] > 2 * len(PICTURE)
+
+
+async def test_another_picture_of_the_same_size_is_not_taken_for_the_last_ones(
+    launch: Launch,
+) -> None:
+    turns = Turns()
+    async with talking(launch, turns) as fleet:
+        talk = Talk(fleet)
+        await talk.ask([image(b"one"), {"type": "text", "text": LONG}])
+        talk.history[0]["content"][0] = image(b"another")
+        await talk.ask(LONG)
+        assert not turns.read
+        assert (await figures(fleet))["changed"] == 1
+
+
+async def test_of_an_edited_history_only_what_comes_before_the_edit_is_read(
+    launch: Launch,
+) -> None:
+    turns = Turns()
+    async with talking(launch, turns) as fleet:
+        talk = Talk(fleet)
+        first = len(rendered({"messages": [{"role": "user", "content": LONG}]}))
+        await talk.ask(LONG)
+        talk.history[-1]["content"] = "something that no model said"
+        said = await talk.ask(LONG)
+        assert said != WRONG
+        assert turns.read == [first // 32 * 32]
+
+
+async def test_thoughts_that_the_template_drops_are_not_read(launch: Launch) -> None:
+    turns = Turns(answers=lambda _: "<think>hm</think>" + "yes " * 30)
+    turns.keep = lambda words: words.rpartition("</think>")[2]
+    async with talking(launch, turns) as fleet:
+        talk = Talk(fleet)
+        for number in range(3):
+            assert await talk.ask(LONG + str(number)) != WRONG
+        assert len(turns.read) == 2
+
+
+@pytest.mark.parametrize("metrics", ["", "vllm:cache_config_info{} 1.0\n"])
+async def test_without_a_block_size_nothing_is_read_of_an_edited_history(
+    launch: Launch, metrics: str
+) -> None:
+    turns = Turns()
+    async with talking(launch, turns) as fleet:
+        fleet.d.metrics = metrics
+        talk = Talk(fleet)
+        await talk.ask(LONG)
+        talk.history[-1]["content"] = "something that no model said"
+        assert await talk.ask(LONG) != WRONG
+        assert not turns.read
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"messages": [{"role": "user", "content": "Something else, of as many words, " + LONG}]},
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"tool_choice": "none"},
+        {"truncate_prompt_tokens": 1000},
+        {"reasoning_effort": "low"},
+        {"a field of tomorrow": 1},
+        {"model": "another"},
+        {"cache_salt": "mine"},
+    ],
+)
+async def test_what_is_another_prompt_is_computed(launch: Launch, other: dict[str, Any]) -> None:
+    turns = Turns()
+    async with talking(launch, turns) as fleet:
+        talk = Talk(fleet)
+        await talk.ask(LONG)
+        body = {"model": "m", "messages": talk.history, "stream": False, "conversation_id": "talk"}
+        assert await heard(fleet, {**body, **other}) != WRONG
+        assert not turns.read
+
+
+async def test_several_answers_to_one_request_are_not_continued(launch: Launch) -> None:
+    turns = Turns()
+    async with talking(launch, turns) as fleet:
+        talk = Talk(fleet, more={"n": 2})
+        await talk.ask(LONG)
+        await talk.ask(LONG)
+        assert not turns.read
+
+
+async def test_who_asks_for_the_tokens_gets_them(launch: Launch) -> None:
+    turns = Turns()
+    async with talking(launch, turns) as fleet:
+        body = {"model": "m", "messages": [{"role": "user", "content": LONG}]}
+        asked = body | {"conversation_id": "c", "return_token_ids": True}
+        async with fleet.post(asked) as reply:
+            said = await reply.json()
+        assert said["prompt_token_ids"]
+        assert said["choices"][0]["token_ids"]
+        assert "kv_transfer_params" not in said
+        async with fleet.post(body | {"conversation_id": "c"}) as reply:
+            said = await reply.json()
+        assert "prompt_token_ids" not in said
+        assert "token_ids" not in said["choices"][0]
+
+
+@pytest.mark.parametrize("name", ["", "x" * 257, 1, ["c"], {}, True])
+async def test_what_is_no_name_is_refused(launch: Launch, name: object) -> None:
+    async with launch() as fleet:
+        body = {"model": "m", "messages": [], "conversation_id": name}
+        status, said = await fleet.chat(body)
+        assert status == 400
+        assert said["error"]["param"] == "conversation_id"
+
+
+async def test_no_instance_sees_the_name_at_any_endpoint(launch: Launch) -> None:
+    async with launch(prefill=1) as fleet:
+        for path, body in {
+            "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+            "/v1/completions": {"prompt": "hi"},
+            "/v1/responses": {"input": "hi"},
+            "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1},
+            "/v1/embeddings": {"input": "hi"},
+            "/tokenize": {"prompt": "hi"},
+        }.items():
+            asked = {"model": "m", **body, "conversation_id": "secret-name"}
+            async with fleet.http.post(fleet.url + path, json=asked) as reply:
+                assert reply.status == 200, await reply.text()
+        calls = [call for instance in fleet.instances for call in instance.calls]
+        assert len(calls) > 6
+        assert not any("conversation_id" in call.body for call in calls)
+
+
+async def test_tenants_who_use_the_same_name_share_nothing(launch: Launch, keys: Path) -> None:
+    turns = Turns()
+    async with talking(launch, turns, api_keys_file=keys, isolation="shared") as fleet:
+        alice = Talk(fleet, headers=bearer(ALICE))
+        bob = Talk(fleet, headers=bearer(BOB), history=[])
+        await alice.ask(LONG)
+        bob.history = [*alice.history]
+        await bob.ask(LONG)
+        assert not turns.read
+        assert (await figures(fleet))["miss"] == 2
+        await alice.ask(LONG)
+        assert len(turns.read) == 1
+
+
+async def test_after_its_time_a_conversation_is_computed(launch: Launch) -> None:
+    turns = Turns()
+    async with talking(launch, turns, conversation_ttl=0.05) as fleet:
+        talk = Talk(fleet)
+        await talk.ask(LONG)
+        await asyncio.sleep(0.1)
+        await talk.ask(LONG)
+        assert not turns.read
+        assert (await figures(fleet))["miss"] == 2
+
+
+async def test_what_is_too_many_is_evicted_and_counted(launch: Launch) -> None:
+    turns = Turns()
+    async with talking(launch, turns, max_conversations=2) as fleet:
+        for number in range(3):
+            await Talk(fleet, name=str(number)).ask(LONG)
+        assert await health(fleet) == {"kept": 2, "evicted": 1}
+
+
+async def test_a_decode_instance_that_went_down_takes_its_conversations_along(
+    launch: Launch,
+) -> None:
+    turns = Turns()
+    async with talking(launch, turns, decode=2, probe_interval_s=0.05) as fleet:
+        talk = Talk(fleet)
+        await talk.ask(LONG)
+        used = next(one for one in fleet.decode if one.calls)
+        used.healthy = False
+        await until(lambda: any(one.state == "down" for one in fleet.events.changes))
+        assert await health(fleet) == {"kept": 0, "evicted": 0}
+        assert await talk.ask(LONG) != WRONG
+        assert not turns.read
+
+
+async def test_a_decode_instance_that_was_removed_takes_its_conversations_along(
+    launch: Launch,
+) -> None:
+    turns = Turns()
+    admin = {"dynamic_registration": True, "admin_api_key": "an-admin-key-of-length"}
+    async with (
+        talking(launch, turns, decode=1, **admin) as fleet,
+        FakeInstance(fleet.d.chat).running() as other,
+    ):
+        turns.start(other, decode=True)
+        url, headers = fleet.url + "/instances", bearer("an-admin-key-of-length")
+        entry = {"url": other.url, "role": "decode"}
+        async with fleet.http.post(url, json=entry, headers=headers) as reply:
+            assert reply.status == 200, await reply.text()
+        talks = [Talk(fleet, name=str(number)) for number in range(4)]
+        for talk in talks:
+            await talk.ask(LONG)
+        assert other.calls
+        await fleet.http.delete(url, params={"url": other.url}, headers=headers)
+        assert (await health(fleet))["kept"] == 4 - len(other.calls)
+
+
+async def test_a_decode_instance_that_was_started_anew_is_found_out_by_its_next_answer(
+    launch: Launch,
+) -> None:
+    turns = Turns()
+    async with talking(launch, turns) as fleet:
+        old, other = Talk(fleet, name="old"), Talk(fleet, name="other")
+        await old.ask(LONG)
+        turns.start(fleet.d, decode=True)
+        await other.ask(LONG)
+        assert await old.ask(LONG) != WRONG
+        assert not turns.read
+        assert (await figures(fleet))["miss"] == 3
+        assert await other.ask(LONG) != WRONG
+        assert len(turns.read) == 1
+
+
+async def test_a_prefill_that_cannot_read_is_asked_once_more_to_compute(launch: Launch) -> None:
+    turns = Turns()
+    async with talking(launch, turns, eject_after=1) as fleet:
+        talk = Talk(fleet)
+        await talk.ask(LONG)
+        for engine in turns.engines.values():
+            engine.expired = True
+        turns.start(fleet.p, decode=False)
+        turns.start(fleet.d, decode=True)
+        assert await talk.ask(LONG) != WRONG
+        assert [call.path for call in fleet.p.calls][-3:] == [
+            "/tokenize",
+            "/v1/chat/completions",
+            "/v1/chat/completions",
+        ]
+        assert fleet.p.calls[-1].body["kv_transfer_params"]["remote_block_ids"] is None
+        assert (await figures(fleet))["failed"] == 1
+        # It is not its own fault, and it is left alone for a while.
+        assert not fleet.events.changes
+        assert await talk.ask(LONG) != WRONG
+        assert (await figures(fleet))["failed"] == 2
+        assert not turns.read
+
+
+async def test_blocks_are_read_once_whatever_decode_does_afterwards(launch: Launch) -> None:
+    turns = Turns()
+    async with talking(launch, turns, decode=2) as fleet:
+        talk = Talk(fleet)
+        await talk.ask(LONG)
+        for one in fleet.decode:
+            one.chat = fails_first(1, drops, one.chat)
+        assert await talk.ask(LONG) != WRONG
+        assert len(turns.read) == 1
+
+
+async def test_a_request_that_is_refused_is_refused_with_or_without_blocks(
+    launch: Launch,
+) -> None:
+    turns = Turns()
+    async with talking(launch, turns) as fleet:
+        talk = Talk(fleet)
+        await talk.ask(LONG)
+        fleet.p.chat = refuses(400, "too long")
+        body = {"model": "m", "messages": talk.history, "conversation_id": "talk"}
+        status, said = await fleet.chat(body)
+        assert (status, said["error"]["message"]) == (400, "too long")
+
+
+async def test_a_client_that_leaves_leaves_nothing(launch: Launch) -> None:
+    turns = Turns()
+    async with talking(launch, turns) as fleet:
+        talk = Talk(fleet, stream=True)
+        await talk.ask(LONG)
+        turns.answers = lambda _: "a very long answer " * 100_000
+        body = {"model": "m", "messages": talk.history, "stream": True, "conversation_id": "talk"}
+        async with fleet.post(body) as reply:
+            await reply.content.readany()
+        await until(lambda: len(fleet.events.requests) == 2)
+        assert fleet.events.requests[-1].status == 499
+        assert (await health(fleet))["kept"] == 0
+
+
+async def test_turns_at_the_same_time_use_what_there_is_once(launch: Launch) -> None:
+    turns = Turns()
+    async with talking(launch, turns) as fleet:
+        talks = [Talk(fleet, name=str(number)) for number in range(5)]
+        for talk in talks:
+            await talk.ask(LONG + talk.name * 9)
+        again = [Talk(fleet, name=one.name, history=[*one.history]) for one in talks for _ in "ab"]
+        assert WRONG not in await asyncio.gather(*(one.ask(LONG) for one in again))
+        assert len(turns.read) == 5
+        assert (await health(fleet))["kept"] == 5
+
+
+async def test_streams_that_say_nothing_of_blocks_are_answered_and_go_the_same_way(
+    launch: Launch,
+) -> None:
+    turns = Turns()
+    turns.streams_params = False
+    async with talking(launch, turns, prefill=2, decode=2) as fleet:
+        talk = Talk(fleet, stream=True)
+        for number in range(3):
+            await talk.ask(LONG + str(number))
+        assert not turns.read
+        assert (await figures(fleet))["miss"] == 3
+        assert sorted(len(one.calls) for one in fleet.decode) == [0, 3]
+        assert sorted(len(one.calls) for one in fleet.prefill) == [0, 3]
+
+
+async def test_two_proxies_share_conversations_in_redis(launch: Launch, tmp_path: Path) -> None:
+    turns = Turns()
+    with RedisServer(tmp_path / "redis") as server:
+        shared = {"conversation_store": server.url("key=ours")}
+        async with talking(launch, turns, **shared) as one:
+            urls = {"prefill_servers_urls": one.p.url, "decode_servers_urls": one.d.url}
+            async with launch(
+                **{key: (url,) for key, url in urls.items()},
+                conversation_budget_s=BUDGET_S,
+                **shared,
+            ) as other:
+                talk = Talk(one)
+                for fleet in (one, other, one, other):
+                    talk.fleet = fleet
+                    assert await talk.ask(LONG) != WRONG
+                assert len(turns.read) == 3
+                assert await health(one) == {"kept": None, "evicted": 0}
+                [key] = server.client.keys("*")
+                assert key.startswith(b"ours:")
+                assert b"talk" not in key
+                assert LONG.encode() not in server.client.get(key)
+                # What it does not understand, as from another version, is as good as nothing.
+                server.client.set(key, b'{"kept_s": "soon"}')
+                assert await talk.ask(LONG) != WRONG
+                assert len(turns.read) == 3
+
+
+async def test_without_its_redis_every_turn_is_answered(launch: Launch, tmp_path: Path) -> None:
+    turns = Turns()
+    with RedisServer(tmp_path / "redis") as server:
+        async with talking(launch, turns, conversation_store=server.url()) as fleet:
+            talk = Talk(fleet)
+            await talk.ask(LONG)
+            await talk.ask(LONG)
+            server.kill()
+            for _ in range(3):
+                assert await talk.ask(LONG) != WRONG
+            assert len(turns.read) == 1
+            assert (await figures(fleet))["unknown"] == 3

@@ -1,0 +1,220 @@
+"""What a turn leaves for the next: tokens compared, answers heard, blocks counted. Pure."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epd.bodies.prompts import ALIKE, NEUTRAL, prompt_of
+from epd.cache.identity import conversation_key
+from epd.conversations.fingerprint import CHUNK, Fingerprint
+from epd.conversations.heard import Heard
+from epd.routing.instances import Instance, InstanceTable, Role
+from epd.routing.policies import Choice
+from epd.tenants import ANONYMOUS, Scope, Tenant
+from epd.transfer.readback import kept_params, shortened
+
+TOKENS = st.lists(st.integers(0, 3), max_size=5 * CHUNK)
+
+
+@given(TOKENS, TOKENS, st.integers(0, 5 * CHUNK))
+def test_as_many_tokens_are_shared_as_are_the_same(
+    held: list[int], other: list[int], cut: int
+) -> None:
+    prompt = held[:cut] + other
+    same = next(
+        (at for at, pair in enumerate(zip(held, prompt, strict=False)) if pair[0] != pair[1]),
+        min(len(held), len(prompt)),
+    )
+    whole = same == len(held)
+
+    assert Fingerprint.of(held).common(prompt) == (same if whole else same // CHUNK * CHUNK)
+
+
+@pytest.mark.parametrize("wrong", [[-1], [2**32], ["a"], [1.5], [None], [[1]]])
+def test_what_are_no_tokens_are_refused(wrong: list[Any]) -> None:
+    with pytest.raises(ValueError, match="tokens"):
+        Fingerprint.of(wrong)
+    with pytest.raises(ValueError, match="tokens"):
+        Fingerprint.of([1]).common(wrong)
+
+
+PARAMS = {"remote_block_ids": [[1, 2]], "remote_host": "h}", "remote_engine_id": 'a"]}'}
+WORDS = st.one_of(
+    st.text(max_size=20),
+    st.sampled_from(
+        [
+            ',"token_ids":[1,2]',
+            '","token_ids":[7],"x":"',
+            '\\","token_ids":[7]',
+            ',"kv_transfer_params":{"a":1}',
+            '"kv_transfer_params":{',
+            ', "prompt_token_ids": [3]',
+        ]
+    ),
+)
+
+
+@given(
+    st.lists(st.tuples(WORDS, st.lists(st.integers(0, 2**31), max_size=4)), min_size=1, max_size=6),
+    st.lists(st.integers(0, 2**31), min_size=1, max_size=6),
+    st.booleans(),
+    st.booleans(),
+)
+def test_a_stream_is_heard_whatever_the_model_says(
+    pieces: list[tuple[str, list[int]]], prompt: list[int], spaced: bool, wanted: bool
+) -> None:
+    heard = Heard(cut_tokens=not wanted)
+    for number, (words, tokens) in enumerate(pieces):
+        choice: dict[str, Any] = {"index": 0, "delta": {"content": words}}
+        event: dict[str, Any] = {"id": words, "choices": [choice]}
+        asked: dict[str, Any] = {"choices": [{**choice, "token_ids": tokens}]}
+        if not number:
+            asked["prompt_token_ids"] = prompt
+        plain = asked if wanted else event
+        said = {**event, **asked}
+        if number == len(pieces) - 1:
+            said["kv_transfer_params"] = PARAMS
+        separators = (", ", ": ") if spaced else (",", ":")
+        written = json.dumps(said, separators=separators).encode()
+        rest = heard.hear(b"data: " + written + b"\n\n")
+        assert json.loads(rest.removeprefix(b"data: ")) == {**event, **plain}
+    assert heard.prompt == prompt
+    assert heard.answer == [token for _, tokens in pieces for token in tokens]
+    assert heard.params == PARAMS
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b'{"a":1,"kv_transfer_params":{"a":',
+        b'{"a":1,"kv_transfer_params":null}',
+        b'{"a":1,"token_ids":null}',
+        b'{"a":1,"token_ids":[[1]]}',
+        b"",
+    ],
+)
+def test_what_says_nothing_goes_on_as_it_came(said: bytes) -> None:
+    heard = Heard(cut_tokens=True)
+
+    assert heard.hear(said) == said
+    assert heard.params is None
+    assert not heard.answer
+
+
+SAID = {
+    "do_remote_prefill": False,
+    "do_remote_decode": True,
+    "remote_block_ids": [[29, 30, 31]],
+    "remote_engine_id": "e",
+    "remote_request_id": "r",
+    "remote_host": "localhost",
+    "remote_port": 15610,
+    "tp_size": 1,
+    "remote_num_tokens": 264,
+    "remote_blocks_expiry_time": 49071.94,
+    "transfer_mode": "pull",
+}
+
+
+def test_what_decode_says_is_kept_as_it_is() -> None:
+    assert kept_params(SAID, "http://10.0.0.1:8000") == SAID
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])  # noqa: S104 - what a server may say
+def test_who_listens_everywhere_is_reached_where_it_answers(host: str) -> None:
+    kept = kept_params({**SAID, "remote_host": host}, "http://10.0.0.1:8000")
+
+    assert kept == {**SAID, "remote_host": "10.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"do_remote_decode": False},
+        {"remote_block_ids": [[]]},
+        {"remote_block_ids": None},
+        {"remote_num_tokens": 0},
+        {"remote_engine_id": None},
+        {"remote_host": "h" * 254},
+        {"remote_port": "1"},
+        {"transfer_mode": "push"},
+    ],
+)
+def test_what_cannot_be_read_is_not_kept(wrong: dict[str, Any]) -> None:
+    assert kept_params({**SAID, **wrong}, "http://d:1") is None
+
+
+@given(st.integers(1, 264))
+def test_the_first_tokens_are_in_the_first_blocks(tokens: int) -> None:
+    short = shortened(SAID, tokens, 128)
+
+    assert short is not None
+    assert short["remote_num_tokens"] == tokens
+    assert short["remote_block_ids"] == [[29, 30, 31][: -(-tokens // 128)]]
+
+
+def test_blocks_of_another_size_or_of_several_kinds_are_not_told_apart() -> None:
+    assert shortened(SAID, 100, 16) is None
+    assert shortened({**SAID, "remote_block_ids": [[1, 2, 3], [4, 5, 6]]}, 100, 128) is None
+    assert shortened({**SAID, "remote_block_ids": [1, 2, 3]}, 100, 128) is None
+
+
+CHAT = ("messages", "tools")
+
+
+def test_a_prompt_is_asked_for_with_what_makes_it() -> None:
+    body = {"model": "m", "messages": [1], "tools": [2], "temperature": 1, "stream": True}
+    prompt = prompt_of(body, CHAT)
+
+    assert prompt is not None
+    assert prompt.question == {"model": "m", "messages": [1], "tools": [2]}
+    assert prompt.tokens is None
+
+
+def test_what_a_prompt_may_depend_on_is_in_its_form() -> None:
+    plain = prompt_of({"messages": []}, CHAT)
+    assert plain is not None
+    for field in ALIKE:
+        other = prompt_of({"messages": [], field: {"a": 1}}, CHAT)
+        assert other is not None
+        assert other.form != plain.form
+    for field in NEUTRAL:
+        other = prompt_of({"messages": [], field: 1}, CHAT)
+        assert other is not None
+        assert other.form == plain.form
+
+
+@pytest.mark.parametrize("field", ["documents", "reasoning_effort", "truncate_prompt_tokens", "x"])
+def test_of_a_field_that_nobody_knows_no_prompt_is_known(field: str) -> None:
+    assert prompt_of({"messages": [], field: None}, CHAT) is None
+
+
+def test_the_key_of_a_conversation_is_a_tenants_own_of_a_model_and_a_salt() -> None:
+    alice, bob = Scope(Tenant("alice")), Scope(Tenant("bob"))
+    keys = {
+        conversation_key(scope, body, name)
+        for scope in (alice, bob, Scope(ANONYMOUS))
+        for body in ({"model": "m"}, {"model": "n"}, {}, {"model": "m", "cache_salt": "s"})
+        for name in ("a", "b")
+    }
+
+    assert len(keys) == 24
+    assert all(len(key) == 64 for key in keys)
+
+
+def test_the_preferred_instance_is_chosen_until_it_has_too_much_to_do() -> None:
+    instances = [Instance(Role.DECODE, f"http://d:{port}") for port in range(3)]
+    table = InstanceTable(instances)
+    choice = Choice(table, "least_load", Role.DECODE)
+    chosen = []
+    for _ in range(4):
+        chosen.append(choice.best(prefer=instances[1].url))
+        table.using(chosen[-1]).__enter__()
+
+    assert chosen[:3] == [instances[1]] * 3
+    assert chosen[3] != instances[1]
+    assert choice.best(prefer="http://gone:1") in instances
+    assert choice.best(tried=[instances[1]], prefer=instances[1].url) != instances[1]
