@@ -136,7 +136,8 @@ async def _connections(app: web.Application) -> AsyncIterator[None]:
     config = app[CONFIG]
     changed = partial(_changed, app[OBSERVERS])
     table = InstanceTable(policy=config.health, on_change=changed)
-    registry = Registry(table, config.instances, on_change=changed)
+    transfer = KV_TRANSFERS[config.kv_transfer]()
+    registry = Registry(table, config.instances, fits=transfer.fits, on_change=changed)
     async with (
         tracing(config) as tracer,  # left last: what ends with the others is exported too
         watched(app[METRICS].loop_lag),
@@ -147,14 +148,13 @@ async def _connections(app: web.Application) -> AsyncIterator[None]:
         probing(table, upstream, config),
         Releases.running(stages := Stages(upstream, config)) as releases,
     ):
-        decoders, transfer = Decoders(table), KV_TRANSFERS[config.kv_transfer]()
-        peers = Peers(transfer, upstream, config)
+        decoders, peers = Decoders(table), Peers(table, transfer, upstream, config)
         handovers = Handovers(table, stages, transfer, peers, decoders, releases)
         app[PIPELINE] = Pipeline(table, stages, media, cache, handovers, decoders, config)
         app[WARMUP] = Warmup(app[PIPELINE], cache)
         app[ADMIN] = Admin(table, upstream, config)
         app[TABLE] = table
-        app[ROSTER] = Roster(registry, table, registrations, config)
+        app[ROSTER] = Roster(registry, table, registrations, transfer, config)
         app[ui.BOARD] = Board(app[RECENT], table, app[METRICS], ui.store_kind(config))
         if tracer is not None:
             app[TRACER] = tracer
