@@ -36,6 +36,12 @@ def _split_urls(value: Any) -> Any:
     return tuple(url.strip() for url in value.split(",") if url.strip())
 
 
+def _split_addresses(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    return tuple(address.strip() for address in value.split(",")) if value.strip() else ()
+
+
 def _check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
     checked = tuple(map(base_url, urls))
     for url in checked:
@@ -59,6 +65,8 @@ def _check_admin_key(key: SecretStr | None) -> SecretStr | None:
 Urls = Annotated[
     tuple[str, ...], NoDecode, BeforeValidator(_split_urls), AfterValidator(_check_urls)
 ]
+Addresses = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_addresses)]
+"""As many as there are instances; an empty one is that of an instance that needs none."""
 StoreUrl = Annotated[
     str | None,
     BeforeValidator(lambda url: None if url in NO_INSTANCES else url),

@@ -49,6 +49,7 @@ def metavar_of(name: str, field: FieldInfo) -> str:
         ("_url", "URL"),
         ("policies", "POLICIES"),
         ("_header", "NAME"),
+        ("_addrs", "ADDRESSES"),
         ("_endpoint", "URL"),
         ("registration_store", "URL"),
         ("_hosts", "HOSTS"),

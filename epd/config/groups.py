@@ -18,6 +18,7 @@ GROUPS: Mapping[str, str] = MappingProxyType(
         "ec_consumer_*": "instances",
         "kv_transfer": "instances",
         "*conversation*": "conversations",
+        "*_kv_addrs": "instances",
         "*registration*": "instances",
         "instances_file": "instances",
         "discover*": "instances",

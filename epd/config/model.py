@@ -1,6 +1,7 @@
 """What can be set, with its defaults and limits."""
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Literal, Self
 
@@ -8,6 +9,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from epd.config.fields import (
+    Addresses,
     AdminKey,
     ConversationStore,
     DnsServer,
@@ -31,7 +33,7 @@ from epd.routing.health import HealthPolicy
 from epd.routing.instances import Instance, Role
 from epd.routing.policies import PolicyName
 from epd.tenants import ANONYMOUS, Scope, Tenant
-from epd.transfer.flavours import KVTransferName
+from epd.transfer.flavours import KV_TRANSFERS, KVTransferName
 
 
 class ProxyConfig(BaseModel):
@@ -121,6 +123,17 @@ class ProxyConfig(BaseModel):
     )
     max_conversations: int = Field(
         default=10_000, ge=0, description="conversations kept in memory, of one process"
+    )
+    prefill_kv_addrs: Addresses = Field(
+        default=(),
+        description="where the prefill instances' KV connectors are spoken to, one for each URL, "
+        "comma-separated; for --kv-transfer mooncake (host:port of the bootstrap server, where it "
+        "is not 8998 of the instance's host) and p2p-nccl (host:port)",
+    )
+    decode_kv_addrs: Addresses = Field(
+        default=(),
+        description="the same of the decode instances; for --kv-transfer lmcache (host:init:alloc, "
+        "the ports of its pd_peer_...) and p2p-nccl (host:port)",
     )
     dynamic_registration: bool = Field(
         default=False,
@@ -435,6 +448,31 @@ class ProxyConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _check_transfer(self) -> Self:
+        for urls, addresses in (
+            ("prefill_servers_urls", "prefill_kv_addrs"),
+            ("decode_servers_urls", "decode_kv_addrs"),
+        ):
+            found, wanted = len(getattr(self, addresses)), len(getattr(self, urls))
+            if found and found != wanted:
+                raise ValueError(
+                    f"{_flag(addresses)} needs one address for each of {_flag(urls)}: it has "
+                    f"{found} for {wanted}"
+                )
+        transfer = KV_TRANSFERS[self.kv_transfer]()
+        for instance in (*self.instances, *self.discovered):
+            try:
+                transfer.check(instance)
+            except ValueError as error:
+                raise ValueError(f"{instance.url}: --kv-transfer {error}") from None
+        if transfer.needed and self.on_prefill_failure == "local":
+            raise ValueError(
+                f"--kv-transfer {self.kv_transfer} needs --on-prefill-failure fail: its decode "
+                "instances wait for the blocks of every request"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_tls(self) -> Self:
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ValueError("--ssl-certfile and --ssl-keyfile need each other")
@@ -527,8 +565,18 @@ class ProxyConfig(BaseModel):
         decode = (Role.DECODE, 1) if apart else (Role.PREFILL_DECODE, size)
         return (
             *(Instance(Role.ENCODE, url) for url in self.encode_servers_urls),
-            *(Instance(Role.PREFILL, url, size) for url in self.prefill_servers_urls),
-            *(Instance(decode[0], url, decode[1]) for url in self.decode_servers_urls),
+            *(
+                Instance(Role.PREFILL, url, size, kv_addr=address)
+                for url, address in zip_longest(
+                    self.prefill_servers_urls, self.prefill_kv_addrs, fillvalue=""
+                )
+            ),
+            *(
+                Instance(decode[0], url, decode[1], kv_addr=address)
+                for url, address in zip_longest(
+                    self.decode_servers_urls, self.decode_kv_addrs, fillvalue=""
+                )
+            ),
         )
 
     @property

@@ -18,6 +18,9 @@ MAX_INSTANCES = 1024
 
 MAX_RANKS = 1024
 
+ADDRESS = r"[!-~]*"
+"""What is sent to instances, and shown: no control characters, no spaces."""
+
 
 class EntriesInvalid(ValueError):
     """What is written is no list of instances. The message quotes no more than URLs of it."""
@@ -35,11 +38,12 @@ class Entry(BaseModel):
     role: Role
     url: Annotated[str, AfterValidator(base_url), Field(max_length=2048)]
     dp_size: int = Field(default=1, ge=1, le=MAX_RANKS)
+    kv_addr: str = Field(default="", max_length=256, pattern=f"^{ADDRESS}$")
 
     @property
     def instance(self) -> Instance:
         """What takes part."""
-        return Instance(self.role, self.url, self.dp_size)
+        return Instance(self.role, self.url, self.dp_size, kv_addr=self.kv_addr)
 
 
 class Registration(Entry):
@@ -116,9 +120,15 @@ def read_json(raw: bytes) -> tuple[Instance, ...]:
 
 def write_json(instances: Iterable[Instance]) -> bytes:
     """Instances, to be read again."""
-    rows = [{"role": one.role, "url": one.url, "dp_size": one.dp_size} for one in instances]
-    document = {"version": VERSION, "instances": rows}
+    document = {"version": VERSION, "instances": [_row(one) for one in instances]}
     return orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+
+
+def _row(one: Instance) -> dict[str, Any]:
+    row: dict[str, Any] = {"role": one.role, "url": one.url, "dp_size": one.dp_size}
+    if one.kv_addr:
+        row["kv_addr"] = one.kv_addr
+    return row
 
 
 def _read(document: Any) -> tuple[Instance, ...]:

@@ -21,6 +21,7 @@ from epd.http.upstream import Upstream
 from epd.routing.instances import Instance
 from epd.routing.registry import Registry, Source
 from epd.routing.urls import at_address, is_address
+from epd.transfer.kv import KVTransfer
 
 FILE_POLL_S = 0.5
 """Between two looks at the file. What is new has to be there twice: it may be half written."""
@@ -109,17 +110,22 @@ class WatchedFile:
         await self._memory.keep(LAST_FILE, raw)
 
 
-def check_file(path: Path) -> None:
+def check_file(path: Path, transfer: KVTransfer) -> None:
     """Refuse a file that a proxy cannot start with.
 
     Raises:
-        EntriesInvalid: it is not there, or is none of instances.
+        EntriesInvalid: it is not there, is none of instances, or has one that the KV transfer
+            cannot do with.
     """
     try:
         raw = path.read_bytes()
     except OSError as error:
         raise EntriesInvalid(error.strerror or type(error).__name__) from None
-    read_yaml(raw)
+    for instance in read_yaml(raw):
+        try:
+            transfer.check(instance)
+        except ValueError as error:
+            raise EntriesInvalid(f"{instance.url}: {error}") from None
 
 
 class WatchedNames:

@@ -19,10 +19,12 @@ from epd.doctor.trials import Trials, Tried, text
 from epd.http.client import Pool
 from epd.http.tls import upstream_context
 from epd.http.upstream import Upstream
+from epd.request.peers import Peers
 from epd.request.stages import Stages
-from epd.routing.instances import Instance, Role
+from epd.routing.instances import Instance, InstanceTable, Role
 from epd.transfer.encoded import Encoded
 from epd.transfer.flavours import KV_TRANSFERS
+from epd.transfer.kv import KVTransfer
 
 
 class Patient:
@@ -78,8 +80,9 @@ async def examine(config: ProxyConfig, *, requests: bool) -> list[Finding]:
         patient = Patient(await asyncio.gather(*map(visitor.look, called.instances)))
         if requests and patient.model is not None:
             transfer = KV_TRANSFERS[config.kv_transfer]()
-            trials = Trials(Stages(upstream, config), transfer, headers)
-            await _try(patient, trials, patient.model)
+            peers = Peers(InstanceTable(), transfer, upstream, config)
+            trials = Trials(Stages(upstream, config), transfer, peers, headers)
+            await _try(patient, trials, patient.model, transfer)
     made = None if patient.tried is None else patient.tried.encoded
     store = await _look_at_store(config, made)
     return [
@@ -95,14 +98,16 @@ async def _look_at_store(config: ProxyConfig, made: Encoded | None) -> StoreFact
     return None if config.ec_store is None else await look_at_store(config.ec_store, made)
 
 
-async def _try(patient: Patient, trials: Trials, model: str) -> None:
+async def _try(patient: Patient, trials: Trials, model: str, transfer: KVTransfer) -> None:
     for instance in patient.there(Role.ENCODE):
         trial, tried = await trials.encode(instance, model)
         patient.note(instance, {judge.ENCODE: trial})
         if tried is not None:
             patient.encoded(instance, tried)
     if patient.tried is not None and patient.tried.encoded.metadata:
-        for instance in patient.there(Role.PREFILL, Role.PREFILL_DECODE):
+        # An engine that sends blocks to an address ends where a request has none.
+        alone = () if Role.DECODE in transfer.addressed else (Role.PREFILL,)
+        for instance in patient.there(*alone, Role.PREFILL_DECODE):
             patient.note(instance, {judge.CONSUME: await trials.consume(instance, patient.tried)})
     prefills, decodes = patient.there(Role.PREFILL), patient.there(Role.DECODE)
     if not prefills or not decodes:

@@ -20,9 +20,10 @@ ADVICE = {
     ENCODE: "start it with --ec-transfer-config, ec_role ec_producer",
     CONSUME: "start it with --ec-transfer-config, ec_role ec_consumer, and the store of the encode "
     "instances",
-    PREFILL: "start it with --kv-transfer-config, kv_role kv_producer (NixlConnector)",
-    DECODE: "start it with --kv-transfer-config, kv_role kv_consumer, and let it reach the prefill "
-    "instances' VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT",
+    PREFILL: "start it with --kv-transfer-config, kv_role kv_producer, and the connector that "
+    "--kv-transfer names",
+    DECODE: "start it with --kv-transfer-config, kv_role kv_consumer, the same connector, and let "
+    "it reach the prefill instances': VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT, or its kv_addr",
 }
 SEEN = {
     ENCODE: "encodes, and says where its outputs are",

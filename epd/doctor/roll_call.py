@@ -14,6 +14,7 @@ from epd.doctor.findings import Finding, fail, warn
 from epd.routing.instances import ANSWERING, Instance, InstanceTable, Role
 from epd.routing.registry import Change, Registry, Source
 from epd.routing.urls import at_address
+from epd.transfer.flavours import KV_TRANSFERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +36,18 @@ async def call_the_roll(config: ProxyConfig) -> RollCall:
     """Ask every source of instances once."""
     findings: list[Finding] = []
     names: dict[str, str] = {}
+    transfer = KV_TRANSFERS[config.kv_transfer]()
 
     def changed(one: Instance, change: Change, _: Source) -> None:
-        if change == "refused":
+        if change == "refused" and not transfer.fits(one):
+            advice = "mend its kv_addr, or take it out of the configuration"
+            findings.append(fail(f"{one.role} {one.url}", "--kv-transfer cannot use it", advice))
+        elif change == "refused":
             advice = "have all of one kind: prefill and decode, or prefill_decode"
             seen = "takes no part: its role does not go with another instance's"
             findings.append(warn(f"{one.role} {one.url}", seen, advice))
 
-    registry = Registry(InstanceTable(), config.instances, on_change=changed)
+    registry = Registry(InstanceTable(), config.instances, fits=transfer.fits, on_change=changed)
     registry.replace(Source.FILE, _in_file(config, findings))
     registry.replace(Source.API, await _registered(config, findings))
     registry.replace(Source.DNS, [one async for one in _by_name(config, names, findings)])

@@ -1,5 +1,6 @@
 """Requests that are sent to see whether each stage does its part: some bytes, one token each."""
 
+import asyncio
 import base64
 import io
 import random
@@ -16,11 +17,12 @@ from epd.doctor.facts import Trial
 from epd.doctor.judge import DECODE, PREFILL
 from epd.errors import ProxyError, UpstreamRejected
 from epd.request.context import RequestContext
+from epd.request.peers import Peers
 from epd.request.stages import Stages
 from epd.routing.instances import Instance
 from epd.transfer.encoded import Encoded, EncodedItem, consumer_body
 from epd.transfer.kv import KVTransfer, Pair
-from epd.transfer.params import with_params
+from epd.transfer.params import Params, with_params
 
 SIDE = 64
 """Of the picture, in pixels: more than the least that processors take."""
@@ -75,12 +77,16 @@ class Trials:
     Args:
         stages: as the proxy has them.
         transfer: how decode gets the KV blocks.
+        peers: what is known of the prefill instances' connectors.
         headers: sent along, such as a key.
     """
 
-    def __init__(self, stages: Stages, transfer: KVTransfer, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self, stages: Stages, transfer: KVTransfer, peers: Peers, headers: Mapping[str, str]
+    ) -> None:
         self._stages = stages
         self._transfer = transfer
+        self._peers = peers
         self._headers = headers
 
     async def encode(self, instance: Instance, model: str) -> tuple[Trial, Tried | None]:
@@ -111,14 +117,35 @@ class Trials:
     ) -> Mapping[str, Trial]:
         """Have a request prefilled at one instance and decoded at another."""
         context = self._context()
-        pair = Pair(context.request_id, prefill, decode=decode)
+        pair = Pair(context.request_id, prefill, 0 if prefill.dp_size > 1 else None, decode)
         try:
+            pair = pair._replace(peer=await self._peers.of(prefill))
+            if self._transfer.concurrent(pair):
+                return await self._at_once(pair, decode, body, context)
             prefilled = await self._stages.prefill(self._transfer, pair, body, context)
         except ProxyError as error:
             return {PREFILL: _failed(error)}
-        sent = with_params(body, prefilled.params)
-        answered = await self._answered(decode, sent, self._transfer.request_id(pair))
-        return {PREFILL: Trial(), DECODE: answered}
+        return {PREFILL: Trial(), DECODE: await self._decoded(pair, decode, body, prefilled.params)}
+
+    async def _at_once(
+        self, pair: Pair, decode: Instance, body: Body, context: RequestContext
+    ) -> Mapping[str, Trial]:
+        """Both at the same time; without the one the other waits in vain."""
+        params = self._transfer.decode_params(pair, {})
+        decoding = asyncio.create_task(self._decoded(pair, decode, body, params))
+        try:
+            await self._stages.prefill(self._transfer, pair, body, context)
+            return {PREFILL: Trial(), DECODE: await decoding}
+        finally:
+            decoding.cancel()
+            await asyncio.gather(decoding, return_exceptions=True)
+
+    async def _decoded(
+        self, pair: Pair, decode: Instance, body: Body, params: Params | None
+    ) -> Trial:
+        return await self._answered(
+            decode, with_params(body, params), self._transfer.request_id(pair)
+        )
 
     async def _answered(
         self, instance: Instance, body: Body, request_id: str | None = None

@@ -30,7 +30,7 @@ NEXT = {
     "healthy": "requests as to all others",
     "added": "requests as to all others",
     "removed": "no request; those that run end as they would",
-    "refused": "comes in when nothing is in its way any more",
+    "refused": "comes in when nothing is in its way any more: another's role, its own kv_addr",
 }
 """What comes of an instance that has changed, for who reads of it."""
 

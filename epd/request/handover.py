@@ -1,13 +1,13 @@
 """From prefill to decode: an attempt of a request, once its items are encoded."""
 
 import asyncio
-from collections.abc import Coroutine
+from contextlib import AsyncExitStack, suppress
 from http import HTTPStatus
 from types import TracebackType
 from typing import Any
 
 from epd.bodies.items import Body
-from epd.errors import NoInstance, ProxyError
+from epd.errors import BadRequest, NoInstance, ProxyError
 from epd.http.upstream import Reply
 from epd.request.attempts import Attempts
 from epd.request.context import RequestContext
@@ -19,7 +19,7 @@ from epd.request.stages import Decoding, Prefilled, Stages
 from epd.routing.instances import Instance, InstanceTable, Role, Use
 from epd.routing.policies import Choice
 from epd.transfer.kv import KVTransfer, Pair
-from epd.transfer.params import Params, with_params
+from epd.transfer.params import with_params
 
 
 class Answer:
@@ -98,18 +98,20 @@ class Handovers:
         attempts.prefilled = False
         if attempts.without_prefill or not course.prefill or not context.endpoint.prefills(sent):
             return await self._decoded(attempts, context, sent)
+        # What connectors remember of an attempt that failed must not be taken for the next one.
+        request_id = context.child_id() if attempts.prefills else context.request_id
         prefill = self._prefill(attempts, context)
         attempts.prefills.append(prefill)
         earlier = await self._readbacks.earlier(attempts, prefill, context)
         using = self._table.using(prefill, alone=attempts.alone("prefill"))
-        pair = Pair(context.request_id, prefill, using.rank)
+        pair = Pair(request_id, prefill, using.rank, earlier=earlier)
         if course.decode_choice == "early" or self._transfer.eager:
             pair = pair._replace(decode=await self._decoders.pick(attempts, context, prefill))
         pair = pair._replace(peer=await self._peers.of(prefill))
-        prefilling = self._prefilled(using, pair, sent, context, earlier)
         if self._transfer.concurrent(pair):
-            return await self._at_once(pair, prefilling, attempts, context)
-        return await self._in_turn(pair, await prefilling, attempts, context)
+            return await self._at_once(using, pair, attempts, context)
+        prefilled = await self._prefilled(using, pair, sent, context)
+        return await self._in_turn(pair, prefilled, attempts, context)
 
     def _prefill(self, attempts: Attempts, context: RequestContext) -> Instance:
         url = attempts.course.prefill_url
@@ -130,11 +132,11 @@ class Handovers:
         pair: Pair,
         sent: Body,
         context: RequestContext,
-        earlier: Params | None,
     ) -> Prefilled:
+        earlier = pair.earlier
         try:
             with using:
-                prefilled = await self._stages.prefill(self._transfer, pair, sent, context, earlier)
+                prefilled = await self._stages.prefill(self._transfer, pair, sent, context)
         except ProxyError as error:
             self._peers.forget(pair.prefill)
             if earlier is not None:
@@ -156,33 +158,31 @@ class Handovers:
         try:
             return await self._decoded(attempts, context, sent, pair)
         except BaseException as error:
-            releaser = self._releaser(attempts, error)
-            if releaser is not None and self._transfer.released and not _was_begun(error):
-                self._releases.begin(releaser, sent, context)
+            self._release(attempts, prefilled, error, context)
             raise
 
     async def _at_once(
-        self,
-        pair: Pair,
-        prefilling: Coroutine[Any, Any, Prefilled],
-        attempts: Attempts,
-        context: RequestContext,
+        self, using: Use, pair: Pair, attempts: Attempts, context: RequestContext
     ) -> Answer:
         """Decode while prefill runs. Decode's head may come long before a token: both count."""
-        sent = with_params(attempts.sent.body, self._transfer.decode_params(pair, {}))
+        body = attempts.sent.body
+        sent = with_params(body, self._transfer.decode_params(pair, {}))
         attempts.prefilled = True
         tried = len(attempts.decodes)
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(prefilling)
-                opening = group.create_task(self._decoded(attempts, context, sent, pair))
-        except (ExceptionGroup, asyncio.CancelledError) as failed:
-            first = failed.exceptions[0] if isinstance(failed, ExceptionGroup) else failed
-            if not opening.cancelled() and opening.exception() is None:
-                await opening.result().__aexit__(type(first), first, first.__traceback__)
-            if isinstance(first, ProxyError) and first.stage == "prefill":
-                del attempts.decodes[tried:]  # it was well
-            raise first from first.__cause__
+        async with AsyncExitStack() as stack:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    prefilling = group.create_task(self._prefilled(using, pair, body, context))
+                    opening = group.create_task(self._decoded(attempts, context, sent, pair))
+                    stack.push_async_callback(_closed, opening)
+            except ExceptionGroup as failed:
+                first = failed.exceptions[0]
+                if isinstance(first, ProxyError) and first.stage == "prefill":
+                    del attempts.decodes[tried:]  # it was well
+                elif _is_done(prefilling):
+                    self._release(attempts, prefilling.result(), first, context)
+                raise first from first.__cause__
+            stack.pop_all()
         return opening.result()
 
     async def _decoded(
@@ -200,6 +200,11 @@ class Handovers:
         if instance is None:
             prefill = None if pair is None else pair.prefill
             instance = await self._decoders.pick(attempts, context, prefill)
+        if pair is None and self._transfer.needed and instance.role is Role.DECODE:
+            raise BadRequest(
+                "the request cannot be prefilled apart, and its decode instance does nothing else",
+                slug="prefill_needed",
+            )
         attempts.decodes.append(instance)
         using = self._table.using(instance, alone=attempts.alone("decode"))
         request_id = None if pair is None else self._transfer.request_id(pair)
@@ -216,18 +221,39 @@ class Handovers:
             context.turn.prefill = None if pair is None else pair.prefill.url
         return answer
 
-    def _releaser(self, attempts: Attempts, error: BaseException) -> Instance | None:
-        """Who is told that a prefill is not wanted: who had it, or another if that failed."""
-        had = attempts.decodes[-1] if attempts.decodes else None
+    def _release(
+        self,
+        attempts: Attempts,
+        prefilled: Prefilled,
+        error: BaseException,
+        context: RequestContext,
+    ) -> None:
+        """Have prefill told, if it has to be, that decode has failed and will not come."""
+        if not self._transfer.released or prefilled.params is None or _was_begun(error):
+            return
+        sent = with_params(attempts.sent.body, prefilled.params)
         failed = isinstance(error, ProxyError) and self._decoders.others(
             attempts.course, attempts.decodes
         )
-        if had is not None and not failed:
-            return had
-        try:
-            return self._decoders.another(attempts.decodes)
-        except NoInstance:
-            return had
+        # Who had it, or another if that failed or nobody had it.
+        had = attempts.decodes[-1] if attempts.decodes else None
+        told = had
+        if had is None or failed:
+            with suppress(NoInstance):
+                told = self._decoders.another(attempts.decodes)
+        if told is not None:
+            self._releases.begin(told, sent, context)
+
+
+async def _closed(opening: asyncio.Task[Answer]) -> None:
+    """Close an answer that has come, and that nobody waits for; who sent it was well."""
+    if _is_done(opening):
+        await opening.result().__aexit__(asyncio.CancelledError, asyncio.CancelledError(), None)
+
+
+def _is_done(task: asyncio.Task[Any]) -> bool:
+    """Whether it has a result."""
+    return task.done() and not task.cancelled() and task.exception() is None
 
 
 def _was_begun(error: BaseException) -> bool:

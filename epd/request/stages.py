@@ -92,7 +92,6 @@ class Stages:
         pair: Pair,
         body: Body,
         context: RequestContext,
-        earlier: Params | None = None,
     ) -> Prefilled:
         """Prefill the request, for one decode.
 
@@ -101,13 +100,12 @@ class Stages:
             pair: who prefills, and for whom.
             body: the request.
             context: the request's.
-            earlier: decode's `kv_transfer_params` of the conversation's last turn.
 
         Raises:
             ProxyError: the instance failed, or said nothing of its blocks where it has to.
         """
         endpoint, instance = context.endpoint, pair.prefill
-        asked = endpoint.prefill(body, transfer.prefill_params(pair, earlier))
+        asked = endpoint.prefill(body, transfer.prefill_params(pair))
         with context.timed("prefill", instance.url) as span:
             answer = await self._upstream.fetch(
                 instance.url + endpoint.path,

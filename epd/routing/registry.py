@@ -60,7 +60,8 @@ class Registry:
     """Keeps a table's membership to what its sources say.
 
     An instance takes part for as long as any source names it. Who takes part already is never
-    displaced: what clashes with it is refused, and comes in when nothing is in its way any more.
+    displaced: what clashes with it is refused, and comes in when nothing is in its way any more. So
+    is what does not fit.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Registry:
         table: Table,
         configured: Iterable[Instance] = (),
         *,
+        fits: Callable[[Instance], bool] = lambda _: True,
         on_change: Callable[[Instance, Change, Source], None] = lambda *_: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -76,10 +78,12 @@ class Registry:
         Args:
             table: kept to the membership.
             configured: what `Source.CONFIG` says.
+            fits: whether an instance can take part at all.
             on_change: told what has become of whom, and by which source.
             clock: seconds of the wall clock.
         """
         self._table = table
+        self._fits = fits
         self._clock = clock
         self._said: dict[Source, Sequence[Instance]] = {}
         self._since_s: dict[Instance, float] = {}
@@ -131,7 +135,7 @@ class Registry:
         return dict(named.values())
 
     def _admit(self, instance: Instance, by: Source) -> None:
-        if self.clash(instance) is None:
+        if self._fits(instance) and self.clash(instance) is None:
             self._refused.discard(instance)
             self._since_s[instance] = self._clock()
             self._table.add(instance)

@@ -12,6 +12,7 @@ from epd.discovery.watching import check_file
 from epd.http.tls import TlsInvalid, server_context, upstream_context
 from epd.observe.tracing import TracesUnavailable, check_tracing
 from epd.tenants import ApiKeys, KeysInvalid, parse_keys
+from epd.transfer.flavours import KV_TRANSFERS
 
 
 def read_keys(config: ProxyConfig) -> ApiKeys | None:
@@ -43,7 +44,7 @@ def unusable_files(config: ProxyConfig) -> Iterator[str]:
         yield str(error)
     try:
         if config.instances_file is not None:
-            check_file(config.instances_file)
+            check_file(config.instances_file, KV_TRANSFERS[config.kv_transfer]())
     except EntriesInvalid as error:
         yield f"--instances-file {config.instances_file}: {error}"
     try:

@@ -1,5 +1,6 @@
 """`/instances`: who takes part, and who may from now on."""
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -13,6 +14,7 @@ from epd.routing.health import State
 from epd.routing.instances import Instance, InstanceTable, Role
 from epd.routing.registry import Registry, Source
 from epd.routing.urls import base_url
+from epd.transfer.kv import KVTransfer
 
 LIVE = frozenset({State.HEALTHY, State.TRIAL})
 
@@ -25,11 +27,13 @@ class Roster:
         registry: Registry,
         table: InstanceTable,
         registrations: Registrations,
+        transfer: KVTransfer,
         config: ProxyConfig,
     ) -> None:
         self._registry = registry
         self._table = table
         self._registrations = registrations
+        self._transfer = transfer
         self._open = config.dynamic_registration
         self._hosts = config.registration_hosts
 
@@ -53,8 +57,9 @@ class Roster:
         """Let the instance that a body describes take part.
 
         Raises:
-            RequestRefused: 404 without `--dynamic-registration`; 422, the body describes none; 403,
-                its host may not be registered; 409, it does not go with those that take part.
+            RequestRefused: 404 without `--dynamic-registration`; 422, the body describes none, or
+                one that the KV transfer cannot do with; 403, its host may not be registered; 409,
+                it does not go with those that take part.
             BadRequest: it uses a transfer that there is not.
             Overloaded: the store of registrations cannot be used.
         """
@@ -66,6 +71,7 @@ class Roster:
             raise RequestRefused(422, str(error), slug="invalid_instance") from None
         except UnknownTransfer as error:
             raise BadRequest(str(error), slug="unsupported_ec_transfer") from None
+        self._check_fits(wanted.instance)
         if not is_allowed(wanted.url, self._hosts):
             raise RequestRefused(
                 403, "--registration-hosts does not name this host", slug="host_not_allowed"
@@ -102,39 +108,39 @@ class Roster:
                 404, "the proxy runs without --dynamic-registration", slug="unknown_route"
             )
 
+    def _check_fits(self, instance: Instance) -> None:
+        try:
+            self._transfer.check(instance)
+        except ValueError as error:
+            raise RequestRefused(422, str(error), slug="invalid_instance") from None
+
     def _lives(self, instance: Instance) -> bool:
         return self._table.state(instance) in LIVE
 
     def _rows(self) -> list[dict[str, Any]]:
         members = self._registry.members
-        load = self._table.load
-        rows: list[dict[str, Any]] = [
-            {
-                "url": one.url,
-                "role": one.role,
-                "dp_size": one.dp_size,
-                "state": self._table.state(one),
-                "load": load.get(one, 0),
-                "sources": sources,
-                "since": datetime.fromtimestamp(since_s, UTC).isoformat(timespec="seconds"),
-            }
+        present = {one for one, *_ in members}
+        rows = [
+            self._row(one, self._table.state(one), sources, since_s)
             for one, sources, since_s in members
         ]
-        present = {one for one, *_ in members}
-        rows += [
-            {
-                "url": one.url,
-                "role": one.role,
-                "dp_size": one.dp_size,
-                "state": "draining",
-                "load": under_way,
-                "sources": [],
-                "since": None,
-            }
-            for one, under_way in load.items()
-            if one not in present
-        ]
-        return rows
+        leaving = [one for one in self._table.load if one not in present]
+        return rows + [self._row(one, "draining", (), None) for one in leaving]
+
+    def _row(
+        self, one: Instance, state: str, sources: Sequence[Source], since_s: float | None
+    ) -> dict[str, Any]:
+        since = None if since_s is None else datetime.fromtimestamp(since_s, UTC)
+        return {
+            "url": one.url,
+            "role": one.role,
+            "dp_size": one.dp_size,
+            "kv_addr": one.kv_addr,
+            "state": state,
+            "load": self._table.load.get(one, 0),
+            "sources": sources,
+            "since": since and since.isoformat(timespec="seconds"),
+        }
 
 
 def _unwritten() -> Overloaded:

@@ -151,7 +151,8 @@ async def _connections(app: web.Application) -> AsyncIterator[None]:
     conversations = Conversations.of(config)
     changed = partial(_changed, app[OBSERVERS], conversations)
     table = InstanceTable(policy=config.health, on_change=changed)
-    registry = Registry(table, config.instances, on_change=changed)
+    transfer = KV_TRANSFERS[config.kv_transfer]()
+    registry = Registry(table, config.instances, fits=transfer.fits, on_change=changed)
     async with (
         tracing(config) as tracer,  # left last: what ends with the others is exported too
         watched(app[METRICS].loop_lag),
@@ -164,8 +165,7 @@ async def _connections(app: web.Application) -> AsyncIterator[None]:
         Releases.running(stages := Stages(upstream, config)) as releases,
     ):
         decoders = Decoders(table, Picker(upstream, config), config)
-        transfer = KV_TRANSFERS[config.kv_transfer]()
-        peers = Peers(transfer, upstream, config)
+        peers = Peers(table, transfer, upstream, config)
         readbacks = Readbacks(stages, transfer, conversations)
         handovers = Handovers(table, stages, transfer, peers, decoders, releases, readbacks)
         app[PIPELINE] = Pipeline(
@@ -175,7 +175,7 @@ async def _connections(app: web.Application) -> AsyncIterator[None]:
         app[ADMIN] = Admin(table, upstream, config, conversations)
         app[CONVERSATIONS] = conversations
         app[TABLE] = table
-        app[ROSTER] = Roster(registry, table, registrations, config)
+        app[ROSTER] = Roster(registry, table, registrations, transfer, config)
         app[ui.BOARD] = Board(app[RECENT], table, app[METRICS], ui.store_kind(config))
         if tracer is not None:
             app[TRACER] = tracer

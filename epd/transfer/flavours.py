@@ -5,8 +5,34 @@ from types import MappingProxyType
 from typing import Literal
 
 from epd.transfer.kv import KVTransfer
-from epd.transfer.nixl import Nixl
+from epd.transfer.lmcache import LMCache
+from epd.transfer.mooncake import Mooncake
+from epd.transfer.nixl import Multi, Nixl, NixlPush
+from epd.transfer.p2p_nccl import P2pNccl
+from epd.transfer.untold import Untold
 
-KVTransferName = Literal["nixl"]
+KVTransferName = Literal[
+    "nixl",
+    "nixl-push",
+    "mooncake",
+    "lmcache",
+    "p2p-nccl",
+    "multi",
+    "example",
+    "offloading",
+    "none",
+]
 
-KV_TRANSFERS: Mapping[KVTransferName, type[KVTransfer]] = MappingProxyType({"nixl": Nixl})
+KV_TRANSFERS: Mapping[KVTransferName, type[KVTransfer]] = MappingProxyType(
+    {
+        "nixl": Nixl,
+        "nixl-push": NixlPush,
+        "mooncake": Mooncake,
+        "lmcache": LMCache,
+        "p2p-nccl": P2pNccl,
+        "multi": Multi,
+        "example": Untold,
+        "offloading": Untold,
+        "none": Untold,
+    }
+)

@@ -1,21 +1,26 @@
 """From prefill to decode: what `kv_transfer_params` carry, whatever the connector."""
 
+import re
 from typing import Any, ClassVar, NamedTuple
 
 from epd.errors import UpstreamFailed
-from epd.routing.instances import Instance
+from epd.routing.instances import Instance, Role
 from epd.transfer.params import Params
+
+HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
+"""What may be sent to instances, in a header too."""
 
 
 class Pair(NamedTuple):
     """A prefill instance, and the decode instance that gets its KV blocks.
 
     Attributes:
-        request_id: of the request; no two have the same.
+        request_id: of this attempt of a request; no two have the same.
         prefill: who prefills.
         prefill_rank: its data-parallel rank; None: the instance sees to it.
         decode: who decodes; None where that is chosen once prefill has answered.
         peer: what is known of the prefill instance's connector; None where nothing is.
+        earlier: decode's `kv_transfer_params` of the conversation's last turn; None: none.
     """
 
     request_id: str
@@ -23,6 +28,7 @@ class Pair(NamedTuple):
     prefill_rank: int | None = None
     decode: Instance | None = None
     peer: Params | None = None
+    earlier: Params | None = None
 
 
 class KVTransfer:
@@ -35,12 +41,34 @@ class KVTransfer:
         eager: whether decode has to be chosen before prefill is asked.
         bidirectional: whether prefill can read decode's blocks of an earlier turn.
         released: whether prefill keeps its blocks until decode has asked for them.
+        needed: whether decode instances wait for the blocks of whatever they are asked, so that
+            they can answer nothing that was not prefilled elsewhere.
+        addressed: roles of the instances that may have a `kv_addr`.
     """
 
     name: ClassVar[str]
     eager: ClassVar[bool] = False
     bidirectional: ClassVar[bool] = False
     released: ClassVar[bool] = True
+    needed: ClassVar[bool] = False
+    addressed: ClassVar[frozenset[Role]] = frozenset()
+
+    def check(self, instance: Instance) -> None:
+        """Refuse an instance that could take no part.
+
+        Raises:
+            ValueError: its `kv_addr` is missing, is none, or would do nothing.
+        """
+        if instance.kv_addr and instance.role not in self.addressed:
+            raise ValueError(f"{self.name} has no use for a kv_addr of {instance.role} instances")
+
+    def fits(self, instance: Instance) -> bool:
+        """Whether `check` has nothing against an instance."""
+        try:
+            self.check(instance)
+        except ValueError:
+            return False
+        return True
 
     def peer_url(self, prefill: Instance) -> str | None:  # noqa: ARG002
         """Where a prefill instance's connector says what `peer` reads; None: nowhere."""
@@ -63,16 +91,15 @@ class KVTransfer:
         return False
 
     def request_id(self, pair: Pair) -> str:
-        """The id by which both instances know the request."""
+        """The id by which both instances know the request.
+
+        Raises:
+            UpstreamFailed: an instance of the pair has no address that would have to be in it.
+        """
         return pair.request_id
 
-    def prefill_params(self, pair: Pair, earlier: Params | None = None) -> Params | None:
-        """`kv_transfer_params` of the prefill request; None: it has none.
-
-        Args:
-            pair: who hands over to whom.
-            earlier: decode's, of the conversation's last turn.
-        """
+    def prefill_params(self, pair: Pair) -> Params | None:
+        """`kv_transfer_params` of the prefill request; None: it has none."""
         raise NotImplementedError
 
     def decode_params(self, pair: Pair, replied: Params) -> Params | None:  # noqa: ARG002
@@ -93,3 +120,29 @@ class KVTransfer:
                 stage="prefill",
             )
         return replied
+
+
+def host_and_ports(address: str, ports: int) -> list[str]:
+    """An address such as `host:7300`, in its parts.
+
+    Args:
+        address: the host, and so many ports.
+        ports: how many; each may be several, as `7300+7301`.
+
+    Raises:
+        ValueError: it is none.
+    """
+    host, *found = address.rsplit(":", ports)
+    numbers = [number for port in found for number in port.split("+")]
+    if (
+        not HOST.fullmatch(host)
+        or len(found) < ports
+        or not all(_is_port(number) for number in numbers)
+    ):
+        wanted = "host" + ":port" * ports
+        raise ValueError(f"{address!r} is no address such as {wanted}")
+    return [host, *found]
+
+
+def _is_port(number: str) -> bool:
+    return number.isascii() and number.isdigit() and 0 < int(number) < 2**16

@@ -1,8 +1,13 @@
-"""vLLM's NixlConnector: prefill keeps its blocks, decode reads them.
+"""vLLM's NIXL connectors: with NixlConnector decode reads, with NixlPushConnector prefill writes.
 
-The wire is that of `vllm/distributed/kv_transfer/kv_connector/v1/nixl/pull_scheduler.py`.
+The wire is that of `vllm/distributed/kv_transfer/kv_connector/v1/nixl/` of vLLM 0.33:
+`pull_scheduler.py` and `push_scheduler.py`, each its `update_state_after_alloc` and
+`request_finished`.
 """
 
+from typing import ClassVar
+
+from epd.errors import UpstreamFailed
 from epd.transfer.kv import KVTransfer, Pair
 from epd.transfer.params import Params
 
@@ -23,8 +28,70 @@ class Nixl(KVTransfer):
     name = "nixl"
     bidirectional = True
 
-    def prefill_params(self, pair: Pair, earlier: Params | None = None) -> Params:  # noqa: ARG002
+    def prefill_params(self, pair: Pair) -> Params:
         """Those that make it keep its blocks, and name those of the last turn."""
-        if earlier is None:
+        if pair.earlier is None:
             return KEEP
-        return {**earlier, "do_remote_decode": True, "do_remote_prefill": False}
+        return {**pair.earlier, "do_remote_decode": True, "do_remote_prefill": False}
+
+
+class NixlPush(KVTransfer):
+    """Prefill writes its blocks into decode's, which says where those are.
+
+    Decode says it to the prefill instance whose coordinates it is given. They are learnt from a
+    reply; from then on decode is asked at once with prefill. Prefill finds what decode said by
+    the request's id, without the random end that vLLM puts to it (`push_worker.py`,
+    `_pop_matching_registration`): each attempt needs an id of its own.
+
+    A prefill that nobody wants is kept until its lease ends: telling another request of it would
+    not release it.
+    """
+
+    name = "nixl-push"
+    released = False
+
+    COORDINATES: ClassVar = ("remote_engine_id", "remote_host", "remote_port", "tp_size")
+    """What decode needs of the prefill instance; `pp_size`, where it is said, too."""
+
+    def learned(self, replied: Params) -> Params | None:
+        """The instance's coordinates."""
+        if any(replied.get(name) is None for name in self.COORDINATES):
+            return None
+        return {name: replied[name] for name in (*self.COORDINATES, "pp_size") if name in replied}
+
+    def concurrent(self, pair: Pair) -> bool:
+        """Once they are known."""
+        return pair.peer is not None
+
+    def prefill_params(self, pair: Pair) -> Params:  # noqa: ARG002
+        """Those that make it keep its blocks."""
+        return KEEP
+
+    def decode_params(self, pair: Pair, replied: Params) -> Params | None:
+        """Whom to tell where the blocks go.
+
+        Raises:
+            UpstreamFailed: the instance said nothing, or is not whom decode has been told of.
+        """
+        if pair.peer is None:
+            return super().decode_params(pair, replied)
+        if replied and self.learned(replied) != pair.peer:
+            raise UpstreamFailed(
+                "the prefill instance has been replaced", slug="prefill_replaced", stage="prefill"
+            )
+        return {
+            "do_remote_decode": False,
+            "do_remote_prefill": True,
+            **pair.peer,
+            "remote_request_id": self.request_id(pair),
+        }
+
+
+class Multi(Nixl):
+    """vLLM's MultiConnector: of its connectors, one or none has decode be told something."""
+
+    name = "multi"
+
+    def decode_params(self, pair: Pair, replied: Params) -> Params | None:  # noqa: ARG002
+        """What prefill has replied, where it has."""
+        return replied or None

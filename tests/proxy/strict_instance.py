@@ -1,0 +1,452 @@
+"""Fake instances that take nothing but what their KV connector takes, and say what was wrong.
+
+`async with strict(launch, "mooncake", prefill=2, decode=2) as (fleet, wire)`: every request to
+prefill and decode is checked, and at the end that nobody keeps blocks, or waits for some. What an
+instance is told, and what it then does, is written here from the connectors' own source, apart from
+`epd.transfer`.
+"""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from tests.faults.invariants import becomes
+from tests.proxy.fake_instance import OTHER_STREAMS, STREAM, FakeInstance, decodes
+from tests.proxy.fleet import Fleet, Launch
+
+OF_ONE = ("max_tokens", "max_completion_tokens", "stream", "stream_options", "min_tokens")
+"""Fields in which a prefill request differs from its decode request."""
+
+KEEP = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+class Wrong(Exception):
+    """An instance was sent what its connector does not take."""
+
+
+@dataclass
+class Blocks:
+    """What one prefill has made, or will: of which prompt, and where."""
+
+    prefill: FakeInstance | None = None
+    prompt: dict[str, Any] = field(default_factory=dict)
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass
+class Asked:
+    """A request, as an instance sees it."""
+
+    instance: FakeInstance
+    request_id: str
+    rank: str | None
+    body: dict[str, Any]
+    params: Any
+
+    @property
+    def prompt(self) -> dict[str, Any]:
+        dropped = {*OF_ONE, "kv_transfer_params"}
+        return {name: value for name, value in self.body.items() if name not in dropped}
+
+
+class Wire:
+    """One connector. This one, whose instances are told nothing, is vLLM's ExampleConnector.
+
+    Attributes:
+        wrong: what was found.
+        made: blocks that decode has not come for, by what it finds them with.
+        fetched: how often decode came for blocks that were made for it.
+    """
+
+    concurrent = False
+
+    def __init__(self, prefill: int, decode: int) -> None:
+        self.wrong: list[str] = []
+        self.made: dict[Any, Blocks] = {}
+        self.fetched = 0
+        self.prefills: list[FakeInstance] = []
+        self.decodes: list[FakeInstance] = []
+        self._ids: set[str] = set()
+
+    async def begin(self, stack: AsyncExitStack) -> dict[str, Any]:
+        """What of the proxy's configuration belongs to it."""
+        return {}
+
+    def settle(self, fleet: Fleet) -> None:
+        self.prefills, self.decodes = fleet.prefill, fleet.decode
+        for prefill in fleet.prefill:
+            prefill.chat = self._prefilling(prefill)
+        for decode in fleet.decode:
+            decode.chat = self._decoding(decode)
+
+    def key(self, asked: Asked) -> Any:
+        """What decode finds the blocks by that a prefill request has made."""
+        self.is_equal("a prefill's kv_transfer_params", asked.params, None)
+        return str(asked.prompt)
+
+    def wanted(self, asked: Asked) -> Any:
+        """The same, of a decode request."""
+        self.is_equal("a decode's kv_transfer_params", asked.params, None)
+        return str(asked.prompt)
+
+    def reply(self, asked: Asked) -> Any:
+        """What prefill says of its blocks."""
+        return None
+
+    def left(self) -> Iterable[Any]:
+        """Blocks that somebody keeps at the end, and should not."""
+        return self.made
+
+    def is_equal(self, what: str, found: object, expected: object) -> None:
+        if found != expected:
+            raise Wrong(f"{what}: {found!r} and not {expected!r}")
+
+    def _prefilling(self, instance: FakeInstance) -> Any:
+        async def chat(request: web.Request, body: dict[str, Any]) -> web.Response:
+            with self._noted():
+                asked = _asked(instance, request, body)
+                if asked.request_id in self._ids:
+                    raise Wrong(f"two prefills are called {asked.request_id}")
+                self._ids.add(asked.request_id)
+                self._check_prefill(asked)
+                key = self.key(asked)
+                blocks = self.made.setdefault(key, Blocks())
+                blocks.prefill, blocks.prompt = instance, asked.prompt
+                blocks.ready.set()
+                return web.json_response({"choices": [], "kv_transfer_params": self.reply(asked)})
+
+        return chat
+
+    def _decoding(self, instance: FakeInstance) -> Any:
+        async def chat(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            with self._noted():
+                asked = _asked(instance, request, body)
+                key = self.wanted(asked)
+                if self.concurrent:
+                    self.made.setdefault(key, Blocks())
+                if key not in self.made:
+                    raise Wrong(f"decode asks for blocks that nobody has made: {key}")
+                blocks = self.made[key]
+                if not body.get("stream"):
+                    await self._fetch(key, blocks, asked)
+                    return await decodes(request, body)
+                # vLLM begins to answer at once, and waits for the blocks then.
+                response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+                await response.prepare(request)
+                await self._fetch(key, blocks, asked)
+                for event in OTHER_STREAMS.get(request.path, STREAM):
+                    await response.write(event)
+                return response
+
+        return chat
+
+    async def _fetch(self, key: Any, blocks: Blocks, asked: Asked) -> None:
+        try:
+            await blocks.ready.wait()
+        finally:
+            self.made.pop(key, None)  # who is aborted tells prefill
+        self.is_equal("decode's prompt", asked.prompt, blocks.prompt)
+        self.fetched += 1
+
+    def _check_prefill(self, asked: Asked) -> None:
+        body = asked.body
+        self.is_equal("prefill's max_tokens", body.get("max_tokens"), 1)
+        self.is_equal("max_completion_tokens", body.get("max_completion_tokens", 1), 1)
+        self.is_equal("prefill's stream", body.get("stream"), False)
+        for name in ("stream_options", "min_tokens"):
+            self.is_equal(f"prefill's {name}", body.get(name), None)
+
+    def _noted(self) -> "_Noted":
+        return _Noted(self.wrong)
+
+
+class _Noted:
+    """Notes what is wrong; the request fails by it."""
+
+    def __init__(self, wrong: list[str]) -> None:
+        self._wrong = wrong
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            self._wrong.append(f"{type(error).__name__}: {error}")
+
+
+class NixlWire(Wire):
+    """`nixl/pull_scheduler.py`: prefill says where its blocks are, decode says it back."""
+
+    def key(self, asked: Asked) -> Any:
+        self.is_equal("a prefill's kv_transfer_params", asked.params, KEEP)
+        return asked.request_id
+
+    def reply(self, asked: Asked) -> Any:
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [[1, 2]],
+            "remote_engine_id": f"engine-{asked.instance.url}",
+            "remote_request_id": asked.request_id,
+            "remote_host": "127.0.0.1",
+            "remote_port": 5600,
+            "tp_size": 1,
+        }
+
+    def wanted(self, asked: Asked) -> Any:
+        key = (asked.params or {}).get("remote_request_id")
+        blocks = self.made.get(key)
+        if blocks is None or blocks.prefill is None:
+            raise Wrong(f"decode was told of blocks that nobody has: {asked.params}")
+        engine_id = f"engine-{blocks.prefill.url}"
+        expected = self.reply(asked) | {"remote_request_id": key, "remote_engine_id": engine_id}
+        self.is_equal("a decode's kv_transfer_params", asked.params, expected)
+        return key
+
+
+class PushWire(NixlWire):
+    """`nixl/push_scheduler.py`, `push_worker.py`: both know the request by the same id."""
+
+    concurrent = True
+
+    def reply(self, asked: Asked) -> Any:
+        # vLLM's own id: the API's prefix, and a random end.
+        own = f"chatcmpl-{asked.request_id}-0a1b2c3d"
+        pushed = {"remote_request_id": own, "pp_size": 1, "transfer_mode": "push"}
+        return super().reply(asked) | pushed
+
+    def wanted(self, asked: Asked) -> Any:
+        params = dict(asked.params or {})
+        engine_id = str(params.get("remote_engine_id"))
+        if engine_id.removeprefix("engine-") not in {one.url for one in self.prefills}:
+            raise Wrong(f"no prefill instance is {engine_id}")
+        coordinates = {
+            "remote_engine_id": engine_id,
+            "remote_host": "127.0.0.1",
+            "remote_port": 5600,
+            "tp_size": 1,
+            "pp_size": 1,
+        }
+        if "remote_block_ids" in params:  # in turn
+            made = self.made[asked.request_id].prefill
+            self.is_equal("who has prefilled", engine_id, made and f"engine-{made.url}")
+            expected = self.reply(asked) | coordinates
+        else:
+            told = {"do_remote_prefill": True, "do_remote_decode": False}
+            expected = coordinates | told | {"remote_request_id": asked.request_id}
+        self.is_equal("a decode's kv_transfer_params", params, expected)
+        return asked.request_id
+
+    def left(self) -> Iterable[Any]:
+        return ()  # until its lease ends
+
+
+class MooncakeWire(Wire):
+    """`mooncake/mooncake_connector.py`, and a bootstrap server for each prefill instance."""
+
+    concurrent = True
+
+    def __init__(self, prefill: int, decode: int) -> None:
+        super().__init__(prefill, decode)
+        self.engines = [{"0": f"engine-{n}-0"} for n in range(prefill)]
+        self.queries = [0] * prefill
+        self.bootstraps: list[str] = []
+
+    async def begin(self, stack: AsyncExitStack) -> dict[str, Any]:
+        for n in range(len(self.engines)):
+            self.bootstraps.append(await stack.enter_async_context(self._bootstrap(n)))
+        return {"prefill_kv_addrs": tuple(self.bootstraps)}
+
+    @asynccontextmanager
+    async def _bootstrap(self, n: int) -> AsyncIterator[str]:
+        async def query(_: web.Request) -> web.StreamResponse:
+            self.queries[n] += 1
+            return self.answer(n)
+
+        app = web.Application()
+        app.router.add_get("/query", query)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            yield f"127.0.0.1:{runner.addresses[0][1]}"
+        finally:
+            await runner.cleanup()
+
+    def answer(self, n: int) -> web.StreamResponse:
+        """What a bootstrap server says."""
+        said = {
+            rank: {"engine_id": engine_id, "worker_addr": {"0": {"0": "tcp://10.0.0.1:1"}}}
+            for rank, engine_id in self.engines[n].items()
+        }
+        return web.json_response(said)
+
+    def key(self, asked: Asked) -> Any:
+        params = dict(asked.params or {})
+        transfer_id = params.pop("transfer_id", None)
+        told = {"do_remote_decode": True, "do_remote_prefill": False}
+        self.is_equal("a prefill's kv_transfer_params", params, told)
+        if not transfer_id or asked.request_id not in transfer_id:
+            raise Wrong(f"{transfer_id!r} may be another request's transfer")
+        engines = self.engines[self.prefills.index(asked.instance)]
+        if asked.rank is None and len(engines) > 1:
+            raise Wrong("nobody knows which rank this prefill is for")
+        rank = next(iter(engines)) if asked.rank is None else asked.rank
+        return (transfer_id, engines[rank])
+
+    def wanted(self, asked: Asked) -> Any:
+        params = dict(asked.params or {})
+        transfer_id, engine_id = params.pop("transfer_id", ""), params.get("remote_engine_id")
+        engines = {own: n for n, ranks in enumerate(self.engines) for own in ranks.values()}
+        if engine_id not in engines:
+            raise Wrong(f"no bootstrap server knows {engine_id}")
+        expected = {
+            "do_remote_decode": False,
+            "do_remote_prefill": True,
+            "remote_bootstrap_addr": f"http://{self.bootstraps[engines[engine_id]]}",
+            "remote_engine_id": engine_id,
+        }
+        self.is_equal("a decode's kv_transfer_params", params, expected)
+        return (transfer_id, engine_id)
+
+
+class LMCacheWire(Wire):
+    """`lmcache_integration/vllm_v1_adapter.py`: prefill is told where decode's LMCache is."""
+
+    def __init__(self, prefill: int, decode: int) -> None:
+        super().__init__(prefill, decode)
+        self.ports = [(7300 + n, 7400 + n) for n in range(decode)]
+
+    async def begin(self, stack: AsyncExitStack) -> dict[str, Any]:
+        addresses = (f"10.0.0.{n}:{init}:{alloc}" for n, (init, alloc) in enumerate(self.ports))
+        return {"decode_kv_addrs": tuple(addresses)}
+
+    def key(self, asked: Asked) -> Any:
+        spec = (asked.params or {}).get("disagg_spec") or {}
+        n = self.ports.index((spec["receiver_init_port"][0], spec["receiver_alloc_port"][0]))
+        expected = {
+            "disagg_spec": {
+                "req_id": asked.request_id,
+                "receiver_host": f"10.0.0.{n}",
+                "receiver_init_port": [self.ports[n][0]],
+                "receiver_alloc_port": [self.ports[n][1]],
+            }
+        }
+        self.is_equal("a prefill's kv_transfer_params", asked.params, expected)
+        return (self.decodes[n].url, str(asked.prompt))
+
+    def wanted(self, asked: Asked) -> Any:
+        self.is_equal("a decode's kv_transfer_params", asked.params, None)
+        return (asked.instance.url, str(asked.prompt))
+
+    def left(self) -> Iterable[Any]:
+        return ()  # until decode's LMCache evicts it
+
+
+class P2pNcclWire(Wire):
+    """`p2p/p2p_nccl_connector.py`, `parse_request_id`; both know the request by its whole id."""
+
+    def __init__(self, prefill: int, decode: int) -> None:
+        super().__init__(prefill, decode)
+        self.of_prefill = [("10.0.1.1", 21000 + n) for n in range(prefill)]
+        self.of_decode = [("10.0.2.1", 22000 + n) for n in range(decode)]
+
+    async def begin(self, stack: AsyncExitStack) -> dict[str, Any]:
+        return {
+            "prefill_kv_addrs": tuple(f"{ip}:{port}" for ip, port in self.of_prefill),
+            "decode_kv_addrs": tuple(f"{ip}:{port}" for ip, port in self.of_decode),
+            "on_prefill_failure": "fail",
+        }
+
+    def key(self, asked: Asked) -> Any:
+        self.is_equal("a prefill's kv_transfer_params", asked.params, None)
+        found = _peer(r"___decode_addr_(.*):(\d+)", asked.request_id)
+        if found not in self.of_decode:
+            raise Wrong(f"{found} is no decode instance")
+        return asked.request_id
+
+    def wanted(self, asked: Asked) -> Any:
+        self.is_equal("a decode's kv_transfer_params", asked.params, None)
+        found = _peer(r"___prefill_addr_(.*):(\d+)___", asked.request_id)
+        self.is_equal("who sends", found in self.of_prefill, True)
+        blocks = self.made.get(asked.request_id)
+        if blocks is not None and blocks.prefill is not None:
+            expected = self.of_prefill[self.prefills.index(blocks.prefill)]
+            self.is_equal("whom decode waits for", found, expected)
+        to = _peer(r"___decode_addr_(.*):(\d+)", asked.request_id)
+        self.is_equal("whom it is sent to", to, self.of_decode[self.decodes.index(asked.instance)])
+        return asked.request_id
+
+    def left(self) -> Iterable[Any]:
+        return ()  # it was sent already
+
+
+def _peer(pattern: str, request_id: str) -> tuple[str, int]:
+    match = re.search(pattern, request_id)
+    if match is None:
+        raise Wrong(f"the id {request_id} does not contain an address")
+    return match[1], int(match[2])
+
+
+def _asked(instance: FakeInstance, request: web.Request, body: dict[str, Any]) -> Asked:
+    headers = request.headers
+    return Asked(
+        instance,
+        headers["X-Request-Id"],
+        headers.get("X-data-parallel-rank"),
+        body,
+        body.get("kv_transfer_params"),
+    )
+
+
+WIRES: dict[str, type[Wire]] = {
+    "nixl": NixlWire,
+    "multi": NixlWire,
+    "nixl-push": PushWire,
+    "mooncake": MooncakeWire,
+    "lmcache": LMCacheWire,
+    "p2p-nccl": P2pNcclWire,
+    "none": Wire,
+    "example": Wire,
+    "offloading": Wire,
+}
+"""By what a transfer is called."""
+
+
+@asynccontextmanager
+async def strict(
+    launch: Launch,
+    transfer: str,
+    *,
+    encode: int = 1,
+    prefill: int = 1,
+    decode: int = 1,
+    **config: Any,
+) -> AsyncIterator[tuple[Fleet, Any]]:
+    """A fleet whose instances take nothing but what is right.
+
+    Yields:
+        The fleet, and the `Wire` that its instances share.
+    """
+    wire = WIRES[transfer](prefill, decode)
+    async with AsyncExitStack() as stack:
+        own = await wire.begin(stack)
+        settings = {"kv_transfer": transfer, **own, **config}
+        counts = {"encode": encode, "prefill": prefill, "decode": decode}
+        async with launch(**counts, **settings) as fleet:
+            wire.settle(fleet)
+            yield fleet, wire
+            assert wire.wrong == []
+            await becomes(lambda: [*wire.left()], [])

@@ -1,0 +1,104 @@
+"""Every KV transfer, over instances that take nothing but what their connector takes."""
+
+from typing import Any
+
+import pytest
+
+from tests.proxy.fleet import Launch
+from tests.proxy.strict_instance import WIRES, strict
+from tests.requests import image, request, text
+
+REQUESTS: dict[str, dict[str, Any]] = {
+    "whole": {"max_tokens": 5, "min_tokens": 2},
+    "stream": {"stream": True, "stream_options": {"include_usage": True}},
+    "other limit": {"max_completion_tokens": 7, "stream": True},
+}
+transfers = pytest.mark.parametrize("transfer", WIRES)
+
+
+@transfers
+@pytest.mark.parametrize("fields", REQUESTS.values(), ids=REQUESTS)
+async def test_decode_gets_what_prefill_has_made(
+    launch: Launch, transfer: str, fields: dict[str, Any]
+) -> None:
+    async with strict(launch, transfer, prefill=2, decode=3) as (fleet, wire):
+        for number in range(7):
+            async with fleet.post(request(text(str(number)), image(), **fields)) as reply:
+                assert reply.status == 200, await reply.text()
+                assert await reply.read()
+                assert "x-epd-degraded" not in reply.headers
+
+        assert wire.fetched == 7
+        assert all(len(one.calls) >= 2 for one in (*fleet.prefill, *fleet.decode))
+
+
+@transfers
+async def test_completions_take_the_same_way(launch: Launch, transfer: str) -> None:
+    body = {"model": "m", "prompt": "Hello", "max_tokens": 4}
+    async with strict(launch, transfer, prefill=2, decode=2) as (fleet, wire):
+        for stream in (True, False):
+            url = f"{fleet.url}/v1/completions"
+            async with fleet.http.post(url, json=body | {"stream": stream}) as reply:
+                assert reply.status == 200, await reply.text()
+                await reply.read()
+
+        assert wire.fetched == 2
+
+
+async def test_a_push_is_in_turn_until_the_prefill_instance_is_known(launch: Launch) -> None:
+    async with strict(launch, "nixl-push") as (fleet, _):
+        for _ in range(3):
+            async with fleet.post(request(text())) as reply:
+                assert reply.status == 200
+
+        blocks = ["remote_block_ids" in call.body["kv_transfer_params"] for call in fleet.d.calls]
+        assert blocks == [True, False, False]
+
+
+async def test_a_bootstrap_server_is_asked_once_for_many_requests(launch: Launch) -> None:
+    async with strict(launch, "mooncake", prefill=2) as (fleet, wire):
+        for _ in range(6):
+            async with fleet.post(request(text())) as reply:
+                assert reply.status == 200
+
+        assert wire.queries == [1, 1]
+
+
+async def test_the_engine_of_the_rank_that_prefills_is_named(launch: Launch) -> None:
+    async with strict(launch, "mooncake", ec_consumer_dp_size=2) as (fleet, wire):
+        wire.engines[0] = {"0": "engine-0-0", "1": "engine-0-1"}
+        for _ in range(4):
+            async with fleet.post(request(text())) as reply:
+                assert reply.status == 200
+
+        assert {call.headers["X-data-parallel-rank"] for call in fleet.p.calls} == {"0", "1"}
+
+
+async def test_ranks_that_nobody_said_anything_of_are_an_error_that_names_the_flag(
+    launch: Launch,
+) -> None:
+    async with strict(launch, "mooncake", on_prefill_failure="fail") as (fleet, wire):
+        wire.engines[0] = {"0": "engine-0-0", "1": "engine-0-1"}
+        async with fleet.post(request(text())) as reply:
+            said = await reply.json()
+
+        assert (reply.status, reply.headers["x-epd-error"]) == (502, "prefill_ranks")
+        assert "--ec-consumer-dp-size" in said["error"]["message"]
+
+
+async def test_decode_that_needs_a_prefill_is_not_asked_without(launch: Launch) -> None:
+    """Its engine would wait for blocks for ever."""
+    body = {"model": "m", "prompt": ["two", "prompts"]}
+    async with strict(launch, "p2p-nccl") as (fleet, _):
+        async with fleet.http.post(f"{fleet.url}/v1/completions", json=body) as reply:
+            assert (reply.status, reply.headers["x-epd-error"]) == (400, "prefill_needed")
+
+        assert fleet.d.calls == []
+
+
+async def test_lmcache_without_addresses_tells_nobody_anything(launch: Launch) -> None:
+    async with strict(launch, "none", kv_transfer="lmcache") as (fleet, wire):
+        async with fleet.post(request(text())) as reply:
+            assert reply.status == 200
+
+        assert wire.fetched == 1
