@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from epd.bodies.items import Body
-from epd.errors import BadRequest, ProxyError
+from epd.errors import BadRequest, ProxyError, UpstreamRejected
 from epd.http.upstream import Reply
 from epd.request.attempts import Attempts
 from epd.request.context import RequestContext
@@ -117,8 +117,9 @@ class Handovers:
         try:
             with using:
                 prefilled = await self._stages.prefill(self._transfer, pair, sent, context)
-        except ProxyError:
-            self._peers.forget(pair.prefill)
+        except ProxyError as error:
+            if not _is_clients(error):
+                self._peers.forget(pair.prefill)
             raise
         self._peers.learn(pair.prefill, prefilled.replied)
         return prefilled
@@ -185,8 +186,8 @@ class Handovers:
         answer = Answer(using, decoding)
         try:
             await answer.open()
-        except ProxyError:
-            if pair is not None:
+        except ProxyError as error:
+            if pair is not None and not _is_clients(error):
                 self._peers.forget(pair.prefill)
             raise
         return answer
@@ -201,13 +202,13 @@ class Handovers:
         """Have prefill told, if it has to be, that decode has failed and will not come."""
         if not self._transfer.released or prefilled.params is None or _was_begun(error):
             return
-        sent = with_params(attempts.sent.body, prefilled.params)
-        failed = isinstance(error, ProxyError) and self._decoders.others(
-            attempts.course, attempts.decodes
-        )
+        sent, tried = with_params(attempts.sent.body, prefilled.params), attempts.decodes
+        failed = isinstance(error, ProxyError) or not tried
         # Who had it, or another if that failed.
-        told = self._decoders.another(attempts.decodes) if failed else attempts.decodes[-1]
-        self._releases.begin(told, sent, context)
+        if failed and self._decoders.others(attempts.course, tried):
+            self._releases.begin(self._decoders.another(tried), sent, context)
+        elif tried:
+            self._releases.begin(tried[-1], sent, context)
 
 
 async def _closed(opening: asyncio.Task[Answer]) -> None:
@@ -227,3 +228,8 @@ def _was_begun(error: BaseException) -> bool:
     What is refused is refused before, and a 4xx too: prefill is sent less than decode is.
     """
     return isinstance(error, ProxyError) and error.answered == HTTPStatus.INTERNAL_SERVER_ERROR
+
+
+def _is_clients(error: ProxyError) -> bool:
+    """Whether a request was refused for what it is, which says nothing of instances."""
+    return isinstance(error, UpstreamRejected) and error.status < HTTPStatus.INTERNAL_SERVER_ERROR
