@@ -8,7 +8,13 @@ from yarl import URL
 
 from ec_store import check_url
 from epd.routing.allowed import check_pattern
-from epd.routing.urls import base_url, name_server, registration_store_url, service_url
+from epd.routing.urls import (
+    base_url,
+    name_server,
+    registration_store_url,
+    service_url,
+    zmq_address,
+)
 from epd.tenants import KEY
 
 NO_INSTANCES = frozenset({"", "disable", "none"})
@@ -99,6 +105,11 @@ Services = Annotated[
     NoDecode,
     BeforeValidator(_split_urls),
     AfterValidator(_check_urls),
+]
+ZmqAddresses = Annotated[
+    tuple[Annotated[str, AfterValidator(zmq_address)], ...],
+    NoDecode,
+    BeforeValidator(_split_urls),
 ]
 RegistrationStore = Annotated[
     str | None,

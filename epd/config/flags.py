@@ -46,6 +46,7 @@ def metavar_of(name: str, field: FieldInfo) -> str:
         return "HOST:PORT"
     for suffix, metavar in (
         ("_urls", "URLS"),
+        ("_addrs", "ADDRESSES"),
         ("_endpoint", "URL"),
         ("registration_store", "URL"),
         ("_hosts", "HOSTS"),

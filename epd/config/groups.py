@@ -9,6 +9,7 @@ GROUPS: Mapping[str, str] = MappingProxyType(
         "*_urls": "instances",
         "ec_consumer_*": "instances",
         "kv_transfer": "instances",
+        "ec_transfer": "instances",
         "*registration*": "instances",
         "instances_file": "instances",
         "discover*": "instances",

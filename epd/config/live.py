@@ -37,6 +37,7 @@ FIXED = frozenset(
         "discovery_dns_server",
         "ec_consumer_dp_size",
         "kv_transfer",
+        "ec_transfer",
     }
 )
 """Fields that are read at the start alone."""

@@ -15,7 +15,7 @@ from epd.request.decoders import Decoders
 from epd.request.peers import Peers
 from epd.request.releases import Releases
 from epd.request.stages import Decoding, Prefilled, Stages
-from epd.routing.instances import Instance, InstanceTable, Role, Use
+from epd.routing.instances import CONSUMERS, Instance, InstanceTable, Place, Role, Use
 from epd.routing.policies import Choice
 from epd.transfer.kv import KVTransfer, Pair
 from epd.transfer.params import with_params
@@ -85,19 +85,36 @@ class Handovers:
         """Whether there is a prefill instance that was not tried."""
         return self._prefills.others(attempts.prefills)
 
+    async def consumer(
+        self, attempts: Attempts, body: Body, context: RequestContext
+    ) -> Place | None:
+        """Who will prefill a request, and with what data-parallel rank, for `answer` to go to.
+
+        Returns:
+            None where that is a decode instance alone, which takes no encoder outputs.
+
+        Raises:
+            NoInstance: there is nobody.
+        """
+        if self._goes_to_prefill(attempts, body, context):
+            return self._table.place(self._prefills.best(tried=attempts.prefills))
+        decode = await self._decoders.pick(attempts.course, context, attempts.decodes)
+        return self._table.place(decode) if decode.role in CONSUMERS else None
+
     async def answer(self, attempts: Attempts, context: RequestContext) -> Answer:
         """The decode instance's answer, opened.
 
         Raises:
             ProxyError: an instance failed, or refused the request.
         """
-        sent, course = attempts.sent.body, attempts.course
+        sent, course, consumer = attempts.sent.body, attempts.course, attempts.consumer
         attempts.prefilled = False
-        if attempts.without_prefill or not course.prefill or not context.endpoint.prefills(sent):
+        if not self._goes_to_prefill(attempts, sent, context):
             return await self._decoded(attempts, context, sent)
-        prefill = self._prefills.best(tried=attempts.prefills)
+        prefill = consumer.instance if consumer else self._prefills.best(tried=attempts.prefills)
         attempts.prefills.append(prefill)
-        using = self._table.using(prefill, alone=attempts.alone("prefill"))
+        alone = attempts.alone("prefill")
+        using = self._table.using(prefill, alone=alone, promised=consumer)
         pair = Pair(context.request_id, prefill, using.rank)
         if course.eager or self._transfer.eager:
             pair = pair._replace(
@@ -108,6 +125,10 @@ class Handovers:
         if self._transfer.concurrent(pair):
             return await self._at_once(pair, prefilling, attempts, context)
         return await self._in_turn(pair, await prefilling, attempts, context)
+
+    def _goes_to_prefill(self, attempts: Attempts, body: Body, context: RequestContext) -> bool:
+        wanted = attempts.course.prefill and not attempts.without_prefill
+        return wanted and context.endpoint.prefills(body)
 
     async def _prefilled(
         self, using: Use, pair: Pair, sent: Body, context: RequestContext
@@ -169,11 +190,13 @@ class Handovers:
             body: what decode is sent.
             pair: who has prefilled; None: nobody.
         """
-        instance = None if pair is None else pair.decode
+        consumer = attempts.consumer if pair is None else None
+        instance = consumer.instance if consumer else pair and pair.decode
         if instance is None:
             instance = await self._decoders.pick(attempts.course, context, attempts.decodes)
         attempts.decodes.append(instance)
-        using = self._table.using(instance, alone=attempts.alone("decode"))
+        alone = attempts.alone("decode")
+        using = self._table.using(instance, alone=alone, promised=consumer)
         request_id = None if pair is None else self._transfer.request_id(pair)
         decoding = self._stages.decode(instance, body, context, using.rank, request_id)
         answer = Answer(using, decoding)

@@ -1,6 +1,7 @@
 """One request: encode, prefill where there is one, decode; tried again while nobody has seen it."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from http import HTTPStatus
 
 from epd.bodies.items import Body, MMItem, at_most, check_mm_kwargs
@@ -20,6 +21,7 @@ from epd.request.handover import Answer, Handovers
 from epd.request.stages import Stages
 from epd.routing.instances import InstanceTable, Role
 from epd.routing.retries import Retries, is_instances_fault, retry_delay_s
+from epd.transfer.ec import ECTransfer
 from epd.transfer.encoded import EncodedItem, consumer_body, metadata_uuids
 
 MAX_PREFILLS = 2
@@ -40,6 +42,7 @@ class Pipeline:
         stages: Stages,
         media: MediaFetcher,
         cache: EncoderCache | None,
+        transfer: ECTransfer,
         handovers: Handovers,
         decoders: Decoders,
         config: ProxyConfig,
@@ -48,7 +51,8 @@ class Pipeline:
         self._media = media
         self._handovers = handovers
         self._decoders = decoders
-        self._encoder = Encoder(stages, table, cache, config)
+        self._transfer = transfer
+        self._encoder = Encoder(stages, table, cache, transfer, config)
         self._keys = Keys(cache, config)
         self._config = config
         self._retries = Retries()
@@ -68,7 +72,11 @@ class Pipeline:
         attempts = Attempts(course)
 
         async def attempt() -> Answer:
-            await self._prepare(attempts, body, uuids, context)
+            self._do_without_prefill(attempts)
+            if uuids and self._transfer.pushed:
+                attempts.consumer = await self._handovers.consumer(attempts, body, context)
+            with attempts.consumer or nullcontext():
+                await self._prepare(attempts, body, uuids, context)
             return await self._handovers.answer(attempts, context)
 
         def again(error: ProxyError) -> float | None:
@@ -117,25 +125,20 @@ class Pipeline:
         context: RequestContext,
     ) -> None:
         """Encode what is not encoded yet, or all of it anew, and make of it what is sent next."""
-        if (
-            attempts.course.prefill
-            and not self._table.has(Role.PREFILL)
-            and self._config.on_prefill_failure == "local"
-        ):
-            attempts.without_prefill = True
-        if not uuids:
-            attempts.encoded = []
-        elif attempts.encoded is None:
-            attempts.encoded = await self._encoder.encode(body, uuids, context)
+        first = attempts.encoded is None
+        if attempts.encoded is None or attempts.anew or self._transfer.pushed:
+            attempts.encoded = await self._encoder.encode(
+                body, uuids, context, attempts.consumer, anew=attempts.anew
+            )
+        if first and uuids:
             # Before the answer: who has it may use the name.
             named = [one for one in attempts.encoded if one.item.uuid is not None]
             await self._keys.remember(body, named, context.tenant)
-        elif attempts.anew:
-            attempts.encoded = await self._encoder.encode(body, uuids, context, anew=True)
         if attempts.without_prefill:
             context.record.degraded.add("prefill-local")
         raw = self._config.decode_media == "raw" or attempts.anew or attempts.without_prefill
-        attempts.sent = consumer_body(body, attempts.encoded, raw=raw)
+        params = self._transfer.consumer_params(one.encoded for one in attempts.encoded)
+        attempts.sent = consumer_body(body, attempts.encoded, params, raw=raw)
         context.record.saved_bytes = 0
         if context.record.hits:
             unsent = metadata_uuids(attempts.encoded, body, raw=raw)
@@ -143,6 +146,15 @@ class Pipeline:
             context.record.saved_bytes = sum(
                 inline_bytes(item, context.cuts) for item in hits if item in unsent
             )
+
+    def _do_without_prefill(self, attempts: Attempts) -> None:
+        """Let decode do prefill's work where nobody else is there to do it."""
+        if (
+            attempts.course.prefill
+            and not self._table.has(Role.PREFILL)
+            and self._config.on_prefill_failure == "local"
+        ):
+            attempts.without_prefill = True
 
     def _course(self, body: Body, context: RequestContext) -> Course:
         """What runs for a request, by the first policy that has something to say of it.

@@ -67,7 +67,7 @@ from epd.server.middlewares import (
 from epd.server.reload import RELOAD, Reload
 from epd.server.roster import Roster
 from epd.tenants import ANONYMOUS
-from epd.transfer.flavours import KV_TRANSFERS
+from epd.transfer.flavours import EC_TRANSFERS, KV_TRANSFERS
 from epd.ui.board import Board
 from epd.ui.recent import Recent
 from epd.version import __version__
@@ -150,7 +150,8 @@ async def _connections(app: web.Application) -> AsyncIterator[None]:
         decoders, transfer = Decoders(table), KV_TRANSFERS[config.kv_transfer]()
         peers = Peers(transfer, upstream, config)
         handovers = Handovers(table, stages, transfer, peers, decoders, releases)
-        app[PIPELINE] = Pipeline(table, stages, media, cache, handovers, decoders, config)
+        encoded = EC_TRANSFERS[config.ec_transfer]()
+        app[PIPELINE] = Pipeline(table, stages, media, cache, encoded, handovers, decoders, config)
         app[WARMUP] = Warmup(app[PIPELINE], cache)
         app[ADMIN] = Admin(table, upstream, config)
         app[TABLE] = table
