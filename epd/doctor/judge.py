@@ -20,7 +20,7 @@ ADVICE = {
     ENCODE: "start it with --ec-transfer-config, ec_role ec_producer, and the connector that "
     "--ec-transfer names",
     CONSUME: "start it with --ec-transfer-config, ec_role ec_consumer, the connector of the encode "
-    "instances and what it finds them by: their store or folder, an address that reaches",
+    "instances, and their store if they have one",
     PREFILL: "start it with --kv-transfer-config, kv_role kv_producer (NixlConnector)",
     DECODE: "start it with --kv-transfer-config, kv_role kv_consumer, and let it reach the prefill "
     "instances' VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT",

@@ -147,11 +147,13 @@ class Memory(Strict):
         held: what was announced, by its address and key.
         read: keys that consumers have read.
         full: whether nothing is kept, and so nothing is announced.
+        silent: what it does not say of an output, as no vLLM does.
     """
 
     held: dict[tuple[str, int, str], Mapping[str, Any]] = field(default_factory=dict)
     read: list[str] = field(default_factory=list)
     full: bool = False
+    silent: str | None = None
     wrong: list[str] = field(default_factory=list)
 
     def encodes(self, port: int) -> Handler:
@@ -162,7 +164,7 @@ class Memory(Strict):
             report: dict[str, Any] = {}
             for index, (modality, key) in enumerate(all_features(body)):
                 entry: dict[str, Any] = {"modality": modality, "item_indices": [index]}
-                handle = {
+                handle: dict[str, Any] = {
                     "peer_host": "e",
                     "peer_port": port,
                     "size_bytes": 486 * 512,
@@ -171,6 +173,7 @@ class Memory(Strict):
                 if self.full:
                     report[key] = {**entry, "metadata": {}}
                     continue
+                handle.pop(self.silent or "", None)
                 self.held["e", port, key] = handle
                 report[key] = {**entry, "metadata": METADATA[modality], **handle}
             return _replied(report)

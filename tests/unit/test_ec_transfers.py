@@ -17,7 +17,7 @@ from epd.transfer.encoded import Encoded, read_encoded
 from epd.transfer.flavours import EC_TRANSFERS
 from tests.requests import image, request, video
 
-MEMORY = {"peer_host": "e", "peer_port": 5601, "size_bytes": 512, "shape": [1, 256]}
+MEMORY: dict[str, Any] = {"peer_host": "e", "peer_port": 5601, "size_bytes": 512, "shape": [1, 256]}
 GRID = {"image_grid_thw": [1, 36, 54]}
 
 
