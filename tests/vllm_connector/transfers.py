@@ -56,6 +56,8 @@ def transfer_ids(request: Any) -> list[str | None]:
 def memory(pieces: Pieces, role: str) -> Iterator[ECCPUScheduler]:
     """A scheduler's ECCPUConnector with NIXL."""
     config = pieces.transferring("ECCPUConnector", role, ec_enable_nixl=True, ec_cpu_bytes=2**20)
+    width = config.model_config.get_inputs_embeds_size()
+    config.ec_transfer_config.mm_encoder_output_widths = {"image": width}  # as engines measure it
     scheduler = ECCPUScheduler(config)
     scheduler._metadata_resolver = RESOLVER  # noqa: SLF001
     try:
