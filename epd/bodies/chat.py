@@ -3,7 +3,8 @@
 The wire is vLLM's chat completion API (`vllm/entrypoints/openai/chat_completion/protocol.py`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from epd.bodies.endpoint import Endpoint
 from epd.bodies.items import MM_KWARGS, Body, MMItem, chat_items, raw_part
@@ -42,9 +43,23 @@ class ChatCompletions(Endpoint):
 CHAT = ChatCompletions()
 
 
-def encode_body(body: Body, item: MMItem, uuid: str | None) -> Body:
+def features(body: Body, item: MMItem) -> int:
+    """How many encoder outputs vLLM makes of an item: a video's sound is one of its own."""
+    kwargs = body.get("mm_processor_kwargs")
+    sound = isinstance(kwargs, dict) and bool(kwargs.get("use_audio_in_video"))
+    return 2 if sound and item.modality == "video" else 1
+
+
+def encode_body(
+    body: Body,
+    item: MMItem,
+    uuid: str | None,
+    ec_transfer_params: Mapping[str, Any] | None = None,
+) -> Body:
     """The encode request of one item: the item alone, no text."""
+    own = {} if ec_transfer_params is None else {"ec_transfer_params": ec_transfer_params}
     return {
+        **own,
         **{field: body[field] for field in FOR_ENCODE if field in body},
         "messages": [{"role": "user", "content": [raw_part(item, uuid)]}],
         "stream": False,

@@ -46,21 +46,6 @@ class _Idle(argparse.Action):
         sys.stderr.write(f"{parser.prog}: warning: {option_string} {self.const}\n")
 
 
-class _Mooncake(argparse.Action):
-    """Refuses addresses that nobody would send anything to."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        del namespace
-        if values:
-            parser.error(f"{option_string}: there is no Mooncake encoder-cache transfer here")
-
-
 def add_example_flags(parser: argparse.ArgumentParser) -> None:
     """Have a parser take them. Parsed, there are the settings that they set alone."""
     hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
@@ -70,4 +55,3 @@ def add_example_flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag, dest=name, action="store_const", const=value, **hidden)
     for flag, why in IDLE.items():
         parser.add_argument(flag, action=_Idle, const=why, **hidden)
-    parser.add_argument("--ec-consumer-zmq-addrs", action=_Mooncake, **hidden)

@@ -15,6 +15,7 @@ from epd.routing.urls import (
     name_server,
     registration_store_url,
     service_url,
+    zmq_address,
 )
 from epd.tenants import KEY
 
@@ -129,6 +130,11 @@ Services = Annotated[
     NoDecode,
     BeforeValidator(_split_urls),
     AfterValidator(_check_urls),
+]
+ZmqAddresses = Annotated[
+    tuple[Annotated[str, AfterValidator(zmq_address)], ...],
+    NoDecode,
+    BeforeValidator(_split_urls),
 ]
 RegistrationStore = Annotated[
     str | None,

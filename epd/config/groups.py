@@ -19,6 +19,7 @@ GROUPS: Mapping[str, str] = MappingProxyType(
         "kv_transfer": "instances",
         "*conversation*": "conversations",
         "*_kv_addrs": "instances",
+        "ec_transfer": "instances",
         "*registration*": "instances",
         "instances_file": "instances",
         "discover*": "instances",

@@ -38,6 +38,7 @@ FIXED = frozenset(
         "ec_consumer_dp_size",
         "kv_transfer",
         "conversation_store",
+        "ec_transfer",
     }
 )
 """Fields that are read at the start alone."""

@@ -3,12 +3,13 @@
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from epd.config.fields import (
+    NO_INSTANCES,
     Addresses,
     AdminKey,
     ConversationStore,
@@ -26,6 +27,7 @@ from epd.config.fields import (
     Services,
     StoreUrl,
     Urls,
+    ZmqAddresses,
 )
 from epd.policies.active import Active, activate
 from epd.policies.course import DecodeChoice, DecodeFrom
@@ -33,7 +35,7 @@ from epd.routing.health import HealthPolicy
 from epd.routing.instances import Instance, Role
 from epd.routing.policies import PolicyName
 from epd.tenants import ANONYMOUS, Scope, Tenant
-from epd.transfer.flavours import KV_TRANSFERS, KVTransferName
+from epd.transfer.flavours import EC_TRANSFERS, KV_TRANSFERS, ECTransferName, KVTransferName
 
 
 class ProxyConfig(BaseModel):
@@ -58,6 +60,18 @@ class ProxyConfig(BaseModel):
         ge=1,
         description="data-parallel ranks behind each prefill instance, or without any each decode "
         "instance; the proxy names the rank",
+    )
+    ec_transfer: ECTransferName = Field(
+        default="store",
+        description="how prefill gets encoder outputs: the connector of the instances' "
+        "--ec-transfer-config, ECStoreConnector, ECExampleConnector, ECCPUConnector with "
+        "ec_enable_nixl, or ECMooncakeConnector, which --ec-consumer-zmq-addrs selects by itself",
+    )
+    ec_consumer_zmq_addrs: ZmqAddresses = Field(
+        default=(),
+        description="where decode instances, which prefill too, take encoder outputs with "
+        "Mooncake: tcp://host:port for each, in the order of --decode-servers-urls, "
+        "comma-separated; with --ec-consumer-dp-size all ranks of one before the next",
     )
     kv_transfer: KVTransferName = Field(
         default="nixl",
@@ -417,6 +431,48 @@ class ProxyConfig(BaseModel):
             )
         return self
 
+    @model_validator(mode="before")
+    @classmethod
+    def _push_to_addresses(cls, given: Any) -> Any:
+        # A script written for vLLM's example has the addresses alone.
+        addresses = given.get("ec_consumer_zmq_addrs") if isinstance(given, dict) else None
+        if not addresses or str(addresses).strip().lower() in NO_INSTANCES:
+            return given
+        return {"ec_transfer": "mooncake", **given}
+
+    @model_validator(mode="after")
+    def _check_ec_transfer(self) -> Self:
+        transfer = EC_TRANSFERS[self.ec_transfer]
+        if self.ec_store and not transfer.stored:
+            raise ValueError(
+                f"--ec-store needs --ec-transfer store: with {self.ec_transfer}, encoder outputs "
+                "are in no store that could be asked"
+            )
+        if not transfer.pushed:
+            if self.ec_consumer_zmq_addrs:
+                raise ValueError("--ec-consumer-zmq-addrs needs --ec-transfer mooncake")
+            return self
+        if self.prefill_servers_urls:
+            raise ValueError(
+                "--ec-transfer mooncake goes with --prefill-servers-urls disable (E+PD); prefill "
+                "instances can say where they take encoder outputs in --instances-file, or where "
+                "they register, as ec_zmq_addrs"
+            )
+        if self.discover_prefill or self.discover_prefill_decode:
+            raise ValueError(
+                "--ec-transfer mooncake does not go with --discover-prefill and "
+                "--discover-prefill-decode: a name does not say where encoder outputs are taken"
+            )
+        servers = len(self.decode_servers_urls)
+        expected = servers * self.ec_consumer_dp_size
+        if len(self.ec_consumer_zmq_addrs) != expected:
+            raise ValueError(
+                "--ec-consumer-zmq-addrs must have one address for each data-parallel rank of each "
+                f"decode instance: {expected} ({servers} instances x {self.ec_consumer_dp_size} "
+                f"ranks), not {len(self.ec_consumer_zmq_addrs)}"
+            )
+        return self
+
     @model_validator(mode="after")
     def _check_sources(self) -> Self:
         if self.dynamic_registration and self.admin_api_key is None:
@@ -562,7 +618,7 @@ class ProxyConfig(BaseModel):
         """The instances the URL lists name, with the roles the topology gives them."""
         size = self.ec_consumer_dp_size
         apart = self.prefill_servers_urls or self.discover_prefill or self.discover_decode
-        decode = (Role.DECODE, 1) if apart else (Role.PREFILL_DECODE, size)
+        role, ranks = (Role.DECODE, 1) if apart else (Role.PREFILL_DECODE, size)
         return (
             *(Instance(Role.ENCODE, url) for url in self.encode_servers_urls),
             *(
@@ -572,12 +628,19 @@ class ProxyConfig(BaseModel):
                 )
             ),
             *(
-                Instance(decode[0], url, decode[1], kv_addr=address)
-                for url, address in zip_longest(
-                    self.decode_servers_urls, self.decode_kv_addrs, fillvalue=""
+                Instance(
+                    role, url, ranks, kv_addr=address, ec_zmq_addrs=self._addresses_of(position)
+                )
+                for position, (url, address) in enumerate(
+                    zip_longest(self.decode_servers_urls, self.decode_kv_addrs, fillvalue="")
                 )
             ),
         )
+
+    def _addresses_of(self, position: int) -> tuple[str, ...]:
+        """Those of the decode instance in this place, by rank."""
+        size = self.ec_consumer_dp_size
+        return self.ec_consumer_zmq_addrs[position * size : (position + 1) * size]
 
     @property
     def discovered(self) -> tuple[Instance, ...]:

@@ -8,7 +8,8 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from epd.routing.instances import CONSUMERS, Instance, Role
-from epd.routing.urls import base_url
+from epd.routing.urls import base_url, zmq_address
+from epd.transfer.flavours import EC_TRANSFERS, ECTransferName
 
 VERSION = 1
 """Of what is written."""
@@ -21,13 +22,17 @@ MAX_RANKS = 1024
 ADDRESS = r"[!-~]*"
 """What is sent to instances, and shown: no control characters, no spaces."""
 
+NOT_FOR_OTHERS = "ec_zmq_addrs is for consumers: roles prefill and prefill_decode"
+
+ZmqAddress = Annotated[str, AfterValidator(zmq_address), Field(max_length=256)]
+
 
 class EntriesInvalid(ValueError):
     """What is written is no list of instances. The message quotes no more than URLs of it."""
 
 
-class UnknownTransfer(ValueError):
-    """An instance wants to be told of by an encoder-cache transfer that there is not."""
+class TransferMismatch(ValueError):
+    """An instance and the proxy do not mean the same encoder-cache transfer."""
 
 
 class Entry(BaseModel):
@@ -39,19 +44,7 @@ class Entry(BaseModel):
     url: Annotated[str, AfterValidator(base_url), Field(max_length=2048)]
     dp_size: int = Field(default=1, ge=1, le=MAX_RANKS)
     kv_addr: str = Field(default="", max_length=256, pattern=f"^{ADDRESS}$")
-
-    @property
-    def instance(self) -> Instance:
-        """What takes part."""
-        return Instance(self.role, self.url, self.dp_size, kv_addr=self.kv_addr)
-
-
-class Registration(Entry):
-    """The body of `POST /instances`, as vLLM's `disagg_epd_proxy.py` takes it."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    ec_zmq_addrs: tuple[str, ...] = ()
+    ec_zmq_addrs: tuple[ZmqAddress, ...] = ()
 
     @model_validator(mode="after")
     def _check_addresses(self) -> Self:
@@ -59,18 +52,41 @@ class Registration(Entry):
             raise ValueError("ec_zmq_addrs needs one address for each data-parallel rank")
         return self
 
-    def check_transfer(self) -> None:
-        """Refuse an instance that would be waiting for what nobody sends.
+    @property
+    def instance(self) -> Instance:
+        """What takes part."""
+        return Instance(
+            self.role,
+            self.url,
+            self.dp_size,
+            kv_addr=self.kv_addr,
+            ec_zmq_addrs=self.ec_zmq_addrs,
+        )
+
+
+class Registration(Entry):
+    """The body of `POST /instances`, as vLLM's `disagg_epd_proxy.py` takes it."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    def check_transfer(self, transfer: ECTransferName) -> None:
+        """Refuse an instance that would wait for what nobody sends, or get nothing.
 
         Raises:
-            UnknownTransfer: it has addresses for Mooncake's encoder-cache transfer.
+            TransferMismatch: it has addresses for pushes, and there are none, or the other way
+                round.
         """
-        if self.ec_zmq_addrs:
-            raise UnknownTransfer(
-                "this proxy has no Mooncake encoder-cache transfer: leave ec_zmq_addrs out"
-                if self.role in CONSUMERS
-                else "ec_zmq_addrs is for consumers: roles prefill and prefill_decode"
+        pushed = EC_TRANSFERS[transfer].pushed
+        if self.role not in CONSUMERS:
+            if self.ec_zmq_addrs:
+                raise TransferMismatch(NOT_FOR_OTHERS)
+        elif self.ec_zmq_addrs and not pushed:
+            raise TransferMismatch(
+                f"this proxy runs with --ec-transfer {transfer}: leave ec_zmq_addrs out, or start "
+                "it with --ec-transfer mooncake"
             )
+        elif pushed and not self.ec_zmq_addrs:
+            raise TransferMismatch(f"with --ec-transfer {transfer} a consumer needs ec_zmq_addrs")
 
 
 class _Document(BaseModel):
@@ -126,8 +142,11 @@ def write_json(instances: Iterable[Instance]) -> bytes:
 
 def _row(one: Instance) -> dict[str, Any]:
     row: dict[str, Any] = {"role": one.role, "url": one.url, "dp_size": one.dp_size}
+    # Proxies that do not know a field refuse it.
     if one.kv_addr:
         row["kv_addr"] = one.kv_addr
+    if one.ec_zmq_addrs:
+        row["ec_zmq_addrs"] = one.ec_zmq_addrs
     return row
 
 
@@ -139,6 +158,9 @@ def _read(document: Any) -> tuple[Instance, ...]:
     except (ValidationError, RecursionError) as invalid:
         said = _first(invalid) if isinstance(invalid, ValidationError) else "it is too deep"
         raise EntriesInvalid(said) from None
+    for entry in found.instances:
+        if entry.ec_zmq_addrs and entry.role not in CONSUMERS:
+            raise EntriesInvalid(f"{entry.url}: {NOT_FOR_OTHERS}")
     instances = tuple(entry.instance for entry in found.instances)
     named = [(one.role, one.url) for one in instances]
     if len(set(named)) < len(named):

@@ -23,8 +23,7 @@ from epd.request.peers import Peers
 from epd.request.stages import Stages
 from epd.routing.instances import Instance, InstanceTable, Role
 from epd.transfer.encoded import Encoded
-from epd.transfer.flavours import KV_TRANSFERS
-from epd.transfer.kv import KVTransfer
+from epd.transfer.flavours import EC_TRANSFERS, KV_TRANSFERS
 
 
 class Patient:
@@ -79,10 +78,13 @@ async def examine(config: ProxyConfig, *, requests: bool) -> list[Finding]:
         visitor = Visitor(upstream, pool, headers, config.health_timeout_s)
         patient = Patient(await asyncio.gather(*map(visitor.look, called.instances)))
         if requests and patient.model is not None:
+            encoded = EC_TRANSFERS[config.ec_transfer]()
             transfer = KV_TRANSFERS[config.kv_transfer]()
             peers = Peers(InstanceTable(), transfer, upstream, config)
-            trials = Trials(Stages(upstream, config), transfer, peers, headers)
-            await _try(patient, trials, patient.model, transfer)
+            trials = Trials(Stages(upstream, config), encoded, transfer, peers, headers)
+            encode = _try_pushes if encoded.pushed else _try_encode
+            await encode(patient, trials, patient.model)
+            await _try_handovers(patient, trials, patient.model)
     made = None if patient.tried is None else patient.tried.encoded
     store = await _look_at_store(config, made)
     return [
@@ -90,7 +92,7 @@ async def examine(config: ProxyConfig, *, requests: bool) -> list[Finding]:
         *called.findings,
         *(finding for one in patient.facts for finding in judge.judge_instance(one)),
         *judge.judge_fleet(patient.facts),
-        *judge.judge_store(config, store),
+        *(judge.judge_store(config, store) if EC_TRANSFERS[config.ec_transfer].stored else ()),
     ]
 
 
@@ -98,7 +100,7 @@ async def _look_at_store(config: ProxyConfig, made: Encoded | None) -> StoreFact
     return None if config.ec_store is None else await look_at_store(config.ec_store, made)
 
 
-async def _try(patient: Patient, trials: Trials, model: str, transfer: KVTransfer) -> None:
+async def _try_encode(patient: Patient, trials: Trials, model: str) -> None:
     for instance in patient.there(Role.ENCODE):
         trial, tried = await trials.encode(instance, model)
         patient.note(instance, {judge.ENCODE: trial})
@@ -106,9 +108,29 @@ async def _try(patient: Patient, trials: Trials, model: str, transfer: KVTransfe
             patient.encoded(instance, tried)
     if patient.tried is not None and patient.tried.encoded.metadata:
         # An engine that sends blocks to an address ends where a request has none.
-        alone = () if Role.DECODE in transfer.addressed else (Role.PREFILL,)
+        alone = (Role.PREFILL,) if trials.prefills_alone else ()
         for instance in patient.there(*alone, Role.PREFILL_DECODE):
             patient.note(instance, {judge.CONSUME: await trials.consume(instance, patient.tried)})
+
+
+async def _try_pushes(patient: Patient, trials: Trials, model: str) -> None:
+    """From each encode instance, to each rank of each consumer at least once."""
+    encoders = patient.there(Role.ENCODE)
+    consumers = patient.there(Role.PREFILL, Role.PREFILL_DECODE)
+    table = InstanceTable(consumers)
+    ranks = [table.place(one) for one in consumers for _ in range(one.dp_size)]
+    if not encoders or not ranks:
+        return
+    pairs = max(len(encoders), len(ranks))
+    for encoder, consumer in islice(zip(cycle(encoders), cycle(ranks), strict=False), pairs):
+        trial, tried = await trials.encode(encoder, model, consumer)
+        patient.note(encoder, {judge.ENCODE: trial})
+        if tried is not None and tried.encoded.metadata:
+            seen = await trials.consume(consumer.instance, tried)
+            patient.note(consumer.instance, {judge.CONSUME: seen})
+
+
+async def _try_handovers(patient: Patient, trials: Trials, model: str) -> None:
     prefills, decodes = patient.there(Role.PREFILL), patient.there(Role.DECODE)
     if not prefills or not decodes:
         return

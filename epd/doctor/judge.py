@@ -17,9 +17,10 @@ ENCODE, CONSUME, PREFILL, DECODE = "encode", "metadata", "prefill", "decode"
 """Requests that are tried."""
 
 ADVICE = {
-    ENCODE: "start it with --ec-transfer-config, ec_role ec_producer",
-    CONSUME: "start it with --ec-transfer-config, ec_role ec_consumer, and the store of the encode "
-    "instances",
+    ENCODE: "start it with --ec-transfer-config, ec_role ec_producer, and the connector that "
+    "--ec-transfer names",
+    CONSUME: "start it with --ec-transfer-config, ec_role ec_consumer, the connector of the encode "
+    "instances, and their store if they have one",
     PREFILL: "start it with --kv-transfer-config, kv_role kv_producer, and the connector that "
     "--kv-transfer names",
     DECODE: "start it with --kv-transfer-config, kv_role kv_consumer, the same connector, and let "

@@ -11,7 +11,7 @@ from typing import Any
 
 from PIL import Image
 
-from epd.bodies.chat import CHAT
+from epd.bodies.chat import CHAT, encode_body
 from epd.bodies.items import Body
 from epd.doctor.facts import Trial
 from epd.doctor.judge import DECODE, PREFILL
@@ -19,7 +19,8 @@ from epd.errors import ProxyError, UpstreamRejected
 from epd.request.context import RequestContext
 from epd.request.peers import Peers
 from epd.request.stages import Stages
-from epd.routing.instances import Instance
+from epd.routing.instances import Instance, Place, Role
+from epd.transfer.ec import ECTransfer
 from epd.transfer.encoded import Encoded, EncodedItem, consumer_body
 from epd.transfer.kv import KVTransfer, Pair
 from epd.transfer.params import Params, with_params
@@ -57,18 +58,23 @@ class Tried:
     Attributes:
         body: the request that asks about it.
         encoded: what is known of its encoder output.
+        params: `ec_transfer_params` of a request with it.
+        consumer: whom it was made for; None: anyone.
     """
 
-    def __init__(self, body: Body, encoded: Encoded) -> None:
+    def __init__(
+        self, body: Body, encoded: Encoded, params: Params, consumer: Place | None
+    ) -> None:
         self.body = body
         self.encoded = encoded
+        self.params = params
+        self.consumer = consumer
 
     def by_key(self) -> Body:
         """The request, with the output's key in the place of the media."""
         [item] = CHAT.items(self.body)
-        return consumer_body(
-            self.body, [EncodedItem(item, None, self.encoded, "encoded")], raw=False
-        ).body
+        one = EncodedItem(item, None, self.encoded, "encoded")
+        return consumer_body(self.body, [one], self.params, raw=False).body
 
 
 class Trials:
@@ -76,28 +82,53 @@ class Trials:
 
     Args:
         stages: as the proxy has them.
+        encoded: how prefill gets encoder outputs.
         transfer: how decode gets the KV blocks.
         peers: what is known of the prefill instances' connectors.
         headers: sent along, such as a key.
     """
 
     def __init__(
-        self, stages: Stages, transfer: KVTransfer, peers: Peers, headers: Mapping[str, str]
+        self,
+        stages: Stages,
+        encoded: ECTransfer,
+        transfer: KVTransfer,
+        peers: Peers,
+        headers: Mapping[str, str],
     ) -> None:
         self._stages = stages
+        self._encoded = encoded
         self._transfer = transfer
         self._peers = peers
         self._headers = headers
 
-    async def encode(self, instance: Instance, model: str) -> tuple[Trial, Tried | None]:
-        """Have a picture encoded; where the model takes none, a sound."""
+    @property
+    def prefills_alone(self) -> bool:
+        """Whether a prefill instance may be asked with no decode instance to go with it.
+
+        An engine that sends blocks to an address ends where a request has none.
+        """
+        return Role.DECODE not in self._transfer.addressed
+
+    async def encode(
+        self, instance: Instance, model: str, consumer: Place | None = None
+    ) -> tuple[Trial, Tried | None]:
+        """Have a picture encoded; where the model takes none, a sound.
+
+        Args:
+            instance: who encodes.
+            model: what it serves.
+            consumer: whom it is pushed to, with a transfer that pushes.
+        """
         refused = None
         for part in (picture(), sound()):
             body = _asking(model, part)
+            item = next(CHAT.items(body))
             try:
-                encoded = await self._stages.encode(
-                    instance, body, next(CHAT.items(body)), None, self._context()
-                )
+                asked = self._encoded.encode_params(consumer, 1)
+                sent = encode_body(body, item, None, asked)
+                replied = await self._stages.encode(instance, sent, item, self._context())
+                encoded = self._encoded.encoded(replied, asked)
             except UpstreamRejected as error:
                 refused = refused or error
                 continue
@@ -105,12 +136,16 @@ class Trials:
                 return _failed(error), None
             if not encoded.params:
                 return Trial("it encodes, but reports no ec_transfer_params"), None
-            return Trial(), Tried(body, encoded)
+            if (lacking := self._encoded.lacking(replied)) is not None:
+                return Trial(f"it encodes, but its ec_transfer_params have no {lacking}"), None
+            params = self._encoded.consumer_params([encoded])
+            return Trial(), Tried(body, encoded, params, consumer)
         return _failed(refused) if refused else Trial(), None
 
     async def consume(self, instance: Instance, tried: Tried) -> Trial:
         """Ask about what was encoded, by its key alone."""
-        return await self._answered(instance, tried.by_key())
+        rank = None if tried.consumer is None else tried.consumer.rank
+        return await self._answered(instance, tried.by_key(), rank=rank)
 
     async def transfer(
         self, prefill: Instance, decode: Instance, body: Body
@@ -148,11 +183,16 @@ class Trials:
         )
 
     async def _answered(
-        self, instance: Instance, body: Body, request_id: str | None = None
+        self,
+        instance: Instance,
+        body: Body,
+        request_id: str | None = None,
+        rank: int | None = None,
     ) -> Trial:
         context = self._context()
+        decoding = self._stages.decode(instance, body, context, rank, request_id)
         try:
-            async with self._stages.decode(instance, body, context, request_id=request_id) as reply:
+            async with decoding as reply:
                 await reply.read(idle_s=ANSWERS_S)
         except ProxyError as error:
             return _failed(error)

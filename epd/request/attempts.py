@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from epd.errors import Stage
 from epd.policies.course import Course, Facts
-from epd.routing.instances import Instance
+from epd.routing.instances import Instance, Place
 from epd.transfer.encoded import Consumed, EncodedItem
 
 
@@ -20,6 +20,7 @@ class Attempts:
         failures: the stages that have failed; who was not reached has not been asked.
         doubtful: a decode instance that failed as one does that cannot load what it was named:
             who made that may be at fault.
+        consumer: whom its items are encoded for; None: whoever comes to consume them.
         encoded: its items, once they are encoded.
         sent: what prefill and decode were sent.
         anew: whether entries may have been lost: all is encoded again, and the media go along.
@@ -34,6 +35,7 @@ class Attempts:
     decodes: list[Instance] = field(default_factory=list)
     failures: list[Stage] = field(default_factory=list)
     doubtful: Instance | None = None
+    consumer: Place | None = None
     encoded: list[EncodedItem] | None = None
     sent: Consumed = field(default_factory=lambda: Consumed({}))
     anew: bool = False

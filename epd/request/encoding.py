@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from ec_store import EntryInfo
+from epd.bodies.chat import encode_body, features
 from epd.bodies.items import MM_KWARGS, Body, MMItem
 from epd.cache.claims import Claims, Turn
 from epd.cache.encoder_cache import EncoderCache, Look
@@ -23,10 +24,11 @@ from epd.errors import (
 from epd.flights import Flights
 from epd.request.context import RequestContext
 from epd.request.stages import Stages
-from epd.routing.instances import Instance, InstanceTable, Role
+from epd.routing.instances import Instance, InstanceTable, Place, Role
 from epd.routing.policies import Choice
 from epd.routing.retries import Retries, is_instances_fault, retry_delay_s
 from epd.spans import Span
+from epd.transfer.ec import ECTransfer
 from epd.transfer.encoded import Encoded, EncodedItem, from_entry
 
 TRIES = 3
@@ -96,11 +98,13 @@ class Encoder:
         stages: Stages,
         table: InstanceTable,
         cache: EncoderCache | None,
+        transfer: ECTransfer,
         config: ProxyConfig,
     ) -> None:
         self._stages = stages
         self._table = table
         self._cache = cache
+        self._transfer = transfer
         self._claims = None if cache is None else Claims(cache)
         self._config = config
         self._choice = Choice(table, config.encode_policy, Role.ENCODE)
@@ -113,6 +117,7 @@ class Encoder:
         body: Body,
         uuids: Mapping[MMItem, str | None],
         context: RequestContext,
+        consumer: Place | None = None,
         *,
         anew: bool = False,
     ) -> list[EncodedItem]:
@@ -122,6 +127,7 @@ class Encoder:
             body: the request.
             uuids: its items and their keys.
             context: the request's.
+            consumer: whom they are for, with a transfer that pushes; None: nobody who takes any.
             anew: whether what the store has is of no use, as a consumer could not load it.
 
         Raises:
@@ -129,8 +135,11 @@ class Encoder:
         """
         if not uuids:
             return []
-        if not context.endpoint.encodes:
+        taken = consumer is not None or not self._transfer.pushed
+        if not context.endpoint.encodes or not taken:
             return raw_items(uuids)
+        if consumer is not None:
+            return await self._pushed(body, uuids, context, consumer)
         record = context.record
         record.hits, record.waits = {}, 0
         wanted = self._identifiers(body, uuids, anew=anew)
@@ -149,6 +158,29 @@ class Encoder:
         record.items = {result: results.count(result) for result in results}
         if "hit" in record.items:
             record.hits = Counter([one.item.modality for one in encoded if one.result == "hit"])
+        return encoded
+
+    async def _pushed(
+        self,
+        body: Body,
+        uuids: Mapping[MMItem, str | None],
+        context: RequestContext,
+        consumer: Place,
+    ) -> list[EncodedItem]:
+        """All items, pushed to one consumer, which waits for each: nothing is shared, nor local."""
+
+        async def one(item: MMItem) -> EncodedItem:
+            uuid = uuids[item]
+            if not item.has_media:
+                raise _gone(item, LookUp({}, answered=False))
+            try:
+                encoded = await self._somewhere(body, item, uuid, context, consumer)
+            except ProxyError as error:
+                raise error.at(item.param) from error.__cause__
+            return EncodedItem(item, _sent(item, uuid), encoded, "encoded")
+
+        encoded = await _all(one, uuids)
+        context.record.items = {"encoded": len(encoded)}
         return encoded
 
     def _identifiers(
@@ -263,7 +295,12 @@ class Encoder:
         return one.encoded, one.new and begun_here
 
     async def _somewhere(
-        self, body: Body, item: MMItem, uuid: str | None, context: RequestContext
+        self,
+        body: Body,
+        item: MMItem,
+        uuid: str | None,
+        context: RequestContext,
+        consumer: Place | None = None,
     ) -> Encoded:
         """Encode an item on one instance, or on the next where that fails.
 
@@ -277,8 +314,12 @@ class Encoder:
             self._choice.use(self._config.encode_policy)
             instance = self._choice.best(key, tried)
             tried.append(instance)
+            # Anew for each: what another one has begun to push may come yet.
+            asked = self._transfer.encode_params(consumer, features(body, item))
             with self._table.using(instance):
-                return await self._stages.encode(instance, body, item, _sent(item, uuid), context)
+                sent = encode_body(body, item, _sent(item, uuid), asked)
+                replied = await self._stages.encode(instance, sent, item, context)
+                return self._transfer.encoded(replied, asked)
 
         def again(error: ProxyError) -> float | None:
             others = self._choice.others(tried)

@@ -16,7 +16,7 @@ from epd.request.peers import Peers
 from epd.request.readbacks import Readbacks
 from epd.request.releases import Releases
 from epd.request.stages import Decoding, Prefilled, Stages
-from epd.routing.instances import Instance, InstanceTable, Role, Use
+from epd.routing.instances import CONSUMERS, Instance, InstanceTable, Place, Role, Use
 from epd.routing.policies import Choice
 from epd.transfer.kv import KVTransfer, Pair
 from epd.transfer.params import with_params
@@ -88,22 +88,39 @@ class Handovers:
         """Whether there is a prefill instance that was not tried, and may be."""
         return attempts.course.prefill_url is None and self._prefills.others(attempts.prefills)
 
+    async def consumer(
+        self, attempts: Attempts, body: Body, context: RequestContext
+    ) -> Place | None:
+        """Who will prefill a request, and with what data-parallel rank, for `answer` to go to.
+
+        Returns:
+            None where that is a decode instance alone, which takes no encoder outputs.
+
+        Raises:
+            NoInstance: there is nobody.
+        """
+        if self._goes_to_prefill(attempts, body, context):
+            return self._table.place(self._prefill(attempts, context))
+        decode = await self._decoders.pick(attempts, context)
+        return self._table.place(decode) if decode.role in CONSUMERS else None
+
     async def answer(self, attempts: Attempts, context: RequestContext) -> Answer:
         """The decode instance's answer, opened.
 
         Raises:
             ProxyError: an instance failed, or refused the request.
         """
-        sent, course = attempts.sent.body, attempts.course
+        sent, course, consumer = attempts.sent.body, attempts.course, attempts.consumer
         attempts.prefilled = False
-        if attempts.without_prefill or not course.prefill or not context.endpoint.prefills(sent):
+        if not self._goes_to_prefill(attempts, sent, context):
             return await self._decoded(attempts, context, sent)
         # What connectors remember of an attempt that failed must not be taken for the next one.
         request_id = context.child_id() if attempts.prefills else context.request_id
-        prefill = self._prefill(attempts, context)
+        prefill = consumer.instance if consumer else self._prefill(attempts, context)
         attempts.prefills.append(prefill)
         earlier = await self._readbacks.earlier(attempts, prefill, context)
-        using = self._table.using(prefill, alone=attempts.alone("prefill"))
+        alone = attempts.alone("prefill")
+        using = self._table.using(prefill, alone=alone, promised=consumer)
         pair = Pair(request_id, prefill, using.rank, earlier=earlier)
         if course.decode_choice == "early" or self._transfer.eager:
             pair = pair._replace(decode=await self._decoders.pick(attempts, context, prefill))
@@ -125,6 +142,10 @@ class Handovers:
                 stage="prefill",
             )
         return local
+
+    def _goes_to_prefill(self, attempts: Attempts, body: Body, context: RequestContext) -> bool:
+        wanted = attempts.course.prefill and not attempts.without_prefill
+        return wanted and context.endpoint.prefills(body)
 
     async def _prefilled(
         self,
@@ -197,7 +218,8 @@ class Handovers:
             body: what decode is sent.
             pair: who has prefilled; None: nobody.
         """
-        instance = None if pair is None else pair.decode
+        consumer = attempts.consumer if pair is None else None
+        instance = consumer.instance if consumer else pair and pair.decode
         if instance is None:
             prefill = None if pair is None else pair.prefill
             instance = await self._decoders.pick(attempts, context, prefill)
@@ -207,7 +229,8 @@ class Handovers:
                 slug="prefill_needed",
             )
         attempts.decodes.append(instance)
-        using = self._table.using(instance, alone=attempts.alone("decode"))
+        alone = attempts.alone("decode")
+        using = self._table.using(instance, alone=alone, promised=consumer)
         request_id = None if pair is None else self._transfer.request_id(pair)
         decoding = self._stages.decode(instance, body, context, using.rank, request_id)
         answer = Answer(using, decoding)

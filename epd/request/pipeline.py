@@ -1,6 +1,7 @@
 """One request: encode, prefill where there is one, decode; tried again while nobody has seen it."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from http import HTTPStatus
 
@@ -21,6 +22,7 @@ from epd.request.handover import Answer, Handovers
 from epd.request.stages import Stages
 from epd.routing.instances import ANSWERING, InstanceTable, Role
 from epd.routing.retries import Retries, is_instances_fault, retry_delay_s
+from epd.transfer.ec import ECTransfer
 from epd.transfer.encoded import EncodedItem, consumer_body, metadata_uuids
 
 MAX_PREFILLS = 2
@@ -42,6 +44,7 @@ class Pipeline:
         stages: Stages,
         media: MediaFetcher,
         cache: EncoderCache | None,
+        transfer: ECTransfer,
         handovers: Handovers,
         decoders: Decoders,
         coordinate: Callable[[Facts], Course | None],
@@ -51,7 +54,8 @@ class Pipeline:
         self._media = media
         self._handovers = handovers
         self._decoders = decoders
-        self._encoder = Encoder(stages, table, cache, config)
+        self._transfer = transfer
+        self._encoder = Encoder(stages, table, cache, transfer, config)
         self._keys = Keys(cache, config)
         self._config = config
         self._retries = Retries()
@@ -73,7 +77,11 @@ class Pipeline:
         attempts = Attempts(course, facts)
 
         async def attempt() -> Answer:
-            await self._prepare(attempts, body, uuids, context)
+            self._do_without_prefill(attempts)
+            if uuids and self._transfer.pushed:
+                attempts.consumer = await self._handovers.consumer(attempts, body, context)
+            with attempts.consumer or nullcontext():
+                await self._prepare(attempts, body, uuids, context)
             return await self._handovers.answer(attempts, context)
 
         def again(error: ProxyError) -> float | None:
@@ -128,31 +136,27 @@ class Pipeline:
         context: RequestContext,
     ) -> None:
         """Encode what is not encoded yet, or all of it anew, and make of it what is sent next."""
-        if (
-            attempts.course.prefill
-            and not self._table.has(Role.PREFILL)
-            and self._config.on_prefill_failure == "local"
-        ):
-            attempts.without_prefill = True
-        course = attempts.course
-        if not uuids:
-            attempts.encoded = []
-        elif not course.encode:
-            attempts.encoded = raw_items(uuids)
-        elif attempts.encoded is None:
-            attempts.encoded = await self._encoder.encode(body, uuids, context)
+        course, first = attempts.course, attempts.encoded is None
+        if attempts.encoded is None or attempts.anew or self._transfer.pushed:
+            attempts.encoded = (
+                await self._encoder.encode(
+                    body, uuids, context, attempts.consumer, anew=attempts.anew
+                )
+                if course.encode
+                else raw_items(uuids)
+            )
+        if first and uuids and course.encode:
             # Before the answer: who has it may use the name.
             named = [one for one in attempts.encoded if one.item.uuid is not None]
             await self._keys.remember(body, named, context.tenant)
-        elif attempts.anew:
-            attempts.encoded = await self._encoder.encode(body, uuids, context, anew=True)
         if attempts.without_prefill:
             context.record.degraded.add("prefill-local")
         # Decode without prefill looks for no encoder output, but where it is both.
         alone = not course.prefill and self._table.has(Role.DECODE)
         raw = self._config.decode_media == "raw" or attempts.anew or attempts.without_prefill
         raw = raw or alone
-        attempts.sent = consumer_body(body, attempts.encoded, raw=raw)
+        params = self._transfer.consumer_params(one.encoded for one in attempts.encoded)
+        attempts.sent = consumer_body(body, attempts.encoded, params, raw=raw)
         context.record.saved_bytes = 0
         if context.record.hits:
             unsent = metadata_uuids(attempts.encoded, body, raw=raw)
@@ -160,6 +164,15 @@ class Pipeline:
             context.record.saved_bytes = sum(
                 inline_bytes(item, context.cuts) for item in hits if item in unsent
             )
+
+    def _do_without_prefill(self, attempts: Attempts) -> None:
+        """Let decode do prefill's work where nobody else is there to do it."""
+        if (
+            attempts.course.prefill
+            and not self._table.has(Role.PREFILL)
+            and self._config.on_prefill_failure == "local"
+        ):
+            attempts.without_prefill = True
 
     def _facts(self, body: Body, items: tuple[MMItem, ...], context: RequestContext) -> Facts:
         return Facts(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import orjson
 
-from epd.bodies.chat import CHAT, encode_body
+from epd.bodies.chat import CHAT
 from epd.bodies.endpoint import written
 from epd.bodies.items import Body, MMItem
 from epd.config import ProxyConfig
@@ -60,14 +60,15 @@ class Stages:
         self._config = config
 
     async def encode(
-        self,
-        instance: Instance,
-        body: Body,
-        item: MMItem,
-        uuid: str | None,
-        context: RequestContext,
+        self, instance: Instance, body: Body, item: MMItem, context: RequestContext
     ) -> Encoded:
         """Encode one item.
+
+        Args:
+            instance: who encodes.
+            body: the encode request.
+            item: what it is of.
+            context: the request's.
 
         Raises:
             ProxyError: the instance failed, or refused it.
@@ -77,7 +78,7 @@ class Stages:
                 instance.url + CHAT.path,
                 stage="encode",
                 headers=context.headers_for(context.child_id(), span),
-                body=written(encode_body(body, item, uuid), context.cuts),
+                body=written(body, context.cuts),
                 timeout_s=self._config.encode_timeout_s,
             )
             if span is not None:

@@ -169,7 +169,13 @@ class InstanceTable:
         rested = [one for one in fit if not one[1].busy(now_s)]
         return [instance for instance, _ in rested or fit]
 
-    def using(self, instance: Instance, *, alone: bool = True) -> "Use":
+    def place(self, instance: Instance) -> "Place":
+        """A place at this instance, for a request that will only then be sent there."""
+        return Place(instance, self._load, self._ranks.get(instance))
+
+    def using(
+        self, instance: Instance, *, alone: bool = True, promised: "Place | None" = None
+    ) -> "Use":
         """A request of this instance, under way while the context lasts.
 
         How it is left is what the instance is judged by; a cancelled request says nothing.
@@ -178,12 +184,16 @@ class InstanceTable:
             instance: the one.
             alone: whether a 500 is the instance's own. It may be due to what others have made, and
                 could not be loaded.
+            promised: the place that the request had before, whose rank it keeps if it is at this
+                instance.
         """
         health = self._health.get(instance)
         load = self._load
         if health is None:  # removed since it was chosen, or named by somebody else
             health, load = Health(self._policy, self._clock(), lambda _: None), {}
-        return Use(load, instance, health, self._clock, self._ranks.get(instance), alone=alone)
+        kept = None if promised is None or promised.instance != instance else promised.rank
+        place = Place(instance, load, self._ranks.get(instance), kept)
+        return Use(place, health, self._clock, alone=alone)
 
     def probes_due(self) -> list[Instance]:
         """Whom to ask for their health now; each answer goes to `probed`."""
@@ -196,39 +206,68 @@ class InstanceTable:
             self._health[instance].probed(self._clock(), well=well)
 
 
-class Use:
-    """One request of an instance.
+class Place:
+    """A request's place at an instance, which counts as load while the context lasts.
 
     Attributes:
+        instance: the one.
         rank: the data-parallel rank that it is for; None: the instance sees to it.
     """
 
-    __slots__ = ("_alone", "_begun", "_clock", "_health", "_instance", "_load", "_ranks", "rank")
+    __slots__ = ("_load", "_ranks", "instance", "rank")
 
-    def __init__(  # noqa: PLR0913 - what it is counted with
+    def __init__(
         self,
-        load: dict[Instance, int],
         instance: Instance,
-        health: Health,
-        clock: Callable[[], float],
+        load: dict[Instance, int],
         ranks: Ranks | None,
-        *,
-        alone: bool,
+        rank: int | None = None,
     ) -> None:
+        self.instance = instance
         self._load = load
-        self._instance = instance
+        self._ranks = ranks
+        self.rank = ranks.next() if ranks is not None and rank is None else rank
+
+    def __enter__(self) -> Self:
+        """It is taken."""
+        self._load[self.instance] = self._load.get(self.instance, 0) + 1
+        if self._ranks is not None and self.rank is not None:
+            self._ranks.begin(self.rank)
+        return self
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """It is free again."""
+        left = self._load.pop(self.instance) - 1
+        if left:
+            self._load[self.instance] = left
+        if self._ranks is not None and self.rank is not None:
+            self._ranks.end(self.rank)
+
+
+class Use:
+    """One request of an instance."""
+
+    __slots__ = ("_alone", "_begun", "_clock", "_health", "_place")
+
+    def __init__(
+        self, place: Place, health: Health, clock: Callable[[], float], *, alone: bool
+    ) -> None:
+        self._place = place
         self._health = health
         self._clock = clock
         self._alone = alone
-        self._ranks = ranks
-        self.rank = None if ranks is None else ranks.next()
+
+    @property
+    def rank(self) -> int | None:
+        """The data-parallel rank that it is for; None: the instance sees to it."""
+        return self._place.rank
 
     def __enter__(self) -> Self:
         """It goes to the instance."""
-        self._load[self._instance] = self._load.get(self._instance, 0) + 1
+        self._place.__enter__()
         self._begun = self._health.begun()
-        if self._ranks is not None and self.rank is not None:
-            self._ranks.begin(self.rank)
         return self
 
     def answered(self) -> None:
@@ -239,11 +278,7 @@ class Use:
         self, kind: object, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """It has ended, and how."""
-        left = self._load.pop(self._instance) - 1
-        if left:
-            self._load[self._instance] = left
-        if self._ranks is not None and self.rank is not None:
-            self._ranks.end(self.rank)
+        self._place.__exit__(kind, error, trace)
         self._health.ended(
             self._outcome(error), self._clock(), begun=self._begun, rest_s=asked_rest_s(error)
         )

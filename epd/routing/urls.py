@@ -49,6 +49,19 @@ def at_address(url: str, address: str) -> str:
     return f"{parts.scheme}://{host}{port}{parts.path}"
 
 
+def zmq_address(address: str) -> str:
+    """Where something is pushed to: `tcp://host:port`.
+
+    Raises:
+        ValueError: it is no such thing.
+    """
+    parts = urlsplit(address)
+    plain = address == f"tcp://{parts.netloc}" and "@" not in address
+    if not plain or not parts.hostname or not parts.port or any(c <= " " for c in address):
+        raise ValueError(f"{address!r} is not an address such as tcp://host:19019")
+    return address
+
+
 def is_address(host: str) -> bool:
     """Whether a host is an address, and no name."""
     try:

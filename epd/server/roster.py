@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from epd.config import ProxyConfig
-from epd.discovery.entries import EntriesInvalid, UnknownTransfer, registration
+from epd.discovery.entries import EntriesInvalid, TransferMismatch, registration
 from epd.discovery.registrations import Clash, Registrations
 from epd.discovery.stores import StoreFailed
 from epd.errors import BadRequest, Overloaded, RequestRefused
@@ -36,6 +36,7 @@ class Roster:
         self._transfer = transfer
         self._open = config.dynamic_registration
         self._hosts = config.registration_hosts
+        self._ec_transfer = config.ec_transfer
 
     def page(self, *, detailed: bool) -> dict[str, Any]:
         """By role, the URLs of the instances that requests go to, and of those that are left alone.
@@ -60,16 +61,16 @@ class Roster:
             RequestRefused: 404 without `--dynamic-registration`; 422, the body describes none, or
                 one that the KV transfer cannot do with; 403, its host may not be registered; 409,
                 it does not go with those that take part.
-            BadRequest: it uses a transfer that there is not.
+            BadRequest: it uses another encoder-cache transfer than the proxy.
             Overloaded: the store of registrations cannot be used.
         """
         self._check_open()
         try:
             wanted = registration(body)
-            wanted.check_transfer()
+            wanted.check_transfer(self._ec_transfer)
         except EntriesInvalid as error:
             raise RequestRefused(422, str(error), slug="invalid_instance") from None
-        except UnknownTransfer as error:
+        except TransferMismatch as error:
             raise BadRequest(str(error), slug="unsupported_ec_transfer") from None
         self._check_fits(wanted.instance)
         if not is_allowed(wanted.url, self._hosts):

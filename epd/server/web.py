@@ -74,7 +74,7 @@ from epd.server.slots import (
     UNKNOWN,
 )
 from epd.tenants import ANONYMOUS
-from epd.transfer.flavours import KV_TRANSFERS
+from epd.transfer.flavours import EC_TRANSFERS, KV_TRANSFERS
 from epd.ui.board import Board
 from epd.ui.recent import Recent
 from epd.version import __version__
@@ -168,8 +168,9 @@ async def _connections(app: web.Application) -> AsyncIterator[None]:
         peers = Peers(table, transfer, upstream, config)
         readbacks = Readbacks(stages, transfer, conversations)
         handovers = Handovers(table, stages, transfer, peers, decoders, releases, readbacks)
+        encoded = EC_TRANSFERS[config.ec_transfer]()
         app[PIPELINE] = Pipeline(
-            table, stages, media, cache, handovers, decoders, app[POLICIES].course, config
+            table, stages, media, cache, encoded, handovers, decoders, app[POLICIES].course, config
         )
         app[WARMUP] = Warmup(app[PIPELINE], cache)
         app[ADMIN] = Admin(table, upstream, config, conversations)

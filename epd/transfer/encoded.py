@@ -120,7 +120,9 @@ class Consumed(NamedTuple):
     names_entries: bool = False
 
 
-def consumer_body(body: Body, items: Sequence[EncodedItem], *, raw: bool) -> Consumed:
+def consumer_body(
+    body: Body, items: Sequence[EncodedItem], params: Params, *, raw: bool
+) -> Consumed:
     """The request for prefill and decode, once its items are encoded.
 
     Items go on metadata-only where that is known to give the same answer, and raw otherwise. Raw
@@ -129,6 +131,7 @@ def consumer_body(body: Body, items: Sequence[EncodedItem], *, raw: bool) -> Con
     Args:
         body: the request as the client sent it.
         items: all its items.
+        params: their `ec_transfer_params`; empty: none.
         raw: send all media raw, where all items have theirs.
 
     Raises:
@@ -149,7 +152,6 @@ def consumer_body(body: Body, items: Sequence[EncodedItem], *, raw: bool) -> Con
         else raw_part(one.item, one.uuid)
         for one in items
     }
-    params = {key: entry for one in items for key, entry in one.encoded.params.items()}
     body = with_parts(body, parts)
     return Consumed({**body, "ec_transfer_params": params} if params else body, bool(uuids))
 

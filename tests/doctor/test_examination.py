@@ -29,6 +29,7 @@ from tests.proxy.fake_instance import (
     prefills,
     refuses,
 )
+from tests.proxy.strict_encode import Memory, Pushes
 from tests.proxy.strict_instance import WIRES
 
 
@@ -375,3 +376,37 @@ async def test_what_is_registered_with_a_proxy_alone_is_said_not_to_be_seen(clin
         "what is registered with a proxy that runs cannot be seen from here",
     ) in (ill(findings))
     assert not [one for one in findings if one.verdict is Verdict.FAIL]
+
+
+async def test_a_fleet_that_pushes_encoder_outputs_is_tried_rank_by_rank(clinic: Clinic) -> None:
+    pushes, where = Pushes(), ("tcp://d:1", "tcp://d:2")
+    clinic.encode.chat, clinic.decode.chat = pushes.encodes, pushes.consumes(*where)
+    config: dict[str, Any] = {
+        "prefill_servers_urls": (),
+        "ec_store": None,
+        "ec_consumer_zmq_addrs": where,
+        "ec_consumer_dp_size": 2,
+    }
+
+    assert await clinic.complaints(**config) == []
+    assert [address for address, _ in pushes.pushed] == list(where)
+    assert (pushes.wrong, pushes.waiting) == ([], {})
+    clinic.decode.chat = pushes.consumes("tcp://other:1", "tcp://other:2")
+    assert (f"prefill_decode {clinic.decode.url}", "metadata: never pushed") in [
+        (subject, seen) for subject, seen in await clinic.complaints(**config)
+    ]
+
+
+async def test_encode_instances_whose_memory_nobody_can_read_are_found(clinic: Clinic) -> None:
+    memory = Memory()
+    clinic.encode.chat = memory.encodes(5601)
+    clinic.prefill.chat = memory.consumes(prefills)
+    config: dict[str, Any] = {"ec_store": None, "ec_transfer": "nixl"}
+
+    assert await clinic.complaints(**config) == []
+    assert memory.wrong == []
+    clinic.encode.chat = encodes
+    assert (
+        f"encode {clinic.encode.url}",
+        "encode: it encodes, but its ec_transfer_params have no peer_host",
+    ) in await clinic.complaints(**config)

@@ -16,6 +16,7 @@ from epd.config.settings import SECRETS, Settings, flag_of
 from epd.config.shown import as_json, as_yaml
 from epd.config.sources import Loaded, load
 from epd.parser import Parser
+from epd.routing.instances import Role
 
 INSTANCES = {"encode_servers_urls": "http://e:1", "decode_servers_urls": "http://d:1"}
 NUMBERS = ("max_items", "max_queue", "header_timeout_s", "media_cache_bytes")
@@ -354,7 +355,7 @@ def test_flags_of_vllms_example_proxy_are_taken(capsys: pytest.CaptureFixture[st
 
 
 def test_those_that_do_nothing_here_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--evicted-ttl", "900", "--decode-retries=2", "--ec-consumer-zmq-addrs", ""]
+    flags = ["--evicted-ttl", "900", "--decode-retries=2"]
 
     assert parsed(*flags) == {}
     lines = capsys.readouterr().err.splitlines()
@@ -364,10 +365,52 @@ def test_those_that_do_nothing_here_are_warned_of(capsys: pytest.CaptureFixture[
     ]
 
 
-def test_addresses_for_a_transfer_that_there_is_not_are_refused(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit):
-        parsed("--ec-consumer-zmq-addrs", "tcp://h:1")
+URLS = {"encode_servers_urls": "http://e:1", "decode_servers_urls": "http://d0:1,http://d1:1"}
+ZMQ = "tcp://d0:1,tcp://d0:2,tcp://d1:1,tcp://d1:2"
 
-    assert "there is no Mooncake encoder-cache transfer" in capsys.readouterr().err
+
+@pytest.mark.parametrize("prefill", [{}, {"prefill_servers_urls": "disable"}])
+def test_a_script_for_mooncake_written_for_vllms_example_runs(prefill: dict[str, str]) -> None:
+    flags = parsed("--ec-consumer-zmq-addrs", ZMQ, "--ec-consumer-dp-size", "2")
+
+    config = load({**URLS, **prefill, **flags}).config
+
+    assert config.ec_transfer == "mooncake"
+    first, second = (one for one in config.instances if one.role is Role.PREFILL_DECODE)
+    assert first.ec_zmq_addrs == ("tcp://d0:1", "tcp://d0:2")
+    assert second.ec_zmq_addrs == ("tcp://d1:1", "tcp://d1:2")
+
+
+@pytest.mark.parametrize("none", ["", "none", "disable"])
+def test_no_addresses_are_no_transfer(none: str) -> None:
+    assert load({**URLS, "ec_consumer_zmq_addrs": none}).config.ec_transfer == "store"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"ec_consumer_zmq_addrs": "tcp://d0:1"}, r"2 \(2 instances x 1 ranks\), not 1"),
+        ({"ec_consumer_zmq_addrs": ZMQ, "ec_consumer_dp_size": "3"}, r"6 \(.*\), not 4"),
+        ({"ec_transfer": "mooncake"}, "not 0"),
+        ({"ec_transfer": "mooncake", "prefill_servers_urls": "http://p:1"}, "E\\+PD"),
+        ({"ec_consumer_zmq_addrs": ZMQ, "prefill_servers_urls": "http://p:1"}, "E\\+PD"),
+        ({"ec_consumer_zmq_addrs": ZMQ, "ec_transfer": "store"}, "needs --ec-transfer mooncake"),
+        ({"ec_consumer_zmq_addrs": "d0:1,d1:1"}, "not an address such as tcp"),
+        ({"ec_consumer_zmq_addrs": "tcp://d0:1/x,tcp://d1:1"}, "not an address such as tcp"),
+        ({"ec_consumer_zmq_addrs": "tcp://u@d0:1,tcp://d1:1"}, "not an address such as tcp"),
+        ({"ec_consumer_zmq_addrs": "tcp://d0,tcp://d1:1"}, "not an address such as tcp"),
+        ({"ec_transfer": "nixl", "ec_store": "file:///tmp/x"}, "--ec-store needs"),
+        ({"ec_transfer": "example", "ec_store": "file:///tmp/x"}, "--ec-store needs"),
+        ({"ec_transfer": "mooncake", "ec_store": "file:///tmp/x"}, "--ec-store needs"),
+        (
+            {"ec_consumer_zmq_addrs": ZMQ, "discover_prefill_decode": "pd:1"},
+            "does not say where encoder outputs are taken",
+        ),
+        ({"ec_transfer": "post"}, "post|store"),
+    ],
+)
+def test_transfers_of_encoder_outputs_that_cannot_work_are_refused(
+    flags: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ConfigInvalid, match=message):
+        load({**URLS, **flags})

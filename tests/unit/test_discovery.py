@@ -28,6 +28,16 @@ INSTANCES = st.lists(
         st.sampled_from(Role),
         st.integers(1, 9).map(lambda number: f"http://h{number}:80"),
         st.integers(1, 1024),
+    )
+    | st.builds(
+        lambda number, ranks: Instance(
+            Role.PREFILL_DECODE,
+            f"http://h{number}:80",
+            ranks,
+            ec_zmq_addrs=tuple(f"tcp://h{number}:{19019 + rank}" for rank in range(ranks)),
+        ),
+        st.integers(1, 9),
+        st.integers(1, 8),
     ),
     unique_by=lambda one: (one.role, one.url),
 )
@@ -59,6 +69,18 @@ def test_anything_is_read_or_refused(raw: bytes) -> None:
         ("instances: [{role: encode, url: 'ftp://e:1'}]", "is not a URL"),
         ("instances: [{role: encode, url: 'http://e:1', size: 2}]", "instances.0.size"),
         ("instances: [{role: encode, url: 'http://e:1', dp_size: 0}]", "instances.0.dp_size"),
+        (
+            "instances: [{role: prefill, url: 'http://p:1', ec_zmq_addrs: ['tcp://p:1', 'x']}]",
+            "instances.0.ec_zmq_addrs.1: 'x' is not an address",
+        ),
+        (
+            "instances: [{role: prefill, url: 'http://p:1', dp_size: 2, ec_zmq_addrs: ['tcp://p:1']}]",
+            "one address for each data-parallel rank",
+        ),
+        (
+            "instances: [{role: encode, url: 'http://e:1', ec_zmq_addrs: ['tcp://e:1']}]",
+            "is for consumers",
+        ),
         ("version: 2\ninstances: []", "version"),
         ("a: &a [*a]\ninstances: *a", "no YAML"),
         ("instances: [{role: encode, url: 'http://e'}, {url: 'http://e/', role: encode}]", "twice"),

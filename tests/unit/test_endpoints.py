@@ -223,7 +223,7 @@ def test_a_message_never_goes_on_without_its_picture() -> None:
     )
     [item] = MESSAGES.items(body)
     encoded = Encoded({}, "0" * 64, {"image_grid_thw": [[1, 2, 2]]})
-    sent = consumer_body(body, [EncodedItem(item, None, encoded, "hit")], raw=False)
+    sent = consumer_body(body, [EncodedItem(item, None, encoded, "hit")], {}, raw=False)
 
     assert not sent.names_entries
     [block] = sent.body["messages"][0]["content"]

@@ -35,7 +35,7 @@ def decode(kv_addr: str = "") -> Instance:
 
 def test_a_conversations_next_turn_names_the_blocks_of_the_last() -> None:
     last = {"remote_engine_id": "d", "do_remote_prefill": True, "do_remote_decode": False}
-    told = Nixl().prefill_params(Pair("r", prefill()), last)
+    told = Nixl().prefill_params(Pair("r", prefill(), earlier=last))
 
     assert told == last | {"do_remote_decode": True, "do_remote_prefill": False}
 

@@ -187,3 +187,26 @@ def test_a_consumers_requests_name_a_rank(role: Role, rank: int | None) -> None:
     instance = Instance(role, "http://x:1", dp_size=2)
     with InstanceTable([instance]).using(instance) as use:
         assert use.rank == rank
+
+
+def test_a_place_keeps_its_rank_where_the_request_goes_to_it() -> None:
+    first, other = (Instance(Role.PREFILL, f"http://{name}:1", dp_size=4) for name in "xy")
+    table = InstanceTable([first, other])
+    taken = [table.place(first) for _ in range(3)]
+    with taken[2]:
+        assert table.load == {first: 1}
+    assert table.load == {}
+
+    with table.using(first, promised=taken[2]) as use, table.using(first) as next_one:
+        assert (use.rank, next_one.rank) == (2, 3)
+    with table.using(other, promised=taken[2]) as use:
+        assert use.rank == 0
+
+
+def test_the_load_of_ranks_counts_places() -> None:
+    instance = Instance(Role.PREFILL, "http://x:1", dp_size=2)
+    table = InstanceTable([instance])
+    with table.place(instance) as one, table.place(instance) as other:
+        assert {one.rank, other.rank} == {0, 1}
+        with table.place(instance) as third, table.place(instance) as fourth:
+            assert {third.rank, fourth.rank} == {0, 1}

@@ -7,6 +7,7 @@ from epd.bodies.chat import CHAT
 from epd.bodies.items import Body
 from epd.errors import UpstreamFailed
 from epd.routing.instances import Instance, Role
+from epd.transfer.ec import Store
 from epd.transfer.encoded import Encoded, EncodedItem, consumer_body, read_encoded
 from epd.transfer.kv import Pair
 from epd.transfer.nixl import Nixl
@@ -95,7 +96,8 @@ def consumed(body: Body, *replies: tuple[str | None, Encoded], raw: bool = False
         EncodedItem(item, uuid, reply, "encoded")
         for item, (uuid, reply) in zip(CHAT.items(body), replies, strict=True)
     ]
-    return consumer_body(body, items, raw=raw).body
+    params = Store().consumer_params(one.encoded for one in items)
+    return consumer_body(body, items, params, raw=raw).body
 
 
 def test_text_is_passed_as_it_is() -> None:

@@ -6,10 +6,12 @@ Imported by a fixture when the first test needs it: it takes ten seconds, starts
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.config import ECTransferConfig
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.multimodal.inputs import (
@@ -57,6 +59,15 @@ class Pieces:
         transfer.engine_id = f"test-{time.monotonic_ns()}"
         transfer.ec_connector_extra_config = dict(options)
         return ECStoreConnector(self._config, ECConnectorRole.SCHEDULER)
+
+    def transferring(self, connector: str, role: str, **options: Any) -> Any:
+        """Configuration of an engine of its own that has one of vLLM's own connectors."""
+        config = copy(self._config)
+        config.instance_id = f"test-{time.monotonic_ns()}"
+        config.ec_transfer_config = ECTransferConfig(
+            ec_connector=connector, ec_role=role, ec_connector_extra_config=options
+        )
+        return config
 
     def saver(self, connector: ECStoreConnector, store: Any, queue_bytes: int = 10**6) -> Saver:
         """A worker's, of the same engine."""

@@ -1,0 +1,441 @@
+"""Encoder-cache transfers of vLLM's own connectors, against instances that check each parameter."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from epd.flights import Flights
+from epd.routing.instances import Role
+from tests.proxy.fake_instance import (
+    FakeInstance,
+    Handler,
+    drops,
+    encodes_without_params,
+    fails_first,
+    hangs,
+    prefills,
+    refuses,
+)
+from tests.proxy.fleet import Fleet, Launch, until
+from tests.proxy.strict_encode import Memory, Pushes
+from tests.proxy.test_instances import KEY, empty, listing, register, taking_part
+from tests.requests import image, input_audio, request, text, video
+
+STREAMING = pytest.mark.parametrize("stream", [False, True])
+SOUND = {"mm_processor_kwargs": {"use_audio_in_video": True}}
+
+
+def addresses(decode: int, ranks: int = 1) -> tuple[str, ...]:
+    return tuple(f"tcp://d{n}:{19019 + rank}" for n in range(decode) for rank in range(ranks))
+
+
+@asynccontextmanager
+async def mooncake(
+    launch: Launch, pushes: Pushes, encode: int = 1, decode: int = 1, ranks: int = 1, **config: Any
+) -> AsyncIterator[Fleet]:
+    """E+PD with ECMooncakeConnector."""
+    where = addresses(decode, ranks)
+    settings: dict[str, Any] = {
+        "ec_consumer_zmq_addrs": where,
+        "ec_consumer_dp_size": ranks,
+    } | config
+    async with launch(encode=encode, decode=decode, **settings) as fleet:
+        for one in fleet.encode:
+            one.chat = pushes.encodes
+        for number, one in enumerate(fleet.decode):
+            one.chat = pushes.consumes(*where[number * ranks : (number + 1) * ranks])
+        yield fleet
+    assert pushes.wrong == []
+
+
+@asynccontextmanager
+async def nixl(
+    launch: Launch, memory: Memory, encode: int = 1, prefill: int = 0, **config: Any
+) -> AsyncIterator[Fleet]:
+    """E+PD or E+P+D with ECCPUConnector."""
+    async with launch(encode=encode, prefill=prefill, ec_transfer="nixl", **config) as fleet:
+        for port, one in enumerate(fleet.encode, 5601):
+            one.chat = memory.encodes(port)
+        for one in fleet.prefill:
+            one.chat = memory.consumes(prefills)
+        if not prefill:
+            fleet.d.chat = memory.consumes()
+        yield fleet
+    assert memory.wrong == []
+
+
+async def ask(fleet: Fleet, body: dict[str, Any]) -> None:
+    """Have a request answered."""
+    async with fleet.post(body) as reply:
+        said = await reply.text()
+        assert reply.status == 200, said
+        assert ("[DONE]" in said) == bool(body.get("stream"))
+
+
+def kinds(instance: FakeInstance, call: int = -1) -> list[str]:
+    return [part["type"] for part in instance.calls[call].parts]
+
+
+def ids_of(instance: FakeInstance, call: int = -1) -> list[str]:
+    """The transfer ids that an instance was told."""
+    params = instance.calls[call].body["ec_transfer_params"]
+    return [item["transfer_id"] for item in params["ec_items"]]
+
+
+def hashes_of(instance: FakeInstance, call: int = -1) -> list[str]:
+    params = instance.calls[call].body["ec_transfer_params"]
+    return [item["mm_hash"] for item in params["ec_items"]]
+
+
+@STREAMING
+@pytest.mark.parametrize("media", ["metadata", "raw"])
+async def test_an_output_is_pushed_to_the_consumer_that_answers(
+    launch: Launch, stream: bool, media: str
+) -> None:
+    pushes = Pushes()
+    async with mooncake(launch, pushes, decode=2, decode_media=media) as fleet:
+        for turn in range(4):
+            await ask(fleet, request(text(), image(bytes([turn])), stream=stream))
+
+        assert [len(one.calls) for one in fleet.decode] == [2, 2]
+        kind = "image_embeds" if media == "metadata" else "image_url"
+        assert {tuple(kinds(one)) for one in fleet.decode} == {("text", kind)}
+    assert pushes.waiting == {}
+
+
+async def test_items_are_pushed_each_on_its_own_and_the_same_picture_twice(launch: Launch) -> None:
+    pushes = Pushes()
+    async with mooncake(launch, pushes, encode=2) as fleet:
+        await ask(fleet, request(image(b"1"), input_audio(), image(b"2"), image(b"1")))
+
+        assert len(set(ids_of(fleet.d))) == 4
+        first, _, third, fourth = hashes_of(fleet.d)
+        assert first == fourth != third
+        assert sum(len(one.calls) for one in fleet.encode) == 4
+    assert pushes.waiting == {}
+
+
+async def test_a_picture_that_came_before_is_pushed_again(launch: Launch) -> None:
+    pushes = Pushes()
+    async with mooncake(launch, pushes) as fleet:
+        for _ in range(2):
+            await ask(fleet, request(image()))
+        await asyncio.gather(*(ask(fleet, request(image())) for _ in range(4)))
+
+        assert len(fleet.e.calls) == 6
+        assert all(event.items == {"encoded": 1} for event in fleet.events.requests)
+    assert pushes.waiting == {}
+
+
+async def test_a_video_and_its_sound_have_an_id_each(launch: Launch) -> None:
+    pushes = Pushes()
+    async with mooncake(launch, pushes, trust_request_mm_kwargs=True) as fleet:
+        await ask(fleet, request(text(), video(), **SOUND))
+
+        assert len(ids_of(fleet.e)) == 2
+        assert ids_of(fleet.d) == ids_of(fleet.e)[::-1]  # the video's first, as vLLM's example
+        assert kinds(fleet.d) == ["text", "video_url"]
+    assert pushes.waiting == {}
+
+
+async def test_text_alone_is_pushed_nowhere(launch: Launch) -> None:
+    pushes = Pushes()
+    async with mooncake(launch, pushes, decode=2) as fleet:
+        await ask(fleet, request(text()))
+
+        [call] = [call for one in fleet.decode for call in one.calls]
+        assert "ec_transfer_params" not in call.body
+    assert pushes.pushed == []
+
+
+@STREAMING
+async def test_the_rank_that_is_pushed_to_is_the_one_that_answers(
+    launch: Launch, stream: bool
+) -> None:
+    pushes = Pushes()
+    async with mooncake(launch, pushes, decode=2, ranks=2) as fleet:
+        for turn in range(8):
+            await ask(fleet, request(image(bytes([turn])), image(b"same"), stream=stream))
+
+        assert {where for where, _ in pushes.pushed} == set(addresses(2, 2))
+        ranks = [call.headers["X-data-parallel-rank"] for call in fleet.d.calls]
+        assert sorted(ranks) == ["0", "0", "1", "1"]
+        encoded = [call.headers for call in fleet.e.calls]
+        assert not any("X-data-parallel-rank" in headers for headers in encoded)
+
+
+async def test_who_is_encoded_for_has_its_place_taken_already(launch: Launch) -> None:
+    pushes = Pushes()
+    async with mooncake(launch, pushes, decode=2) as fleet:
+        fleet.e.chat = hangs
+        held = asyncio.create_task(fleet.chat(request(image())))
+        await until(lambda: fleet.e.calls)
+        where = fleet.e.calls[0].body["ec_transfer_params"]["consumer_zmq"]
+        for _ in range(4):
+            await ask(fleet, request(text()))
+
+        busy = addresses(2).index(where)
+        assert [len(fleet.decode[one].calls) for one in (busy, 1 - busy)] == [0, 4]
+        held.cancel()
+        await asyncio.gather(held, return_exceptions=True)
+
+
+@pytest.mark.parametrize("fault", [drops, refuses(500), refuses(503)])
+async def test_an_encode_that_is_tried_again_has_new_ids(launch: Launch, fault: Handler) -> None:
+    pushes = Pushes()
+    async with mooncake(launch, pushes, encode=2) as fleet:
+        for one in fleet.encode:
+            one.chat = pushes.encodes
+        first, other = fleet.encode
+        first.chat = other.chat = fails_first(1, fault, pushes.encodes)
+        await ask(fleet, request(image()))
+
+        tried = [ids_of(one, call) for one in fleet.encode for call in range(len(one.calls))]
+        assert len(tried) == 2
+        assert tried[0] != tried[1]
+        assert len(pushes.pushed) == 1
+
+
+@STREAMING
+@pytest.mark.parametrize("fault", [drops, refuses(503), refuses(500)])
+async def test_another_consumer_has_everything_encoded_again(
+    launch: Launch, stream: bool, fault: Handler
+) -> None:
+    pushes = Pushes()
+    async with mooncake(launch, pushes, decode=2) as fleet:
+        there = [one.chat for one in fleet.decode]
+        faulty = fails_first(1, fault, hangs)
+        calls = 0
+
+        def at(number: int) -> Handler:
+            async def chat(*call: Any) -> Any:
+                nonlocal calls
+                calls += 1
+                return await (faulty if calls == 1 else there[number])(*call)
+
+            return chat
+
+        for number, one in enumerate(fleet.decode):
+            one.chat = at(number)
+        await ask(fleet, request(image(b"1"), image(b"2"), stream=stream))
+
+        assert [len(one.calls) for one in fleet.decode] == [1, 1]
+        assert len(fleet.e.calls) == 4
+        assert len(set(pushes.pushed)) == 4
+        assert len({where for where, _ in pushes.pushed}) == 2
+
+
+async def test_a_push_that_is_lost_is_made_again_and_the_media_go_along(launch: Launch) -> None:
+    pushes = Pushes()
+    async with mooncake(launch, pushes) as fleet:
+
+        async def loses(*call: Any) -> Any:
+            reply = await pushes.encodes(*call)
+            if len(pushes.pushed) == 1:
+                pushes.waiting.clear()
+            return reply
+
+        fleet.e.chat = loses
+        await ask(fleet, request(image()))
+
+        assert [kinds(fleet.d, call) for call in (0, 1)] == [["image_embeds"], ["image_url"]]
+        assert ids_of(fleet.d, 0) != ids_of(fleet.d, 1)
+
+
+async def test_ids_that_an_encode_instance_makes_up_do_not_count(launch: Launch) -> None:
+    pushes = Pushes(own_ids=True)
+    async with mooncake(launch, pushes) as fleet:
+        await ask(fleet, request(image()))
+
+        assert ids_of(fleet.d) == ids_of(fleet.e)
+
+
+@pytest.mark.parametrize(
+    ("chat", "status", "error"),
+    [
+        (refuses(500), 502, "encode_failed"),
+        (encodes_without_params, 502, "encode_metadata"),
+    ],
+)
+async def test_what_could_not_be_pushed_is_no_consumers_to_encode(
+    launch: Launch, chat: Handler, status: int, error: str
+) -> None:
+    async with mooncake(launch, Pushes()) as fleet:
+        fleet.e.chat = chat
+        async with fleet.post(request(image())) as reply:
+            assert (reply.status, reply.headers["x-epd-error"]) == (status, error)
+        assert fleet.d.calls == []
+
+
+async def test_a_consumer_that_registers_says_where_it_takes_outputs(
+    launch: Launch, tmp_path: Path
+) -> None:
+    pushes = Pushes()
+    store = {"registration_store": f"file://{tmp_path}/registered", "ec_transfer": "mooncake"}
+    where = ["tcp://pd:19019", "tcp://pd:19021"]
+    async with FakeInstance(pushes.consumes(*where)).running() as consumer:
+        async with empty(launch, **store) as fleet:
+            body = {"role": "prefill_decode", "url": consumer.url, "dp_size": 2}
+            assert (await register(fleet, body))[0] == 400
+            assert (await register(fleet, {**body, "ec_zmq_addrs": where[:1]}))[0] == 422
+            assert (await register(fleet, {**body, "ec_zmq_addrs": ["pd", "pd"]}))[0] == 422
+            assert (await register(fleet, {**body, "ec_zmq_addrs": where}))[0] == 200
+        async with empty(launch, **store) as fleet, taking_part(fleet, Role.ENCODE) as encode:
+            encode.chat = pushes.encodes
+            for turn in range(2):
+                await ask(fleet, request(image(bytes([turn]))))
+            assert [row["dp_size"] for row in (await listing(fleet))["instances"]] == [2, 1]
+    assert {address for address, _ in pushes.pushed} == set(where)
+    assert (pushes.wrong, pushes.waiting) == ([], {})
+
+
+@STREAMING
+async def test_a_prefill_instance_that_registers_is_pushed_to(launch: Launch, stream: bool) -> None:
+    pushes = Pushes()
+    where = "tcp://p:19019"
+    async with (
+        empty(launch, ec_transfer="mooncake") as fleet,
+        taking_part(fleet, Role.ENCODE) as encode,
+        taking_part(fleet, Role.PREFILL, ec_zmq_addrs=[where]) as prefill,
+        taking_part(fleet, Role.DECODE) as decode,
+    ):
+        encode.chat, prefill.chat = pushes.encodes, pushes.consumes(where, then=prefills)
+        await ask(fleet, request(text(), image(), stream=stream))
+
+        assert kinds(decode) == ["text", "image_embeds"]
+        assert (pushes.wrong, pushes.waiting) == ([], {})
+        prefill.chat = refuses(503)  # and decode, to which nothing is pushed, does it all
+        await ask(fleet, request(text(), image(b"other"), stream=stream))
+        assert kinds(decode) == ["text", "image_url"]
+        assert "ec_transfer_params" not in decode.calls[-1].body
+        assert fleet.events.requests[-1].degraded == {"prefill-local"}
+
+
+async def test_a_consumer_that_has_not_said_where_is_no_use(launch: Launch, tmp_path: Path) -> None:
+    file = tmp_path / "instances.yaml"
+    async with FakeInstance(refuses(500)).running() as consumer:
+        file.write_text(f"instances: [{{role: prefill_decode, url: '{consumer.url}'}}]")
+        config: dict[str, Any] = {"instances_file": file, "ec_transfer": "mooncake"}
+        async with launch(decode=0, **config) as fleet:
+            async with fleet.post(request(image())) as reply:
+                assert (reply.status, reply.headers["x-epd-error"]) == (503, "no_ec_address")
+            assert fleet.e.calls == consumer.calls == []
+
+
+@pytest.mark.parametrize("transfer", ["store", "example", "nixl"])
+async def test_addresses_are_refused_where_nothing_is_pushed(launch: Launch, transfer: str) -> None:
+    body = {"role": "prefill_decode", "url": "http://pd:1", "ec_zmq_addrs": ["tcp://pd:19019"]}
+    async with empty(launch, ec_transfer=transfer, admin_api_key=KEY) as fleet:
+        status, said = await register(fleet, body)
+
+        assert status == 400
+        assert f"--ec-transfer {transfer}" in said["error"]["message"]
+
+
+@STREAMING
+@pytest.mark.parametrize("prefill", [0, 1])
+async def test_consumers_are_told_whose_memory_to_read(
+    launch: Launch, prefill: int, stream: bool
+) -> None:
+    memory = Memory()
+    async with nixl(launch, memory, encode=2, prefill=prefill) as fleet:
+        await ask(fleet, request(text(), image(b"1"), image(b"2"), image(b"1"), stream=stream))
+
+        assert len(memory.held) == 2  # the same picture twice is one output
+        consumer = fleet.p if prefill else fleet.d
+        assert kinds(consumer) == ["text", *["image_embeds"] * 3]
+        assert len(memory.read) == 3
+
+
+async def test_requests_at_the_same_time_read_one_output(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, came, join = Memory(), list[object](), Flights.try_join
+
+    async def counted(flights: Flights[Any, Any], key: object, start: Any) -> Any:
+        came.append(key)
+        return await join(flights, key, start)
+
+    monkeypatch.setattr(Flights, "try_join", counted)
+    async with nixl(launch, memory) as fleet:
+        encodes = fleet.e.chat
+
+        async def waits(*call: Any) -> Any:
+            await until(lambda: len(came) == 2)
+            return await encodes(*call)
+
+        fleet.e.chat = waits
+        await asyncio.gather(*(ask(fleet, request(image())) for _ in range(2)))
+
+        assert (len(fleet.e.calls), len(memory.read)) == (1, 2)
+        for call in fleet.d.calls:
+            [said] = call.body["ec_transfer_params"].values()
+            assert said["peer_port"] == 5601
+
+
+async def test_what_came_before_is_encoded_again_as_nobody_knows_whether_it_is_there(
+    launch: Launch,
+) -> None:
+    memory = Memory()
+    async with nixl(launch, memory) as fleet:
+        for _ in range(2):
+            await ask(fleet, request(image()))
+
+        assert len(fleet.e.calls) == 2
+
+
+async def test_what_was_evicted_is_encoded_again_and_the_media_go_along(launch: Launch) -> None:
+    memory = Memory()
+    async with nixl(launch, memory) as fleet:
+
+        async def evicts(*call: Any) -> Any:
+            reply = await memory.encodes(5601)(*call)
+            if len(fleet.e.calls) == 1:
+                memory.held.clear()
+            return reply
+
+        fleet.e.chat = evicts
+        await ask(fleet, request(image()))
+
+        assert [kinds(fleet.d, call) for call in (0, 1)] == [["image_embeds"], ["image_url"]]
+        assert len(memory.read) == 1
+
+
+@pytest.mark.parametrize("missing", ["peer_host", "peer_port", "size_bytes", "shape"])
+async def test_media_go_along_where_an_output_has_no_whole_address(
+    launch: Launch, missing: str
+) -> None:
+    memory = Memory(silent=missing)
+    async with nixl(launch, memory) as fleet:
+        await ask(fleet, request(image()))
+
+        assert kinds(fleet.d) == ["image_url"]
+
+
+async def test_what_has_no_room_to_be_kept_goes_on_as_media(launch: Launch) -> None:
+    memory = Memory(full=True)
+    async with nixl(launch, memory) as fleet:
+        await ask(fleet, request(image()))
+
+        assert kinds(fleet.d) == ["image_url"]
+
+
+@STREAMING
+async def test_a_shared_folder_is_trusted_with_what_was_just_encoded(
+    launch: Launch, stream: bool
+) -> None:
+    async with launch(ec_transfer="example", prefill=1) as fleet:
+        for _ in range(2):
+            await ask(fleet, request(image(b"1"), image(b"2"), stream=stream))
+
+        assert len(fleet.e.calls) == 4  # nobody is asked whether they are there
+        for call in (*fleet.p.calls, *fleet.d.calls):
+            assert [part["type"] for part in call.parts] == ["image_embeds"] * 2
+            assert set(call.body["ec_transfer_params"]) == {part["uuid"] for part in call.parts}
+        fleet.e.chat = refuses(500)
+        await ask(fleet, request(image(b"1"), stream=stream))
+        assert kinds(fleet.d) == ["image_url"]

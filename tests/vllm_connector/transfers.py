@@ -1,0 +1,82 @@
+"""The scheduler's side of vLLM's own encoder-cache connectors, and requests as it has them.
+
+Imported by a fixture, as `pieces` is.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.distributed.ec_transfer.ec_connector.cpu.scheduler import ECCPUScheduler
+from vllm.distributed.ec_transfer.ec_connector.mooncake.scheduler import ECMooncakeScheduler
+from vllm.distributed.ec_transfer.ec_connector.mooncake_store_embedding.data import TensorSpec
+
+from tests.vllm_connector.pieces import Pieces
+
+RESOLVER = SimpleNamespace(fields_for=lambda _: {"image_grid_thw"})
+"""Says what of a feature is reported."""
+
+
+def asked(pieces: Pieces, keys: Sequence[str], params: Mapping[str, Any] | None) -> Any:
+    """A request with these features that only placeholder metadata came of."""
+    features = [pieces.feature(key, media=False, offset=8 * n) for n, key in enumerate(keys)]
+    request = pieces.request(*features)
+    request.ec_transfer_params = None if params is None else dict(params)
+    return request
+
+
+class MooncakeProducer(ECMooncakeScheduler):  # type: ignore[misc]
+    """What an encode instance makes of a request, without the engine that pushes."""
+
+    def __init__(self) -> None:
+        self._is_producer, self._is_consumer = True, False
+        self._prepared_push_transfer_ids: set[str] = set()
+        self._pushes_to_prepare: dict[str, Any] = {}
+        self._metadata_resolver = RESOLVER
+
+    def _encoder_output_spec(self, request: Any, index: int) -> TensorSpec:
+        return TensorSpec((4, 8), "torch.float32", 128)
+
+    def pushes(self, request: Any) -> list[tuple[str, str, str]]:
+        """Address, transfer id and key of each output that it would push."""
+        assert self.ensure_cache_available(request, 0)
+        specs, self._pushes_to_prepare = self._pushes_to_prepare.values(), {}
+        return [(spec.consumer_zmq, spec.transfer_id, spec.mm_hash) for spec in specs]
+
+
+def transfer_ids(request: Any) -> list[str | None]:
+    """The transfer that a consumer waits for, of each feature."""
+    count = range(len(request.mm_features))
+    return [ECMooncakeScheduler._request_transfer_id(request, index) for index in count]  # noqa: SLF001
+
+
+@contextmanager
+def memory(pieces: Pieces, role: str) -> Iterator[ECCPUScheduler]:
+    """A scheduler's ECCPUConnector with NIXL."""
+    config = pieces.transferring("ECCPUConnector", role, ec_enable_nixl=True, ec_cpu_bytes=2**20)
+    width = config.model_config.get_inputs_embeds_size()
+    config.ec_transfer_config.mm_encoder_output_widths = {"image": width}  # as engines measure it
+    scheduler = ECCPUScheduler(config)
+    scheduler._metadata_resolver = RESOLVER  # noqa: SLF001
+    try:
+        yield scheduler
+    finally:
+        scheduler.shutdown()
+
+
+def write(scheduler: ECCPUScheduler, request: Any, rows: torch.Tensor) -> None:
+    """What the producer's worker does once the feature is encoded."""
+    scheduler.update_state_after_alloc(request, 0)
+    [(key, blocks)] = scheduler._pending_saves.items()  # noqa: SLF001
+    for block, row in zip(blocks, rows, strict=True):
+        scheduler._region.blocks[block] = row.view(torch.uint8)  # noqa: SLF001
+    scheduler._cache.mark_ready(key)  # noqa: SLF001
+
+
+def read(scheduler: ECCPUScheduler, key: str) -> torch.Tensor:
+    """What has come to the consumer."""
+    entry = scheduler._cache.get(key)  # noqa: SLF001
+    blocks = [scheduler._region.blocks[block] for block in entry.block_ids]  # noqa: SLF001
+    return torch.stack(blocks).view(torch.float32)
