@@ -232,7 +232,8 @@ async def test_what_is_another_prompt_is_computed(launch: Launch, other: dict[st
     async with talking(launch, turns) as fleet:
         talk = Talk(fleet)
         await talk.ask(LONG)
-        body = {"model": "m", "messages": talk.history, "stream": False, "conversation_id": "talk"}
+        body: dict[str, Any] = {"model": "m", "messages": talk.history, "stream": False}
+        body["conversation_id"] = "talk"
         assert await heard(fleet, {**body, **other}) != WRONG
         assert not turns.read
 
@@ -273,14 +274,15 @@ async def test_what_is_no_name_is_refused(launch: Launch, name: object) -> None:
 
 async def test_no_instance_sees_the_name_at_any_endpoint(launch: Launch) -> None:
     async with launch(prefill=1) as fleet:
-        for path, body in {
+        bodies: dict[str, dict[str, Any]] = {
             "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
             "/v1/completions": {"prompt": "hi"},
             "/v1/responses": {"input": "hi"},
             "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1},
             "/v1/embeddings": {"input": "hi"},
             "/tokenize": {"prompt": "hi"},
-        }.items():
+        }
+        for path, body in bodies.items():
             asked = {"model": "m", **body, "conversation_id": "secret-name"}
             async with fleet.http.post(fleet.url + path, json=asked) as reply:
                 assert reply.status == 200, await reply.text()
@@ -341,7 +343,10 @@ async def test_a_decode_instance_that_was_removed_takes_its_conversations_along(
     launch: Launch,
 ) -> None:
     turns = Turns()
-    admin = {"dynamic_registration": True, "admin_api_key": "an-admin-key-of-length"}
+    admin: dict[str, Any] = {
+        "dynamic_registration": True,
+        "admin_api_key": "an-admin-key-of-length",
+    }
     async with (
         talking(launch, turns, decode=1, **admin) as fleet,
         FakeInstance(fleet.d.chat).running() as other,
@@ -467,26 +472,26 @@ async def test_streams_that_say_nothing_of_blocks_are_answered_and_go_the_same_w
 async def test_two_proxies_share_conversations_in_redis(launch: Launch, tmp_path: Path) -> None:
     turns = Turns()
     with RedisServer(tmp_path / "redis") as server:
-        shared = {"conversation_store": server.url("key=ours")}
+        shared: dict[str, Any] = {"conversation_store": server.url("key=ours")}
         async with talking(launch, turns, **shared) as one:
-            urls = {"prefill_servers_urls": one.p.url, "decode_servers_urls": one.d.url}
-            async with launch(
-                **{key: (url,) for key, url in urls.items()},
-                conversation_budget_s=BUDGET_S,
-                **shared,
-            ) as other:
+            urls: dict[str, Any] = {
+                "prefill_servers_urls": (one.p.url,),
+                "decode_servers_urls": (one.d.url,),
+                "conversation_budget_s": BUDGET_S,
+            }
+            async with launch(**urls, **shared) as other:
                 talk = Talk(one)
                 for fleet in (one, other, one, other):
                     talk.fleet = fleet
                     assert await talk.ask(LONG) != WRONG
                 assert len(turns.read) == 3
                 assert await health(one) == {"kept": None, "evicted": 0}
-                [key] = server.client.keys("*")
+                [key] = server.command("KEYS", "*")
                 assert key.startswith(b"ours:")
                 assert b"talk" not in key
-                assert LONG.encode() not in server.client.get(key)
+                assert LONG.encode() not in server.command("GET", key.decode())
                 # What it does not understand, as from another version, is as good as nothing.
-                server.client.set(key, b'{"kept_s": "soon"}')
+                server.command("SET", key.decode(), '{"kept_s": "soon"}')
                 assert await talk.ask(LONG) != WRONG
                 assert len(turns.read) == 3
 
