@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from tests.proxy.clients import ALICE, BOB, bearer
 from tests.proxy.fake_instance import FakeInstance, drops, fails_first, refuses
@@ -508,3 +509,23 @@ async def test_without_its_redis_every_turn_is_answered(launch: Launch, tmp_path
                 assert await talk.ask(LONG) != WRONG
             assert len(turns.read) == 1
             assert (await figures(fleet))["unknown"] == 3
+
+
+async def test_workers_that_share_nothing_say_so_once(launch: Launch) -> None:
+    turns = Turns()
+    async with talking(launch, turns, workers=2) as fleet:
+        with capture_logs() as lines:
+            for number in range(2):
+                await Talk(fleet, name=str(number)).ask(LONG)
+        [warning] = [line for line in lines if line["log_level"] == "warning"]
+        assert "conversations" in warning["event"]
+
+
+async def test_without_a_prefill_stage_the_same_instance_answers(launch: Launch) -> None:
+    async with launch(decode=2) as fleet:
+        body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+        for _ in range(4):
+            status, _ = await fleet.chat(body | {"conversation_id": "c"})
+            assert status == 200
+        assert sorted(len(one.calls) for one in fleet.decode) == [0, 4]
+        assert not any("return_token_ids" in call.body for call in fleet.decode[0].calls)
