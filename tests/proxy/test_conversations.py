@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from structlog.testing import capture_logs
 
 from tests.proxy.clients import ALICE, BOB, bearer
-from tests.proxy.fake_instance import FakeInstance, drops, fails_first, refuses
+from tests.proxy.fake_instance import FakeInstance, drops, fails_first, hangs, refuses
 from tests.proxy.fake_turns import PICTURE, WRONG, Turns, rendered
 from tests.proxy.fleet import Fleet, Launch, until
 from tests.requests import image
@@ -143,7 +144,7 @@ async def test_completions_are_continued_too(launch: Launch) -> None:
                 url = fleet.url + "/v1/completions"
                 async with fleet.http.post(url, json={**body, "conversation_id": "c"}) as reply:
                     said = await reply.json()
-                assert set(said) == {"id", "model", "choices", "usage"}
+                assert said["kv_transfer_params"] is None
                 [choice] = said["choices"]
                 assert choice["text"] != WRONG
                 prompt += choice["text"] + str(number)
@@ -257,11 +258,11 @@ async def test_who_asks_for_the_tokens_gets_them(launch: Launch) -> None:
             said = await reply.json()
         assert said["prompt_token_ids"]
         assert said["choices"][0]["token_ids"]
-        assert "kv_transfer_params" not in said
+        assert said["kv_transfer_params"] is None
         async with fleet.post(body | {"conversation_id": "c"}) as reply:
             said = await reply.json()
-        assert "prompt_token_ids" not in said
-        assert "token_ids" not in said["choices"][0]
+        assert said["prompt_token_ids"] is None
+        assert said["choices"][0]["token_ids"] is None
 
 
 @pytest.mark.parametrize("name", ["", "x" * 257, 1, ["c"], {}, True])
@@ -403,6 +404,28 @@ async def test_a_prefill_that_cannot_read_is_asked_once_more_to_compute(launch: 
         assert await talk.ask(LONG) != WRONG
         assert (await figures(fleet))["failed"] == 2
         assert not turns.read
+
+
+async def test_a_prefill_that_waits_for_blocks_for_ever_is_asked_once_more_to_compute(
+    launch: Launch,
+) -> None:
+    turns = Turns()
+    async with talking(launch, turns, prefill_timeout_s=1.0, on_prefill_failure="fail") as fleet:
+        talk = Talk(fleet)
+        await talk.ask(LONG)
+        computes = fleet.p.chat
+
+        async def waits(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            """As without `bidirectional_kv_xfer`."""
+            reads = (body.get("kv_transfer_params") or {}).get("remote_block_ids")
+            return await (hangs if reads else computes)(request, body)
+
+        fleet.p.chat = waits
+        assert await talk.ask(LONG) != WRONG
+        assert fleet.p.aborted == 1
+        assert await talk.ask(LONG) != WRONG
+        assert fleet.p.aborted == 1
+        assert (await figures(fleet))["failed"] == 2
 
 
 async def test_blocks_are_read_once_whatever_decode_does_afterwards(launch: Launch) -> None:
