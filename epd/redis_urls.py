@@ -22,7 +22,7 @@ def redis_client(
     query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
     key = query.pop("key", key)
     bare = urlunsplit(parts._replace(query=urlencode(query)))
-    more = {} if retry is None else {"retry": retry}
+    more: dict[str, Any] = {} if retry is None else {"retry": retry}
     client = redis.asyncio.Redis.from_url(
         bare, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, protocol=2, **more
     )

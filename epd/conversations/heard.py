@@ -1,4 +1,4 @@
-"""What decode tells the proxy in an answer, taken out of what its client gets. Pure.
+"""What decode tells the proxy in an answer, and its client does not get. Pure.
 
 vLLM tells the tokens where `return_token_ids` asks for them, in a stream's every chunk, and
 `kv_transfer_params` in a stream's last one (since 0.33) or at the end of an answer that is none
@@ -13,8 +13,8 @@ from typing import Any
 
 import orjson
 
-_TOKENS = re.compile(rb',\s*"(prompt_)?token_ids"\s*:\s*\[([0-9,\s]*)\]')
-_PARAMS = re.compile(rb',\s*"kv_transfer_params"\s*:\s*(?=\{)')
+_TOKENS = re.compile(rb'((?<!\\)"(prompt_)?token_ids"\s*:\s*)\[([0-9,\s]*)\]')
+_PARAMS = re.compile(rb'(?<!\\)"kv_transfer_params"\s*:\s*(?=\{)')
 _DECODER = json.JSONDecoder()
 
 
@@ -39,7 +39,7 @@ class Heard:
         self._cut_tokens = cut_tokens
 
     def hear(self, said: bytes) -> bytes:
-        """Whole events of a stream, or an answer that is none, without what is not the client's."""
+        """Events of a stream, or an answer that is none: with null for what is not the client's."""
         if b"token_ids" in said:
             said = _TOKENS.sub(self._told_tokens, said)
         if b'"kv_transfer_params"' in said and (found := _PARAMS.search(said)):
@@ -47,12 +47,12 @@ class Heard:
         return said
 
     def _told_tokens(self, found: re.Match[bytes]) -> bytes:
-        tokens = orjson.loads(b"[" + found[2] + b"]")
-        if found[1]:
+        tokens = orjson.loads(b"[" + found[3] + b"]")
+        if found[2]:
             self.prompt = tokens
         else:
             self.answer += tokens
-        return b"" if self._cut_tokens else found[0]
+        return found[1] + b"null" if self._cut_tokens else found[0]
 
     def _told_params(self, said: bytes, found: re.Match[bytes]) -> bytes:
         rest = said[found.end() :].decode("utf-8", "surrogateescape")
@@ -60,4 +60,4 @@ class Heard:
             self.params, end = _DECODER.raw_decode(rest)
         except ValueError:
             return said
-        return said[: found.start()] + rest[end:].encode("utf-8", "surrogateescape")
+        return said[: found.end()] + b"null" + rest[end:].encode("utf-8", "surrogateescape")

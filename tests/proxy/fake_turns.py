@@ -195,14 +195,18 @@ def _reply(prompt: str, answer: str, said: Body | None, *, asked: bool, chat: bo
 
 def _events(prompt: str, answer: str, said: Body | None, *, asked: bool, chat: bool) -> list[Body]:
     """As vLLM 0.33: the prompt's tokens in the first, the parameters in the one that finishes."""
-    pieces = [answer[at : at + 7] for at in range(0, len(answer), 7)]
+    pieces: list[str] = [answer[at : at + 7] for at in range(0, len(answer), 7)]
     events: list[Body] = []
     for number, piece in enumerate(pieces):
         last = number == len(pieces) - 1
         words = {"delta": {"content": piece}} if chat else {"text": piece}
         tokens = {"token_ids": [ord(one) for one in piece] if asked else None}
         finish = {"finish_reason": "stop" if last else None}
-        event = {"id": "c", "model": "m", "choices": [{"index": 0, **words, **finish, **tokens}]}
+        event: Body = {
+            "id": "c",
+            "model": "m",
+            "choices": [{"index": 0, **words, **finish, **tokens}],
+        }
         if not number and asked:
             event["prompt_token_ids"] = [ord(one) for one in prompt]
         events.append({**event, "kv_transfer_params": said} if last and said else event)

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
+from structlog.testing import capture_logs
 
 from tests.proxy.clients import ALICE, BOB, bearer
-from tests.proxy.fake_instance import FakeInstance, drops, fails_first, refuses
+from tests.proxy.fake_instance import FakeInstance, drops, fails_first, hangs, refuses
 from tests.proxy.fake_turns import PICTURE, WRONG, Turns, rendered
 from tests.proxy.fleet import Fleet, Launch, until
 from tests.requests import image
@@ -142,7 +144,7 @@ async def test_completions_are_continued_too(launch: Launch) -> None:
                 url = fleet.url + "/v1/completions"
                 async with fleet.http.post(url, json={**body, "conversation_id": "c"}) as reply:
                     said = await reply.json()
-                assert set(said) == {"id", "model", "choices", "usage"}
+                assert said["kv_transfer_params"] is None
                 [choice] = said["choices"]
                 assert choice["text"] != WRONG
                 prompt += choice["text"] + str(number)
@@ -232,7 +234,8 @@ async def test_what_is_another_prompt_is_computed(launch: Launch, other: dict[st
     async with talking(launch, turns) as fleet:
         talk = Talk(fleet)
         await talk.ask(LONG)
-        body = {"model": "m", "messages": talk.history, "stream": False, "conversation_id": "talk"}
+        body: dict[str, Any] = {"model": "m", "messages": talk.history, "stream": False}
+        body["conversation_id"] = "talk"
         assert await heard(fleet, {**body, **other}) != WRONG
         assert not turns.read
 
@@ -255,11 +258,11 @@ async def test_who_asks_for_the_tokens_gets_them(launch: Launch) -> None:
             said = await reply.json()
         assert said["prompt_token_ids"]
         assert said["choices"][0]["token_ids"]
-        assert "kv_transfer_params" not in said
+        assert said["kv_transfer_params"] is None
         async with fleet.post(body | {"conversation_id": "c"}) as reply:
             said = await reply.json()
-        assert "prompt_token_ids" not in said
-        assert "token_ids" not in said["choices"][0]
+        assert said["prompt_token_ids"] is None
+        assert said["choices"][0]["token_ids"] is None
 
 
 @pytest.mark.parametrize("name", ["", "x" * 257, 1, ["c"], {}, True])
@@ -273,14 +276,15 @@ async def test_what_is_no_name_is_refused(launch: Launch, name: object) -> None:
 
 async def test_no_instance_sees_the_name_at_any_endpoint(launch: Launch) -> None:
     async with launch(prefill=1) as fleet:
-        for path, body in {
+        bodies: dict[str, dict[str, Any]] = {
             "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
             "/v1/completions": {"prompt": "hi"},
             "/v1/responses": {"input": "hi"},
             "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1},
             "/v1/embeddings": {"input": "hi"},
             "/tokenize": {"prompt": "hi"},
-        }.items():
+        }
+        for path, body in bodies.items():
             asked = {"model": "m", **body, "conversation_id": "secret-name"}
             async with fleet.http.post(fleet.url + path, json=asked) as reply:
                 assert reply.status == 200, await reply.text()
@@ -341,7 +345,10 @@ async def test_a_decode_instance_that_was_removed_takes_its_conversations_along(
     launch: Launch,
 ) -> None:
     turns = Turns()
-    admin = {"dynamic_registration": True, "admin_api_key": "an-admin-key-of-length"}
+    admin: dict[str, Any] = {
+        "dynamic_registration": True,
+        "admin_api_key": "an-admin-key-of-length",
+    }
     async with (
         talking(launch, turns, decode=1, **admin) as fleet,
         FakeInstance(fleet.d.chat).running() as other,
@@ -397,6 +404,28 @@ async def test_a_prefill_that_cannot_read_is_asked_once_more_to_compute(launch: 
         assert await talk.ask(LONG) != WRONG
         assert (await figures(fleet))["failed"] == 2
         assert not turns.read
+
+
+async def test_a_prefill_that_waits_for_blocks_for_ever_is_asked_once_more_to_compute(
+    launch: Launch,
+) -> None:
+    turns = Turns()
+    async with talking(launch, turns, prefill_timeout_s=1.0, on_prefill_failure="fail") as fleet:
+        talk = Talk(fleet)
+        await talk.ask(LONG)
+        computes = fleet.p.chat
+
+        async def waits(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            """As without `bidirectional_kv_xfer`."""
+            reads = (body.get("kv_transfer_params") or {}).get("remote_block_ids")
+            return await (hangs if reads else computes)(request, body)
+
+        fleet.p.chat = waits
+        assert await talk.ask(LONG) != WRONG
+        assert fleet.p.aborted == 1
+        assert await talk.ask(LONG) != WRONG
+        assert fleet.p.aborted == 1
+        assert (await figures(fleet))["failed"] == 2
 
 
 async def test_blocks_are_read_once_whatever_decode_does_afterwards(launch: Launch) -> None:
@@ -467,26 +496,26 @@ async def test_streams_that_say_nothing_of_blocks_are_answered_and_go_the_same_w
 async def test_two_proxies_share_conversations_in_redis(launch: Launch, tmp_path: Path) -> None:
     turns = Turns()
     with RedisServer(tmp_path / "redis") as server:
-        shared = {"conversation_store": server.url("key=ours")}
+        shared: dict[str, Any] = {"conversation_store": server.url("key=ours")}
         async with talking(launch, turns, **shared) as one:
-            urls = {"prefill_servers_urls": one.p.url, "decode_servers_urls": one.d.url}
-            async with launch(
-                **{key: (url,) for key, url in urls.items()},
-                conversation_budget_s=BUDGET_S,
-                **shared,
-            ) as other:
+            urls: dict[str, Any] = {
+                "prefill_servers_urls": (one.p.url,),
+                "decode_servers_urls": (one.d.url,),
+                "conversation_budget_s": BUDGET_S,
+            }
+            async with launch(**urls, **shared) as other:
                 talk = Talk(one)
                 for fleet in (one, other, one, other):
                     talk.fleet = fleet
                     assert await talk.ask(LONG) != WRONG
                 assert len(turns.read) == 3
                 assert await health(one) == {"kept": None, "evicted": 0}
-                [key] = server.client.keys("*")
+                [key] = server.command("KEYS", "*")
                 assert key.startswith(b"ours:")
                 assert b"talk" not in key
-                assert LONG.encode() not in server.client.get(key)
+                assert LONG.encode() not in server.command("GET", key.decode())
                 # What it does not understand, as from another version, is as good as nothing.
-                server.client.set(key, b'{"kept_s": "soon"}')
+                server.command("SET", key.decode(), '{"kept_s": "soon"}')
                 assert await talk.ask(LONG) != WRONG
                 assert len(turns.read) == 3
 
@@ -503,3 +532,23 @@ async def test_without_its_redis_every_turn_is_answered(launch: Launch, tmp_path
                 assert await talk.ask(LONG) != WRONG
             assert len(turns.read) == 1
             assert (await figures(fleet))["unknown"] == 3
+
+
+async def test_workers_that_share_nothing_say_so_once(launch: Launch) -> None:
+    turns = Turns()
+    async with talking(launch, turns, workers=2) as fleet:
+        with capture_logs() as lines:
+            for number in range(2):
+                await Talk(fleet, name=str(number)).ask(LONG)
+        [warning] = [line for line in lines if line["log_level"] == "warning"]
+        assert "conversations" in warning["event"]
+
+
+async def test_without_a_prefill_stage_the_same_instance_answers(launch: Launch) -> None:
+    async with launch(decode=2) as fleet:
+        body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+        for _ in range(4):
+            status, _ = await fleet.chat(body | {"conversation_id": "c"})
+            assert status == 200
+        assert sorted(len(one.calls) for one in fleet.decode) == [0, 4]
+        assert not any("return_token_ids" in call.body for call in fleet.decode[0].calls)

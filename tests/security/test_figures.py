@@ -22,7 +22,9 @@ LABELS = {
     "model_name": re.compile("m|other|"),
     "stage": re.compile("store|queue|encode|prefill|decode|release|proxy|answer"),
     "failed": re.compile("true|false"),
-    "result": re.compile("hit|encoded|local|ok|failed|timeout|error|skipped"),
+    "result": re.compile(
+        "hit|encoded|local|ok|failed|timeout|error|skipped|miss|stale|changed|unknown"
+    ),
     "kind": re.compile("(encode|prefill)-local"),
     "reason": re.compile("[a-z_]+"),
     "role": re.compile("encode|prefill|decode|prefill_decode"),

@@ -73,10 +73,12 @@ def test_a_stream_is_heard_whatever_the_model_says(
         asked: dict[str, Any] = {"choices": [{**choice, "token_ids": tokens}]}
         if not number:
             asked["prompt_token_ids"] = prompt
-        plain = asked if wanted else event
+        nothing = {"choices": [{**choice, "token_ids": None}]} | dict.fromkeys(asked.keys() - event)
+        plain = asked if wanted else nothing
         said = {**event, **asked}
         if number == len(pieces) - 1:
             said["kv_transfer_params"] = PARAMS
+            plain = {**plain, "kv_transfer_params": None}
         separators = (", ", ": ") if spaced else (",", ":")
         written = json.dumps(said, separators=separators).encode()
         rest = heard.hear(b"data: " + written + b"\n\n")
