@@ -21,9 +21,9 @@ from epd.config.fields import (
     StoreUrl,
     Urls,
 )
+from epd.routing.balance import BalanceName
 from epd.routing.health import HealthPolicy
 from epd.routing.instances import Instance, Role
-from epd.routing.policies import PolicyName
 from epd.tenants import ANONYMOUS, Scope, Tenant
 from epd.transfer.flavours import KVTransferName
 
@@ -125,7 +125,7 @@ class ProxyConfig(BaseModel):
     ec_store_lease_s: Seconds = Field(
         default=30.0, description="how long what was looked up is safe from eviction"
     )
-    encode_policy: PolicyName = Field(
+    encode_policy: BalanceName = Field(
         default="affinity",
         description="which encode instance an item goes to: always the same one within a bounded "
         "load, each in turn, or the one with the least to do",

@@ -4,8 +4,8 @@ from collections.abc import Collection
 
 from epd.policies.course import Course
 from epd.request.context import RequestContext
+from epd.routing.balance import Choice
 from epd.routing.instances import ANSWERING, Instance, InstanceTable
-from epd.routing.policies import Choice
 
 
 class Decoders:

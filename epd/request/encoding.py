@@ -23,8 +23,8 @@ from epd.errors import (
 from epd.flights import Flights
 from epd.request.context import RequestContext
 from epd.request.stages import Stages
+from epd.routing.balance import Choice
 from epd.routing.instances import Instance, InstanceTable, Role
-from epd.routing.policies import Choice
 from epd.routing.retries import Retries, is_instances_fault, retry_delay_s
 from epd.spans import Span
 from epd.transfer.encoded import Encoded, EncodedItem, from_entry

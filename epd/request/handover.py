@@ -15,8 +15,8 @@ from epd.request.decoders import Decoders
 from epd.request.peers import Peers
 from epd.request.releases import Releases
 from epd.request.stages import Decoding, Prefilled, Stages
+from epd.routing.balance import Choice
 from epd.routing.instances import Instance, InstanceTable, Role, Use
-from epd.routing.policies import Choice
 from epd.transfer.kv import KVTransfer, Pair
 from epd.transfer.params import with_params
 

@@ -11,8 +11,8 @@ from epd.config import ProxyConfig
 from epd.errors import ProxyError, RequestRefused, Stage, UpstreamRejected
 from epd.flights import Flights
 from epd.http.upstream import Answer, Upstream
+from epd.routing.balance import Choice
 from epd.routing.instances import ANSWERING, Instance, InstanceTable, Role
-from epd.routing.policies import Choice
 from epd.routing.retries import Retries, retry_delay_s
 
 CLUSTERS: Mapping[str, tuple[Stage, tuple[Role, ...]]] = {

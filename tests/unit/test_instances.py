@@ -3,9 +3,9 @@
 import pytest
 
 from epd.errors import NoInstance, UpstreamBusy, UpstreamFailed, UpstreamUnreachable
+from epd.routing.balance import Choice
 from epd.routing.health import State
 from epd.routing.instances import Instance, InstanceTable, Role
-from epd.routing.policies import Choice
 
 A, B, C, D = (Instance(Role.DECODE, f"http://{name}") for name in "abcd")
 

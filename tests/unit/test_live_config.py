@@ -10,9 +10,9 @@ from epd.config import ConfigInvalid, ProxyConfig
 from epd.config.live import FIXED, LiveConfig
 from epd.edge.admission import Admission, Door, Limits
 from epd.errors import TooManyRequests, UpstreamUnreachable
+from epd.routing.balance import Choice
 from epd.routing.health import HealthPolicy, State
 from epd.routing.instances import Instance, InstanceTable, Role
-from epd.routing.policies import Choice
 from epd.routing.registry import Registry, Source
 from epd.tenants import Tenant
 

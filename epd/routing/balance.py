@@ -1,4 +1,4 @@
-"""Which instance a request goes to: small pure policies, chosen by name."""
+"""Which instance a request goes to: small pure balances, chosen by name."""
 
 import hashlib
 import math
@@ -12,10 +12,10 @@ LOAD_FACTOR = 1.25
 """How far above the mean an instance may be loaded before its keys go elsewhere (Mirrokni et al.,
 Consistent Hashing with Bounded Loads, 2016)."""
 
-PolicyName = Literal["affinity", "round_robin", "least_load"]
+BalanceName = Literal["affinity", "round_robin", "least_load"]
 
 
-class Policy(Protocol):
+class Balance(Protocol):
     """Puts instances in the order in which an item tries them."""
 
     def order(
@@ -39,7 +39,7 @@ class RoundRobin:
     def order(
         self, instances: Sequence[Instance], key: str, load: Mapping[Instance, int]
     ) -> list[Instance]:
-        """See `Policy`."""
+        """See `Balance`."""
         del key, load
         start = self._turn % len(instances) if instances else 0
         self._turn = start + 1
@@ -55,7 +55,7 @@ class LeastLoad:
     def order(
         self, instances: Sequence[Instance], key: str, load: Mapping[Instance, int]
     ) -> list[Instance]:
-        """See `Policy`."""
+        """See `Balance`."""
         turns = self._turns.order(instances, key, load)
         return sorted(turns, key=lambda instance: load.get(instance, 0))
 
@@ -70,14 +70,14 @@ class Affinity:
     def order(
         self, instances: Sequence[Instance], key: str, load: Mapping[Instance, int]
     ) -> list[Instance]:
-        """See `Policy`."""
+        """See `Balance`."""
         ranked = sorted(instances, key=lambda instance: _score(instance, key), reverse=True)
         under_way = sum(load.get(instance, 0) for instance in instances)
         most = math.ceil(LOAD_FACTOR * (under_way + 1) / max(1, len(instances)))
         return sorted(ranked, key=lambda instance: load.get(instance, 0) >= most)
 
 
-POLICIES: Mapping[PolicyName, type[Policy]] = {
+BALANCES: Mapping[BalanceName, type[Balance]] = {
     "affinity": Affinity,
     "round_robin": RoundRobin,
     "least_load": LeastLoad,
@@ -85,24 +85,24 @@ POLICIES: Mapping[PolicyName, type[Policy]] = {
 
 
 class Choice:
-    """Whom the next request of a stage goes to: of those that are fit, the policy's first."""
+    """Whom the next request of a stage goes to: of those that are fit, the balance's first."""
 
-    def __init__(self, table: InstanceTable, policy: PolicyName, *roles: Role) -> None:
+    def __init__(self, table: InstanceTable, balance: BalanceName, *roles: Role) -> None:
         """Choose among the instances of these roles; the first one's name is the stage's."""
         self._table = table
         self._roles = roles
-        self._policy: Policy = POLICIES[policy]()
+        self._balance: Balance = BALANCES[balance]()
 
-    def use(self, policy: PolicyName) -> None:
-        """Go by this policy, anew where it is another."""
-        if type(self._policy) is not POLICIES[policy]:
-            self._policy = POLICIES[policy]()
+    def use(self, balance: BalanceName) -> None:
+        """Go by this balance, anew where it is another."""
+        if type(self._balance) is not BALANCES[balance]:
+            self._balance = BALANCES[balance]()
 
     def best(self, key: str = "", tried: Collection[Instance] = ()) -> Instance:
         """An instance, one that has not been tried where there is one.
 
         Args:
-            key: what the request is about, for policies that go by it.
+            key: what the request is about, for a balance that goes by it.
             tried: instances that this request has been sent to.
 
         Raises:
@@ -117,7 +117,7 @@ class Choice:
             candidates = self._fresh(usable, tried) or usable
         if len(candidates) == 1:
             return candidates[0]
-        return self._policy.order(candidates, key, self._table.load)[0]
+        return self._balance.order(candidates, key, self._table.load)[0]
 
     def others(self, tried: Collection[Instance]) -> bool:
         """Whether there is one that has not been tried."""

@@ -6,21 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from epd.routing.balance import BALANCES, LOAD_FACTOR, Affinity, BalanceName, LeastLoad, RoundRobin
 from epd.routing.instances import Instance, Role
-from epd.routing.policies import LOAD_FACTOR, POLICIES, Affinity, LeastLoad, PolicyName, RoundRobin
 
 INSTANCES = [Instance(Role.ENCODE, f"http://e{number}:1") for number in range(5)]
 LOADS = st.dictionaries(st.sampled_from(INSTANCES), st.integers(0, 50))
 KEYS = [f"key-{number}" for number in range(1000)]
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", BALANCES)
 @given(key=st.text(), load=LOADS, count=st.integers(0, 5))
 def test_an_order_has_every_instance_once(
-    name: PolicyName, key: str, load: dict[Instance, int], count: int
+    name: BalanceName, key: str, load: dict[Instance, int], count: int
 ) -> None:
     some = INSTANCES[:count]
-    assert Counter(POLICIES[name]().order(some, key, load)) == Counter(some)
+    assert Counter(BALANCES[name]().order(some, key, load)) == Counter(some)
 
 
 def test_turns_go_on_from_item_to_item() -> None:
