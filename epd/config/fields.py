@@ -9,6 +9,7 @@ from yarl import URL
 from ec_store import check_url
 from epd.routing.allowed import check_pattern
 from epd.routing.urls import base_url, name_server, registration_store_url, service_url
+from epd.routing.weights import weight_of
 from epd.tenants import KEY
 
 NO_INSTANCES = frozenset({"", "disable", "none"})
@@ -100,6 +101,19 @@ Services = Annotated[
     BeforeValidator(_split_urls),
     AfterValidator(_check_urls),
 ]
+
+
+def _check_weights(weights: tuple[str, ...]) -> tuple[str, ...]:
+    urls = [url for url, _ in map(weight_of, weights)]
+    for url in urls:
+        if urls.count(url) > 1:
+            raise ValueError(f"{url!r} is named twice")
+    return weights
+
+
+Weights = Annotated[
+    tuple[str, ...], NoDecode, BeforeValidator(_split_urls), AfterValidator(_check_weights)
+]
 RegistrationStore = Annotated[
     str | None,
     BeforeValidator(lambda url: None if url in NO_INSTANCES else url),
@@ -109,6 +123,11 @@ DnsServer = Annotated[
     str | None,
     BeforeValidator(lambda server: server or None),
     AfterValidator(lambda server: server and (name_server(server), server)[1]),
+]
+HeaderName = Annotated[
+    str,
+    Field(pattern="^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"),
+    AfterValidator(str.lower),
 ]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 SecondsOrNone = Annotated[float, Field(ge=0, allow_inf_nan=False)]

@@ -1,5 +1,6 @@
 """What can be set, with its defaults and limits."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Self
 
@@ -11,6 +12,7 @@ from epd.config.fields import (
     DnsServer,
     Domains,
     EndpointUrl,
+    HeaderName,
     HostPatterns,
     KeySecret,
     RegistrationStore,
@@ -20,10 +22,12 @@ from epd.config.fields import (
     Services,
     StoreUrl,
     Urls,
+    Weights,
 )
-from epd.routing.balance import BalanceName
+from epd.routing.balance import BalanceName, ItemBalanceName
 from epd.routing.health import HealthPolicy
 from epd.routing.instances import Instance, Role
+from epd.routing.weights import weight_of
 from epd.tenants import ANONYMOUS, Scope, Tenant
 from epd.transfer.flavours import KVTransferName
 
@@ -125,10 +129,31 @@ class ProxyConfig(BaseModel):
     ec_store_lease_s: Seconds = Field(
         default=30.0, description="how long what was looked up is safe from eviction"
     )
-    encode_policy: BalanceName = Field(
+    encode_balance: ItemBalanceName = Field(
         default="affinity",
         description="which encode instance an item goes to: always the same one within a bounded "
-        "load, each in turn, or the one with the least to do",
+        "load (affinity: for each item, session: for each session), each in turn, the one with the "
+        "least to do, or of two at random the one with less",
+    )
+    prefill_balance: BalanceName = Field(
+        default="least_load", description="the same of prefill instances"
+    )
+    decode_balance: BalanceName = Field(
+        default="least_load", description="the same of decode instances"
+    )
+    instance_weights: Weights = Field(
+        default=(),
+        description="how much is for an instance beside others, 1 unless it is said: URL=WEIGHT, "
+        "comma-separated; 0: nothing new, unless nobody else can",
+    )
+    load_interval_s: SecondsOrNone = Field(
+        default=1.0,
+        description="between two questions to an instance how many requests are waiting and "
+        "running (its /metrics); 0: it is not asked",
+    )
+    session_header: HeaderName = Field(
+        default="x-session-id",
+        description="the request header that says which session a request is one of",
     )
     on_encode_failure: Literal["local", "fail"] = Field(
         default="local",
@@ -336,6 +361,17 @@ class ProxyConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _check_weights(self) -> Self:
+        urls = {one.url for one in (*self.instances, *self.discovered)}
+        for url, _ in map(weight_of, self.instance_weights):
+            if url not in urls:
+                raise ValueError(
+                    f"--instance-weights names {url!r}, which no other flag does; instances that "
+                    "are registered or in a file have a weight there"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _check_sources(self) -> Self:
         if self.dynamic_registration and self.admin_api_key is None:
             raise ValueError(
@@ -408,22 +444,28 @@ class ProxyConfig(BaseModel):
         size = self.ec_consumer_dp_size
         apart = self.prefill_servers_urls or self.discover_prefill or self.discover_decode
         decode = (Role.DECODE, 1) if apart else (Role.PREFILL_DECODE, size)
-        return (
+        found = (
             *(Instance(Role.ENCODE, url) for url in self.encode_servers_urls),
             *(Instance(Role.PREFILL, url, size) for url in self.prefill_servers_urls),
             *(Instance(decode[0], url, decode[1]) for url in self.decode_servers_urls),
         )
+        return tuple(map(self._weighed, found))
 
     @property
     def discovered(self) -> tuple[Instance, ...]:
         """Those that names are looked up for, which are the hosts of the URLs."""
         size = self.ec_consumer_dp_size
-        return (
+        found = (
             *(Instance(Role.ENCODE, url) for url in self.discover_encode),
             *(Instance(Role.PREFILL, url, size) for url in self.discover_prefill),
             *(Instance(Role.DECODE, url) for url in self.discover_decode),
             *(Instance(Role.PREFILL_DECODE, url, size) for url in self.discover_prefill_decode),
         )
+        return tuple(map(self._weighed, found))
+
+    def _weighed(self, instance: Instance) -> Instance:
+        weight = dict(map(weight_of, self.instance_weights)).get(instance.url)
+        return instance if weight is None else replace(instance, weight=weight)
 
     @property
     def dynamic(self) -> bool:

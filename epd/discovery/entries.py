@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from epd.routing.instances import CONSUMERS, Instance, Role
 from epd.routing.urls import base_url
+from epd.routing.weights import check_weight
 
 VERSION = 1
 """Of what is written."""
@@ -35,11 +36,12 @@ class Entry(BaseModel):
     role: Role
     url: Annotated[str, AfterValidator(base_url), Field(max_length=2048)]
     dp_size: int = Field(default=1, ge=1, le=MAX_RANKS)
+    weight: Annotated[float, AfterValidator(check_weight)] = 1.0
 
     @property
     def instance(self) -> Instance:
         """What takes part."""
-        return Instance(self.role, self.url, self.dp_size)
+        return Instance(self.role, self.url, self.dp_size, self.weight)
 
 
 class Registration(Entry):
@@ -116,9 +118,14 @@ def read_json(raw: bytes) -> tuple[Instance, ...]:
 
 def write_json(instances: Iterable[Instance]) -> bytes:
     """Instances, to be read again."""
-    rows = [{"role": one.role, "url": one.url, "dp_size": one.dp_size} for one in instances]
-    document = {"version": VERSION, "instances": rows}
+    document = {"version": VERSION, "instances": list(map(_row, instances))}
     return orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+
+
+def _row(one: Instance) -> dict[str, Any]:
+    row: dict[str, Any] = {"role": one.role, "url": one.url, "dp_size": one.dp_size}
+    # Proxies that know of no weights read what others have written.
+    return row if one.weight == 1 else {**row, "weight": one.weight}
 
 
 def _read(document: Any) -> tuple[Instance, ...]:

@@ -1,7 +1,7 @@
 """Who takes part, as far as it can be seen from outside the proxy. Nothing is written."""
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
 from epd.config import ProxyConfig
@@ -109,7 +109,7 @@ async def _by_name(
         for address in sorted(addresses):
             url = at_address(one.url, address)
             names[url] = host
-            yield Instance(one.role, url, one.dp_size)
+            yield replace(one, url=url)
 
 
 def _judge_roles(config: ProxyConfig, roles: set[Role]) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 
+from epd.config import ProxyConfig
 from epd.policies.course import Course
 from epd.request.context import RequestContext
 from epd.routing.balance import Choice
@@ -11,13 +12,13 @@ from epd.routing.instances import ANSWERING, Instance, InstanceTable
 class Decoders:
     """Names the decode instance of each request."""
 
-    def __init__(self, table: InstanceTable) -> None:
-        self._choice = Choice(table, "least_load", *ANSWERING)
+    def __init__(self, table: InstanceTable, config: ProxyConfig) -> None:
+        self._choice = Choice(table, lambda: config.decode_balance, *ANSWERING)
 
     async def pick(
         self,
         course: Course,  # noqa: ARG002
-        context: RequestContext,  # noqa: ARG002
+        context: RequestContext,
         tried: Collection[Instance],
     ) -> Instance:
         """Who decodes, one that was not tried where there is one.
@@ -25,7 +26,7 @@ class Decoders:
         Raises:
             NoInstance: there is none.
         """
-        return self._choice.best(tried=tried)
+        return self._choice.best(tried, session=context.session)
 
     def others(self, course: Course, tried: Collection[Instance]) -> bool:  # noqa: ARG002
         """Whether there is one that was not tried."""
@@ -37,4 +38,4 @@ class Decoders:
         Raises:
             NoInstance: there is none.
         """
-        return self._choice.best(tried=tried)
+        return self._choice.best(tried)

@@ -103,7 +103,7 @@ class Encoder:
         self._cache = cache
         self._claims = None if cache is None else Claims(cache)
         self._config = config
-        self._choice = Choice(table, config.encode_policy, Role.ENCODE)
+        self._choice = Choice(table, lambda: config.encode_balance, Role.ENCODE)
         self._retries = Retries()
         self._flights: Flights[object, Made] = Flights()
         self._learned: OrderedDict[Wanted, str] = OrderedDict()
@@ -274,8 +274,7 @@ class Encoder:
         tried: list[Instance] = []
 
         async def attempt() -> Encoded:
-            self._choice.use(self._config.encode_policy)
-            instance = self._choice.best(key, tried)
+            instance = self._choice.best(tried, item=key, session=context.session)
             tried.append(instance)
             with self._table.using(instance):
                 return await self._stages.encode(instance, body, item, _sent(item, uuid), context)

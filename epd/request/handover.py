@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from epd.bodies.items import Body
+from epd.config import ProxyConfig
 from epd.errors import ProxyError
 from epd.http.upstream import Reply
 from epd.request.attempts import Attempts
@@ -16,7 +17,8 @@ from epd.request.peers import Peers
 from epd.request.releases import Releases
 from epd.request.stages import Decoding, Prefilled, Stages
 from epd.routing.balance import Choice
-from epd.routing.instances import Instance, InstanceTable, Role, Use
+from epd.routing.instances import Instance, InstanceTable, Role
+from epd.routing.use import Use
 from epd.transfer.kv import KVTransfer, Pair
 from epd.transfer.params import with_params
 
@@ -72,6 +74,7 @@ class Handovers:
         peers: Peers,
         decoders: Decoders,
         releases: Releases,
+        config: ProxyConfig,
     ) -> None:
         self._table = table
         self._stages = stages
@@ -79,7 +82,7 @@ class Handovers:
         self._peers = peers
         self._decoders = decoders
         self._releases = releases
-        self._prefills = Choice(table, "least_load", Role.PREFILL)
+        self._prefills = Choice(table, lambda: config.prefill_balance, Role.PREFILL)
 
     def other_prefills(self, attempts: Attempts) -> bool:
         """Whether there is a prefill instance that was not tried."""
@@ -95,7 +98,7 @@ class Handovers:
         attempts.prefilled = False
         if attempts.without_prefill or not course.prefill or not context.endpoint.prefills(sent):
             return await self._decoded(attempts, context, sent)
-        prefill = self._prefills.best(tried=attempts.prefills)
+        prefill = self._prefills.best(attempts.prefills, session=context.session)
         attempts.prefills.append(prefill)
         using = self._table.using(prefill, alone=attempts.alone("prefill"))
         pair = Pair(context.request_id, prefill, using.rank)

@@ -1,109 +1,181 @@
 """Which instance a request goes to: small pure balances, chosen by name."""
 
-import hashlib
 import math
-from collections.abc import Collection, Mapping, Sequence
+import random
+from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import attrgetter
 from typing import Literal, Protocol
 
+from xxhash import xxh3_64_intdigest
+
 from epd.errors import NoInstance
-from epd.routing.instances import Instance, InstanceTable, Role
+from epd.routing.instances import Candidate, Instance, InstanceTable, Role
+from epd.routing.load import Load
 
 LOAD_FACTOR = 1.25
-"""How far above the mean an instance may be loaded before its keys go elsewhere (Mirrokni et al.,
+"""How far above its share an instance may be loaded before its keys go elsewhere (Mirrokni et al.,
 Consistent Hashing with Bounded Loads, 2016)."""
 
-BalanceName = Literal["affinity", "round_robin", "least_load"]
+BalanceName = Literal["session", "round_robin", "least_load", "power_of_two"]
+ItemBalanceName = Literal["affinity", "session", "round_robin", "least_load", "power_of_two"]
+"""Of encode instances, where what is asked for has a key of its own."""
+
+MAX_OWED = 4096
+"""How many instances a round-robin remembers, those that have gone among them."""
+
+_value, _share, _pressure = attrgetter("value"), attrgetter("share"), attrgetter("pressure")
 
 
 class Balance(Protocol):
-    """Puts instances in the order in which an item tries them."""
+    """Picks one of several, by what they have to do and their weights."""
 
-    def order(
-        self, instances: Sequence[Instance], key: str, load: Mapping[Instance, int]
-    ) -> list[Instance]:
-        """All instances, the best first.
+    def pick(self, loads: Sequence[Load], key: str) -> Load:
+        """One of them.
 
         Args:
-            instances: the candidates.
-            key: the item's.
-            load: requests under way, by instance.
+            loads: the candidates', two at least.
+            key: what the request is about; empty: nothing that others are about too.
         """
 
 
 class RoundRobin:
-    """Each in turn. The turn goes on from request to request."""
+    """Each in turn, and as often as its weight says, without bursts.
+
+    That is nginx's smooth weighted round-robin: what one is owed grows by its weight each time, and
+    who is owed most is picked, and then owes the sum of all weights.
+    """
 
     def __init__(self) -> None:
-        self._turn = 0
+        self._owed: dict[Load, float] = {}
 
-    def order(
-        self, instances: Sequence[Instance], key: str, load: Mapping[Instance, int]
-    ) -> list[Instance]:
+    def pick(self, loads: Sequence[Load], key: str = "") -> Load:
         """See `Balance`."""
-        del key, load
-        start = self._turn % len(instances) if instances else 0
-        self._turn = start + 1
-        return [*instances[start:], *instances[:start]]
+        del key
+        owed = self._owed
+        if len(owed) > MAX_OWED:  # many have gone
+            owed = self._owed = {load: owed.get(load, 0.0) for load in loads}
+        total, best, most = 0.0, loads[0], -math.inf
+        for load in loads:
+            share = load.share
+            total += share
+            owed[load] = now = owed.get(load, 0.0) + share
+            if now > most:
+                best, most = load, now
+        owed[best] = most - total
+        return best
 
 
 class LeastLoad:
-    """The one with the fewest requests under way; of equals, each in turn."""
+    """The one with the least to do for its weight; of equals, each in turn."""
 
     def __init__(self) -> None:
         self._turns = RoundRobin()
 
-    def order(
-        self, instances: Sequence[Instance], key: str, load: Mapping[Instance, int]
-    ) -> list[Instance]:
+    def pick(self, loads: Sequence[Load], key: str = "") -> Load:
         """See `Balance`."""
-        turns = self._turns.order(instances, key, load)
-        return sorted(turns, key=lambda instance: load.get(instance, 0))
+        del key
+        least = min(map(_pressure, loads))
+        equals = [load for load in loads if load.pressure == least]
+        return equals[0] if len(equals) == 1 else self._turns.pick(equals)
 
 
-class Affinity:
-    """A key goes to the same instance, whose own caches know it, unless that has too much to do.
+class PowerOfTwo:
+    """Of two at random, by their weights, the one with less to do.
 
-    Rendezvous hashing: when an instance comes or goes, only its own keys move. Proxies that know
-    the same instances agree without talking to each other.
+    Proxies that know the same do not all send their next request to the same instance
+    (Mitzenmacher, The Power of Two Choices in Randomized Load Balancing, 2001).
     """
 
-    def order(
-        self, instances: Sequence[Instance], key: str, load: Mapping[Instance, int]
-    ) -> list[Instance]:
+    def __init__(self, chance: random.Random | None = None) -> None:
+        self._chance = chance or random.Random()  # noqa: S311 - no secret
+
+    def pick(self, loads: Sequence[Load], key: str = "") -> Load:
         """See `Balance`."""
-        ranked = sorted(instances, key=lambda instance: _score(instance, key), reverse=True)
-        under_way = sum(load.get(instance, 0) for instance in instances)
-        most = math.ceil(LOAD_FACTOR * (under_way + 1) / max(1, len(instances)))
-        return sorted(ranked, key=lambda instance: load.get(instance, 0) >= most)
+        del key
+        one = self._one(loads)
+        other = self._one([load for load in loads if load is not one])
+        return other if other.pressure < one.pressure else one
+
+    def _one(self, loads: Sequence[Load]) -> Load:
+        return self._chance.choices(loads, list(map(_share, loads)))[0]
 
 
-BALANCES: Mapping[BalanceName, type[Balance]] = {
-    "affinity": Affinity,
+class Rendezvous:
+    """A key goes to the same instance, whose own caches know it, unless that has too much to do.
+
+    When an instance comes or goes, only its own keys move; where weights change, only as many as
+    have to (weighted rendezvous hashing: Schindelhauer and Schomaker, Weighted Distributed Hash
+    Tables, 2005). Proxies that know the same instances agree without talking to each other. What
+    has no key goes to the one with the least to do.
+    """
+
+    def __init__(self) -> None:
+        self._keyless = LeastLoad()
+
+    def pick(self, loads: Sequence[Load], key: str) -> Load:
+        """See `Balance`."""
+        if not key:
+            return self._keyless.pick(loads)
+        far = _distances(loads, key.encode("utf-8", "surrogatepass"))
+        nearest = min(far)
+        first = loads[far.index(nearest)]
+        most = _most(loads)
+        if first.value < most(first):
+            return first
+        room = [(away, load) for away, load in zip(far, loads, strict=True)]
+        room = [one for one in room if one[1].value < most(one[1])]
+        return min(room, key=lambda one: one[0])[1]
+
+
+def _distances(loads: Sequence[Load], key: bytes) -> list[float]:
+    """Of each from a key: exponentially distributed, its rate the instance's weight."""
+    log, digest = math.log, xxh3_64_intdigest
+    return [-log((digest(key, load.seed) + 1) * 2.0**-64) / load.share for load in loads]
+
+
+def _most(loads: Sequence[Load]) -> Callable[[Load], int]:
+    """How much an instance may have to do before its keys go elsewhere: there is always room."""
+    each = LOAD_FACTOR * (sum(map(_value, loads)) + 1) / sum(map(_share, loads))
+    return lambda load: math.ceil(each * load.share)
+
+
+BALANCES: Mapping[ItemBalanceName, Callable[[], Balance]] = {
+    "affinity": Rendezvous,
+    "session": Rendezvous,
     "round_robin": RoundRobin,
     "least_load": LeastLoad,
+    "power_of_two": PowerOfTwo,
 }
 
 
 class Choice:
-    """Whom the next request of a stage goes to: of those that are fit, the balance's first."""
+    """Whom the next request of a stage goes to: one of those that are fit."""
 
-    def __init__(self, table: InstanceTable, balance: BalanceName, *roles: Role) -> None:
-        """Choose among the instances of these roles; the first one's name is the stage's."""
+    def __init__(
+        self, table: InstanceTable, balance: Callable[[], ItemBalanceName], *roles: Role
+    ) -> None:
+        """Choose among the instances of these roles; the first one's name is the stage's.
+
+        Args:
+            table: of the instances.
+            balance: names what they are chosen by; asked each time, as it may be another.
+            roles: theirs.
+        """
         self._table = table
         self._roles = roles
-        self._balance: Balance = BALANCES[balance]()
+        self._named = balance
+        self._name = balance()
+        self._balance = BALANCES[self._name]()
 
-    def use(self, balance: BalanceName) -> None:
-        """Go by this balance, anew where it is another."""
-        if type(self._balance) is not BALANCES[balance]:
-            self._balance = BALANCES[balance]()
-
-    def best(self, key: str = "", tried: Collection[Instance] = ()) -> Instance:
+    def best(
+        self, tried: Collection[Instance] = (), *, item: str = "", session: str = ""
+    ) -> Instance:
         """An instance, one that has not been tried where there is one.
 
         Args:
-            key: what the request is about, for a balance that goes by it.
             tried: instances that this request has been sent to.
+            item: the key of what it is about, for `affinity`.
+            session: whose request it is one of, for `session`.
 
         Raises:
             NoInstance: there is none.
@@ -112,25 +184,27 @@ class Choice:
         if not usable:
             stage = self._roles[0]
             raise NoInstance(f"there is no {stage} instance", slug=f"no_{stage}")
-        candidates: Sequence[Instance] = usable
+        candidates = usable
         if tried:
             candidates = self._fresh(usable, tried) or usable
         if len(candidates) == 1:
-            return candidates[0]
-        return self._balance.order(candidates, key, self._table.load)[0]
+            return candidates[0].instance
+        if (name := self._named()) != self._name:
+            self._name, self._balance = name, BALANCES[name]()
+        loads = [one.load for one in candidates]
+        picked = self._balance.pick(loads, session if name == "session" else item)
+        return candidates[loads.index(picked)].instance
 
     def others(self, tried: Collection[Instance]) -> bool:
         """Whether there is one that has not been tried."""
         return bool(self._fresh(self._table.usable(*self._roles), tried))
 
-    def _fresh(self, usable: Sequence[Instance], tried: Collection[Instance]) -> Sequence[Instance]:
+    def _fresh(
+        self, usable: Sequence[Candidate], tried: Collection[Instance]
+    ) -> Sequence[Candidate]:
         """Those that have not been tried: the usable ones, and where there are none all others.
 
         Who was left alone may be back and not yet have been asked, and costs little to find away.
         """
-        fresh = [one for one in usable if one not in tried]
-        return fresh or [one for one in self._table.of(*self._roles) if one not in tried]
-
-
-def _score(instance: Instance, key: str) -> bytes:
-    return hashlib.blake2b(f"{instance.url}\n{key}".encode(), digest_size=8).digest()
+        fresh = [one for one in usable if one.instance not in tried]
+        return fresh or [one for one in self._table.all(*self._roles) if one.instance not in tried]

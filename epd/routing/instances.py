@@ -2,24 +2,15 @@
 
 import enum
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from http import HTTPStatus
-from types import TracebackType
-from typing import Self
+from typing import NamedTuple
 
-from epd.errors import ProxyError
-from epd.routing.health import (
-    DEFAULT_HEALTH,
-    Health,
-    HealthPolicy,
-    Outcome,
-    State,
-    asked_rest_s,
-    judged,
-)
+from epd.routing.health import DEFAULT_HEALTH, Health, HealthPolicy, State
+from epd.routing.load import Load, Report
 from epd.routing.ranks import Ranks
+from epd.routing.use import Use
 
 
 class Role(enum.StrEnum):
@@ -46,7 +37,8 @@ class Instance:
         role: the stage it serves.
         url: base URL without a trailing slash, such as `http://host:8001`.
         dp_size: data-parallel ranks behind it, of which a request to a consumer names one.
-        weight: how much of the load is for it, beside others of its role.
+        weight: how much of the load is for it, beside others of its role; 0: nothing new, unless
+            nobody else can.
         kv_addr: where its KV connector is spoken to, as the KV transfer in use writes it; empty:
             nowhere, or where the transfer knows.
         ec_zmq_addrs: where encode instances push encoder outputs to, for each data-parallel rank.
@@ -59,9 +51,22 @@ class Instance:
     kv_addr: str = ""
     ec_zmq_addrs: tuple[str, ...] = ()
 
+    @property
+    def key(self) -> tuple[Role, str]:
+        """Who it is, whatever else is said of it."""
+        return self.role, self.url
+
     def __hash__(self) -> int:
         """The URL's, which Python remembers: tables of instances are looked into all the time."""
         return hash(self.url)
+
+
+class Candidate(NamedTuple):
+    """An instance that takes part, how it does, and what it has to do."""
+
+    instance: Instance
+    health: Health
+    load: Load
 
 
 class InstanceTable:
@@ -89,44 +94,71 @@ class InstanceTable:
         self._policy = policy
         self._on_change = on_change
         self._clock = clock
-        self._by_role: dict[Role, list[Instance]] = {role: [] for role in Role}
-        self._health: dict[Instance, Health] = {}
-        self._load: dict[Instance, int] = {}
-        self._ranks: dict[Instance, Ranks] = {}
+        self._by_role: dict[Role, list[Candidate]] = {role: [] for role in Role}
+        self._members: dict[tuple[Role, str], Candidate] = {}
+        self._leaving: dict[Instance, Load] = {}
         for instance in instances:
             self.add(instance)
 
     @property
-    def load(self) -> Mapping[Instance, int]:
-        """Requests under way, by instance; those that have none may be missing."""
-        return self._load
+    def under_way(self) -> Mapping[Instance, int]:
+        """Requests from here, by instance; of those that have been removed too."""
+        loads = {one.instance: one.load for one in self._members.values()}
+        return {
+            instance: load.under_way
+            for instance, load in (self._leaving | loads).items()
+            if load.under_way
+        }
+
+    def load(self, instance: Instance) -> Load:
+        """What an instance has to do.
+
+        Raises:
+            KeyError: it takes no part.
+        """
+        return self._members[instance.key].load
 
     def add(self, instance: Instance) -> None:
         """Let an instance take part from now on; one that does already is left as it is."""
-        if instance in self._health:
+        if instance.key in self._members:
             return
-        self._by_role[instance.role].append(instance)
-        self._health[instance] = Health(
-            self._policy, self._clock(), partial(self._on_change, instance)
-        )
-        if instance.dp_size > 1 and instance.role in CONSUMERS:
-            self._ranks[instance] = Ranks(instance.dp_size)
+        health = Health(self._policy, self._clock(), partial(self._on_change, instance))
+        load = self._leaving.pop(instance, None) or _load(instance)
+        self._members[instance.key] = candidate = Candidate(instance, health, load)
+        self._by_role[instance.role].append(candidate)
 
     def remove(self, instance: Instance) -> None:
         """Give an instance no further request. Those that are under way end as they would."""
-        if self._health.pop(instance, None) is not None:
-            self._by_role[instance.role].remove(instance)
-            self._ranks.pop(instance, None)
+        candidate = self._members.pop(instance.key, None)
+        if candidate is None:
+            return
+        self._by_role[instance.role].remove(candidate)
+        candidate.load.leave()
+        self._leave(instance, candidate.load)
+
+    def reweigh(self, old: Instance, new: Instance) -> None:
+        """Have an instance that takes part weigh what `new` says, which is the same otherwise."""
+        before = self._members[old.key]
+        before.load.weight = new.weight
+        self._members[new.key] = candidate = before._replace(instance=new)
+        seats = self._by_role[new.role]
+        seats[seats.index(before)] = candidate
 
     def judge_by(self, policy: HealthPolicy) -> None:
         """Judge all of them by another policy from now on."""
         self._policy = policy
-        for health in self._health.values():
-            health.policy = policy
+        for one in self._members.values():
+            one.health.policy = policy
 
     def of(self, *roles: Role) -> tuple[Instance, ...]:
         """All instances of these roles."""
-        return tuple(instance for role in roles for instance in self._by_role[role])
+        return tuple(one.instance for role in roles for one in self._by_role[role])
+
+    def all(self, *roles: Role) -> Sequence[Candidate]:
+        """The same, with how each does."""
+        if len(roles) == 1:
+            return self._by_role[roles[0]]
+        return [one for role in roles for one in self._by_role[role]]
 
     def has(self, role: Role) -> bool:
         """Whether there is an instance of this role."""
@@ -138,34 +170,35 @@ class InstanceTable:
         Raises:
             KeyError: it takes no part.
         """
-        return self._health[instance].state(self._clock())
+        return self._members[instance.key].health.state(self._clock())
 
     def serves(self, *roles: Role) -> bool:
         """Whether an instance of these roles is not known to be down."""
         return any(self.state(instance) is not State.DOWN for instance in self.of(*roles))
 
-    def usable(self, *roles: Role) -> list[Instance]:
+    def usable(self, *roles: Role) -> Sequence[Candidate]:
         """The instances that the next request may go to; none only where there are none.
 
         Who cannot be reached is left out, unless none can. Of the others those are left out that
-        fail, unless they are more than half: then the fault is more likely elsewhere, and the rest
-        would only be overrun. Last, those that have asked for a rest, unless all have.
+        nothing is for, unless nobody else is fit; then those that fail, unless they are more than
+        half: then the fault is more likely elsewhere, and the rest would only be overrun. Last,
+        those that have asked for a rest, unless all have.
         """
-        instances = self.of(*roles)
-        if len(instances) == 1:
-            return list(instances)
+        pool: Sequence[Candidate] = self.all(*roles)
+        if len(pool) == 1:
+            return pool
         now_s = self._clock()
-        pool = [(instance, self._health[instance]) for instance in instances]
-        if all(health.well(now_s) for _, health in pool):
-            return list(instances)
-        up = [one for one in pool if one[1].state(now_s) is not State.DOWN] or pool
-        fit = [one for one in up if one[1].fit(now_s)]
+        if all(one.load.weight and one.health.well(now_s) for one in pool):
+            return pool
+        up = [one for one in pool if one.health.state(now_s) is not State.DOWN] or list(pool)
+        fit = [one for one in up if one.health.fit(now_s)]
+        if any(one.load.weight for one in fit):
+            up, fit = ([one for one in some if one.load.weight] for some in (up, fit))
         if 2 * len(fit) < len(up):
             fit = up
-        rested = [one for one in fit if not one[1].busy(now_s)]
-        return [instance for instance, _ in rested or fit]
+        return [one for one in fit if not one.health.busy(now_s)] or fit
 
-    def using(self, instance: Instance, *, alone: bool = True) -> "Use":
+    def using(self, instance: Instance, *, alone: bool = True) -> Use:
         """A request of this instance, under way while the context lasts.
 
         How it is left is what the instance is judged by; a cancelled request says nothing.
@@ -175,80 +208,54 @@ class InstanceTable:
             alone: whether a 500 is the instance's own. It may be due to what others have made, and
                 could not be loaded.
         """
-        health = self._health.get(instance)
-        if health is None:  # removed since it was chosen
+        candidate = self._members.get(instance.key)
+        if candidate is None:  # removed since it was chosen
             health = Health(self._policy, self._clock(), lambda _: None)
-        return Use(
-            self._load, instance, health, self._clock, self._ranks.get(instance), alone=alone
-        )
+            load = self._leaving.get(instance) or _load(instance)
+            self._leave(instance, load)
+        else:
+            _, health, load = candidate
+        return Use(load, health, self._clock, alone=alone)
+
+    def _leave(self, instance: Instance, load: Load) -> None:
+        """Know of its requests for as long as there are any."""
+        self._leaving = {one: its for one, its in self._leaving.items() if its.under_way}
+        self._leaving[instance] = load
 
     def probes_due(self) -> list[Instance]:
         """Whom to ask for their health now; each answer goes to `probed`."""
         now_s = self._clock()
-        return [instance for instance, health in self._health.items() if health.probe_due(now_s)]
+        members = self._members.values()
+        return [one.instance for one in members if one.health.probe_due(now_s)]
 
     def probed(self, instance: Instance, *, well: bool | None) -> None:
         """An instance has said that it is well, or has not; None: it could not be asked."""
-        if instance in self._health:
-            self._health[instance].probed(self._clock(), well=well)
+        if instance.key in self._members:
+            self._members[instance.key].health.probed(self._clock(), well=well)
+
+    def reports_due(self, roles: Collection[Role]) -> list[Instance]:
+        """Whom of these to ask now what they have to do; each answer goes to `reported`.
+
+        Where there is one alone, nothing depends on it, but on its ranks'.
+        """
+        now_s = self._clock()
+        for one in self._members.values():
+            one.load.expire(now_s)
+        return [
+            one.instance
+            for role in roles
+            for one in self._by_role[role]
+            if (len(self._by_role[role]) > 1 or one.load.ranks is not None)
+            and one.health.state(now_s) is not State.DOWN
+            and one.load.report_due(now_s)
+        ]
+
+    def reported(self, instance: Instance, report: Report | None, interval_s: float) -> None:
+        """An instance has said what it has to do; None: it has not. See `Load.reported`."""
+        if instance.key in self._members:
+            self._members[instance.key].load.reported(report, self._clock(), interval_s)
 
 
-class Use:
-    """One request of an instance.
-
-    Attributes:
-        rank: the data-parallel rank that it is for; None: the instance sees to it.
-    """
-
-    __slots__ = ("_alone", "_begun", "_clock", "_health", "_instance", "_load", "_ranks", "rank")
-
-    def __init__(  # noqa: PLR0913 - what it is counted with
-        self,
-        load: dict[Instance, int],
-        instance: Instance,
-        health: Health,
-        clock: Callable[[], float],
-        ranks: Ranks | None,
-        *,
-        alone: bool,
-    ) -> None:
-        self._load = load
-        self._instance = instance
-        self._health = health
-        self._clock = clock
-        self._alone = alone
-        self._ranks = ranks
-        self.rank = None if ranks is None else ranks.next()
-
-    def __enter__(self) -> Self:
-        """It goes to the instance."""
-        self._load[self._instance] = self._load.get(self._instance, 0) + 1
-        self._begun = self._health.begun()
-        if self._ranks is not None and self.rank is not None:
-            self._ranks.begin(self.rank)
-        return self
-
-    def answered(self) -> None:
-        """The instance has begun to answer well; its answer may yet take long."""
-        self._health.answered(self._clock())
-
-    def __exit__(
-        self, kind: object, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """It has ended, and how."""
-        left = self._load.pop(self._instance) - 1
-        if left:
-            self._load[self._instance] = left
-        if self._ranks is not None and self.rank is not None:
-            self._ranks.end(self.rank)
-        self._health.ended(
-            self._outcome(error), self._clock(), begun=self._begun, rest_s=asked_rest_s(error)
-        )
-
-    def _outcome(self, error: BaseException | None) -> Outcome:
-        if error is None:
-            return Outcome.GOOD
-        if not isinstance(error, ProxyError):
-            return Outcome.NOTHING
-        excused = not self._alone and error.answered == HTTPStatus.INTERNAL_SERVER_ERROR
-        return Outcome.NOTHING if excused else judged(error)
+def _load(instance: Instance) -> Load:
+    ranks = instance.dp_size > 1 and instance.role in CONSUMERS
+    return Load(instance.url, instance.weight, Ranks(instance.dp_size) if ranks else None)

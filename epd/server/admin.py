@@ -69,7 +69,7 @@ class Admin:
         self._upstream = upstream
         self._config = config
         # A choice of its own: whose turn it is to decode is not for this to move.
-        self._models = Choice(table, "round_robin", *ANSWERING)
+        self._models = Choice(table, lambda: "round_robin", *ANSWERING)
         self._retries = Retries()
         self._health = Kept(self._ask_health)
         self._versions = Kept(self._ask_versions)
@@ -149,7 +149,7 @@ class Admin:
         tried: list[Instance] = []
 
         async def attempt() -> Answer:
-            tried.append(self._models.best(tried=tried))
+            tried.append(self._models.best(tried))
             return await self._upstream.fetch(
                 tried[-1].url + "/v1/models",
                 stage="decode",

@@ -326,6 +326,7 @@ def _context(
         clients_key=not keyed and (presented or config.openai_api_key is None),
         observers=app[OBSERVERS],
         models=app[MODELS],
+        session=headers.get(config.session_header, ""),
     )
 
 

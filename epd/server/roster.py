@@ -11,6 +11,7 @@ from epd.errors import BadRequest, Overloaded, RequestRefused
 from epd.routing.allowed import is_allowed
 from epd.routing.health import State
 from epd.routing.instances import Instance, InstanceTable, Role
+from epd.routing.load import Load
 from epd.routing.registry import Registry, Source
 from epd.routing.urls import base_url
 
@@ -107,14 +108,15 @@ class Roster:
 
     def _rows(self) -> list[dict[str, Any]]:
         members = self._registry.members
-        load = self._table.load
+        under_way = self._table.under_way
         rows: list[dict[str, Any]] = [
             {
                 "url": one.url,
                 "role": one.role,
                 "dp_size": one.dp_size,
                 "state": self._table.state(one),
-                "load": load.get(one, 0),
+                "load": under_way.get(one, 0),
+                **_weighed(self._table.load(one)),
                 "sources": sources,
                 "since": datetime.fromtimestamp(since_s, UTC).isoformat(timespec="seconds"),
             }
@@ -127,14 +129,22 @@ class Roster:
                 "role": one.role,
                 "dp_size": one.dp_size,
                 "state": "draining",
-                "load": under_way,
+                "load": requests,
+                "weight": one.weight,
+                "reported": None,
                 "sources": [],
                 "since": None,
             }
-            for one, under_way in load.items()
+            for one, requests in under_way.items()
             if one not in present
         ]
         return rows
+
+
+def _weighed(load: Load) -> dict[str, Any]:
+    report = load.report
+    said = report and {"waiting": report.waiting, "running": report.running}
+    return {"weight": load.weight, "reported": said}
 
 
 def _unwritten() -> Overloaded:

@@ -39,6 +39,7 @@ from epd.request.pipeline import Pipeline
 from epd.request.probes import probing
 from epd.request.relay import StreamRelay
 from epd.request.releases import Releases
+from epd.request.reports import reporting
 from epd.request.stages import Stages
 from epd.request.warmup import Warmup
 from epd.routing.health import State
@@ -145,11 +146,12 @@ async def _connections(app: web.Application) -> AsyncIterator[None]:
         _cache(config) as cache,
         membership(config, registry, upstream) as registrations,
         probing(table, upstream, config),
+        reporting(table, upstream, config),
         Releases.running(stages := Stages(upstream, config)) as releases,
     ):
-        decoders, transfer = Decoders(table), KV_TRANSFERS[config.kv_transfer]()
+        decoders, transfer = Decoders(table, config), KV_TRANSFERS[config.kv_transfer]()
         peers = Peers(transfer, upstream, config)
-        handovers = Handovers(table, stages, transfer, peers, decoders, releases)
+        handovers = Handovers(table, stages, transfer, peers, decoders, releases, config)
         app[PIPELINE] = Pipeline(table, stages, media, cache, handovers, decoders, config)
         app[WARMUP] = Warmup(app[PIPELINE], cache)
         app[ADMIN] = Admin(table, upstream, config)

@@ -91,12 +91,13 @@ class Board:
         return Snapshot(instances=self._instances(), events=self._recent.events())
 
     def _instances(self) -> list[Seen]:
+        under_way = self._table.under_way
         return [
             Seen(
                 role=one.role,
                 url=one.url,
                 state=self._table.state(one),
-                requests=self._table.load.get(one, 0),
+                requests=under_way.get(one, 0),
             )
             for one in self._table.of(*Role)
         ]
