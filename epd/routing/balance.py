@@ -168,7 +168,12 @@ class Choice:
         self._balance = BALANCES[self._name]()
 
     def best(
-        self, tried: Collection[Instance] = (), *, item: str = "", session: str = ""
+        self,
+        tried: Collection[Instance] = (),
+        *,
+        item: str = "",
+        session: str = "",
+        prefer: str | None = None,
     ) -> Instance:
         """An instance, one that has not been tried where there is one.
 
@@ -176,6 +181,7 @@ class Choice:
             tried: instances that this request has been sent to.
             item: the key of what it is about, for `affinity`.
             session: whose request it is one of, for `session`.
+            prefer: URL of the one that it goes to unless that has too much to do, or is drained.
 
         Raises:
             NoInstance: there is none.
@@ -192,6 +198,9 @@ class Choice:
         if (name := self._named()) != self._name:
             self._name, self._balance = name, BALANCES[name]()
         loads = [one.load for one in candidates]
+        for one in candidates if prefer is not None else ():
+            if one.instance.url == prefer and one.load.value <= _most(loads)(one.load):
+                return one.instance
         picked = self._balance.pick(loads, session if name == "session" else item)
         return candidates[loads.index(picked)].instance
 

@@ -236,3 +236,17 @@ def test_where_nothing_is_for_any_all_share() -> None:
     choice = Choice(InstanceTable(outs), lambda: "least_load", Role.DECODE)
 
     assert {choice.best() for _ in range(4)} == set(outs)
+
+
+def test_the_preferred_one_is_best_unless_it_has_too_much_to_do_or_was_tried() -> None:
+    table = InstanceTable([*ONES, OUT])
+    choice = Choice(table, lambda: "least_load", Role.DECODE)
+    home = ONES[1]
+
+    assert {choice.best(prefer=home.url) for _ in range(9)} == {home}
+    assert choice.best([home], prefer=home.url) != home
+    assert choice.best(prefer=OUT.url) != OUT
+    with table.using(home):
+        assert choice.best(prefer=home.url) == home
+        with table.using(home):
+            assert choice.best(prefer=home.url) != home
