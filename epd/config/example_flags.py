@@ -14,6 +14,7 @@ RENAMED: Mapping[str, str] = MappingProxyType(
         "--probe-interval": "probe_interval_s",
         "--probe-timeout": "health_timeout_s",
         "--fail-threshold": "eject_after",
+        "--encode-policy": "encode_balance",  # its name until balance had one
     }
 )
 """The settings that such flags set."""

@@ -17,6 +17,7 @@ from epd.routing.urls import (
     service_url,
     zmq_address,
 )
+from epd.routing.weights import weight_of
 from epd.tenants import KEY
 
 NO_INSTANCES = frozenset({"", "disable", "none"})
@@ -135,6 +136,19 @@ ZmqAddresses = Annotated[
     tuple[Annotated[str, AfterValidator(zmq_address)], ...],
     NoDecode,
     BeforeValidator(_split_urls),
+]
+
+
+def _check_weights(weights: tuple[str, ...]) -> tuple[str, ...]:
+    urls = [url for url, _ in map(weight_of, weights)]
+    for url in urls:
+        if urls.count(url) > 1:
+            raise ValueError(f"{url!r} is named twice")
+    return weights
+
+
+Weights = Annotated[
+    tuple[str, ...], NoDecode, BeforeValidator(_split_urls), AfterValidator(_check_weights)
 ]
 RegistrationStore = Annotated[
     str | None,

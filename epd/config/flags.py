@@ -54,6 +54,8 @@ def metavar_of(name: str, field: FieldInfo) -> str:
         ("registration_store", "URL"),
         ("_hosts", "HOSTS"),
         ("_server", "ADDRESS"),
+        ("_weights", "WEIGHTS"),
+        ("_header", "NAME"),
         ("_s", "SECONDS"),
         ("_bytes", "BYTES"),
         ("file", "FILE"),

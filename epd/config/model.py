@@ -1,6 +1,7 @@
 """What can be set, with its defaults and limits."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -27,13 +28,15 @@ from epd.config.fields import (
     Services,
     StoreUrl,
     Urls,
+    Weights,
     ZmqAddresses,
 )
 from epd.policies.active import Active, activate
 from epd.policies.course import DecodeChoice, DecodeFrom
+from epd.routing.balance import BalanceName, ItemBalanceName
 from epd.routing.health import HealthPolicy
 from epd.routing.instances import Instance, Role
-from epd.routing.policies import PolicyName
+from epd.routing.weights import weight_of
 from epd.tenants import ANONYMOUS, Scope, Tenant
 from epd.transfer.flavours import EC_TRANSFERS, KV_TRANSFERS, ECTransferName, KVTransferName
 
@@ -218,10 +221,31 @@ class ProxyConfig(BaseModel):
     ec_store_lease_s: Seconds = Field(
         default=30.0, description="how long what was looked up is safe from eviction"
     )
-    encode_policy: PolicyName = Field(
+    encode_balance: ItemBalanceName = Field(
         default="affinity",
         description="which encode instance an item goes to: always the same one within a bounded "
-        "load, each in turn, or the one with the least to do",
+        "load (affinity: for each item, session: for each session), each in turn, the one with the "
+        "least to do, or of two at random the one with less",
+    )
+    prefill_balance: BalanceName = Field(
+        default="least_load", description="the same of prefill instances"
+    )
+    decode_balance: BalanceName = Field(
+        default="least_load", description="the same of decode instances"
+    )
+    instance_weights: Weights = Field(
+        default=(),
+        description="how much is for an instance beside others, 1 unless it is said: URL=WEIGHT, "
+        "comma-separated; 0: nothing new, unless nobody else can",
+    )
+    load_interval_s: SecondsOrNone = Field(
+        default=1.0,
+        description="between two questions to an instance how many requests are waiting and "
+        "running (its /metrics); 0: it is not asked",
+    )
+    session_header: HeaderName = Field(
+        default="x-session-id",
+        description="the request header that says which session a request is one of",
     )
     on_encode_failure: Literal["local", "fail"] = Field(
         default="local",
@@ -474,6 +498,17 @@ class ProxyConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _check_weights(self) -> Self:
+        urls = {one.url for one in (*self.instances, *self.discovered)}
+        for url, _ in map(weight_of, self.instance_weights):
+            if url not in urls:
+                raise ValueError(
+                    f"--instance-weights names {url!r}, which no other flag does; instances that "
+                    "are registered or in a file have a weight there"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _check_sources(self) -> Self:
         if self.dynamic_registration and self.admin_api_key is None:
             raise ValueError(
@@ -619,7 +654,7 @@ class ProxyConfig(BaseModel):
         size = self.ec_consumer_dp_size
         apart = self.prefill_servers_urls or self.discover_prefill or self.discover_decode
         role, ranks = (Role.DECODE, 1) if apart else (Role.PREFILL_DECODE, size)
-        return (
+        found = (
             *(Instance(Role.ENCODE, url) for url in self.encode_servers_urls),
             *(
                 Instance(Role.PREFILL, url, size, kv_addr=address)
@@ -636,6 +671,7 @@ class ProxyConfig(BaseModel):
                 )
             ),
         )
+        return tuple(map(self._weighed, found))
 
     def _addresses_of(self, position: int) -> tuple[str, ...]:
         """Those of the decode instance in this place, by rank."""
@@ -646,12 +682,17 @@ class ProxyConfig(BaseModel):
     def discovered(self) -> tuple[Instance, ...]:
         """Those that names are looked up for, which are the hosts of the URLs."""
         size = self.ec_consumer_dp_size
-        return (
+        found = (
             *(Instance(Role.ENCODE, url) for url in self.discover_encode),
             *(Instance(Role.PREFILL, url, size) for url in self.discover_prefill),
             *(Instance(Role.DECODE, url) for url in self.discover_decode),
             *(Instance(Role.PREFILL_DECODE, url, size) for url in self.discover_prefill_decode),
         )
+        return tuple(map(self._weighed, found))
+
+    def _weighed(self, instance: Instance) -> Instance:
+        weight = dict(map(weight_of, self.instance_weights)).get(instance.url)
+        return instance if weight is None else replace(instance, weight=weight)
 
     @property
     def dynamic(self) -> bool:

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from epd.routing.instances import CONSUMERS, Instance, Role
 from epd.routing.urls import base_url, zmq_address
+from epd.routing.weights import check_weight
 from epd.transfer.flavours import EC_TRANSFERS, ECTransferName
 
 VERSION = 1
@@ -45,6 +46,7 @@ class Entry(BaseModel):
     dp_size: int = Field(default=1, ge=1, le=MAX_RANKS)
     kv_addr: str = Field(default="", max_length=256, pattern=f"^{ADDRESS}$")
     ec_zmq_addrs: tuple[ZmqAddress, ...] = ()
+    weight: Annotated[float, AfterValidator(check_weight)] = 1.0
 
     @model_validator(mode="after")
     def _check_addresses(self) -> Self:
@@ -59,6 +61,7 @@ class Entry(BaseModel):
             self.role,
             self.url,
             self.dp_size,
+            self.weight,
             kv_addr=self.kv_addr,
             ec_zmq_addrs=self.ec_zmq_addrs,
         )
@@ -147,6 +150,8 @@ def _row(one: Instance) -> dict[str, Any]:
         row["kv_addr"] = one.kv_addr
     if one.ec_zmq_addrs:
         row["ec_zmq_addrs"] = one.ec_zmq_addrs
+    if one.weight != 1:
+        row["weight"] = one.weight
     return row
 
 

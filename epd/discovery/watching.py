@@ -6,6 +6,7 @@ Each remembers its last good answer, for the process that starts when there is n
 import asyncio
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -189,7 +190,7 @@ class WatchedNames:
         self._registry.replace(
             Source.DNS,
             [
-                Instance(one.role, at_address(one.url, address), one.dp_size)
+                replace(one, url=at_address(one.url, address))
                 for one in self._services
                 for address in sorted(current[urlsplit(one.url).hostname or ""])
             ],

@@ -21,7 +21,8 @@ from epd.http.tls import upstream_context
 from epd.http.upstream import Upstream
 from epd.request.peers import Peers
 from epd.request.stages import Stages
-from epd.routing.instances import Instance, InstanceTable, Role
+from epd.routing.instances import Instance, Role
+from epd.routing.table import InstanceTable
 from epd.transfer.encoded import Encoded
 from epd.transfer.flavours import EC_TRANSFERS, KV_TRANSFERS
 

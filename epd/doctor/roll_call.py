@@ -1,7 +1,7 @@
 """Who takes part, as far as it can be seen from outside the proxy. Nothing is written."""
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
 from epd.config import ProxyConfig
@@ -11,8 +11,9 @@ from epd.discovery.look_ups import LookUpFailed
 from epd.discovery.membership import opened
 from epd.discovery.stores import StoreFailed
 from epd.doctor.findings import Finding, fail, warn
-from epd.routing.instances import ANSWERING, Instance, InstanceTable, Role
+from epd.routing.instances import ANSWERING, Instance, Role
 from epd.routing.registry import Change, Registry, Source
+from epd.routing.table import InstanceTable
 from epd.routing.urls import at_address
 from epd.transfer.flavours import KV_TRANSFERS
 
@@ -114,7 +115,7 @@ async def _by_name(
         for address in sorted(addresses):
             url = at_address(one.url, address)
             names[url] = host
-            yield Instance(one.role, url, one.dp_size)
+            yield replace(one, url=url)
 
 
 def _judge_roles(config: ProxyConfig, roles: set[Role]) -> Iterator[Finding]:

@@ -19,7 +19,8 @@ from epd.errors import ProxyError, UpstreamRejected
 from epd.request.context import RequestContext
 from epd.request.peers import Peers
 from epd.request.stages import Stages
-from epd.routing.instances import Instance, Place, Role
+from epd.routing.instances import Instance, Role
+from epd.routing.use import Place
 from epd.transfer.ec import ECTransfer
 from epd.transfer.encoded import Encoded, EncodedItem, consumer_body
 from epd.transfer.kv import KVTransfer, Pair

@@ -195,6 +195,13 @@ INSTANCE_REQUESTS = Figure(
     "Requests that an instance is at.",
     ("role", "instance"),
 )
+INSTANCE_REPORTED = Figure(
+    "epd_instance_reported_requests",
+    "gauge",
+    "Requests that an instance says are waiting or running at it, from whomever.",
+    ("role", "instance", "state"),
+    max,
+)
 CIRCUIT_OPEN = Figure(
     "epd_circuit_open",
     "gauge",
@@ -266,6 +273,7 @@ FIGURES: Mapping[str, Figure] = MappingProxyType(
             INSTANCE_CHANGES,
             INSTANCE_UP,
             INSTANCE_REQUESTS,
+            INSTANCE_REPORTED,
             IN_FLIGHT,
             QUEUED,
             BODY_BYTES,

@@ -10,7 +10,8 @@ from epd.conversations.conversations import RESULTS, Conversations
 from epd.edge.admission import REFUSALS, Admission
 from epd.observe import figures
 from epd.routing.health import State
-from epd.routing.instances import InstanceTable, Role
+from epd.routing.instances import Role
+from epd.routing.table import InstanceTable
 
 SERVING = frozenset({State.HEALTHY, State.TRIAL})
 
@@ -39,11 +40,21 @@ class InstancesGlance(Collector):
     def collect(self) -> Iterator[Metric]:
         """As it is now, of the instances that take part."""
         instances = [(one, (one.role, one.url)) for one in self._table.of(*Role)]
+        under_way = self._table.under_way
         yield figures.INSTANCE_UP.family(
             [(labels, self._table.state(one) in SERVING) for one, labels in instances]
         )
         yield figures.INSTANCE_REQUESTS.family(
-            [(labels, self._table.load.get(one, 0)) for one, labels in instances]
+            [(labels, under_way.get(one, 0)) for one, labels in instances]
+        )
+        reports = [(self._table.load(one).report, labels) for one, labels in instances]
+        yield figures.INSTANCE_REPORTED.family(
+            [
+                ((*labels, state), getattr(report, state))
+                for report, labels in reports
+                if report is not None
+                for state in ("waiting", "running")
+            ]
         )
 
 

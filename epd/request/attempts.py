@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 from epd.errors import Stage
 from epd.policies.course import Course, Facts
-from epd.routing.instances import Instance, Place
+from epd.routing.instances import Instance
+from epd.routing.use import Place
 from epd.transfer.encoded import Consumed, EncodedItem
 
 

@@ -39,6 +39,7 @@ class RequestContext:
         cuts: what was cut out of its body, and is put back into those for its instances.
         models: what instances call which model.
         model: what the client calls the one it asks for.
+        session: what it belongs together with others by; empty: nothing.
         span: what it is traced by, where it is traced.
         answering: decode's span, until its first event of tokens.
         client_headers: all headers of its client, by name in any case.
@@ -56,6 +57,7 @@ class RequestContext:
     cuts: Cuts = field(default_factory=dict)
     models: ModelNames = field(default_factory=ModelNames)
     model: str | None = None
+    session: str = ""
     span: RequestSpan | None = None
     answering: Span | None = None
     turn: Turn | None = None

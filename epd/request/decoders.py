@@ -10,8 +10,9 @@ from epd.request.attempts import Attempts
 from epd.request.context import RequestContext
 from epd.request.picker import Picker
 from epd.routing.allowed import is_allowed
-from epd.routing.instances import ANSWERING, Instance, InstanceTable, Role
-from epd.routing.policies import Choice
+from epd.routing.balance import Choice
+from epd.routing.instances import ANSWERING, Instance, Role
+from epd.routing.table import InstanceTable
 from epd.routing.urls import service_url
 
 
@@ -26,7 +27,7 @@ class Decoders:
         self._table = table
         self._picker = picker
         self._config = config
-        self._choice = Choice(table, "least_load", *ANSWERING)
+        self._choice = Choice(table, lambda: config.decode_balance, *ANSWERING)
         self._complaint = Complaint("the endpoint picker cannot be used", "the proxy chooses")
 
     def settled(self, course: Course, context: RequestContext) -> Course:
@@ -62,7 +63,7 @@ class Decoders:
         elif attempts.course.decode_from == "picker":
             named = await self._picked(attempts, context, prefill)
         prefers = None if context.turn is None else context.turn.prefers_decode
-        return named or self._choice.best(tried=attempts.decodes, prefer=prefers)
+        return named or self._choice.best(attempts.decodes, session=context.session, prefer=prefers)
 
     def others(self, course: Course, tried: Collection[Instance]) -> bool:
         """Whether there is one that was not tried, and may be.
@@ -79,7 +80,7 @@ class Decoders:
         Raises:
             NoInstance: there is none.
         """
-        return self._choice.best(tried=tried)
+        return self._choice.best(tried)
 
     def _asked_for(self, context: RequestContext) -> Instance | None:
         """Whom a client names; None where it leaves that to the proxy."""
@@ -116,7 +117,8 @@ class Decoders:
         Raises:
             NoInstance: nor does the table.
         """
-        tried, usable = attempts.decodes, self._table.usable(*ANSWERING)
+        usable = [one.instance for one in self._table.usable(*ANSWERING)]
+        tried = attempts.decodes
         try:
             url = await self._picker.ask(attempts.facts, context, prefill, usable, tried)
         except ProxyError as error:

@@ -24,9 +24,11 @@ from epd.errors import (
 from epd.flights import Flights
 from epd.request.context import RequestContext
 from epd.request.stages import Stages
-from epd.routing.instances import Instance, InstanceTable, Place, Role
-from epd.routing.policies import Choice
+from epd.routing.balance import Choice
+from epd.routing.instances import Instance, Role
 from epd.routing.retries import Retries, is_instances_fault, retry_delay_s
+from epd.routing.table import InstanceTable
+from epd.routing.use import Place
 from epd.spans import Span
 from epd.transfer.ec import ECTransfer
 from epd.transfer.encoded import Encoded, EncodedItem, from_entry
@@ -107,7 +109,7 @@ class Encoder:
         self._transfer = transfer
         self._claims = None if cache is None else Claims(cache)
         self._config = config
-        self._choice = Choice(table, config.encode_policy, Role.ENCODE)
+        self._choice = Choice(table, lambda: config.encode_balance, Role.ENCODE)
         self._retries = Retries()
         self._flights: Flights[object, Made] = Flights()
         self._learned: OrderedDict[Wanted, str] = OrderedDict()
@@ -311,8 +313,7 @@ class Encoder:
         tried: list[Instance] = []
 
         async def attempt() -> Encoded:
-            self._choice.use(self._config.encode_policy)
-            instance = self._choice.best(key, tried)
+            instance = self._choice.best(tried, item=key, session=context.session)
             tried.append(instance)
             # Anew for each: what another one has begun to push may come yet.
             asked = self._transfer.encode_params(consumer, features(body, item))

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from epd.bodies.items import Body
+from epd.config import ProxyConfig
 from epd.errors import BadRequest, NoInstance, ProxyError, UpstreamRejected
 from epd.http.upstream import Reply
 from epd.request.attempts import Attempts
@@ -16,8 +17,10 @@ from epd.request.peers import Peers
 from epd.request.readbacks import Readbacks
 from epd.request.releases import Releases
 from epd.request.stages import Decoding, Prefilled, Stages
-from epd.routing.instances import CONSUMERS, Instance, InstanceTable, Place, Role, Use
-from epd.routing.policies import Choice
+from epd.routing.balance import Choice
+from epd.routing.instances import CONSUMERS, Instance, Role
+from epd.routing.table import InstanceTable
+from epd.routing.use import Place, Use
 from epd.transfer.kv import KVTransfer, Pair
 from epd.transfer.params import with_params
 
@@ -74,6 +77,7 @@ class Handovers:
         decoders: Decoders,
         releases: Releases,
         readbacks: Readbacks,
+        config: ProxyConfig,
     ) -> None:
         self._table = table
         self._stages = stages
@@ -82,7 +86,7 @@ class Handovers:
         self._decoders = decoders
         self._releases = releases
         self._readbacks = readbacks
-        self._prefills = Choice(table, "least_load", Role.PREFILL)
+        self._prefills = Choice(table, lambda: config.prefill_balance, Role.PREFILL)
 
     def other_prefills(self, attempts: Attempts) -> bool:
         """Whether there is a prefill instance that was not tried, and may be."""
@@ -134,7 +138,7 @@ class Handovers:
         url = attempts.course.prefill_url
         if url is None:
             prefers = None if context.turn is None else context.turn.prefers_prefill
-            return self._prefills.best(tried=attempts.prefills, prefer=prefers)
+            return self._prefills.best(attempts.prefills, session=context.session, prefer=prefers)
         if (local := self._table.find(url, Role.PREFILL)) is None:
             raise NoInstance(
                 "the prefill instance beside the proxy takes no part",

@@ -8,7 +8,8 @@ import orjson
 from epd.config import ProxyConfig
 from epd.flights import Flights
 from epd.http.upstream import Upstream
-from epd.routing.instances import Instance, InstanceTable
+from epd.routing.instances import Instance
+from epd.routing.table import InstanceTable
 from epd.transfer.kv import KVTransfer
 from epd.transfer.params import Params
 

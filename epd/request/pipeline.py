@@ -20,8 +20,9 @@ from epd.request.decoders import Decoders
 from epd.request.encoding import Encoder, raw_items
 from epd.request.handover import Answer, Handovers
 from epd.request.stages import Stages
-from epd.routing.instances import ANSWERING, InstanceTable, Role
+from epd.routing.instances import ANSWERING, Role
 from epd.routing.retries import Retries, is_instances_fault, retry_delay_s
+from epd.routing.table import InstanceTable
 from epd.transfer.ec import ECTransfer
 from epd.transfer.encoded import EncodedItem, consumer_body, metadata_uuids
 

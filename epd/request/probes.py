@@ -7,7 +7,8 @@ from contextlib import asynccontextmanager, suppress
 from epd.config import ProxyConfig
 from epd.errors import Overloaded
 from epd.http.upstream import Upstream
-from epd.routing.instances import Instance, InstanceTable
+from epd.routing.instances import Instance
+from epd.routing.table import InstanceTable
 
 TICK_S = 0.25
 """How often it is looked whether a probe is due."""

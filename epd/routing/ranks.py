@@ -1,26 +1,41 @@
 """Data-parallel ranks behind one URL: which of them is next."""
 
+from collections.abc import Mapping
+
 
 class Ranks:
-    """Requests under way on each rank of an instance."""
+    """What each rank of an instance has to do, by the rule of `epd.routing.load`."""
 
-    __slots__ = ("_last", "_load")
+    __slots__ = ("_asked", "_elsewhere", "_last", "_under_way")
 
     def __init__(self, count: int) -> None:
-        self._load = [0] * count
+        self._under_way = [0] * count
+        self._elsewhere = [0] * count
+        self._asked = self._under_way
         self._last = -1
 
     def next(self) -> int:
-        """The rank with the fewest requests; of equals, each in turn."""
-        count = len(self._load)
+        """The rank with the least to do; of equals, each in turn."""
+        count = len(self._under_way)
         turns = [(self._last + step) % count for step in range(1, count + 1)]
-        self._last = min(turns, key=self._load.__getitem__)
+        self._last = min(turns, key=lambda rank: self._under_way[rank] + self._elsewhere[rank])
         return self._last
 
     def begin(self, rank: int) -> None:
-        """It has one more."""
-        self._load[rank] += 1
+        """It has one more from here."""
+        self._under_way[rank] += 1
 
     def end(self, rank: int) -> None:
-        """It has one less."""
-        self._load[rank] -= 1
+        """It has one less from here."""
+        self._under_way[rank] -= 1
+
+    def asked(self) -> None:
+        """They are asked now what they have to do."""
+        self._asked = self._under_way.copy()
+
+    def reported(self, engines: Mapping[int, int]) -> None:
+        """They have said it; what is not said of each rank is no use for any."""
+        if engines.keys() == set(range(len(self._asked))):
+            self._elsewhere = [max(0, engines[rank] - own) for rank, own in enumerate(self._asked)]
+        else:
+            self._elsewhere = [0] * len(self._asked)

@@ -3,6 +3,7 @@
 import enum
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol
 
@@ -40,6 +41,9 @@ class Table(Protocol):
 
     def remove(self, instance: Instance) -> None:
         """Give it no further request."""
+
+    def reweigh(self, old: Instance, new: Instance) -> None:
+        """Have an instance that takes part weigh what `new` says, which is the same otherwise."""
 
 
 class Member(NamedTuple):
@@ -96,6 +100,7 @@ class Registry:
         """Take what a source says now in place of what it said before."""
         self._said[source] = tuple(instances)
         named = self._named()
+        self._reweigh(named)
         for instance in [one for one in self._since_s if one not in named]:
             del self._since_s[instance]
             self._table.remove(instance)
@@ -118,11 +123,11 @@ class Registry:
     @property
     def members(self) -> tuple[Member, ...]:
         """Who takes part."""
-        named = {(one.role, one.url): one for one in self._since_s}
+        named = {one.key: one for one in self._since_s}
         sources: dict[Instance, list[Source]] = {one: [] for one in self._since_s}
         for source in Source:
             for said in self._said.get(source, ()):
-                if (one := named.get((said.role, said.url))) is not None:
+                if (one := named.get(said.key)) is not None:
                     sources[one].append(source)
         return tuple(Member(one, tuple(by), self._since_s[one]) for one, by in sources.items())
 
@@ -131,8 +136,17 @@ class Registry:
         named: dict[tuple[Role, str], tuple[Instance, Source]] = {}
         for source in Source:
             for one in self._said.get(source, ()):
-                named.setdefault((one.role, one.url), (one, source))
+                named.setdefault(one.key, (one, source))
         return dict(named.values())
+
+    def _reweigh(self, named: Iterable[Instance]) -> None:
+        """Whose weight alone is another stays, and what it has to do does."""
+        said = {one.key: one for one in named}
+        for old in list(self._since_s):
+            new = said.get(old.key, old)
+            if new != old == replace(new, weight=old.weight):
+                self._since_s[new] = self._since_s.pop(old)
+                self._table.reweigh(old, new)
 
     def _admit(self, instance: Instance, by: Source) -> None:
         if self._fits(instance) and self.clash(instance) is None:

@@ -12,9 +12,10 @@ from epd.conversations.conversations import Conversations
 from epd.errors import ProxyError, RequestRefused, Stage, UpstreamRejected
 from epd.flights import Flights
 from epd.http.upstream import Answer, Upstream
-from epd.routing.instances import ANSWERING, Instance, InstanceTable, Role
-from epd.routing.policies import Choice
+from epd.routing.balance import Choice
+from epd.routing.instances import ANSWERING, Instance, Role
 from epd.routing.retries import Retries, retry_delay_s
+from epd.routing.table import InstanceTable
 
 CLUSTERS: Mapping[str, tuple[Stage, tuple[Role, ...]]] = {
     "encode_cluster": ("encode", (Role.ENCODE,)),
@@ -77,7 +78,7 @@ class Admin:
         self._upstream = upstream
         self._config = config
         # A choice of its own: whose turn it is to decode is not for this to move.
-        self._models = Choice(table, "round_robin", *ANSWERING)
+        self._models = Choice(table, lambda: "round_robin", *ANSWERING)
         self._retries = Retries()
         self._health = Kept(self._ask_health)
         self._versions = Kept(self._ask_versions)
@@ -163,7 +164,7 @@ class Admin:
         tried: list[Instance] = []
 
         async def attempt() -> Answer:
-            tried.append(self._models.best(tried=tried))
+            tried.append(self._models.best(tried))
             return await self._upstream.fetch(
                 tried[-1].url + "/v1/models",
                 stage="decode",

@@ -139,6 +139,7 @@ def _context(
         observers=app[OBSERVERS],
         models=app[MODELS],
         client_headers=headers,
+        session=headers.get(config.session_header, ""),
     )
 
 

@@ -11,8 +11,9 @@ from epd.discovery.stores import StoreFailed
 from epd.errors import BadRequest, Overloaded, RequestRefused
 from epd.routing.allowed import is_allowed
 from epd.routing.health import State
-from epd.routing.instances import Instance, InstanceTable, Role
+from epd.routing.instances import Instance, Role
 from epd.routing.registry import Registry, Source
+from epd.routing.table import InstanceTable
 from epd.routing.urls import base_url
 from epd.transfer.kv import KVTransfer
 
@@ -125,20 +126,24 @@ class Roster:
             self._row(one, self._table.state(one), sources, since_s)
             for one, sources, since_s in members
         ]
-        leaving = [one for one in self._table.load if one not in present]
+        leaving = [one for one in self._table.under_way if one not in present]
         return rows + [self._row(one, "draining", (), None) for one in leaving]
 
     def _row(
         self, one: Instance, state: str, sources: Sequence[Source], since_s: float | None
     ) -> dict[str, Any]:
         since = None if since_s is None else datetime.fromtimestamp(since_s, UTC)
+        report = None if since_s is None else self._table.load(one).report
+        said = report and {"waiting": report.waiting, "running": report.running}
         return {
             "url": one.url,
             "role": one.role,
             "dp_size": one.dp_size,
             "kv_addr": one.kv_addr,
             "state": state,
-            "load": self._table.load.get(one, 0),
+            "load": self._table.under_way.get(one, 0),
+            "weight": one.weight,
+            "reported": said,
             "sources": sources,
             "since": since and since.isoformat(timespec="seconds"),
         }

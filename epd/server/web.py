@@ -45,11 +45,13 @@ from epd.request.probes import probing
 from epd.request.readbacks import Readbacks
 from epd.request.relay import StreamRelay
 from epd.request.releases import Releases
+from epd.request.reports import reporting
 from epd.request.stages import Stages
 from epd.request.warmup import Warmup
 from epd.routing.health import State
-from epd.routing.instances import ANSWERING, Instance, InstanceTable
+from epd.routing.instances import ANSWERING, Instance
 from epd.routing.registry import Change, Registry, Source
+from epd.routing.table import InstanceTable
 from epd.server import ui
 from epd.server.admin import Admin
 from epd.server.admittance import may_administer
@@ -162,12 +164,13 @@ async def _connections(app: web.Application) -> AsyncIterator[None]:
         conversations,
         membership(config, registry, upstream) as registrations,
         probing(table, upstream, config),
+        reporting(table, upstream, config),
         Releases.running(stages := Stages(upstream, config)) as releases,
     ):
         decoders = Decoders(table, Picker(upstream, config), config)
         peers = Peers(table, transfer, upstream, config)
         readbacks = Readbacks(stages, transfer, conversations)
-        handovers = Handovers(table, stages, transfer, peers, decoders, releases, readbacks)
+        handovers = Handovers(table, stages, transfer, peers, decoders, releases, readbacks, config)
         encoded = EC_TRANSFERS[config.ec_transfer]()
         app[PIPELINE] = Pipeline(
             table, stages, media, cache, encoded, handovers, decoders, app[POLICIES].course, config
@@ -233,6 +236,8 @@ async def answer(request: web.Request) -> web.StreamResponse:
         body = salted(body, config.scope_of(context.tenant))
     if CONVERSATION in body:
         body, context.turn = await _turn(request, body)
+        if context.turn is not None:
+            context.session = context.session or context.turn.key
     async with await app[PIPELINE].run(body, context) as reply:
         headers = _answer_headers(reply, context)
         if not headers["Content-Type"].startswith("text/event-stream"):

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import ClassVar
 
-from epd.routing.instances import Place
+from epd.routing.use import Place
 from epd.transfer.encoded import Encoded
 from epd.transfer.params import Params
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from epd.errors import NoInstance, UpstreamFailed
-from epd.routing.instances import Place
+from epd.routing.use import Place
 from epd.transfer.ec import ECTransfer
 from epd.transfer.encoded import Encoded
 from epd.transfer.params import Params

@@ -13,7 +13,8 @@ import structlog
 
 from epd.observe.metrics import MetricsObserver
 from epd.observe.shared_page import PageUnreadable, SharedPage
-from epd.routing.instances import InstanceTable, Role
+from epd.routing.instances import Role
+from epd.routing.table import InstanceTable
 from epd.ui.recent import Recent
 from epd.ui.snapshot import Seen, Snapshot
 from epd.ui.state import Moment, state
@@ -91,12 +92,13 @@ class Board:
         return Snapshot(instances=self._instances(), events=self._recent.events())
 
     def _instances(self) -> list[Seen]:
+        under_way = self._table.under_way
         return [
             Seen(
                 role=one.role,
                 url=one.url,
                 state=self._table.state(one),
-                requests=self._table.load.get(one, 0),
+                requests=under_way.get(one, 0),
             )
             for one in self._table.of(*Role)
         ]

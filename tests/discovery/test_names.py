@@ -150,7 +150,7 @@ async def test_the_certificate_of_an_address_is_its_names(
                 0,
                 discover_encode=",".join(f"https://e.svc:{port}" for port in ports),
                 upstream_ca_file=authority.ca,
-                encode_policy="round_robin",
+                encode_balance="round_robin",
             )
         )
         await sees(fleet, Role.ENCODE, {right.url, wrong.url})

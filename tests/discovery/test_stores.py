@@ -13,8 +13,9 @@ from epd.discovery.folder import Folder
 from epd.discovery.redis_store import InRedis
 from epd.discovery.registrations import Clash, Registrations
 from epd.discovery.stores import REGISTERED, Edit, InFolder, InProcess, Store, StoreFailed
-from epd.routing.instances import Instance, InstanceTable, Role
+from epd.routing.instances import Instance, Role
 from epd.routing.registry import Registry
+from epd.routing.table import InstanceTable
 from tests.store.redis_server import RedisServer
 
 A, B, C = (Instance(Role.ENCODE, f"http://{name}:1") for name in "abc")

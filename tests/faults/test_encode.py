@@ -38,7 +38,7 @@ def encoded(*instances: FakeInstance) -> int:
 @pytest.mark.fault(1, 6, 7, 8)
 @pytest.mark.parametrize("fault", [refuses(500), refuses(502), refuses(408), drops, hangs])
 async def test_where_one_encoder_fails_another_encodes(launch: Launch, fault: Handler) -> None:
-    config: Any = {"encode_timeout_s": 0.3, "encode_policy": "round_robin"}
+    config: Any = {"encode_timeout_s": 0.3, "encode_balance": "round_robin"}
     async with launch(encode=2, **config) as fleet:
         fleet.encode[0].chat = fault
         async with fleet.post(request(image(), text())) as reply:
@@ -130,7 +130,7 @@ async def test_a_key_of_the_clients_that_an_encoder_refuses_is(launch: Launch) -
 async def test_one_that_has_too_much_to_do_is_left_alone_while_another_has_not(
     launch: Launch, status: int
 ) -> None:
-    async with launch(encode=2, encode_policy="round_robin") as fleet:
+    async with launch(encode=2, encode_balance="round_robin") as fleet:
         fleet.encode[0].chat = busy("30", status)
         for number in range(5):
             assert (await fleet.chat(request(image(b"%d" % number))))[0] == 200
@@ -170,7 +170,7 @@ async def test_it_is_not_waited_for_longer_than_an_encode_may_take(
 async def test_one_that_is_not_there_is_passed_over_and_then_left_out(launch: Launch) -> None:
     async with launch(encode=1) as up:
         urls = (NOBODY, "http://no-such-host.invalid:1", up.e.url)
-        config: Any = {"encode_servers_urls": urls, "encode_policy": "round_robin"}
+        config: Any = {"encode_servers_urls": urls, "encode_balance": "round_robin"}
         async with launch(**config) as fleet:
             for number in range(20):
                 async with fleet.post(request(image(b"%d" % number))) as reply:
@@ -229,7 +229,7 @@ async def test_an_answer_that_is_none_is_tried_elsewhere(launch: Launch, said: b
     async with launch(encode=1) as up, Scripted(script).running() as broken:
         config: Any = {
             "encode_servers_urls": (broken.url, up.e.url),
-            "encode_policy": "round_robin",
+            "encode_balance": "round_robin",
         }
         async with launch(**config) as fleet:
             async with fleet.post(request(image())) as reply:
@@ -315,7 +315,7 @@ async def test_where_no_encoder_can_be_reached_decode_encodes_or_503(launch: Lau
 @pytest.mark.fault(14)
 async def test_one_that_comes_back_serves_again(launch: Launch) -> None:
     fast: Any = {"probe_interval_s": 0.2, "probe_backoff_s": 0.2, "probe_backoff_max_s": 0.2}
-    async with launch(encode=2, encode_policy="round_robin", eject_after=2, **fast) as fleet:
+    async with launch(encode=2, encode_balance="round_robin", eject_after=2, **fast) as fleet:
         fleet.encode[0].healthy = False
         states = fleet.events.changes
         await until(lambda: [one.state for one in states] == ["down"])
@@ -340,7 +340,7 @@ async def test_on_trial_it_gets_one_request_at_a_time(launch: Launch) -> None:
         await go_on.wait()
         return await encodes(http, body)
 
-    async with launch(encode=2, encode_policy="round_robin", **fast) as fleet:
+    async with launch(encode=2, encode_balance="round_robin", **fast) as fleet:
         fleet.encode[0].healthy = False
         await until(lambda: fleet.events.changes)
         fleet.encode[0].healthy, fleet.encode[0].chat = True, waits

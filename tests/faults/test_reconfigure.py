@@ -181,7 +181,7 @@ async def test_limits_and_policies_change_under_load(workers: int, tmp_path: Pat
         two = (image(b"1"), image(b"2"))
         async with proxy(tmp_path, workers, **urls) as running, Load(running) as load:
             assert await running.statuses(*two) == {200}
-            await running.reload(**urls, max_items=1, encode_policy="least_load")
+            await running.reload(**urls, max_items=1, encode_balance="least_load")
             assert await running.statuses(*two) == {400}
             await running.reload(
                 **urls, max_body_bytes=2000, max_requests=64, connect_timeout_s=9, keep_alive_s=5

@@ -48,6 +48,7 @@ class FakeInstance:
         calls: the requests to endpoints it was sent.
         aborted: how many of its answers were cancelled because nobody waited any more.
         open: how many chat requests it has that have not ended.
+        metrics: answers `GET /metrics`.
     """
 
     chat: Handler
@@ -60,7 +61,7 @@ class FakeInstance:
     url: str = ""
     version: str = "0.33.0"
     models: tuple[str, ...] = ("m",)
-    metrics: str = ""
+    metrics: Callable[[], Awaitable[web.Response]] = field(default=lambda: has_none())  # noqa: PLW0108 - it comes later
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         self.open += 1
@@ -76,14 +77,14 @@ class FakeInstance:
             self.open -= 1
 
     async def _other(self, request: web.Request) -> web.Response:
+        if request.path == "/metrics":  # as it is asked what it has to do: no call
+            return await self.metrics()
         if request.path == "/health":  # it is probed: not a call
             return web.Response(status=200 if self.healthy else 503)
         self.other_calls.append(f"{request.method} {request.path}")
         if request.path == "/v1/models":
             data = [{"id": name} for name in self.models]
             return web.json_response({"object": "list", "data": data})
-        if request.path == "/metrics":
-            return web.Response(text=self.metrics)
         if request.path == "/version":
             return web.json_response({"version": self.version})
         return web.Response(status=200 if self.profiler else 404)
@@ -97,7 +98,7 @@ class FakeInstance:
             app.router.add_post(path, self._chat)
         for path in ("/start_profile", "/stop_profile"):
             app.router.add_post(path, self._other)
-        for path in ("/health", "/v1/models", "/version", "/metrics"):
+        for path in ("/health", "/metrics", "/v1/models", "/version"):
             app.router.add_get(path, self._other)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.2)
         await runner.setup()
@@ -294,6 +295,33 @@ def streams(events: Sequence[bytes]) -> Handler:
         return response
 
     return chat
+
+
+async def has_none() -> web.Response:
+    return web.Response(status=404)
+
+
+def reports(*engines: tuple[float, float]) -> Callable[[], Awaitable[web.Response]]:
+    """Say how many requests are waiting and running at each engine, as vLLM does."""
+
+    async def metrics() -> web.Response:
+        lines = [
+            f'vllm:num_requests_{state}{{engine="{number}",model_name="m"}} {engine[place]}'
+            for place, state in enumerate(("waiting", "running"))
+            for number, engine in enumerate(engines)
+        ]
+        return web.Response(text="\n".join(["# TYPE x gauge", *lines, ""]))
+
+    return metrics
+
+
+def page(metrics: str) -> Callable[[], Awaitable[web.Response]]:
+    """Have these lines on `/metrics`."""
+
+    async def answer() -> web.Response:
+        return web.Response(text=metrics)
+
+    return answer
 
 
 async def hangs(_: web.Request, __: dict[str, Any]) -> web.Response:

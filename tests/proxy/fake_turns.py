@@ -13,7 +13,7 @@ from typing import Any
 
 from aiohttp import web
 
-from tests.proxy.fake_instance import FakeInstance
+from tests.proxy.fake_instance import FakeInstance, page
 
 BLOCK = 16
 PICTURE = "\ufffc" * 40
@@ -94,7 +94,7 @@ class Turns:
         """Let an instance be a new engine of the fleet."""
         engine = Engine(f"engine-{next(self._names)}")
         self.engines[engine.name] = engine
-        instance.metrics = f'vllm:cache_config_info{{block_size="{BLOCK}",engine="0"}} 1.0\n'
+        instance.metrics = page(f'vllm:cache_config_info{{block_size="{BLOCK}",engine="0"}} 1.0\n')
         instance.version = engine.name
 
         async def chat(request: web.Request, body: Body) -> web.StreamResponse:

@@ -59,7 +59,7 @@ async def test_text_touches_no_encoder(launch: Launch) -> None:
 
 
 async def test_items_are_spread_in_turn_across_requests(launch: Launch) -> None:
-    async with launch(encode=3, encode_policy="round_robin") as fleet:
+    async with launch(encode=3, encode_balance="round_robin") as fleet:
         await fleet.chat(request(image(b"1"), image(b"2")))
         await fleet.chat(request(image(b"3"), image(b"4")))
 

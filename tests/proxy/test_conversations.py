@@ -13,7 +13,7 @@ from aiohttp import web
 from structlog.testing import capture_logs
 
 from tests.proxy.clients import ALICE, BOB, bearer
-from tests.proxy.fake_instance import FakeInstance, drops, fails_first, hangs, refuses
+from tests.proxy.fake_instance import FakeInstance, drops, fails_first, hangs, page, refuses
 from tests.proxy.fake_turns import PICTURE, WRONG, Turns, rendered
 from tests.proxy.fleet import Fleet, Launch, until
 from tests.requests import image
@@ -208,7 +208,7 @@ async def test_without_a_block_size_nothing_is_read_of_an_edited_history(
 ) -> None:
     turns = Turns()
     async with talking(launch, turns) as fleet:
-        fleet.d.metrics = metrics
+        fleet.d.metrics = page(metrics)
         talk = Talk(fleet)
         await talk.ask(LONG)
         talk.history[-1]["content"] = "something that no model said"

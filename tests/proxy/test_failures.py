@@ -105,7 +105,7 @@ async def test_no_encoder_there(launch: Launch) -> None:
 
 
 async def test_first_failed_encode_cancels_the_others(launch: Launch) -> None:
-    async with launch(encode=3, encode_policy="round_robin") as fleet:
+    async with launch(encode=3, encode_balance="round_robin") as fleet:
         fleet.encode[0].chat = hangs
         fleet.encode[1].chat = refuses(400, "second")
         fleet.encode[2].chat = hangs

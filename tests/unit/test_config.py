@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -352,6 +353,46 @@ def test_flags_of_vllms_example_proxy_are_taken(capsys: pytest.CaptureFixture[st
     assert (config.probe_interval_s, config.health_timeout_s, config.eject_after) == (2, 3, 4)
     assert (config.decode_media, config.log_level) == ("raw", "debug")
     assert capsys.readouterr().err == ""
+
+
+def test_the_balance_of_encode_instances_may_be_called_a_policy() -> None:
+    config = load({**INSTANCES, **parsed("--encode-policy", "least_load")}).config
+
+    assert config.encode_balance == "least_load"
+
+
+def test_weights_are_of_instances_that_are_named() -> None:
+    urls = {"encode_servers_urls": "http://e:1,http://f:1", "discover_prefill_decode": "d:2"}
+    config = load({**urls, "instance_weights": "http://E:1/=2, d:2=0"}).config
+
+    assert [one.weight for one in config.instances] == [2.0, 1.0]
+    assert [one.weight for one in config.discovered] == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("weights", "says"),
+    [
+        ("http://e:1", "is no URL and weight"),
+        ("http://e:1=", "is no URL and weight"),
+        ("http://e:1=much", "is no URL and weight"),
+        ("http://e:1=-1", "a weight is 0, or from 0.001 to 1000"),
+        ("http://e:1=nan", "a weight is 0, or from"),
+        ("http://e:1=1e9", "a weight is 0, or from"),
+        ("http://e:1=1,http://e:1/=2", "'http://e:1' is named twice"),
+        ("http://other:1=2", "names 'http://other:1', which no other flag does"),
+        ("http://u:p@e:1=2", "without a user and a password"),
+        ("http://u:secret@e:1=x", "--instance-weights is no URL and weight, such as"),
+    ],
+)
+def test_a_weight_that_cannot_be_is_refused(weights: str, says: str) -> None:
+    with pytest.raises(ConfigInvalid, match=re.escape(says)):
+        load({**INSTANCES, "instance_weights": weights})
+
+
+@pytest.mark.parametrize("name", ["", "x y", "x:", "x" * 65, "-x"])
+def test_a_header_of_sessions_has_a_name_of_http(name: str) -> None:
+    with pytest.raises(ConfigInvalid, match="--session-header"):
+        load({**INSTANCES, "session_header": name})
 
 
 def test_those_that_do_nothing_here_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,8 +11,9 @@ from epd.bodies.prompts import ALIKE, NEUTRAL, prompt_of
 from epd.cache.identity import conversation_key
 from epd.conversations.fingerprint import CHUNK, Fingerprint
 from epd.conversations.heard import Heard
-from epd.routing.instances import Instance, InstanceTable, Role
-from epd.routing.policies import Choice
+from epd.routing.balance import Choice
+from epd.routing.instances import Instance, Role
+from epd.routing.table import InstanceTable
 from epd.tenants import ANONYMOUS, Scope, Tenant
 from epd.transfer.readback import kept_params, shortened
 
@@ -210,7 +211,7 @@ def test_the_key_of_a_conversation_is_a_tenants_own_of_a_model_and_a_salt() -> N
 def test_the_preferred_instance_is_chosen_until_it_has_too_much_to_do() -> None:
     instances = [Instance(Role.DECODE, f"http://d:{port}") for port in range(3)]
     table = InstanceTable(instances)
-    choice = Choice(table, "least_load", Role.DECODE)
+    choice = Choice(table, lambda: "least_load", Role.DECODE)
     chosen = []
     for _ in range(4):
         chosen.append(choice.best(prefer=instances[1].url))

@@ -28,6 +28,7 @@ INSTANCES = st.lists(
         st.sampled_from(Role),
         st.integers(1, 9).map(lambda number: f"http://h{number}:80"),
         st.integers(1, 1024),
+        st.sampled_from([1.0, 0.0, 2.5]),
     )
     | st.builds(
         lambda number, ranks: Instance(

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from epd.bodies.chat import CHAT, encode_body, features
 from epd.errors import NoInstance, UpstreamFailed
-from epd.routing.instances import Instance, InstanceTable, Place, Role
+from epd.routing.instances import Instance, Role
+from epd.routing.table import InstanceTable
+from epd.routing.use import Place
 from epd.transfer.ec import ECTransfer, Example, Store
 from epd.transfer.ec_mooncake import ECMooncake
 from epd.transfer.ec_nixl import ECNixl

@@ -10,10 +10,11 @@ from epd.config import ConfigInvalid, ProxyConfig
 from epd.config.live import FIXED, LiveConfig
 from epd.edge.admission import Admission, Door, Limits
 from epd.errors import TooManyRequests, UpstreamUnreachable
+from epd.routing.balance import Choice
 from epd.routing.health import HealthPolicy, State
-from epd.routing.instances import Instance, InstanceTable, Role
-from epd.routing.policies import Choice
+from epd.routing.instances import Instance, Role
 from epd.routing.registry import Registry, Source
+from epd.routing.table import InstanceTable
 from epd.tenants import Tenant
 
 ALICE = Tenant("alice")
@@ -85,7 +86,7 @@ def test_an_instance_that_stays_keeps_its_health_and_one_that_goes_its_requests(
         assert table.of(Role.ENCODE) == (a, c)
 
     assert table.state(a) is not State.HEALTHY
-    assert not table.load
+    assert not table.under_way
 
 
 def test_health_is_judged_by_the_policy_of_now() -> None:
@@ -100,16 +101,14 @@ def test_health_is_judged_by_the_policy_of_now() -> None:
         assert table.state(one) is State.HEALTHY
 
 
-def test_a_choice_goes_by_another_policy() -> None:
-    choice = Choice(InstanceTable(ONES), "affinity", Role.ENCODE)
-    assert len({choice.best("key") for _ in range(4)}) == 1
+def test_a_choice_goes_by_another_balance_from_one_request_to_the_next() -> None:
+    live = LiveConfig.of(config())
+    choice = Choice(InstanceTable(ONES), lambda: live.encode_balance, Role.ENCODE)
+    assert len({choice.best(item="key") for _ in range(4)}) == 1
 
-    choices = []
-    for _ in range(4):
-        choice.use("round_robin")
-        choices.append(choice.best("key"))
+    live.adopt(config(encode_balance="round_robin"))
 
-    assert choices == ONES[:4]
+    assert [choice.best(item="key") for _ in range(4)] == ONES[:4]
 
 
 def test_who_waits_comes_in_when_there_are_more_places() -> None:

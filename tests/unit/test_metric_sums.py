@@ -19,7 +19,7 @@ from epd.observe.glances import InstancesGlance, StoreGlance
 from epd.observe.hit_ratio import WithHitRatio
 from epd.observe.metric_sums import added, counted, dump, load
 from epd.observe.metrics import MetricsObserver
-from epd.routing.instances import InstanceTable
+from epd.routing.table import InstanceTable
 
 GAUGES = {name: one.of_workers for name, one in FIGURES.items() if one.kind == "gauge"}
 BUCKETS = (1, 5, 25)

@@ -2,15 +2,18 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from epd.routing.instances import Instance, InstanceTable, Role
+from epd.routing.health import State
+from epd.routing.instances import Instance, Role
 from epd.routing.ranks import Ranks
 from epd.routing.registry import CLASHES, Change, Registry, Source
+from epd.routing.table import InstanceTable
 
 E1, E2 = (Instance(Role.ENCODE, f"http://e{number}:1") for number in (1, 2))
 P, D = Instance(Role.PREFILL, "http://p:1"), Instance(Role.DECODE, "http://d:1")
@@ -30,6 +33,10 @@ class Told:
     @property
     def members(self) -> set[Instance]:
         return set(self.table.of(*Role))
+
+    @property
+    def usable(self) -> list[Instance]:
+        return [one.instance for one in self.table.usable(Role.ENCODE)]
 
 
 def test_who_is_configured_takes_part_and_nobody_is_told() -> None:
@@ -82,15 +89,33 @@ def test_other_details_are_another_instance_and_the_first_source_counts() -> Non
     assert member.sources == (Source.API, Source.DNS)
 
 
+def test_another_weight_changes_nothing_but_the_weight() -> None:
+    told = Told(E1, E2)
+    told.table.probes_due()
+    for _ in range(3):
+        told.table.probed(E1, well=False)
+    with told.table.using(E1):
+        told.registry.replace(Source.CONFIG, [replace(E1, weight=3.0), E2])
+
+        assert told.table.load(E1).weight == 3.0
+        assert told.table.under_way == {replace(E1, weight=3.0): 1}
+        assert told.usable == [E2]
+        told.table.probed(E1, well=True)  # asked before, answered now
+        assert told.table.state(E1) is State.TRIAL
+    assert told.table.of(Role.ENCODE) == (replace(E1, weight=3.0), E2)
+    assert {one.instance.weight for one in told.registry.members} == {1.0, 3.0}
+    assert told.changes == []
+
+
 def test_an_instance_that_comes_back_is_not_judged_by_what_it_was() -> None:
     told = Told(E1, E2)
     for _ in range(3):
         told.table.probed(E1, well=False)
-    assert told.table.usable(Role.ENCODE) == [E2]
+    assert told.usable == [E2]
     told.registry.replace(Source.CONFIG, [E2])
     told.registry.replace(Source.CONFIG, [E1, E2])
 
-    assert set(told.table.usable(Role.ENCODE)) == {E1, E2}
+    assert set(told.usable) == {E1, E2}
 
 
 INSTANCES = st.builds(
@@ -194,8 +219,8 @@ def test_a_place_keeps_its_rank_where_the_request_goes_to_it() -> None:
     table = InstanceTable([first, other])
     taken = [table.place(first) for _ in range(3)]
     with taken[2]:
-        assert table.load == {first: 1}
-    assert table.load == {}
+        assert table.under_way == {first: 1}
+    assert table.under_way == {}
 
     with table.using(first, promised=taken[2]) as use, table.using(first) as next_one:
         assert (use.rank, next_one.rank) == (2, 3)

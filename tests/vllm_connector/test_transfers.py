@@ -10,7 +10,8 @@ import orjson
 import pytest
 import torch
 
-from epd.routing.instances import Instance, InstanceTable, Role
+from epd.routing.instances import Instance, Role
+from epd.routing.table import InstanceTable
 from epd.transfer.ec import ECTransfer
 from epd.transfer.ec_mooncake import ECMooncake
 from epd.transfer.ec_nixl import ECNixl

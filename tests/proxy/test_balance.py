@@ -1,0 +1,285 @@
+"""Whom requests go to: by load, reported and known, by weight, by session. On real sockets."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from epd.request.reports import MAX_PAGE_BYTES
+from epd.routing.instances import Role
+from tests.proxy.fake_instance import FakeInstance, decodes, reports
+from tests.proxy.fleet import Fleet, Launch, until
+from tests.proxy.test_instances import ADMIN, KEY, empty, listing, register, taking_part
+from tests.requests import image, request, text
+
+Metrics = Callable[[], Awaitable[web.Response]]
+OFTEN: dict[str, Any] = {"load_interval_s": 0.02, "admin_api_key": KEY}
+ENDLESS = 100 * 1024**2
+
+
+async def reported(fleet: Fleet) -> dict[str, Any]:
+    """By URL, what instances have said that the proxy goes by."""
+    rows = (await listing(fleet))["instances"]
+    return {row["url"]: row["reported"] for row in rows}
+
+
+async def said(fleet: Fleet, instance: FakeInstance, what: dict[str, int] | None) -> None:
+    """Wait until the proxy goes by this report of an instance, or by none."""
+    async with asyncio.timeout(20):
+        while (await reported(fleet))[instance.url] != what:  # noqa: ASYNC110 - as in `until`
+            await asyncio.sleep(0.01)
+
+
+async def known(fleet: Fleet, instance: FakeInstance, *, waiting: int, running: int) -> None:
+    await said(fleet, instance, {"waiting": waiting, "running": running})
+
+
+async def had(fleet: Fleet, requests: int, headers: dict[str, str] | None = None) -> list[int]:
+    """How many of so many requests each decode instance has had."""
+    before = [len(one.calls) for one in fleet.decode]
+    for _ in range(requests):
+        status, _ = await fleet.chat(request(text()), headers)
+        assert status == 200
+    return [len(one.calls) - calls for one, calls in zip(fleet.decode, before, strict=True)]
+
+
+@asynccontextmanager
+async def held(fleet: Fleet, requests: int) -> AsyncIterator[asyncio.Event]:
+    """So many requests under way at the decode instances, one after the other, until it is set."""
+    end = asyncio.Event()
+
+    async def holds(asked: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await end.wait()
+        return await decodes(asked, body)
+
+    for one in fleet.decode:
+        one.chat = holds
+    async with asyncio.TaskGroup() as group:
+        for _ in range(requests):
+            before = sum(len(one.calls) for one in fleet.decode)
+            group.create_task(fleet.chat(request(text())))
+            await until(partial(more_than, before, fleet))
+        yield end
+        end.set()
+
+
+def more_than(calls: int, fleet: Fleet) -> bool:
+    return sum(len(one.calls) for one in fleet.decode) > calls
+
+
+def counting(metrics: Metrics) -> tuple[Metrics, Callable[[], int]]:
+    asked = 0
+
+    async def counted() -> web.Response:
+        nonlocal asked
+        asked += 1
+        return await metrics()
+
+    return counted, lambda: asked
+
+
+async def test_requests_go_to_who_reports_least(launch: Launch) -> None:
+    async with launch(encode=1, decode=3, **OFTEN) as fleet:
+        fleet.decode[0].metrics = reports((0, 9))
+        fleet.decode[1].metrics = reports((4, 0), (5, 0))
+        for one, waiting, running in ((0, 0, 9), (1, 9, 0)):
+            await known(fleet, fleet.decode[one], waiting=waiting, running=running)
+
+        assert await had(fleet, 6) == [0, 0, 6]
+        rows = {row["url"]: row for row in (await listing(fleet))["instances"]}
+        assert rows[fleet.d.url]["weight"] == 1.0
+        async with fleet.http.get(f"{fleet.url}/metrics", headers=ADMIN) as reply:
+            page = await reply.text()
+        labels = f'instance="{fleet.d.url}",role="prefill_decode",state="running"'
+        assert f"epd_instance_reported_requests{{{labels}}} 9" in page
+
+
+async def test_what_is_under_way_from_here_is_not_counted_once_more_when_it_is_reported(
+    launch: Launch,
+) -> None:
+    async with launch(decode=2, **OFTEN) as fleet:
+
+        async def truth() -> web.Response:
+            return await reports((0, fleet.d.open))()
+
+        fleet.d.metrics = truth
+        async with held(fleet, 4) as end:
+            assert [one.open for one in fleet.decode] == [2, 2]
+            await known(fleet, fleet.d, waiting=0, running=2)
+            async with held(fleet, 2) as more:
+                assert [one.open for one in fleet.decode] == [3, 3]
+                more.set()
+            end.set()
+
+
+async def drips() -> web.Response:
+    await asyncio.sleep(60)
+    return web.Response()
+
+
+class Endless(web.Response):
+    """A hundred megabytes, as fast as they go."""
+
+    sent = 0
+
+    async def _start(self, request: web.BaseRequest) -> Any:
+        writer = await super()._start(request)
+        Endless.sent = 0
+        while Endless.sent < ENDLESS:
+            await writer.write(b"x" * 65536)
+            Endless.sent += 65536
+        return writer
+
+
+async def endless() -> web.Response:
+    response = Endless()
+    response.enable_chunked_encoding()
+    return response
+
+
+async def garbage() -> web.Response:
+    return web.Response(body=b"\nvllm:num_requests_running{\xff\xfe" * 9999)
+
+
+LIES = {
+    "hangs": drips,
+    "endless": endless,
+    "garbage": garbage,
+    "nan": reports((float("nan"), 1)),
+    "negative": reports((1, -1)),
+    "huge": reports((1e300, 1)),
+    "infinite": reports((0, float("inf"))),
+}
+
+
+@pytest.mark.fault(67)
+@pytest.mark.parametrize("name", LIES)
+async def test_who_hangs_or_lies_about_its_load_is_served_as_without_a_report(
+    launch: Launch, name: str
+) -> None:
+    async with launch(decode=2, health_timeout_s=0.5, **OFTEN) as fleet:
+        fleet.d.metrics, lied = counting(LIES[name])
+        fleet.decode[1].metrics, asked = counting(reports((0, 0)))
+        await until(lambda: lied() >= 2)
+        before = asked()
+        await until(lambda: asked() > before + 2)
+
+        assert await had(fleet, 6) == [3, 3]
+        assert (await reported(fleet))[fleet.d.url] is None
+        assert fleet.events.changes == []
+    assert Endless.sent < ENDLESS
+    assert Endless.sent < 4 * MAX_PAGE_BYTES
+
+
+async def test_what_was_reported_long_ago_is_forgotten(launch: Launch) -> None:
+    async with launch(decode=2, **OFTEN) as fleet:
+        fleet.d.metrics = reports((0, 50))
+        await known(fleet, fleet.d, waiting=0, running=50)
+        assert await had(fleet, 4) == [0, 4]
+
+        fleet.d.metrics = drips
+        await said(fleet, fleet.d, None)
+
+        assert await had(fleet, 4) == [2, 2]
+
+
+async def test_nobody_is_asked_with_an_interval_of_0(launch: Launch) -> None:
+    async with launch(decode=2, **OFTEN | {"load_interval_s": 0}) as fleet:
+        fleet.d.metrics, asked = counting(reports((0, 50)))
+        await asyncio.sleep(0.3)  # in which it would have been a dozen times
+
+        assert await had(fleet, 4) == [2, 2]
+        assert asked() == 0
+
+
+async def test_where_turns_are_taken_nobody_is_asked(launch: Launch) -> None:
+    config: dict[str, Any] = {"encode_balance": "round_robin", "decode_balance": "round_robin"}
+    async with launch(encode=2, prefill=2, decode=2, **OFTEN | config) as fleet:
+        counts = []
+        for one in fleet.instances:
+            one.metrics, asked = counting(reports((0, 0)))
+            counts.append(asked)
+        await until(lambda: all(asked() > 3 for asked in counts[2:4]))
+
+        assert [asked() for asked in counts[:2] + counts[4:]] == [0] * 4
+
+
+async def test_requests_of_a_session_go_the_same_way(launch: Launch) -> None:
+    by_session: dict[str, Any] = dict.fromkeys(
+        ("encode_balance", "prefill_balance", "decode_balance"), "session"
+    )
+    ways = Counter[tuple[str, ...]]()
+    async with launch(encode=3, prefill=3, decode=3, **by_session) as fleet:
+        for session in ("a", "b", "c", "d", "e", "f"):
+            before = {one.url: len(one.calls) for one in fleet.instances}
+            for seed in range(3):
+                body = request(image(uuid=f"{session}{seed}"))
+                assert (await fleet.chat(body, {"X-Session-Id": session}))[0] == 200
+            way = tuple(one.url for one in fleet.instances if len(one.calls) > before[one.url])
+            assert len(way) == 3  # one of each stage
+            ways[way] += 1
+        assert len(ways) > 1
+        assert not any(
+            "x-session-id" in call.headers for one in fleet.instances for call in one.calls
+        )
+
+
+async def test_the_header_of_sessions_has_another_name_where_it_is_set(launch: Launch) -> None:
+    config: dict[str, Any] = {"decode_balance": "session", "session_header": "x-user-id"}
+    async with launch(decode=3, **config) as fleet:
+        assert sorted(await had(fleet, 6, {"X-User-Id": "a"})) == [0, 0, 6]
+        assert sorted(await had(fleet, 6, {"X-Session-Id": "a"})) == [2, 2, 2]
+
+
+async def test_configured_instances_get_what_their_weights_say(launch: Launch) -> None:
+    async with AsyncExitStack() as stack:
+        ones = [await stack.enter_async_context(FakeInstance(decodes).running()) for _ in range(3)]
+        weights = tuple(f"{one.url}={weight}" for one, weight in zip(ones, (3, 1, 0), strict=True))
+        urls = tuple(one.url for one in ones)
+        fleet = await stack.enter_async_context(
+            launch(decode=0, decode_servers_urls=urls, instance_weights=weights)
+        )
+        for _ in range(8):
+            assert (await fleet.chat(request(text())))[0] == 200
+
+        assert [len(one.calls) for one in ones] == [6, 2, 0]
+
+
+async def test_a_registered_instance_is_drained_by_its_weight_and_keeps_what_it_has(
+    launch: Launch,
+) -> None:
+    async with (
+        empty(launch, load_interval_s=0) as fleet,
+        taking_part(fleet, Role.ENCODE),
+        taking_part(fleet, Role.PREFILL_DECODE) as one,
+        taking_part(fleet, Role.PREFILL_DECODE, weight=2.5) as other,
+    ):
+        fleet.decode[:] = [one, other]
+        async with held(fleet, 3) as end:
+            body = {"role": Role.PREFILL_DECODE, "url": other.url, "weight": 0}
+            assert await register(fleet, body) == (200, {"registered": False})
+            rows = {row["url"]: row for row in (await listing(fleet))["instances"]}
+            assert rows[other.url]["weight"] == 0
+            assert rows[other.url]["load"] == other.open == 2
+            assert rows[other.url]["state"] == "healthy"
+            end.set()
+        one.chat = other.chat = decodes
+        assert await had(fleet, 4) == [4, 0]
+
+        status, said = await register(fleet, {**body, "weight": -1})
+        assert (status, said["error"]["code"]) == (422, 422)
+        assert "a weight is 0, or from" in said["error"]["message"]
+
+
+async def test_ranks_are_named_by_what_their_engines_report(launch: Launch) -> None:
+    async with launch(decode=1, ec_consumer_dp_size=3, **OFTEN) as fleet:
+        fleet.d.metrics = reports((0, 7), (1, 0), (0, 5))
+        await known(fleet, fleet.d, waiting=1, running=12)
+        await had(fleet, 3)
+
+        assert [call.headers["X-data-parallel-rank"] for call in fleet.d.calls] == ["1"] * 3

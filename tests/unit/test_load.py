@@ -1,0 +1,221 @@
+"""What an instance has to do, of what it reports and what is under way from here."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from epd.routing.instances import Instance, Role
+from epd.routing.load import KEPT_INTERVALS, Load, Report
+from epd.routing.ranks import Ranks
+from epd.routing.table import InstanceTable
+
+INTERVAL_S = 1.0
+URL = "http://x:1"
+
+
+def report(requests: int, engines: dict[int, int] | None = None) -> Report:
+    return Report(requests // 2, requests - requests // 2, engines or {0: requests})
+
+
+class Accounts(RuleBasedStateMachine):
+    """An instance that reports the truth at once, and requests from here and from elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.load = Load(URL, ranks=Ranks(2))
+        self.now_s = self.until_s = 0.0
+        self.here = [0, 0]
+        self.elsewhere = [0, 0]
+        self.known = [0, 0]
+        self.said: Report | None = None
+        self.at_asking = [0, 0]
+
+    @rule(rank=st.integers(0, 1))
+    def begin(self, rank: int) -> None:
+        self.load.begin(rank)
+        self.here[rank] += 1
+
+    @precondition(lambda self: any(self.here))
+    @rule()
+    def end(self) -> None:
+        rank = 0 if self.here[0] else 1
+        self.load.end(rank)
+        self.here[rank] -= 1
+
+    @rule(rank=st.integers(0, 1), requests=st.integers(0, 9))
+    def others(self, rank: int, requests: int) -> None:
+        self.elsewhere[rank] = requests
+
+    @precondition(lambda self: self.said is None)
+    @rule()
+    def ask(self) -> None:
+        self._pass(1.2 * INTERVAL_S)
+        assert self.load.report_due(self.now_s)
+        assert not self.load.report_due(self.now_s)
+        self.at_asking = self.elsewhere.copy()
+        engines = {rank: self.here[rank] + self.elsewhere[rank] for rank in range(2)}
+        self.said = report(sum(engines.values()), engines)
+
+    @precondition(lambda self: self.said is not None)
+    @rule()
+    def answer(self) -> None:
+        self.load.reported(self.said, self.now_s, INTERVAL_S)
+        self.known = self.at_asking
+        self.until_s = self.now_s + KEPT_INTERVALS * INTERVAL_S
+        self.said = None
+
+    @precondition(lambda self: self.said is not None)
+    @rule()
+    def fail(self) -> None:
+        self.load.reported(None, self.now_s, 0.0)
+        self.said = None
+
+    @rule()
+    def time_goes_by(self) -> None:
+        self._pass(KEPT_INTERVALS * INTERVAL_S)
+
+    def _pass(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.load.expire(self.now_s)
+        if self.now_s >= self.until_s:
+            self.known = [0, 0]
+
+    @invariant()
+    def it_is_what_is_here_and_what_was_elsewhere(self) -> None:
+        assert self.load.under_way == sum(self.here)
+        assert self.load.value == sum(self.here) + sum(self.known)
+        assert self.load.pressure == self.load.value
+
+    @invariant()
+    def the_next_rank_is_one_with_least_to_do(self) -> None:
+        assert self.load.ranks is not None
+        totals = [self.here[rank] + self.known[rank] for rank in range(2)]
+        assert totals[self.load.ranks.next()] == min(totals)
+
+
+TestAccounts = Accounts.TestCase
+
+
+@given(
+    asked=st.integers(0, 30),
+    since=st.integers(-30, 30),
+    said=st.integers(0, 200),
+    few=st.booleans(),
+)
+def test_no_request_from_here_is_counted_twice_and_none_is_left_out(
+    asked: int, since: int, said: int, few: bool
+) -> None:
+    load = Load(URL, weight=0.5 if few else 1.0)
+    for _ in range(asked):
+        load.begin()
+    assert load.report_due(0.0)
+    for _ in range(abs(since)):
+        if since > 0:
+            load.begin()
+        elif load.under_way:
+            load.end()
+    load.reported(report(said), 0.0, INTERVAL_S)
+
+    assert load.value == load.under_way + max(0, said - asked)
+    assert load.pressure == load.value / load.share
+
+
+def test_one_that_gives_no_report_is_asked_ever_less_often() -> None:
+    load, asked = Load(URL), []
+    for now_s in range(600):
+        if load.report_due(float(now_s)):
+            asked.append(now_s)
+            load.reported(None, float(now_s), INTERVAL_S)
+
+    assert asked[:6] == [0, 2, 6, 14, 30, 62]
+    assert asked[-1] - asked[-2] == 32
+    load.report_due(1000.0)
+    load.reported(report(3), 1000.0, INTERVAL_S)
+    assert load.report_due(1000.0 + 1.2 * INTERVAL_S)
+
+
+def test_instances_are_not_all_asked_at_the_same_time_for_long() -> None:
+    loads = [Load(f"http://x{number}:1") for number in range(40)]
+    for load in loads:
+        load.report_due(0.0)
+        load.reported(report(0), 0.0, INTERVAL_S)
+    due = [sum(load.report_due(now_s) for load in loads) for now_s in (0.89, 1.0, 1.11)]
+
+    assert due[0] == 0
+    assert min(due[1:]) > 10
+    assert sum(due) == len(loads)
+
+
+def test_ranks_go_by_what_is_under_way_from_here_where_not_all_are_reported() -> None:
+    ranks = Ranks(2)
+    ranks.asked()
+    ranks.reported({0: 50, 2: 0})
+
+    assert [ranks.next() for _ in range(4)] == [0, 1, 0, 1]
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def table_of(*instances: Instance) -> tuple[InstanceTable, Clock]:
+    clock = Clock()
+    return InstanceTable(instances, clock=clock), clock
+
+
+A, B = (Instance(Role.DECODE, f"http://{name}:1") for name in "ab")
+
+
+def test_who_is_alone_is_not_asked_but_for_its_ranks() -> None:
+    wide = Instance(Role.PREFILL_DECODE, "http://w:1", dp_size=2)
+
+    assert table_of(A)[0].reports_due([Role.DECODE]) == []
+    assert table_of(A, B)[0].reports_due([Role.DECODE]) == [A, B]
+    assert table_of(A, B)[0].reports_due([Role.PREFILL]) == []
+    assert table_of(wide)[0].reports_due([Role.PREFILL_DECODE]) == [wide]
+
+
+def test_who_is_down_is_not_asked_and_what_it_said_is_forgotten() -> None:
+    table, clock = table_of(A, B)
+    for one in table.reports_due([Role.DECODE]):
+        table.reported(one, report(7), INTERVAL_S)
+    for _ in range(3):
+        table.probed(A, well=False)
+    clock.now_s = KEPT_INTERVALS * INTERVAL_S
+
+    assert table.reports_due([Role.DECODE]) == [B]
+    assert table.load(A).report is None
+    assert (table.load(A).value, table.load(B).value) == (0, 0)
+
+
+def test_a_report_of_one_that_has_gone_is_nothing() -> None:
+    table, _ = table_of(A, B)
+    table.reports_due([Role.DECODE])
+    table.remove(A)
+    table.reported(A, report(7), INTERVAL_S)
+    table.add(A)
+
+    assert table.load(A).value == 0
+    assert table.reports_due([Role.DECODE]) == [A]
+
+
+def test_requests_of_one_that_comes_back_are_still_counted() -> None:
+    table, _ = table_of(A, B)
+    with table.using(A):
+        table.remove(A)
+        table.add(A)
+        assert table.load(A).value == 1
+    assert table.load(A).value == 0
+
+
+def test_one_that_takes_no_part_is_known_for_as_long_as_it_has_requests() -> None:
+    table, _ = table_of(A)
+    for number in range(100):
+        with table.using(Instance(Role.DECODE, f"http://picked{number}:1")):
+            assert len(table.under_way) == 1
+
+    assert table.under_way == {}
+    assert len(table._leaving) == 1  # noqa: SLF001

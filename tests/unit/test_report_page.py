@@ -1,0 +1,92 @@
+"""What an instance has to do, found on its page of metrics."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epd.routing.load import Report
+from epd.routing.report_page import MAX_REQUESTS, MAX_SAMPLES, read_report
+
+REAL = Path(__file__).with_name("vllm_metrics.txt").read_bytes()
+"""A page of vLLM 0.32's, cut short: three requests run."""
+
+
+def page(*samples: str) -> bytes:
+    return (
+        "# HELP x y\n# TYPE x gauge\nother 1.0\n" + "\n".join(samples) + "\nmore 2.0\n"
+    ).encode()
+
+
+def gauges(running: object, waiting: object, engine: int = 0, model: str = "m") -> tuple[str, str]:
+    labels = f'{{engine="{engine}",model_name="{model}"}}'
+    return (
+        f"vllm:num_requests_running{labels} {running}",
+        f"vllm:num_requests_waiting{labels} {waiting}",
+    )
+
+
+def test_a_page_of_vllm_is_understood() -> None:
+    assert read_report(REAL) == Report(waiting=0, running=3, engines={0: 3})
+
+
+def test_data_parallel_engines_are_told_apart() -> None:
+    found = read_report(page(*gauges("3.0", "1.0"), *gauges("0.0", "12.0", engine=1)))
+
+    assert found == Report(waiting=13, running=3, engines={0: 4, 1: 12})
+
+
+def test_other_gauges_that_begin_alike_are_no_part_of_it() -> None:
+    by_reason = 'vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 7.0'
+    found = read_report(page(by_reason, *gauges("1.0", "2.0"), "vllm:num_requests_running_x 9"))
+
+    assert found == Report(waiting=2, running=1, engines={0: 3})
+
+
+def test_labels_are_in_any_order_and_may_be_none() -> None:
+    model = 'a} b,engine=\\"7\\" c'
+    samples = [
+        f'vllm:num_requests_running{{model_name="{model}",engine="2"}} 1 1700000000000',
+        f'vllm:num_requests_waiting{{engine="2",model_name="{model}"}} 1e1',
+    ]
+    assert read_report(page(*samples)) == Report(10, 1, {2: 11})
+    bare = page("vllm:num_requests_running 1", "vllm:num_requests_waiting 0")
+    assert read_report(bare) == Report(0, 1, {0: 1})
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["NaN", "-1", "-Inf", "+Inf", "1e300", f"{MAX_REQUESTS + 1}", "many", "", "0x3", "1_0_"],
+)
+def test_what_is_no_number_of_requests_is_no_report(value: str) -> None:
+    assert read_report(page(*gauges(value, "1"))) is None
+    assert read_report(page(*gauges("1", value))) is None
+    assert read_report(page(*gauges("1", "1"), *gauges("1", value, engine=1))) is None
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"<html>",
+        page(),
+        page(gauges(1, 1)[0]),
+        page(gauges(1, 1)[1]),
+        page(*gauges(1, 1), gauges(1, 1, engine=1)[0]),
+        page('vllm:num_requests_running{model_name="' + "x" * 5000 + '"} 1', gauges(1, 1)[1]),
+        page(*(line for engine in range(MAX_SAMPLES + 1) for line in gauges(1, 1, engine=engine))),
+        b"\nvllm:num_requests_running",
+        b"\nvllm:num_requests_running{",
+    ],
+)
+def test_what_is_no_page_of_it_is_no_report(raw: bytes) -> None:
+    assert read_report(raw) is None
+
+
+@given(st.binary(), st.text(), st.booleans())
+def test_any_page_is_read_or_is_none(raw: bytes, value: str, within: bool) -> None:
+    made = page(*gauges(value, 1)) + raw if within else raw
+    found = read_report(made)
+
+    assert found is None or found.waiting + found.running == sum(found.engines.values())
