@@ -89,6 +89,11 @@ async def test_a_fleet_as_it_should_be_has_nothing_to_mend(clinic: Clinic) -> No
     } <= seen
 
 
+async def test_a_fleet_without_encode_instances_is_missing_nothing(clinic: Clinic) -> None:
+    assert await clinic.complaints(encode_servers_urls=(), ec_store=None) == []
+    assert len(clinic.prefill.calls) == len(clinic.decode.calls) == 1
+
+
 async def test_no_request_is_sent_where_none_may_be(clinic: Clinic) -> None:
     findings = await clinic.findings(requests=False)
 

@@ -1,0 +1,153 @@
+"""Prefill and decode on engines of their own, with and without an encode stage.
+
+What comes through the proxy is what decode says that was given all of it alone.
+"""
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.e2e.conftest import Served, metric
+from tests.e2e.proxies import another_proxy
+from tests.e2e.stacks import CONVERSING, on
+from tests.e2e.test_answers import PREPROCESSED, ask, both_ways, check_equal, picture, unseen
+from tests.requests import text
+
+PULLED = "vllm:nixl_bytes_transferred_count"
+"""Counts the times an engine has read another's blocks."""
+
+pytestmark = on(CONVERSING)
+
+
+@pytest.fixture(scope="module")
+def pd(stack: Served) -> Iterator[Served]:
+    """The same engines behind a proxy that has no encode stage."""
+    with (
+        another_proxy(stack, encode=False) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client,
+    ):
+        yield replace(stack, client=client)
+
+
+@both_ways
+def test_pictures_without_an_encode_stage(pd: Served, stream: bool) -> None:
+    before = metric(pd.encode, "vllm:request_success_total")
+    check_equal(pd, picture("cat.jpg"), text("and"), picture("coffee.jpg"), text(), stream=stream)
+
+    assert metric(pd.encode, "vllm:request_success_total") == before
+
+
+def test_prefill_encodes_a_picture_and_decode_reads_its_blocks(pd: Served) -> None:
+    prefill, decode = pd.consumers
+    before = metric(prefill, PREPROCESSED), metric(decode, PULLED)
+    ask(pd.client, pd.model, unseen(pd), text("look!"))
+
+    assert (metric(prefill, PREPROCESSED), metric(decode, PULLED)) == (before[0] + 1, before[1] + 1)
+
+
+@pytest.fixture(params=["E+P+D", "P+D"])
+def served(request: pytest.FixtureRequest, stack: Served, pd: Served) -> Served:
+    """Either of the two proxies."""
+    return stack if request.param == "E+P+D" else pd
+
+
+def tokens(served: Served, words: str) -> list[int]:
+    body = {"model": served.model, "prompt": words}
+    reply = httpx.post(f"{served.consumers[0].url}/tokenize", json=body, timeout=60)
+    found: list[int] = reply.json()["tokens"]
+    return found
+
+
+def completed(client: openai.OpenAI, model: str, **fields: Any) -> list[dict[str, Any]]:
+    """The choices of a completion, whole or as they were streamed."""
+    fixed: dict[str, Any] = {"model": model, "max_tokens": 12, "temperature": 0, **fields}
+    more = {"cache_salt": secrets.token_hex(8), **fixed.pop("extra_body", {})}
+    answer = client.completions.create(**fixed, extra_body=more)
+    events = answer if fields.get("stream") else [answer]
+    return [choice.model_dump() for event in events for choice in event.choices]
+
+
+def near(value: Any) -> Any:
+    """The same, but for what floating-point numbers differ by from run to run."""
+    if isinstance(value, float):
+        return round(value, 3) + 0.0
+    if isinstance(value, list):
+        return [near(one) for one in value]
+    return {key: near(one) for key, one in value.items()} if isinstance(value, dict) else value
+
+
+WORDS = "once upon a time there was a proxy that knew where everything was " * 8
+ASKED: dict[str, dict[str, Any]] = {
+    "text": {"prompt": WORDS},
+    "a-list-of-one": {"prompt": [WORDS]},
+    "tokens": {"prompt": ...},
+    "log-probabilities": {"prompt": WORDS, "logprobs": 3},
+    "of-a-stop-word-at-once": {"prompt": WORDS, "stop": [chr(c) for c in range(97, 123)]},
+    "two-prompts": {"prompt": [WORDS, "and then"]},
+    "two-answers": {"prompt": WORDS, "n": 2, "temperature": 1, "seed": 7},
+    "echo": {"prompt": WORDS, "echo": True, "logprobs": 1},
+    "prompt-log-probabilities": {"prompt": WORDS, "extra_body": {"prompt_logprobs": 0}},
+    "beam-search": {"prompt": WORDS, "n": 2, "extra_body": {"use_beam_search": True}},
+}
+
+
+def together(choices: list[dict[str, Any]]) -> dict[int, str]:
+    """The text of each answer, however many pieces it came in."""
+    texts: dict[int, str] = {}
+    for choice in choices:
+        texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    return texts
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_completion_is_that_of_one_engine(served: Served, name: str) -> None:
+    fields = dict(ASKED[name])
+    if fields["prompt"] is ...:
+        fields["prompt"] = tokens(served, WORDS)
+    alone = completed(served.baseline, served.model, **fields)
+    pulled = metric(served.consumers[1], PULLED)
+    through = completed(served.client, served.model, **fields)
+
+    assert near(alone) == near(through)
+    assert any(together(alone).values()) or "stop" in fields
+    by_itself = {"two-prompts", "two-answers", "echo", "prompt-log-probabilities", "beam-search"}
+    assert metric(served.consumers[1], PULLED) == pulled + (name not in by_itself)
+
+
+@pytest.mark.parametrize("name", ["text", "tokens", "two-answers", "log-probabilities"])
+def test_a_streamed_completion_is_that_of_one_engine(served: Served, name: str) -> None:
+    fields = {**ASKED[name], "stream": True, "stream_options": {"include_usage": True}}
+    if fields["prompt"] is ...:
+        fields["prompt"] = tokens(served, WORDS)
+    alone = completed(served.baseline, served.model, **fields)
+    through = completed(served.client, served.model, **fields)
+
+    assert together(alone) == together(through)
+    assert any(together(alone).values())
+
+
+@pytest.mark.parametrize(
+    "more", [{"n": 2, "temperature": 1, "seed": 7}, {"extra_body": {"prompt_logprobs": 0}}]
+)
+def test_a_chat_that_one_engine_alone_can_answer(served: Served, more: dict[str, Any]) -> None:
+    messages: Any = [{"role": "user", "content": [picture("coffee.jpg"), text()]}]
+    fixed = {"model": served.model, "max_tokens": 8, "temperature": 0, "messages": messages}
+    alone, through = (
+        client.chat.completions.create(**{**fixed, **more})
+        for client in (served.baseline, served.client)
+    )
+
+    assert [choice.message.content for choice in alone.choices] == [
+        choice.message.content for choice in through.choices
+    ]
+    assert near(alone.model_dump().get("prompt_logprobs")) == near(
+        through.model_dump().get("prompt_logprobs")
+    )
+    assert alone.usage is not None
+    assert through.usage is not None
+    assert alone.usage.completion_tokens == through.usage.completion_tokens
