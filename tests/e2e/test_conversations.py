@@ -7,6 +7,7 @@ figures say how much of it was computed.
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,7 +111,7 @@ def test_of_five_turns_with_pictures_prefill_computes_what_is_new(
 
     check_right(turns)
     assert turns[0].read == 0
-    for last, turn in zip(turns, turns[1:], strict=False):
+    for last, turn in pairwise(turns):
         assert 0.8 * last.prompt_tokens <= turn.read < turn.prompt_tokens
 
 
