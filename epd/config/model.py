@@ -548,9 +548,7 @@ class ProxyConfig(BaseModel):
             "pd_only": self.skip_prefill_below_tokens or self.skip_prefill_for_text,
             "prefill_local_decode_remote": self.local_prefill_url,
         }
-        listed = self.encode_servers_urls or self.discover_encode
-        encodes = listed or self.dynamic_registration or self.instances_file
-        stages = ("encode_prefill_decode", "encode_pd") if encodes else ("prefill_decode",)
+        stages = ("encode_prefill_decode", "encode_pd") if self.encodes else ("prefill_decode",)
         return (*(name for name, wanted in asked.items() if wanted), *stages)
 
     @property

@@ -201,14 +201,14 @@ class Encoder:
                     body, item, uuid, context, alone=looked.alone or not looked.answered
                 )
         except ProxyError as error:
-            if not self._may_beunencoded(uuids) or not is_instances_fault(error):
+            if not self._may_be_local(uuids) or not is_instances_fault(error):
                 raise error.at(item.param) from error.__cause__
             context.record.degraded.add("encode-local")
-            return unencoded(item, uuid)
+            return _local(item, uuid)
         context.record.waits += not mine
         return EncodedItem(item, _sent(item, uuid), encoded, "encoded" if mine else "hit")
 
-    def _may_beunencoded(self, items: Iterable[MMItem]) -> bool:
+    def _may_be_local(self, items: Iterable[MMItem]) -> bool:
         """Whether media may go on raw: not beside items that have none."""
         return self._config.on_encode_failure == "local" and all(item.has_media for item in items)
 
