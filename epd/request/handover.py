@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from epd.bodies.items import Body
-from epd.errors import BadRequest, NoInstance, ProxyError
+from epd.errors import BadRequest, NoInstance, ProxyError, UpstreamRejected
 from epd.http.upstream import Reply
 from epd.request.attempts import Attempts
 from epd.request.context import RequestContext
@@ -138,7 +138,8 @@ class Handovers:
             with using:
                 prefilled = await self._stages.prefill(self._transfer, pair, sent, context)
         except ProxyError as error:
-            self._peers.forget(pair.prefill)
+            if not _is_clients(error):
+                self._peers.forget(pair.prefill)
             if earlier is not None:
                 self._readbacks.ended(pair.prefill, error)
             raise
@@ -212,8 +213,8 @@ class Handovers:
         answer = Answer(using, decoding)
         try:
             await answer.open()
-        except ProxyError:
-            if pair is not None:
+        except ProxyError as error:
+            if pair is not None and not _is_clients(error):
                 self._peers.forget(pair.prefill)
             raise
         if context.turn is not None:
@@ -231,16 +232,13 @@ class Handovers:
         """Have prefill told, if it has to be, that decode has failed and will not come."""
         if not self._transfer.released or prefilled.params is None or _was_begun(error):
             return
-        sent = with_params(attempts.sent.body, prefilled.params)
-        failed = isinstance(error, ProxyError) and self._decoders.others(
-            attempts.course, attempts.decodes
-        )
-        # Who had it, or another if that failed or nobody had it.
-        had = attempts.decodes[-1] if attempts.decodes else None
-        told = had
-        if had is None or failed:
-            with suppress(NoInstance):
-                told = self._decoders.another(attempts.decodes)
+        sent, tried = with_params(attempts.sent.body, prefilled.params), attempts.decodes
+        # Who had it, or another if that failed.
+        told = tried[-1] if tried else None
+        failed = isinstance(error, ProxyError) or told is None
+        if failed and self._decoders.others(attempts.course, tried):
+            with suppress(NoInstance):  # an endpoint picker may know others, the table none
+                told = self._decoders.another(tried)
         if told is not None:
             self._releases.begin(told, sent, context)
 
@@ -262,3 +260,8 @@ def _was_begun(error: BaseException) -> bool:
     What is refused is refused before, and a 4xx too: prefill is sent less than decode is.
     """
     return isinstance(error, ProxyError) and error.answered == HTTPStatus.INTERNAL_SERVER_ERROR
+
+
+def _is_clients(error: ProxyError) -> bool:
+    """Whether a request was refused for what it is, which says nothing of instances."""
+    return isinstance(error, UpstreamRejected) and error.status < HTTPStatus.INTERNAL_SERVER_ERROR

@@ -29,6 +29,7 @@ from tests.proxy.fake_instance import (
     prefills,
     refuses,
 )
+from tests.proxy.strict_instance import WIRES
 
 
 @dataclass
@@ -92,6 +93,34 @@ async def test_a_fleet_as_it_should_be_has_nothing_to_mend(clinic: Clinic) -> No
 async def test_a_fleet_without_encode_instances_is_missing_nothing(clinic: Clinic) -> None:
     assert await clinic.complaints(encode_servers_urls=(), ec_store=None) == []
     assert len(clinic.prefill.calls) == len(clinic.decode.calls) == 1
+
+
+@pytest.mark.parametrize("transfer", ["mooncake", "nixl-push", "lmcache", "p2p-nccl", "none"])
+async def test_the_transfer_in_use_is_tried(clinic: Clinic, transfer: str) -> None:
+    wire = WIRES[transfer](1, 1)
+    consumes = clinic.prefill.chat
+    async with AsyncExitStack() as stack:
+        own = await wire.begin(stack)
+        wire.settle([clinic.prefill], [clinic.decode])
+        strictly = clinic.prefill.chat
+
+        async def chat(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            alone = "ec_transfer_params" in body
+            return await (consumes if alone else strictly)(request, body)
+
+        clinic.prefill.chat = chat
+        findings = await clinic.findings(kv_transfer=transfer, **own)
+
+    assert [one for one in findings if one.verdict is not Verdict.OK] == []
+    assert "answers what was prefilled elsewhere" in {one.seen for one in findings}
+    assert (wire.fetched, wire.wrong) == (1, [])
+
+
+async def test_a_bootstrap_server_that_does_not_answer_is_found(clinic: Clinic) -> None:
+    config: Any = {"kv_transfer": "mooncake", "prefill_kv_addrs": ("127.0.0.1:9",)}
+    found = [subject for subject, seen in await clinic.complaints(**config) if "prefill:" in seen]
+
+    assert found == [f"prefill {clinic.prefill.url}"]
 
 
 async def test_no_request_is_sent_where_none_may_be(clinic: Clinic) -> None:

@@ -84,12 +84,13 @@ class Wire:
         """What of the proxy's configuration belongs to it."""
         return {}
 
-    def settle(self, fleet: Fleet) -> None:
-        self.prefills, self.decodes = fleet.prefill, fleet.decode
-        for prefill in fleet.prefill:
-            prefill.chat = self._prefilling(prefill)
-        for decode in fleet.decode:
-            decode.chat = self._decoding(decode)
+    def settle(self, prefills: list[FakeInstance], decodes: list[FakeInstance]) -> None:
+        """Have these instances speak it, and no other."""
+        self.prefills, self.decodes = prefills, decodes
+        for one in prefills:
+            one.chat = self._prefilling(one)
+        for one in decodes:
+            one.chat = self._decoding(one)
 
     def key(self, asked: Asked) -> Any:
         """What decode finds the blocks by that a prefill request has made."""
@@ -187,7 +188,13 @@ class _Noted:
 
 
 class NixlWire(Wire):
-    """`nixl/pull_scheduler.py`: prefill says where its blocks are, decode says it back."""
+    """`nixl/pull_scheduler.py`: prefill says where its blocks are, decode says it back.
+
+    Attributes:
+        generation: the end of the engines' ids, another one when they were replaced.
+    """
+
+    generation = ""
 
     def key(self, asked: Asked) -> Any:
         self.is_equal("a prefill's kv_transfer_params", asked.params, KEEP)
@@ -198,7 +205,7 @@ class NixlWire(Wire):
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_block_ids": [[1, 2]],
-            "remote_engine_id": f"engine-{asked.instance.url}",
+            "remote_engine_id": f"engine-{asked.instance.url}{self.generation}",
             "remote_request_id": asked.request_id,
             "remote_host": "127.0.0.1",
             "remote_port": 5600,
@@ -210,7 +217,7 @@ class NixlWire(Wire):
         blocks = self.made.get(key)
         if blocks is None or blocks.prefill is None:
             raise Wrong(f"decode was told of blocks that nobody has: {asked.params}")
-        engine_id = f"engine-{blocks.prefill.url}"
+        engine_id = f"engine-{blocks.prefill.url}{self.generation}"
         expected = self.reply(asked) | {"remote_request_id": key, "remote_engine_id": engine_id}
         self.is_equal("a decode's kv_transfer_params", asked.params, expected)
         return key
@@ -230,7 +237,7 @@ class PushWire(NixlWire):
     def wanted(self, asked: Asked) -> Any:
         params = dict(asked.params or {})
         engine_id = str(params.get("remote_engine_id"))
-        if engine_id.removeprefix("engine-") not in {one.url for one in self.prefills}:
+        if engine_id not in {f"engine-{one.url}{self.generation}" for one in self.prefills}:
             raise Wrong(f"no prefill instance is {engine_id}")
         coordinates = {
             "remote_engine_id": engine_id,
@@ -241,7 +248,9 @@ class PushWire(NixlWire):
         }
         if "remote_block_ids" in params:  # in turn
             made = self.made[asked.request_id].prefill
-            self.is_equal("who has prefilled", engine_id, made and f"engine-{made.url}")
+            self.is_equal(
+                "who has prefilled", engine_id, made and f"engine-{made.url}{self.generation}"
+            )
             expected = self.reply(asked) | coordinates
         else:
             told = {"do_remote_prefill": True, "do_remote_decode": False}
@@ -446,7 +455,7 @@ async def strict(
         settings = {"kv_transfer": transfer, **own, **config}
         counts = {"encode": encode, "prefill": prefill, "decode": decode}
         async with launch(**counts, **settings) as fleet:
-            wire.settle(fleet)
+            wire.settle(fleet.prefill, fleet.decode)
             yield fleet, wire
             assert wire.wrong == []
             await becomes(lambda: [*wire.left()], [])

@@ -73,6 +73,14 @@ class Picker:
             await runner.cleanup()
 
 
+def picked_by(picker: Picker) -> dict[str, Any]:
+    return {
+        "decode_from": "picker",
+        "decode_picker_url": picker.url,
+        "decode_picker_timeout_s": 30,  # where a test does not wait for it
+    }
+
+
 async def answered(fleet: Fleet, body: dict[str, Any], **headers: str) -> int:
     async with fleet.post(body, {name.replace("_", "-"): one for name, one in headers.items()}) as (
         reply
@@ -251,7 +259,7 @@ async def test_the_picker_names_the_decode_instance(
     launch: Launch, policy: str, choice: str, stream: bool
 ) -> None:
     async with Picker().running() as picker:
-        picked = {"decode_from": "picker", "decode_picker_url": picker.url}
+        picked = picked_by(picker)
         async with launch(1, 1, 3, policies=(policy,), decode_choice=choice, **picked) as fleet:
 
             async def prefills_now(one: web.Request, body: dict[str, Any]) -> web.Response:
@@ -321,7 +329,7 @@ async def test_the_picker_may_know_instances_that_the_table_does_not(
 ) -> None:
     stranger = FakeInstance(decodes)
     async with stranger.running(), Picker({"url": stranger.url}).running() as picker:
-        picked = {"decode_from": "picker", "decode_picker_url": picker.url, **STRANGERS}
+        picked = picked_by(picker) | STRANGERS
         async with launch(1, 1, 0, decode_choice=choice, **picked) as fleet:
             async with fleet.http.get(f"{fleet.url}/ready") as ready:
                 assert ready.status == 200
@@ -332,7 +340,7 @@ async def test_the_picker_may_know_instances_that_the_table_does_not(
 async def test_the_picker_is_told_who_has_failed(launch: Launch) -> None:
     async with (
         Picker().running() as picker,
-        launch(1, 1, 2, decode_from="picker", decode_picker_url=picker.url) as fleet,
+        launch(1, 1, 2, **picked_by(picker)) as fleet,
     ):
         picker.answer, fleet.d.chat = {"url": fleet.d.url}, drops
 
@@ -345,8 +353,8 @@ async def test_the_picker_is_told_who_has_failed(launch: Launch) -> None:
 
 async def test_a_client_that_leaves_while_the_picker_thinks_leaves_nothing(launch: Launch) -> None:
     async with Picker({}, delay_s=0.5).running() as picker:
-        picked = {"decode_from": "picker", "decode_picker_url": picker.url}
-        async with launch(1, 1, 1, decode_picker_timeout_s=9, **picked) as fleet:
+        picked = picked_by(picker)
+        async with launch(1, 1, 1, **picked) as fleet:
             asking = asyncio.create_task(fleet.chat(request(text())))
             while not picker.questions:  # noqa: ASYNC110 - it is in another server
                 await asyncio.sleep(0.01)

@@ -1,0 +1,256 @@
+"""Rows 30, 34, 36 and 44: prefill and decode that are asked at once, and one of them fails."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from epd.request import peers
+from tests.proxy.fake_instance import Handler, drops, fails_first, hangs, refuses
+from tests.proxy.fleet import Fleet, Launch, until
+from tests.proxy.strict_instance import MooncakeWire, strict
+from tests.requests import image, request, text
+
+AT_ONCE: Any = {"eject_after": 1}
+"""Who is blamed for what another has done is left alone, and is missed."""
+streaming = pytest.mark.parametrize("stream", [True, False])
+
+
+async def whole(fleet: Fleet, body: dict[str, Any]) -> tuple[int, bytes]:
+    async with fleet.post(body) as reply:
+        return reply.status, await reply.read()
+
+
+def after(event: asyncio.Event, then: Handler) -> Handler:
+    """Do something once that has happened."""
+
+    async def chat(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await event.wait()
+        return await then(request, body)
+
+    return chat
+
+
+@streaming
+@pytest.mark.fault(30)
+@pytest.mark.parametrize("fault", [refuses(500), refuses(503), drops])
+async def test_where_prefill_fails_decode_is_aborted_and_asked_again(
+    launch: Launch, fault: Handler, stream: bool
+) -> None:
+    async with strict(launch, "mooncake", prefill=2, **AT_ONCE) as (fleet, wire):
+        began = asyncio.Event()
+        right = fleet.d.chat
+
+        async def notes(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            began.set()
+            return await right(request, body)
+
+        fleet.d.chat = notes
+        fleet.prefill[0].chat = fails_first(1, after(began, fault), fleet.prefill[0].chat)
+        for _ in range(2):
+            async with fleet.post(request(text(), image(), stream=stream)) as reply:
+                assert reply.status == 200, await reply.text()
+                assert "x-epd-degraded" not in reply.headers
+                await reply.read()
+
+        assert wire.fetched == 2
+        assert fleet.d.aborted == 1
+        assert not [one for one in fleet.events.changes if one.instance == fleet.d.url]
+
+
+@pytest.mark.fault(30)
+async def test_where_all_prefills_fail_decode_is_asked_alone(launch: Launch) -> None:
+    async with strict(launch, "mooncake", prefill=2) as (fleet, wire):
+        for one in fleet.prefill:
+            one.chat = refuses(500)
+        async with fleet.post(request(text())) as reply:
+            # A decode instance of this fleet finds that wrong, vLLM's does not.
+            assert (reply.status, fleet.d.calls[-1].body.get("kv_transfer_params")) == (500, None)
+        wire.wrong.clear()
+
+        assert [len(one.calls) for one in fleet.prefill] == [1, 1]
+
+
+@streaming
+@pytest.mark.fault(34)
+async def test_where_decode_fails_first_prefill_is_aborted(launch: Launch, stream: bool) -> None:
+    async with strict(launch, "mooncake", prefill=2, decode=2, **AT_ONCE) as (fleet, wire):
+        began = asyncio.Event()
+
+        async def waits(request: web.Request, body: dict[str, Any]) -> web.Response:
+            began.set()
+            return await hangs(request, body)
+
+        fleet.prefill[0].chat = fails_first(1, waits, fleet.prefill[0].chat)
+        fleet.decode[0].chat = fails_first(1, after(began, refuses(503)), fleet.decode[0].chat)
+        async with fleet.post(request(text(), stream=stream)) as reply:
+            assert reply.status == 200, await reply.text()
+            await reply.read()
+
+        await until(lambda: fleet.prefill[0].aborted == 1)
+        assert wire.fetched == 1
+        assert not [one for one in fleet.events.changes if one.instance == fleet.p.url]
+
+
+@pytest.mark.fault(34)
+async def test_blocks_that_decode_did_not_come_for_are_released(launch: Launch) -> None:
+    async with strict(launch, "mooncake", prefill=2, decode=2) as (fleet, wire):
+
+        async def refuses_late(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            await until(lambda: any(one.ready.is_set() for one in wire.made.values()))
+            await asyncio.sleep(0.1)  # prefill's reply has come
+            return await refuses(503)(request, body)
+
+        fleet.decode[0].chat = fails_first(1, refuses_late, fleet.decode[0].chat)
+        async with fleet.post(request(text())) as reply:
+            assert reply.status == 200, await reply.text()
+
+        await until(lambda: wire.fetched == 2)  # the answer, and the release
+
+
+async def test_nothing_is_answered_before_both_have(launch: Launch) -> None:
+    async with strict(launch, "mooncake") as (fleet, wire):
+        go = asyncio.Event()
+        fleet.p.chat = after(go, fleet.p.chat)
+        asking = asyncio.ensure_future(whole(fleet, request(text(), stream=True)))
+        await until(lambda: fleet.d.open and fleet.p.open)
+        await asyncio.sleep(0.1)  # decode's head has come
+        assert not asking.done()
+        go.set()
+        status, said = await asking
+
+        assert (status, said.endswith(b"data: [DONE]\n\n")) == (200, True)
+        assert wire.fetched == 1
+
+
+@streaming
+@pytest.mark.fault(44)
+async def test_a_client_that_leaves_aborts_both(launch: Launch, stream: bool) -> None:
+    async with strict(launch, "mooncake") as (fleet, _):
+        fleet.p.chat = hangs
+        asking = asyncio.ensure_future(fleet.chat(request(text(), stream=stream)))
+        await until(lambda: fleet.d.open and fleet.p.open)
+        asking.cancel()
+        await until(lambda: (fleet.p.aborted, fleet.d.aborted) == (1, 1))
+
+
+@pytest.mark.fault(44)
+async def test_a_client_that_leaves_when_prefill_has_ended_aborts_decode(launch: Launch) -> None:
+    async with strict(launch, "mooncake") as (fleet, wire):
+        fleet.d.chat = hangs
+        asking = asyncio.ensure_future(fleet.chat(request(text())))
+        await until(lambda: wire.made and not fleet.p.open)
+        asking.cancel()
+        await until(lambda: fleet.d.aborted == 1)
+        wire.made.clear()  # an engine that is aborted tells prefill
+
+
+@pytest.mark.fault(36)
+async def test_a_request_that_decode_refuses_is_the_clients(launch: Launch) -> None:
+    async with strict(launch, "mooncake", prefill=2, decode=2) as (fleet, _):
+        for one in fleet.prefill:
+            one.chat = hangs
+        for one in fleet.decode:
+            one.chat = refuses(400, "too long")
+        status, said = await fleet.chat(request(text()))
+
+        assert (status, said["error"]["message"]) == (400, "too long")
+        await until(lambda: sum(one.aborted for one in fleet.prefill) == 1)
+
+
+@pytest.mark.fault(30)
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (500, "no"),
+        (200, "no"),
+        (200, "{}"),
+        (200, "[]"),
+        (200, '{"0": {}}'),
+        (200, '{"0": {"engine_id": 1}}'),
+        (200, '{"0": {"engine_id": ""}}'),
+    ],
+)
+async def test_a_connector_that_does_not_say_who_it_is_is_left_alone(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch, status: int, said: str
+) -> None:
+    right = MooncakeWire.answer
+
+    def answer(wire: MooncakeWire, n: int) -> web.StreamResponse:
+        return web.Response(status=status, text=said) if n == 0 else right(wire, n)
+
+    monkeypatch.setattr(MooncakeWire, "answer", answer)
+    async with strict(launch, "mooncake", prefill=2, **AT_ONCE) as (fleet, wire):
+        for _ in range(4):
+            async with fleet.post(request(text())) as reply:
+                assert reply.status == 200, await reply.text()
+                assert "x-epd-degraded" not in reply.headers
+
+        assert fleet.p.calls == []
+        assert wire.queries[0] == 1
+        assert [one.state for one in fleet.events.changes] == ["ejected"]
+
+
+@pytest.mark.fault(30)
+async def test_a_bootstrap_server_that_is_not_there_fails_a_request_that_wants_that(
+    launch: Launch,
+) -> None:
+    config: Any = {"on_prefill_failure": "fail", "prefill_kv_addrs": ("127.0.0.1:9",)}
+    async with strict(launch, "mooncake", **config) as (fleet, _):
+        async with fleet.post(request(text())) as reply:
+            assert (reply.status, reply.headers["x-epd-stage"]) == (502, "prefill")
+
+        assert fleet.p.calls == fleet.d.calls == []
+
+
+@pytest.mark.fault(30)
+async def test_a_prefill_instance_that_was_replaced_is_asked_who_it_is(launch: Launch) -> None:
+    async with strict(launch, "mooncake") as (fleet, wire):
+        async with fleet.post(request(text())) as reply:
+            assert reply.status == 200
+        fleet.p.chat = fails_first(1, drops, fleet.p.chat)
+        wire.engines[0] = {"0": "engine-0-new"}
+        async with fleet.post(request(text())) as reply:
+            assert reply.status == 200, await reply.text()
+
+        assert wire.queries == [2]
+        wire.wrong.clear()  # decode that was told of the old one
+
+
+async def test_what_is_known_of_a_connector_does_not_hold_for_ever(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "KNOWN_S", 0.0)
+    async with strict(launch, "mooncake") as (fleet, wire):
+        for n in range(3):
+            wire.engines[0] = {"0": f"engine-{n}"}
+            async with fleet.post(request(text())) as reply:
+                assert reply.status == 200
+
+        assert wire.queries == [3]
+
+
+@pytest.mark.fault(30)
+async def test_a_push_to_an_instance_that_was_replaced_is_tried_again(launch: Launch) -> None:
+    async with strict(launch, "nixl-push") as (fleet, wire):
+        right = fleet.d.chat
+
+        async def waits_for_the_old(
+            request: web.Request, body: dict[str, Any]
+        ) -> web.StreamResponse:
+            engine_id = body["kv_transfer_params"]["remote_engine_id"]
+            waits = not engine_id.endswith(wire.generation)
+            return await (hangs if waits else right)(request, body)
+
+        async with fleet.post(request(text())) as reply:
+            assert reply.status == 200
+        fleet.d.chat, wire.generation = waits_for_the_old, "-new"
+        for _ in range(2):
+            async with fleet.post(request(text())) as reply:
+                assert reply.status == 200, await reply.text()
+                assert "x-epd-degraded" not in reply.headers
+
+        assert wire.fetched == 3
+        assert fleet.d.aborted == 1
+        assert fleet.events.requests[1].retries == 1

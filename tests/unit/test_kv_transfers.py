@@ -1,0 +1,213 @@
+"""What each KV transfer tells whom, and whom it takes."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epd.errors import UpstreamFailed
+from epd.routing.instances import Instance, Role
+from epd.transfer.flavours import KV_TRANSFERS
+from epd.transfer.kv import KVTransfer, Pair
+from epd.transfer.lmcache import LMCache
+from epd.transfer.mooncake import Mooncake
+from epd.transfer.nixl import KEEP, Multi, Nixl, NixlPush
+from epd.transfer.p2p_nccl import P2pNccl
+
+EVERY = [made() for made in dict.fromkeys(KV_TRANSFERS.values())]
+NAMES = [one.name for one in EVERY]
+
+json_values: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=9),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=9), inner),
+    max_leaves=20,
+)
+
+
+def prefill(kv_addr: str = "", url: str = "http://p:8000") -> Instance:
+    return Instance(Role.PREFILL, url, kv_addr=kv_addr)
+
+
+def decode(kv_addr: str = "") -> Instance:
+    return Instance(Role.DECODE, "http://d:8000", kv_addr=kv_addr)
+
+
+def test_a_conversations_next_turn_names_the_blocks_of_the_last() -> None:
+    last = {"remote_engine_id": "d", "do_remote_prefill": True, "do_remote_decode": False}
+    told = Nixl().prefill_params(Pair("r", prefill()), last)
+
+    assert told == last | {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+def test_a_multi_connector_carries_what_there_is() -> None:
+    pair = Pair("r", prefill())
+
+    assert Multi().decode_params(pair, {"remote_port": 1}) == {"remote_port": 1}
+    assert Multi().decode_params(pair, {}) is None
+
+
+COORDINATES = {
+    "remote_engine_id": "e",
+    "remote_host": "h",
+    "remote_port": 1,
+    "tp_size": 2,
+    "pp_size": 1,
+}
+
+
+def test_a_push_learns_coordinates_and_nothing_of_the_request() -> None:
+    replied = COORDINATES | {"remote_block_ids": [[1]], "remote_request_id": "x", "dcp_size": 1}
+
+    assert NixlPush().learned(replied) == COORDINATES
+
+
+@pytest.mark.parametrize("missing", ["remote_engine_id", "remote_host", "remote_port", "tp_size"])
+def test_a_push_learns_nothing_from_half_of_them(missing: str) -> None:
+    assert NixlPush().learned(COORDINATES | {missing: None}) is None
+
+
+def test_a_push_in_turn_carries_what_prefill_replied() -> None:
+    transfer, pair, replied = NixlPush(), Pair("r", prefill()), COORDINATES | {"more": 1}
+
+    assert not transfer.concurrent(pair)
+    assert transfer.prefill_params(pair) == KEEP
+    assert transfer.decode_params(pair, replied) == replied
+    with pytest.raises(UpstreamFailed):
+        transfer.decode_params(pair, {})
+
+
+@pytest.mark.parametrize(
+    ("kv_addr", "url", "bootstrap"),
+    [
+        ("", "http://p:8000", "http://p:8998"),
+        ("", "https://p/base", "http://p:8998"),
+        ("", "http://[::1]:8000", "http://[::1]:8998"),
+        ("10.0.0.1:9000", "http://p:8000", "http://10.0.0.1:9000"),
+        ("https://p:1", "http://p:8000", "https://p:1"),
+    ],
+)
+def test_a_bootstrap_server_is_where_its_address_says(
+    kv_addr: str, url: str, bootstrap: str
+) -> None:
+    pair = Pair("r", prefill(kv_addr, url), peer={"0": "e"})
+
+    assert Mooncake().peer_url(pair.prefill) == f"{bootstrap}/query"
+    assert Mooncake().decode_params(pair, {})["remote_bootstrap_addr"] == bootstrap
+
+
+@pytest.mark.parametrize(
+    ("rank", "engines", "engine_id"),
+    [
+        (None, {"0": "a"}, "a"),
+        (None, {"3": "a"}, "a"),  # of an external load balancer
+        (1, {"0": "a", "1": "b"}, "b"),
+        (None, {"0": "a", "1": "b"}, None),
+        (2, {"0": "a", "1": "b"}, None),
+        (1, {"0": "a"}, None),
+    ],
+)
+def test_the_engine_of_a_rank(
+    rank: int | None, engines: dict[str, str], engine_id: str | None
+) -> None:
+    pair = Pair("r", prefill(), rank, peer=engines)
+    if engine_id is None:
+        with pytest.raises(UpstreamFailed):
+            Mooncake().decode_params(pair, {})
+    else:
+        assert Mooncake().decode_params(pair, {})["remote_engine_id"] == engine_id
+
+
+@given(json_values)
+def test_whatever_a_bootstrap_server_says_is_read_or_refused(said: Any) -> None:
+    try:
+        engines = Mooncake().peer(said)
+    except UpstreamFailed as error:
+        assert error.stage == "prefill"
+    else:
+        assert all(isinstance(engine_id, str) and engine_id for engine_id in engines.values())
+
+
+def test_prefill_is_told_where_decodes_lmcache_is() -> None:
+    pair = Pair("r", prefill(), decode=decode("10.0.0.1:7300+7301:7400+7401"))
+
+    assert LMCache().prefill_params(pair) == {
+        "disagg_spec": {
+            "req_id": "r",
+            "receiver_host": "10.0.0.1",
+            "receiver_init_port": [7300, 7301],
+            "receiver_alloc_port": [7400, 7401],
+        }
+    }
+
+
+def test_an_id_of_a_pair_has_both_addresses_and_is_its_own() -> None:
+    """No digits follow a colon in it but those of ports: the connector reads the last."""
+    ids = {
+        P2pNccl().request_id(Pair(f"r:{n}:1", prefill("10.0.0.1:1"), decode=decode("10.0.0.2:2")))
+        for n in range(3)
+    }
+
+    assert len(ids) == 3
+    for one in ids:
+        before, end = one.rsplit("_", 1)
+        assert before == "___prefill_addr_10.0.0.1:1___decode_addr_10.0.0.2:2"
+        assert len(end) == 32
+
+
+@pytest.mark.parametrize("pair", [Pair("r", prefill("h:1")), Pair("r", prefill(), decode=decode())])
+def test_a_pair_without_addresses_has_no_id(pair: Pair) -> None:
+    with pytest.raises(UpstreamFailed):
+        P2pNccl().request_id(pair)
+
+
+@pytest.mark.parametrize("transfer", EVERY, ids=NAMES)
+@pytest.mark.parametrize("role", [Role.ENCODE, Role.PREFILL_DECODE])
+def test_who_hands_nothing_over_has_no_address(transfer: KVTransfer, role: Role) -> None:
+    transfer.check(Instance(role, "http://x"))
+    with pytest.raises(ValueError, match="has no use for"):
+        transfer.check(Instance(role, "http://x", kv_addr="h:1"))
+
+
+@pytest.mark.parametrize(
+    ("transfer", "taken", "refused"),
+    [
+        (Nixl(), [""], ["h:1"]),
+        (NixlPush(), [""], ["h:1"]),
+        (Mooncake(), ["", "h:1", "http://h:1", "[::1]:1"], ["u:p@h:1", "h:1?x", "h x:1"]),
+        (LMCache(), [""], ["h:1:2"]),
+        (
+            P2pNccl(),
+            ["h:1", "10.0.0.1:65535", "[::1]:1"],
+            ["", "h", "h:0", "h:x", ":1", "h:1\r\nX:1"],
+        ),
+    ],
+)
+def test_the_addresses_that_prefill_instances_may_have(
+    transfer: KVTransfer, taken: list[str], refused: list[str]
+) -> None:
+    assert [one for one in taken if not transfer.fits(prefill(one))] == []
+    assert [one for one in refused if transfer.fits(prefill(one))] == []
+
+
+@pytest.mark.parametrize(
+    ("transfer", "taken", "refused"),
+    [
+        (Mooncake(), [""], ["h:1"]),
+        (LMCache(), ["", "h:1:2", "h:1+2:3+4", "[::1]:1:2"], ["h", "h:1", "h:1:2:", "h:1:+", "::"]),
+        (P2pNccl(), ["h:1"], ["", "h:1+"]),
+    ],
+)
+def test_the_addresses_that_decode_instances_may_have(
+    transfer: KVTransfer, taken: list[str], refused: list[str]
+) -> None:
+    assert [one for one in taken if not transfer.fits(decode(one))] == []
+    assert [one for one in refused if transfer.fits(decode(one))] == []
+
+
+@pytest.mark.parametrize("transfer", EVERY, ids=NAMES)
+@given(address=st.text(max_size=40))
+def test_what_is_taken_for_an_address_can_be_sent(transfer: KVTransfer, address: str) -> None:
+    for instance in (prefill(address), decode(address)):
+        if transfer.fits(instance) and address:
+            assert not set(address) & set("\r\n\0")
