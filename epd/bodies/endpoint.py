@@ -87,9 +87,9 @@ class Endpoint:
         """
         return iter(())
 
-    def prefills(self, body: Body) -> bool:  # noqa: ARG002
+    def prefills(self, body: Body) -> bool:
         """Whether prefill can do its part of a request; without it, decode does both."""
-        return self.generates
+        return self.generates and not _in_one_place(body)
 
     def prefill(self, body: Body, kv_transfer_params: Mapping[str, Any] | None) -> Body:
         """The prefill request: the same prompt, one token, the KV cache kept for decode."""
@@ -139,6 +139,22 @@ def check_model(body: Body) -> None:
     """
     if not isinstance(body.get("model"), str | None):
         raise BadRequest("model must be a string", param="model")
+
+
+def _in_one_place(body: Body) -> bool:
+    """Whether a request asks for what an engine says of prompts alone that it has computed itself.
+
+    `kv_transfer_params` are of one sequence. Of `n` of them, the first that has read prefill's
+    blocks gives them back under the others' hands (`nixl/pull_worker.py`, `_get_new_notifs`), and
+    a beam search hands none on. Log-probabilities of prompt tokens that were read are whatever was
+    in memory (`vllm/v1/worker/gpu_model_runner.py`, `_get_prompt_logprobs_dict`).
+    """
+    return (
+        body.get("n") not in (None, 1)
+        or bool(body.get("use_beam_search"))
+        or bool(body.get("echo"))
+        or body.get("prompt_logprobs") is not None
+    )
 
 
 def _check_xargs(body: Body) -> None:

@@ -1,6 +1,7 @@
-"""Flags of vLLM's example proxy that are called something else here, or nothing.
+"""Flags of vLLM's example proxies that are called something else here, or nothing.
 
-A script written for `disagg_epd_proxy.py` runs unchanged. The help does not list them.
+A script written for `disagg_epd_proxy.py` or `disagg_proxy_multiturn.py` runs unchanged. The help
+does not list them.
 """
 
 import argparse
@@ -32,6 +33,11 @@ IDLE: Mapping[str, str] = MappingProxyType(
 )
 """Why such flags are not needed."""
 
+SERVERS: Mapping[str, tuple[str, int]] = MappingProxyType(
+    {"prefill_servers_urls": ("prefiller", 8100), "decode_servers_urls": ("decoder", 8200)}
+)
+"""The settings that hosts and ports set: what such flags call the servers, and the default port."""
+
 
 class _Idle(argparse.Action):
     """Says that a flag does nothing."""
@@ -56,3 +62,47 @@ def add_example_flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag, dest=name, action="store_const", const=value, **hidden)
     for flag, why in IDLE.items():
         parser.add_argument(flag, action=_Idle, const=why, **hidden)
+    for server, _ in SERVERS.values():
+        hosts, ports = (
+            [f"--{server}-{plural}", f"--{server}-{plural[:-1]}"] for plural in ("hosts", "ports")
+        )
+        parser.add_argument(*hosts, dest=f"{server}_hosts", nargs="+", **hidden)
+        parser.add_argument(*ports, dest=f"{server}_ports", nargs="+", type=int, **hidden)
+
+
+def with_urls(flags: Mapping[str, Any], reasons: list[str]) -> Mapping[str, Any]:
+    """The flags, with URLs in the place of hosts and ports; there are no encode instances then.
+
+    What only one of the two servers is named by has the other at its default, as in vLLM's proxy.
+
+    Args:
+        flags: as they were parsed.
+        reasons: what is wrong with them is added here.
+    """
+    named = {f"{server}_{what}" for server, _ in SERVERS.values() for what in ("hosts", "ports")}
+    if named.isdisjoint(flags):
+        return flags
+    kept = {name: value for name, value in flags.items() if name not in named}
+    urls = {}
+    for setting, (server, port) in SERVERS.items():
+        hosts, ports = (flags.get(f"{server}_{what}") for what in ("hosts", "ports"))
+        if setting in kept:
+            if hosts or ports:
+                flag = "--" + setting.replace("_", "-")
+                reasons.append(f"{flag} and --{server}-hosts are one too many: keep either")
+            continue
+        hosts, ports = hosts or ["localhost"], ports or [port]
+        if len(hosts) != len(ports):
+            reasons.append(
+                f"--{server}-hosts are {len(hosts)}, --{server}-ports {len(ports)}: name a port "
+                "for each host"
+            )
+        reasons += [
+            f"--{server}-hosts {host!r} is a URL: name a host" for host in hosts if "/" in host
+        ]
+        urls[setting] = tuple(map(_url, hosts, ports))
+    return {"encode_servers_urls": (), **urls, **kept}
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

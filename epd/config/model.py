@@ -50,7 +50,11 @@ class ProxyConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    encode_servers_urls: Urls = Field(default=(), description="encode instances, comma-separated")
+    encode_servers_urls: Urls = Field(
+        default=(),
+        description="encode instances, comma-separated; 'disable', 'none' or empty: no encode "
+        "stage, media go to prefill or decode as they came (P+D)",
+    )
     prefill_servers_urls: Urls = Field(
         default=(),
         description="prefill instances; 'disable', 'none' or empty: no prefill stage (E+PD)",
@@ -432,21 +436,20 @@ class ProxyConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_topology(self) -> Self:
-        for flag, there in (
-            ("encode_servers_urls", self.encode_servers_urls or self.discover_encode),
-            (
-                "decode_servers_urls",
-                self.decode_servers_urls
-                or self.discover_decode
-                or self.discover_prefill_decode
-                or self._decode_is_named,
-            ),
-        ):
-            if not (there or self.dynamic_registration or self.instances_file):
-                raise ValueError(
-                    f"{_flag(flag)} is required, or another source of these instances: "
-                    "--dynamic-registration, --instances-file, --discover-…"
-                )
+        sources = (
+            "another source of these instances: --dynamic-registration, --instances-file, "
+            "--discover-…"
+        )
+        if not self.encodes and "encode_servers_urls" not in self.model_fields_set:
+            raise ValueError(
+                f"--encode-servers-urls is required ('disable' for none), or {sources}"
+            )
+        decodes = self.decode_servers_urls or self.discover_decode or self.discover_prefill_decode
+        found = self.dynamic_registration or self.instances_file or self._decode_is_named
+        if not (decodes or found):
+            raise ValueError(f"--decode-servers-urls is required, or {sources}")
+        if self.ec_store is not None and not self.encodes:
+            raise ValueError("--ec-store needs encode instances: nobody else writes to it")
         both = set(self.prefill_servers_urls) & set(self.decode_servers_urls)
         if both:
             raise ValueError(
@@ -636,9 +639,7 @@ class ProxyConfig(BaseModel):
             "pd_only": self.skip_prefill_below_tokens or self.skip_prefill_for_text,
             "prefill_local_decode_remote": self.local_prefill_url,
         }
-        listed = self.encode_servers_urls or self.discover_encode
-        encodes = listed or self.dynamic_registration or self.instances_file
-        stages = ("encode_prefill_decode", "encode_pd") if encodes else ("prefill_decode",)
+        stages = ("encode_prefill_decode", "encode_pd") if self.encodes else ("prefill_decode",)
         return (*(name for name, wanted in asked.items() if wanted), *stages)
 
     @property
@@ -693,6 +694,16 @@ class ProxyConfig(BaseModel):
     def _weighed(self, instance: Instance) -> Instance:
         weight = dict(map(weight_of, self.instance_weights)).get(instance.url)
         return instance if weight is None else replace(instance, weight=weight)
+
+    @property
+    def encodes(self) -> bool:
+        """Whether there are encode instances, or may be some day."""
+        return bool(
+            self.encode_servers_urls
+            or self.discover_encode
+            or self.dynamic_registration
+            or self.instances_file
+        )
 
     @property
     def dynamic(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from epd.config.environment import from_environment, unknown_variables
+from epd.config.example_flags import with_urls
 from epd.config.given import Given
 from epd.config.invalid import ConfigInvalid
 from epd.config.model import ProxyConfig
@@ -40,12 +41,13 @@ def load(flags: Mapping[str, Any]) -> Loaded:
     """What these flags make, with the environment and the file as they are now.
 
     Args:
-        flags: those that were given, by the names of `Settings`.
+        flags: those that were given, by the names of `Settings` or of vLLM's example proxies.
 
     Raises:
         ConfigInvalid: with all that is wrong.
     """
     reasons = list(unknown_variables())
+    flags = with_urls(flags, reasons)
     layers: list[Layer] = [
         {name: Given(value, "flag", flag_of(name), flag_of(name)) for name, value in flags.items()},
         from_environment(),

@@ -145,6 +145,8 @@ def _judge_lengths(there: Iterable[InstanceFacts]) -> Iterator[Finding]:
 
 def judge_store(config: ProxyConfig, facts: StoreFacts | None) -> Iterator[Finding]:
     """What is to be said of the store; None: the proxy has none."""
+    if not config.encodes:
+        return
     if facts is None:
         yield warn(
             "store",

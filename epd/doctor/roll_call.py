@@ -125,7 +125,7 @@ def _judge_roles(config: ProxyConfig, roles: set[Role]) -> Iterator[Finding]:
         yield fail(
             "instances", "none decodes: every request is answered 503", "add a decode instance"
         )
-    if Role.ENCODE not in roles:
+    if Role.ENCODE not in roles and config.encodes:
         yield warn("instances", "none encodes", "add an encode instance")
     if Role.DECODE in roles and Role.PREFILL not in roles:
         yield warn("instances", "none prefills for those that decode", "add a prefill instance")

@@ -5,7 +5,7 @@ import os
 import shlex
 import sys
 import time
-from argparse import SUPPRESS, RawDescriptionHelpFormatter
+from argparse import SUPPRESS, BooleanOptionalAction, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -25,6 +25,7 @@ from epd.fleet.process import ProcessDied
 from epd.fleet.settings import FleetSettings
 from epd.fleet.stack import Fleet
 from epd.parser import Commands, Parser
+from epd.routing.instances import Role
 
 DESCRIPTION = """\
 Start vLLM instances, an encoder cache and the proxy on this machine, and stop them all on Ctrl-C or
@@ -41,6 +42,7 @@ EXAMPLES = """\
 examples:
   epd up --model Qwen/Qwen2.5-VL-3B-Instruct --gpus e=0,pd=1
   epd up --model Qwen/Qwen2.5-VL-7B-Instruct --topology 2e1p1d --gpus e=0:0,p=1,d=2+3
+  epd up --model Qwen/Qwen3-0.6B --topology 1p1d --gpus p=0,d=1 --bidirectional-kv
   epd up --model M --vllm-flags='--enforce-eager' --dry-run
 """
 DISC = (
@@ -65,7 +67,11 @@ def add_parser(commands: Commands) -> None:
         allow_abbrev=False,
     )
     for name, field in FleetSettings.model_fields.items():
-        if name not in BY_VARIABLE_ALONE:
+        if field.annotation is bool:
+            parser.add_argument(
+                _flag(name), default=SUPPRESS, action=BooleanOptionalAction, help=field.description
+            )
+        elif name not in BY_VARIABLE_ALONE:
             choices = _choices(field)
             parser.add_argument(
                 _flag(name),
@@ -94,7 +100,13 @@ def _choices(field: FieldInfo) -> Sequence[str] | None:
 def _metavar(name: str) -> str:
     endings = {"_s": "SECONDS", "port": "PORT", "path": "FOLDER", "flags": "FLAGS", "_e": "PART"}
     endings |= {"_p": "PART", "_d": "PART", "_pd": "PART", "store": "URL", "_env": "VARIABLE"}
-    endings |= {"_len": "TOKENS", "_seqs": "N", "host": "ADDRESS", "gpus": "DEVICES"}
+    endings |= {
+        "_len": "TOKENS",
+        "_threshold": "TOKENS",
+        "_seqs": "N",
+        "host": "ADDRESS",
+        "gpus": "DEVICES",
+    }
     found = (metavar for ending, metavar in endings.items() if name.endswith(ending))
     return next(found, name.rpartition("_")[2].upper())
 
@@ -122,7 +134,8 @@ def _run(parser: Parser, *, dry_run: bool, **flags: Any) -> None:
     print(f"{platform_of(settings, os.environ).name}; logs in {logs.absolute()}")
     try:
         _check(plan)
-        with cache_folder.kept(folder) if settings.ec_store is None else nullcontext():
+        own = bool(plan.store) and settings.ec_store is None
+        with cache_folder.kept(folder) if own else nullcontext():
             _serve(Fleet(plan, logs, timeout_s=settings.timeout_s), _example(settings, plan))
     except (ProcessDied, TimeoutError, StoreError, OSError, cache_folder.FolderTaken) as error:
         sys.exit(f"epd up: {error}")
@@ -158,7 +171,7 @@ def _check(plan: Plan) -> None:
             check_free(host, port)
         except OSError as error:
             raise OSError(f"{host}:{port}, wanted for {owner}: {error.strerror}") from None
-    if plan.keeper_port is None:
+    if plan.store and plan.keeper_port is None:
         cache_folder.check_reachable(plan.store)
 
 
@@ -175,15 +188,17 @@ def _serve(fleet: Fleet, example: str) -> None:
 
 
 def _example(settings: FleetSettings, plan: Plan) -> str:
-    """A `curl` line for the fleet."""
+    """A `curl` line for the fleet: about a picture, where there is a stage for it."""
     parts = [
         {"type": "image_url", "image_url": {"url": DISC}},
         {"type": "text", "text": "What is in this picture?"},
     ]
+    content = parts if plan.of(Role.ENCODE) else "What is a proxy?"
     body = {
         "model": settings.served_model_name or settings.model,
-        "messages": [{"role": "user", "content": parts}],
+        "messages": [{"role": "user", "content": content}],
         "max_tokens": 64,
+        **({"conversation_id": "1"} if settings.bidirectional_kv else {}),
     }
     said = shlex.quote(json.dumps(body))
     return f"curl {plan.url}/v1/chat/completions -H 'Content-Type: application/json' -d {said}"

@@ -26,7 +26,7 @@ class Engine:
         role: the stage it serves.
         model: directory of the model, or its name on the hub.
         port: port of its API, on the loopback address.
-        store: URL of the shared encoder cache.
+        store: URL of the shared encoder cache; empty: there is none.
         side_channel_port: port of NIXL's handshake, its own in every instance that has one.
         platform: what it runs on.
         devices: the devices it runs on, where the platform has any.
@@ -34,6 +34,7 @@ class Engine:
         local_media: folder that file:// media may come from.
         memory: part of the devices' memory that it takes; none: vLLM's own choice.
         max_model_len, max_num_seqs: tokens of a request, requests at once; none: the platform's.
+        kv_extra: more of what the KV connector is told.
         program: what starts vLLM.
         flags: more of the command line; where a flag is given twice, vLLM takes the last one.
         inherited: the caller's environment, which goes before the platform's defaults.
@@ -51,6 +52,7 @@ class Engine:
     memory: float | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
+    kv_extra: Mapping[str, Any] = field(default_factory=dict)
     program: tuple[str, ...] = VLLM
     flags: tuple[str, ...] = ()
     inherited: Mapping[str, str] = field(default_factory=dict)
@@ -122,6 +124,8 @@ class Engine:
                 return self._ec("ec_consumer")
 
     def _ec(self, role: str) -> dict[str, str]:
+        if not self.store:
+            return {}
         config = {
             "ec_connector": "ECStoreConnector",
             "ec_connector_module_path": "ec_store.vllm_connector",
@@ -131,7 +135,9 @@ class Engine:
         return {"--ec-transfer-config": json.dumps(config)}
 
     def _kv(self, role: str) -> dict[str, str]:
-        config = {"kv_connector": "NixlConnector", "kv_role": role}
+        config: dict[str, Any] = {"kv_connector": "NixlConnector", "kv_role": role}
         if self.platform.kv_buffer is not None:
             config["kv_buffer_device"] = self.platform.kv_buffer
+        if self.kv_extra:
+            config["kv_connector_extra_config"] = dict(self.kv_extra)
         return {"--kv-transfer-config": json.dumps(config)}

@@ -30,7 +30,7 @@ class Plan:
 
     Attributes:
         engines: the vLLM instances.
-        store: URL of the encoder cache.
+        store: URL of the encoder cache; empty: there is none.
         host, port: where the proxy listens.
         local_media: folder that file:// media may come from.
         proxy_flags: more of the proxy's command line.
@@ -100,7 +100,7 @@ class Plan:
         command = (
             *(sys.executable, "-m", "epd", "serve", "--host", self.host, "--port", str(self.port)),
             *("--drain-delay-s", "0"),
-            *("--ec-store", self.store),
+            *(("--ec-store", self.store) if self.store else ()),
             *(() if media is None else ("--allowed-local-media-path", media)),
             *(
                 f"--{stage}-servers-urls={','.join(engine.url for engine in self.of(*some))}"

@@ -30,11 +30,12 @@ def planned(settings: FleetSettings, environ: Mapping[str, str], store: str) -> 
     Args:
         settings: what was asked.
         environ: this process's environment.
-        store: URL of the encoder cache.
+        store: URL of the encoder cache, where anything encodes.
 
     Raises:
         ValueError: devices or ports do not suffice.
     """
+    store = store if Role.ENCODE in settings.topology.roles else ""
     engines = _engines(settings, environ, store)
     shares = [(engine.devices, engine.memory or 0.0) for engine in engines]
     if (device := overfull(shares)) is not None:
@@ -77,6 +78,7 @@ def _engines(settings: FleetSettings, environ: Mapping[str, str], store: str) ->
             memory=_memory(settings, role) if own else None,
             max_model_len=settings.max_model_len,
             max_num_seqs=settings.max_num_seqs,
+            kv_extra=settings.kv_extra(),
             program=settings.vllm_command,
             flags=settings.vllm_flags + _flags(settings, role),
             inherited=environ,

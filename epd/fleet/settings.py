@@ -11,6 +11,7 @@ from pydantic import (
     AliasChoices,
     BeforeValidator,
     Field,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     model_validator,
@@ -109,7 +110,8 @@ class FleetSettings(BaseSettings):
     )
     topology: Annotated[Topology, NoDecode, BeforeValidator(_topology)] = Field(
         Topology.parse("1e1pd"),
-        description="how many instances encode, prefill, decode: 1e1pd (default), 1e1p1d, 2e1p2d",
+        description="how many instances encode, prefill, decode: 1e1pd (default), 1e1p1d, 2e1p2d; "
+        "without an encode stage 1p1d, 2p2d, 1pd",
     )
     device: Annotated[Literal["cuda", "xpu", "cpu"] | None, BeforeValidator(_lower)] = Field(
         None,
@@ -181,6 +183,15 @@ class FleetSettings(BaseSettings):
         5600,
         description="of the first NIXL handshake; others are 10 further each",
     )
+    bidirectional_kv: bool = Field(
+        False,
+        description="let prefill instances read what decode ones keep of a conversation's "
+        "last turn",
+    )
+    kv_recompute_threshold: NonNegativeInt | None = Field(
+        None,
+        description="tokens below which they compute it again; by default vLLM's own (64)",
+    )
     ec_store: Annotated[str, AfterValidator(_store_url)] | None = Field(
         None,
         validation_alias=AliasChoices("EPD_UP_EC_STORE", "EC_SHARED_STORAGE_PATH"),
@@ -221,6 +232,25 @@ class FleetSettings(BaseSettings):
         if self.device == "cpu" and self.gpus:
             raise ValueError("--gpus are for --device cuda or xpu")
         return self
+
+    @model_validator(mode="after")
+    def _check_transfers(self) -> Self:
+        roles = self.topology.roles
+        if self.bidirectional_kv and Role.PREFILL not in roles:
+            raise ValueError("--bidirectional-kv needs prefill and decode apart, as in 1p1d")
+        if self.kv_recompute_threshold is not None and not self.bidirectional_kv:
+            raise ValueError("--kv-recompute-threshold needs --bidirectional-kv")
+        if self.ec_store is not None and Role.ENCODE not in roles:
+            raise ValueError("--ec-store needs encode instances, as in 1e1p1d")
+        return self
+
+    def kv_extra(self) -> Mapping[str, Any]:
+        """What prefill and decode instances are told beside their connector's name."""
+        if not self.bidirectional_kv:
+            return {}
+        threshold = self.kv_recompute_threshold
+        least = {} if threshold is None else {"kv_recompute_threshold": threshold}
+        return {"bidirectional_kv_xfer": True, **least}
 
     def named_devices(self) -> Mapping[Role, tuple[Devices, ...]]:
         """The devices that are named for instances of the topology, `--gpus` before variables."""

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from signal import Signals
 from types import MappingProxyType, TracebackType
-from typing import Self
+from typing import Any, Self
 
 from epd.fleet.engine import Engine
 from epd.fleet.guarding import Guard
@@ -59,7 +59,7 @@ class Fleet:
 
     @property
     def store(self) -> str:
-        """URL of the encoder cache."""
+        """URL of the encoder cache; empty: there is none."""
         return self.plan.store
 
     @property
@@ -176,6 +176,7 @@ class Stack(Fleet):
         *,
         local_media: Path,
         store: str | None = None,
+        kv_extra: Mapping[str, Any] = MappingProxyType({}),
         flags: Mapping[Role, Sequence[str]] = MappingProxyType({}),
         proxy_flags: Sequence[str] = (),
         report: Callable[[str], None] = print,
@@ -187,12 +188,14 @@ class Stack(Fleet):
             topology: how many engines of each role.
             directory: where logs go, and the encoder cache where it has no URL.
             local_media: folder that file:// media may come from.
-            store: URL of the encoder cache.
+            store: URL of the encoder cache, where anything encodes.
+            kv_extra: more of what the KV connectors are told.
             flags: more of the command lines of a role's engines.
             proxy_flags: more of the proxy's command line.
             report: is told of progress, a line at a time.
         """
         store = store or f"file://{directory.resolve()}/ec-store?max_bytes=1GiB"
+        store = store if Role.ENCODE in topology.roles else ""
         port, *ports = free_ports(2 * len(topology.roles) + 1)
         engines = (
             Engine(
@@ -204,6 +207,7 @@ class Stack(Fleet):
                 side_channel_port=side_channel,
                 platform=CPU.offline(),
                 local_media=str(local_media),
+                kv_extra=kv_extra,
                 flags=tuple(flags.get(role, ())),
             )
             for role, api, side_channel in zip(topology.roles, ports[::2], ports[1::2], strict=True)

@@ -3,16 +3,22 @@
 from dataclasses import dataclass
 
 from epd.policies.course import Course, Facts
-from epd.routing.instances import Role
+from epd.routing.instances import ANSWERING, Role
 
 
 @dataclass(frozen=True, slots=True)
 class EncodePrefillDecode:
-    """Media to encode instances, then prefill, then decode (E+P+D)."""
+    """Media to encode instances, then prefill, then decode (E+P+D).
+
+    What prefill can have no part in, decode does alone, with the media: it reads no encoder
+    outputs.
+    """
 
     def course(self, facts: Facts) -> Course | None:
         """See `Policy`."""
-        return Course(prefill=facts.prefills) if Role.DECODE in facts.roles else None
+        if Role.DECODE not in facts.roles:
+            return None
+        return Course(encode=facts.prefills, prefill=facts.prefills)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +32,10 @@ class EncodePD:
 
 @dataclass(frozen=True, slots=True)
 class PrefillDecode:
-    """No encode stage: prefill gets the media as they are (P+D), or who does both (PD)."""
+    """No encode stage: prefill gets the media as they came (P+D), or who does both (PD)."""
 
     def course(self, facts: Facts) -> Course | None:
         """See `Policy`."""
-        if Role.DECODE in facts.roles:
-            return Course(encode=False, prefill=facts.prefills)
-        return Course(encode=False, prefill=False) if Role.PREFILL_DECODE in facts.roles else None
+        if facts.roles.isdisjoint(ANSWERING):
+            return None
+        return Course(encode=False, prefill=facts.prefills and Role.DECODE in facts.roles)

@@ -210,4 +210,5 @@ def topology(config: ProxyConfig) -> str:
         return "dynamic"
     encode, decode = len(config.encode_servers_urls), len(config.decode_servers_urls)
     prefill = len(config.prefill_servers_urls)
-    return f"{encode}e{prefill}p{decode}d" if prefill else f"{encode}e{decode}pd"
+    encodes = f"{encode}e" if encode else ""
+    return f"{encodes}{prefill}p{decode}d" if prefill else f"{encodes}{decode}pd"

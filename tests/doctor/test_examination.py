@@ -91,6 +91,11 @@ async def test_a_fleet_as_it_should_be_has_nothing_to_mend(clinic: Clinic) -> No
     } <= seen
 
 
+async def test_a_fleet_without_encode_instances_is_missing_nothing(clinic: Clinic) -> None:
+    assert await clinic.complaints(encode_servers_urls=(), ec_store=None) == []
+    assert len(clinic.prefill.calls) == len(clinic.decode.calls) == 1
+
+
 @pytest.mark.parametrize("transfer", ["mooncake", "nixl-push", "lmcache", "p2p-nccl", "none"])
 async def test_the_transfer_in_use_is_tried(clinic: Clinic, transfer: str) -> None:
     wire = WIRES[transfer](1, 1)

@@ -90,6 +90,7 @@ def stack(
             directory,
             local_media=MEDIA,
             store=url,
+            kv_extra=spec.kv_extra(),
             flags={role: [*flags, *traces] for role, flags in spec.flags().items()},
             # What is found does not depend on how busy the machine is.
             proxy_flags=["--ec-store-budget-s", "2", "--trust-request-mm-kwargs", *traces],

@@ -7,6 +7,7 @@ the one would be no `Spec` of the other, so that stacks would be started twice.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,6 +33,8 @@ class Spec:
         bf16: whether engines compute in bfloat16, and in float32 otherwise.
         ranks: over how many processes the encode engine's tensors are divided.
         traced: whether engines and proxy export spans.
+        conversing: whether prefill reads what decode keeps of a conversation, and keeps nothing
+            itself.
     """
 
     model: str
@@ -40,24 +43,38 @@ class Spec:
     bf16: bool = False
     ranks: int = 1
     traced: bool = False
+    conversing: bool = False
 
     def __str__(self) -> str:
         traits = ["bf16"] * self.bf16 + [f"tp{self.ranks}"] * (self.ranks > 1)
-        traits += ["traced"] * self.traced
+        traits += ["traced"] * self.traced + ["conversing"] * self.conversing
         return "-".join([self.model, self.topology, self.store, *traits])
 
     def flags(self) -> Mapping[Role, Sequence[str]]:
         """What the engines' command lines have beside those of every stack."""
         every = ["--trust-request-mm-kwargs", *(["--dtype", "bfloat16"] if self.bf16 else [])]
-        ranks = ["--tensor-parallel-size", str(self.ranks)]
-        return {role: [*every, *(ranks if role is Role.ENCODE else [])] for role in Role}
+        own = {
+            Role.ENCODE: ["--tensor-parallel-size", str(self.ranks)],
+            Role.PREFILL: ["--no-enable-prefix-caching"] * self.conversing,
+        }
+        return {role: [*every, *own.get(role, [])] for role in Role}
 
+    def kv_extra(self) -> Mapping[str, Any]:
+        """What prefill and decode are told beside their connector."""
+        if not self.conversing:
+            return {}
+        return {"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": BLOCKS_TTL_S}
+
+
+BLOCKS_TTL_S = 60
+"""Longer than a test talks, short enough for decode's memory."""
 
 ON_DISK = Spec(VISION, E_PD, DISK)
 ON_REDIS = Spec(VISION, E_PD, REDIS, bf16=not AMX)
 ON_CLUSTER = Spec(VISION, E_P_D, CLUSTER, ranks=2)
 VISION_STACKS = [ON_DISK, ON_CLUSTER, ON_REDIS]
 TRACED = Spec(AUDIO, E_P_D, DISK, traced=True)
+CONVERSING = Spec(VISION, E_P_D, DISK, conversing=True)
 AUDIO_STACKS = [Spec(AUDIO, E_PD, DISK), TRACED]
 
 

@@ -1,9 +1,6 @@
 """A picture seen before costs neither an encode nor its upload, and the answer stays the same."""
 
 import hashlib
-import json
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,9 +13,9 @@ import openai
 import pytest
 
 from ec_store import open_store
-from epd.routing.instances import Role
 from epd.tenants import key_line
 from tests.e2e.conftest import MEDIA, Served, metric, stored
+from tests.e2e.proxies import another_proxy
 from tests.e2e.stacks import ON_CLUSTER, ON_DISK, ON_REDIS, on
 from tests.e2e.test_answers import (
     PREPROCESSED,
@@ -162,30 +159,6 @@ def test_the_store_stops_while_requests_run(stack: Served) -> None:
         server.start()
 
     assert answers == [expected] * 20
-
-
-@contextmanager
-def another_proxy(stack: Served, *flags: str) -> Iterator[str]:
-    """A second proxy in front of the same engines and store: its URL."""
-    urls = {
-        role: ",".join(engine.url for engine in stack.stack.of(role))
-        for role in (Role.ENCODE, Role.PREFILL_DECODE)
-    }
-    command = [
-        *(sys.executable, "-m", "epd", "serve", "--host", "127.0.0.1", "--port", "0"),
-        *("--encode-servers-urls", urls[Role.ENCODE]),
-        *("--decode-servers-urls", urls[Role.PREFILL_DECODE]),
-        *("--ec-store", stack.stack.store, "--ec-store-budget-s", "2", "--log-format", "json"),
-        *("--drain-delay-s", "0"),
-        *flags,
-    ]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        try:
-            yield json.loads(process.stderr.readline())["url"]
-        finally:
-            process.terminate()
-            process.stderr.read()
 
 
 @pytest.fixture

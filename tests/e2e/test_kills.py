@@ -14,7 +14,7 @@ import pytest
 
 from epd.routing.instances import Role
 from tests.e2e.conftest import Served, metric
-from tests.e2e.stacks import DISK, E_P_D, VISION, Spec, on
+from tests.e2e.stacks import CONVERSING, on
 from tests.e2e.test_answers import ask, picture, unseen
 from tests.requests import Part, text
 
@@ -117,7 +117,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-@on(Spec(VISION, E_P_D, DISK))
+@on(CONVERSING)
 @pytest.mark.parametrize(
     ("role", "may_end"),
     [

@@ -132,13 +132,17 @@ def test_ports_are_free_and_different() -> None:
         ("1e1pd", ["encode", "prefill_decode"]),
         ("1E1P1D", ["encode", "prefill", "decode"]),
         ("2e1p2d", ["encode", "encode", "prefill", "decode", "decode"]),
+        ("1p2d", ["prefill", "decode", "decode"]),
+        ("2pd", ["prefill_decode", "prefill_decode"]),
     ],
 )
 def test_topologies(name: str, roles: list[str]) -> None:
     assert [role.value for role in Topology.parse(name).roles] == roles
 
 
-@pytest.mark.parametrize("name", ["", "1e", "1pd", "1e1p", "0e1pd", "1e1pd1d", "e1pd", "100e1pd"])
+@pytest.mark.parametrize(
+    "name", ["", "1e", "1p", "1d", "e1p1d", "1e1p", "0e1pd", "1e1pd1d", "e1pd", "100e1pd"]
+)
 def test_what_is_no_topology(name: str) -> None:
     with pytest.raises(ValueError, match="topology"):
         Topology.parse(name)

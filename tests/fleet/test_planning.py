@@ -1,5 +1,6 @@
 """What `epd up` starts, as values."""
 
+import json
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -59,9 +60,10 @@ def test_what_names_no_devices(text: str) -> None:
         parse(text)
 
 
-@given(st.integers(1, 99), st.integers(1, 99), st.integers(0, 99))
+@given(st.integers(0, 99), st.integers(1, 99), st.integers(0, 99))
 def test_topologies_are_read_as_written(encode: int, prefill: int, decode: int) -> None:
-    name = f"{encode}e{prefill}p{decode}d" if decode else f"{encode}e{prefill}pd"
+    name = f"{encode}e" if encode else ""
+    name += f"{prefill}p{decode}d" if decode else f"{prefill}pd"
     roles = Topology.parse(name).roles
     counts = {role: roles.count(role) for role in Role}
 
@@ -184,6 +186,35 @@ def test_each_stage_is_started_on_its_devices_as_it_has_to_be() -> None:
     assert prefill.command()[-2:] == ("--every", "one")
     assert decode.command()[-4:] == ("--every", "one", "--decode", "two words")
     assert {given_flags(one)["--max-model-len"] for one in (encode, prefill, decode)} == {"9"}
+
+
+@pytest.mark.parametrize("topology", ["2p2d", "1pd"])
+def test_without_encode_instances_there_is_no_encoder_cache(topology: str) -> None:
+    fleet = plan(topology=topology, device="cpu")
+    *engines, proxy = [server.command for server in fleet.servers()]
+
+    assert len(engines) == len(fleet.engines)
+    assert not any("--ec-transfer-config" in command for command in engines)
+    assert "--encode-servers-urls=" in proxy
+    assert "--ec-store" not in proxy
+    assert ("--kv-transfer-config" in engines[0]) == (topology == "2p2d")
+
+
+def kv_configs(**values: Any) -> list[dict[str, Any]]:
+    engines = plan(topology="1e1p1d", device="cpu", **values).engines
+    return [json.loads(given_flags(one).get("--kv-transfer-config", "{}")) for one in engines]
+
+
+def test_prefill_and_decode_are_both_told_of_conversations() -> None:
+    _, prefill, decode = kv_configs(bidirectional_kv=True)
+
+    assert prefill["kv_connector_extra_config"] == {"bidirectional_kv_xfer": True}
+    assert decode["kv_connector_extra_config"] == {"bidirectional_kv_xfer": True}
+    [encode, prefill, decode] = kv_configs(bidirectional_kv=True, kv_recompute_threshold=0)
+    assert encode == {}
+    for one in (prefill, decode):
+        assert one["kv_connector_extra_config"]["kv_recompute_threshold"] == 0
+    assert "kv_connector_extra_config" not in kv_configs()[1]
 
 
 def test_the_variable_that_names_devices_is_the_platforms_or_one_that_is_named() -> None:

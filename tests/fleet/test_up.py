@@ -288,6 +288,15 @@ def test_a_folder_is_a_store_that_stays(tmp_path: Path) -> None:
         (("--model", "m", "--device", "cpu", "--gpus", "e=0"), "--gpus are for --device cuda or"),
         (("--model", "m", "--device", "cuda"), "no device is visible"),
         (("--model", "m", "--ec-store", "foo://x"), "--ec-store 'foo://x' is no store"),
+        (
+            ("--model", "m", "--bidirectional-kv"),
+            "--bidirectional-kv needs prefill and decode apart",
+        ),
+        (("--model", "m", "--kv-recompute-threshold", "1"), "threshold needs --bidirectional-kv"),
+        (
+            ("--model", "m", "--topology", "1p1d", "--ec-store", "redis://h"),
+            "--ec-store needs encode instances",
+        ),
         (("--model", "m", "--encode-flags", "'"), "--encode-flags No closing quotation"),
         (("--model", "m", "--proxy-flags", "--ssl-keyfile x"), "--proxy-flags has TLS"),
         (("--model", "m", "--port", "8200", "--device", "cpu"), "port 8200 is wanted for the pro"),
@@ -309,6 +318,23 @@ def test_what_is_wrong_is_said_in_a_line(flags: tuple[str, ...], message: str) -
     assert ran.returncode == 2
     assert message in ran.stderr
     assert ran.stderr.count("\n") == 1
+
+
+def test_a_fleet_without_an_encode_stage_serves(tmp_path: Path) -> None:
+    up = Up(tmp_path, "--bidirectional-kv", topology="1p1d")
+    with up.started() as process:
+        up.wait_for(process, "ready: ")
+        body = json.loads(shlex.split(up.wait_for(process, "curl"))[-1])
+        assert up.ask().json()["choices"][0]["message"]["content"] == "a fake answer"
+        health = httpx.get(f"{up.url}/health", timeout=30)
+        process.send_signal(signal.SIGINT)
+        up.end_of(process)
+
+    assert (health.status_code, health.json()["encode_cluster"]) == (200, "empty")
+    assert (body["messages"][0]["content"], body["conversation_id"]) == ("What is a proxy?", "1")
+    assert process.returncode == 0
+    logs = {path.name for path in tmp_path.glob("logs/*/*.log")}
+    assert not any(name.startswith(("store", "encode")) for name in logs)
 
 
 def test_a_variable_that_is_wrong_is_named(tmp_path: Path) -> None:

@@ -455,3 +455,54 @@ def test_transfers_of_encoder_outputs_that_cannot_work_are_refused(
 ) -> None:
     with pytest.raises(ConfigInvalid, match=message):
         load({**URLS, **flags})
+
+
+HOSTS_AND_PORTS = {
+    "--prefiller-hosts p1 p2 --prefiller-ports 1 2 --decoder-hosts d --decoder-ports 3": (
+        ("http://p1:1", "http://p2:2"),
+        ("http://d:3",),
+    ),
+    "--prefiller-host p --prefiller-port 1 --decoder-host ::1 --decoder-port 3": (
+        ("http://p:1",),
+        ("http://[::1]:3",),
+    ),
+    "--decoder-host d": (("http://localhost:8100",), ("http://d:8200",)),
+    "--prefiller-ports 1": (("http://localhost:1",), ("http://localhost:8200",)),
+    "--prefiller-host p --decode-servers-urls http://d:1": (("http://p:8100",), ("http://d:1",)),
+}
+
+
+@pytest.mark.parametrize("flags", HOSTS_AND_PORTS)
+def test_hosts_and_ports_of_vllms_multi_turn_proxy_are_taken(
+    flags: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EPD_ENCODE_SERVERS_URLS", "http://e:1")
+
+    config = load(parsed(*flags.split())).config
+
+    assert (config.prefill_servers_urls, config.decode_servers_urls) == HOSTS_AND_PORTS[flags]
+    assert not config.encodes
+
+
+def test_with_encode_urls_there_is_an_encode_stage_beside_them() -> None:
+    config = load(
+        parsed("--prefiller-port", "1", "--encode-servers-urls", "http://e:1,http://e:2")
+    ).config
+
+    assert config.encode_servers_urls == ("http://e:1", "http://e:2")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--prefiller-hosts a b --prefiller-ports 1", "--prefiller-hosts are 2, --prefiller-ports"),
+        ("--decoder-ports 1 2", "--decoder-hosts are 1, --decoder-ports 2: name a port"),
+        ("--decoder-host d --decode-servers-urls http://d:1", "--decoder-hosts are one too many"),
+        ("--prefiller-host http://p", "--prefiller-hosts 'http://p' is a URL: name a host"),
+        ("--prefiller-port 70000", "--prefill-servers-urls Port out of range"),
+        ("--prefiller-ports 8200", "prefill and as decode instance"),
+    ],
+)
+def test_hosts_and_ports_that_do_not_pair_up_are_refused(flags: str, message: str) -> None:
+    with pytest.raises(ConfigInvalid, match=message):
+        load(parsed(*flags.split()))

@@ -272,14 +272,40 @@ def test_a_conversation_among_texts_is_refused() -> None:
         ("a", True),
         ([1, 2], True),
         ([], False),
-        (["a"], False),
+        (["a"], True),
+        ([[1, 2]], True),
+        ([[]], False),
         (["a", "b"], False),
         ([[1], [2]], False),
+        ([["a"]], False),
         (None, False),
     ],
 )
 def test_prefill_takes_completions_of_one_prompt(prompt: Any, one: bool) -> None:
     assert COMPLETIONS.prefills({"prompt": prompt}) is one
+
+
+@pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize(
+    ("fields", "prefills"),
+    [
+        ({}, True),
+        ({"n": 1, "echo": False, "use_beam_search": False, "prompt_logprobs": None}, True),
+        ({"logprobs": 1, "stream": True, "suffix": "b", "min_tokens": 2}, True),
+        ({"n": 2}, False),
+        ({"use_beam_search": True}, False),
+        ({"echo": True}, False),
+        ({"prompt_logprobs": 0}, False),
+    ],
+)
+def test_what_one_engine_alone_can_answer_is_not_prefilled_elsewhere(
+    endpoint: Endpoint, fields: dict[str, Any], prefills: bool
+) -> None:
+    assert endpoint.prefills({"prompt": "a", "messages": [], **fields}) is prefills
+
+
+def test_prompts_that_are_no_tokens_are_not_prefilled_elsewhere() -> None:
+    assert not COMPLETIONS.prefills({"prompt": "a", "prompt_embeds": "b"})
 
 
 @pytest.mark.parametrize(

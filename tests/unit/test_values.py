@@ -25,6 +25,22 @@ def test_without_prefill_urls_decode_instances_prefill(spelling: str) -> None:
     assert roles == {Role.ENCODE, Role.PREFILL_DECODE}
 
 
+@pytest.mark.parametrize("spelling", ["", "disable", "none", "None", " "])
+@pytest.mark.parametrize("prefill", ["", "http://p:1"])
+def test_without_encode_urls_there_is_no_encode_stage(spelling: str, prefill: str) -> None:
+    made = config(encode_servers_urls=spelling, prefill_servers_urls=prefill)
+
+    roles = {Role.PREFILL, Role.DECODE} if prefill else {Role.PREFILL_DECODE}
+    assert {instance.role for instance in made.instances} == roles
+    assert not made.encodes
+    assert config().encodes
+
+
+def test_encode_urls_are_not_forgotten() -> None:
+    with pytest.raises(ValidationError, match="--encode-servers-urls is required"):
+        ProxyConfig.model_validate({"decode_servers_urls": D})
+
+
 def test_url_lists() -> None:
     made = config(
         encode_servers_urls="http://a:1/, https://b/base", prefill_servers_urls="http://p"
@@ -41,7 +57,7 @@ def test_url_lists() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"encode_servers_urls": "none"},
+        {"encode_servers_urls": "none", "ec_store": "file:///ec?max_bytes=1GiB"},
         {"decode_servers_urls": ""},
         {"encode_servers_urls": "e:8001"},
         {"encode_servers_urls": "ftp://e:1"},

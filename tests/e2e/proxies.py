@@ -1,0 +1,42 @@
+"""More proxies in front of the engines of a stack."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from epd.routing.instances import ANSWERING, Role
+from tests.e2e.conftest import Served
+
+
+@contextmanager
+def another_proxy(stack: Served, *flags: str, encode: bool = True) -> Iterator[str]:
+    """A second proxy in front of the same engines and store: its URL.
+
+    Args:
+        stack: the engines.
+        flags: more of its command line.
+        encode: whether it has an encode stage, and the store.
+    """
+
+    def urls(*roles: Role) -> str:
+        return ",".join(engine.url for engine in stack.stack.engines if engine.role in roles)
+
+    store = ["--ec-store", stack.stack.store, "--ec-store-budget-s", "2"]
+    command = [
+        *(sys.executable, "-m", "epd", "serve", "--host", "127.0.0.1", "--port", "0"),
+        *("--encode-servers-urls", urls(Role.ENCODE) if encode else "disable"),
+        *("--prefill-servers-urls", urls(Role.PREFILL)),
+        *("--decode-servers-urls", urls(*ANSWERING)),
+        *(store if encode else []),
+        *("--log-format", "json", "--drain-delay-s", "0"),
+        *flags,
+    ]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            yield json.loads(process.stderr.readline())["url"]
+        finally:
+            process.terminate()
+            process.stderr.read()

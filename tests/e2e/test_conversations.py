@@ -1,0 +1,155 @@
+"""Conversations of several turns: prefill reads from decode what the last turn has left there.
+
+What comes through the proxy is what decode says that was given all of it alone; and prefill's own
+figures say how much of it was computed.
+"""
+
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import openai
+import pytest
+
+from epd.routing.instances import Role
+from tests.e2e.conftest import Served, metric
+from tests.e2e.proxies import another_proxy
+from tests.e2e.stacks import CONVERSING, on
+from tests.e2e.test_answers import PICTURES, picture
+from tests.e2e.test_kills import until
+from tests.requests import Part, text
+from tests.store.redis_server import RedisServer
+
+pytestmark = on(CONVERSING)
+
+READ = "vllm:external_prefix_cache_hits_total"
+"""Counts the prompt tokens that an engine has read from another and did not compute."""
+
+TTL = ("--conversation-ttl", "40")
+"""Shorter than decode's own, `BLOCKS_TTL_S`."""
+
+WORDS = "what is it, and what was it before? " * 4
+
+
+class Turn(NamedTuple):
+    """What came of a turn.
+
+    Attributes:
+        answer: what was said.
+        expected: what decode says alone.
+        prompt_tokens: of its prompt.
+        read: those of them that prefill has not computed.
+    """
+
+    answer: str
+    expected: str
+    prompt_tokens: int
+    read: float
+
+
+class Talk:
+    """A conversation, each of whose turns is compared with what one engine says."""
+
+    def __init__(self, stack: Served) -> None:
+        self._stack = stack
+        self._messages: list[Any] = []
+        self._id = secrets.token_hex(8)
+        # No prefix cache has what another test has said, and decode has its own turns of this one.
+        self._salts = secrets.token_hex(8), secrets.token_hex(8)
+
+    def turn(self, client: openai.OpenAI, *parts: Part) -> Turn:
+        """Say something more."""
+        prefill = self._stack.consumers[0]
+        self._messages.append({"role": "user", "content": [*parts, text(WORDS)]})
+        before = metric(prefill, READ)
+        answer = self._ask(client, self._salts[0], conversation_id=self._id)
+        read = metric(prefill, READ) - before
+        expected = self._ask(self._stack.baseline, self._salts[1])
+        said = answer.choices[0].message.content
+        self._messages.append({"role": "assistant", "content": said})
+        assert answer.usage is not None
+        return Turn(
+            said or "", expected.choices[0].message.content or "", answer.usage.prompt_tokens, read
+        )
+
+    def _ask(self, client: openai.OpenAI, salt: str, **more: str) -> Any:
+        return client.chat.completions.create(
+            model=self._stack.model,
+            messages=self._messages,
+            max_tokens=16,
+            temperature=0,
+            extra_body={"cache_salt": salt, **more},
+        )
+
+
+@contextmanager
+def proxy(stack: Served, *flags: str, encode: bool = True) -> Iterator[openai.OpenAI]:
+    """A proxy of the stack's engines, that nobody has talked with."""
+    with (
+        another_proxy(stack, *TTL, *flags, encode=encode) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client,
+    ):
+        yield client
+
+
+def check_right(turns: Sequence[Turn]) -> None:
+    assert [turn.answer for turn in turns] == [turn.expected for turn in turns]
+    assert all(turn.answer for turn in turns)
+
+
+@pytest.mark.parametrize("encode", [True, False], ids=["E+P+D", "P+D"])
+def test_of_five_turns_with_pictures_prefill_computes_what_is_new(
+    stack: Served, encode: bool
+) -> None:
+    talk = Talk(stack)
+    with proxy(stack, encode=encode) as client:
+        turns = [talk.turn(client, picture(name)) for name in (*PICTURES, "cat.jpg")]
+
+    check_right(turns)
+    assert turns[0].read == 0
+    for last, turn in pairwise(turns):
+        assert 0.8 * last.prompt_tokens <= turn.read < turn.prompt_tokens
+
+
+def test_a_turn_after_the_time_to_live_is_computed_anew(stack: Served) -> None:
+    talk = Talk(stack)
+    with proxy(stack, "--conversation-ttl", "0.5") as client:
+        turns = [talk.turn(client, picture("cat.jpg")) for _ in range(2)]
+
+    check_right(turns)
+    assert [turn.read for turn in turns] == [0, 0]
+
+
+def test_two_proxies_that_share_a_redis_continue_each_others_conversations(
+    stack: Served, tmp_path: Path
+) -> None:
+    """And compute anew what they cannot ask it for."""
+    talk = Talk(stack)
+    with ExitStack() as running:
+        redis = running.enter_context(RedisServer(tmp_path))
+        flags = ("--conversation-store", redis.url(), "--conversation-budget-s", "2")
+        one, other = (running.enter_context(proxy(stack, *flags)) for _ in range(2))
+        turns = [talk.turn(client, picture("coffee.jpg")) for client in (one, other, one)]
+        redis.kill()
+        turns.append(talk.turn(other))
+
+    check_right(turns)
+    assert [turn.read > 0 for turn in turns] == [False, True, True, False]
+
+
+def test_what_a_decode_engine_has_kept_is_gone_when_it_is_started_anew(stack: Served) -> None:
+    talk, [engine] = Talk(stack), stack.stack.of(Role.DECODE)
+    with proxy(stack) as client:
+        turns = [talk.turn(client, picture("cat.jpg")) for _ in range(2)]
+        stack.stack.kill(engine)
+        stack.stack.restart(engine)
+        url = str(client.base_url).removesuffix("/v1/")
+        until(lambda: httpx.get(f"{url}/ready", timeout=60).status_code == 200)
+        turns += [talk.turn(client, picture("coffee.jpg")) for _ in range(2)]
+
+    check_right(turns)
+    assert [turn.read > 0 for turn in turns] == [False, True, False, True]

@@ -1,0 +1,238 @@
+"""Prefill and decode without encode instances, and decode alone."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from tests.proxy.fake_instance import KV_PARAMS, OTHER_REPLIES, REPLY, STREAM, refuses
+from tests.proxy.fleet import Fleet, Launch
+from tests.requests import Part, image, input_audio, request, text, video
+
+topologies = pytest.mark.parametrize("prefill", [0, 1], ids=["d", "pd"])
+MEDIA = (image(b"1"), image(b"2"), input_audio(), video())
+
+
+def without_uuids(parts: list[Part]) -> list[Part]:
+    return [{key: value for key, value in part.items() if key != "uuid"} for part in parts]
+
+
+@topologies
+@pytest.mark.parametrize("stream", [False, True])
+async def test_media_go_on_as_they_came(launch: Launch, prefill: int, stream: bool) -> None:
+    async with launch(encode=0, prefill=prefill) as fleet:
+        async with fleet.post(request(text(), *MEDIA, stream=stream)) as reply:
+            assert reply.status == 200
+            if stream:
+                assert await reply.read() == b"".join(STREAM)
+            else:
+                assert await reply.json() == REPLY
+
+        for instance in (*fleet.prefill, fleet.d):
+            [call] = instance.calls
+            assert without_uuids(call.parts) == [text(), *MEDIA]
+            assert "ec_transfer_params" not in call.body
+        assert fleet.d.calls[0].body.get("kv_transfer_params") == (KV_PARAMS if prefill else None)
+
+
+async def test_prefill_and_decode_name_media_alike_and_other_media_otherwise(
+    launch: Launch,
+) -> None:
+    async with launch(encode=0, prefill=1) as fleet:
+        await fleet.chat(request(*MEDIA))
+
+        [prefill], [decode] = fleet.p.calls, fleet.d.calls
+        assert prefill.parts == decode.parts
+        assert len({part["uuid"] for part in decode.parts}) == len(MEDIA)
+
+
+@topologies
+async def test_nothing_is_degraded(launch: Launch, prefill: int) -> None:
+    async with launch(encode=0, prefill=prefill) as fleet:
+        async with fleet.post(request(*MEDIA)) as reply:
+            headers = reply.headers
+
+        [done] = fleet.events.requests
+        assert (done.error, done.degraded) == (None, frozenset())
+        assert "encode" not in headers["Server-Timing"]
+
+
+@topologies
+async def test_health_has_an_empty_encode_cluster(launch: Launch, prefill: int) -> None:
+    async with launch(encode=0, prefill=prefill) as fleet:
+        async with fleet.http.get(fleet.url + "/health") as reply:
+            body = await reply.json()
+
+        assert (reply.status, body["encode_cluster"]) == (200, "empty")
+        assert body["decode_cluster"] == "healthy"
+
+
+async def test_a_prefill_that_fails_leaves_it_to_decode(launch: Launch) -> None:
+    async with launch(encode=0, prefill=1) as fleet:
+        fleet.p.chat = refuses(500)
+        status, _ = await fleet.chat(request(text(), *MEDIA))
+
+        assert status == 200
+        assert without_uuids(fleet.d.calls[0].parts) == [text(), *MEDIA]
+        assert fleet.events.requests[0].degraded == {"prefill-local"}
+
+
+async def test_a_picture_by_its_name_alone_is_refused(launch: Launch) -> None:
+    async with launch(encode=0, prefill=1) as fleet:
+        named = {"type": "image_url", "image_url": None, "uuid": "mine"}
+        status, reply = await fleet.chat(request(named))
+
+        assert (status, reply["error"]["param"]) == (404, "messages[0].content[0]")
+        assert fleet.d.calls == []
+
+
+@pytest.mark.parametrize("field", [{"n": 2}, {"prompt_logprobs": 1}])
+async def test_what_one_engine_alone_can_answer_is_decodes_with_the_media(
+    launch: Launch, field: dict[str, Any]
+) -> None:
+    """With encode instances too: decode instances beside prefill ones read no encoder outputs."""
+    async with launch(encode=1, prefill=1) as fleet:
+        await fleet.chat(request(text(), *MEDIA, **field))
+
+        assert (fleet.e.calls, fleet.p.calls) == ([], [])
+        [call] = fleet.d.calls
+        assert without_uuids(call.parts) == [text(), *MEDIA]
+        assert "kv_transfer_params" not in call.body
+
+
+async def test_encode_instances_that_come_by_a_file_are_waited_for(
+    launch: Launch, tmp_path: Path
+) -> None:
+    """No encode stage is what an operator says, and not what is found."""
+    path = tmp_path / "instances.yaml"
+    path.write_text("instances: []")
+    async with launch(encode=0, instances_file=path) as fleet:
+        await fleet.chat(request(image()))
+
+        assert fleet.events.requests[0].degraded == {"encode-local"}
+
+
+USAGE = {
+    "prompt_tokens": 7,
+    "total_tokens": 9,
+    "completion_tokens": 2,
+    "prompt_tokens_details": {"cached_tokens": 3},
+}
+LOGPROB = {"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": []}
+WHOLE: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": REPLY
+    | {
+        "choices": [
+            {
+                "index": 0,
+                "message": {
+                    "role": "assistant",
+                    "content": None,
+                    "reasoning": "because",
+                    "refusal": None,
+                    "tool_calls": [
+                        {
+                            "id": "call",
+                            "type": "function",
+                            "function": {"name": "f", "arguments": '{"a": 1}'},
+                        }
+                    ],
+                },
+                "logprobs": {"content": [LOGPROB]},
+                "finish_reason": "tool_calls",
+                "stop_reason": 7,
+                "token_ids": [1, 2],
+            }
+        ],
+        "usage": USAGE,
+        "service_tier": None,
+        "system_fingerprint": "f",
+        "prompt_token_ids": [3, 4],
+    },
+    "/v1/completions": OTHER_REPLIES["/v1/completions"]
+    | {
+        "choices": [
+            {
+                "index": 0,
+                "text": "aé",
+                "logprobs": {
+                    "text_offset": [0],
+                    "token_logprobs": [-0.5],
+                    "tokens": ["a"],
+                    "top_logprobs": [{"a": -0.5}],
+                },
+                "finish_reason": "length",
+                "stop_reason": None,
+                "token_ids": [1, 2],
+            }
+        ],
+        "usage": USAGE,
+        "system_fingerprint": "f",
+    },
+}
+"""Answers with everything in them that vLLM says."""
+
+
+async def replies(fleet: Fleet, path: str, **fields: Any) -> Any:
+    asked = request(text()) if "chat" in path else {"model": "m", "prompt": "hi"}
+    async with fleet.http.post(fleet.url + path, json=asked | fields) as reply:
+        assert reply.status == 200
+        return await reply.json()
+
+
+@pytest.mark.parametrize("path", WHOLE)
+@pytest.mark.parametrize("encode", [0, 1])
+async def test_a_whole_answer_keeps_every_field(launch: Launch, path: str, encode: int) -> None:
+    async def decodes(_: web.Request, __: dict[str, Any]) -> web.Response:
+        return web.json_response(WHOLE[path])
+
+    async with launch(encode=encode, prefill=1) as fleet:
+        fleet.d.chat = decodes
+
+        assert await replies(fleet, path, logprobs=1) == WHOLE[path]
+        assert len(fleet.p.calls) == 1
+
+
+@pytest.mark.parametrize("prompt", ["hi", [1, 2], ["hi"], [[1, 2]]])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_completion_is_prefilled_and_decoded(
+    launch: Launch, prompt: Any, stream: bool
+) -> None:
+    async with launch(encode=0, prefill=1) as fleet:
+        fields = {
+            "prompt": prompt,
+            "stream": stream,
+            "suffix": "s",
+            "logprobs": 2,
+            "max_tokens": 9,
+            "min_tokens": 3,
+            "best_of": 1,
+            "n": 1,
+        } | ({"stream_options": {"include_usage": True}} if stream else {})
+        async with fleet.http.post(
+            f"{fleet.url}/v1/completions", json={"model": "m", **fields}
+        ) as reply:
+            assert reply.status == 200
+            await reply.read()
+
+        [prefill], [decode] = fleet.p.calls, fleet.d.calls
+        assert decode.body == {"model": "m", **fields, "kv_transfer_params": KV_PARAMS}
+        changed = {"max_tokens": 1, "stream": False}
+        kept = {k: v for k, v in fields.items() if k not in {"min_tokens", "stream_options"}}
+        prefill.body.pop("kv_transfer_params")
+        assert prefill.body == {"model": "m", **kept, **changed}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"prompt": ["a", "b"]}, {"prompt": "a", "n": 2}, {"prompt": "a", "echo": True, "logprobs": 1}],
+)
+async def test_a_completion_that_is_several_or_of_its_prompt_is_decodes_alone(
+    launch: Launch, fields: dict[str, Any]
+) -> None:
+    async with launch(encode=0, prefill=1) as fleet:
+        await replies(fleet, "/v1/completions", **fields)
+
+        assert fleet.p.calls == []
+        assert fleet.d.calls[0].body == {"model": "m", **fields}
