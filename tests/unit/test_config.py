@@ -389,7 +389,7 @@ def test_a_weight_that_cannot_be_is_refused(weights: str, says: str) -> None:
         load({**INSTANCES, "instance_weights": weights})
 
 
-@pytest.mark.parametrize("name", ["", "x y", "x:", "x" * 65, "-x"])
+@pytest.mark.parametrize("name", ["", "x y", "x:", "x" * 65])
 def test_a_header_of_sessions_has_a_name_of_http(name: str) -> None:
     with pytest.raises(ConfigInvalid, match="--session-header"):
         load({**INSTANCES, "session_header": name})
