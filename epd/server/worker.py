@@ -25,10 +25,10 @@ from epd.observe import logs
 from epd.observe.metrics import MetricsObserver
 from epd.observe.shared_page import SharedPage
 from epd.observe.worker_metrics import WorkerMetrics
+from epd.server.assembly import METRICS, POLICIES
 from epd.server.last_good import read_from
 from epd.server.serve import Orders, running
 from epd.server.ui import BOARD
-from epd.server.web import METRICS, POLICIES
 from epd.ui.board import Board
 
 DRAIN, RELOAD = b"drain", b"reload "

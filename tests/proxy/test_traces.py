@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 from structlog.testing import capture_logs
 
-from epd.server.web import METRICS, PIPELINE
+from epd.server.assembly import METRICS, PIPELINE
 from tests.collector import Collector, Span, over_grpc, over_http
 from tests.proxy.backed import Backed, caching
 from tests.proxy.fake_instance import (

@@ -1,0 +1,137 @@
+"""What serves the application's routes: made when it starts, closed when it ends."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import partial
+
+from aiohttp import web
+
+from epd.cache.encoder_cache import EncoderCache
+from epd.config import ProxyConfig
+from epd.conversations.conversations import Conversations
+from epd.discovery.membership import membership
+from epd.events import InstanceChanged, Observer
+from epd.http.upstream import Upstream
+from epd.media.fetch import MediaFetcher
+from epd.observe.glances import ConversationsGlance, InstancesGlance, StoreGlance
+from epd.observe.loop_lag import watched
+from epd.observe.metrics import MetricsObserver
+from epd.observe.tracing import tracing
+from epd.request.decoders import Decoders
+from epd.request.handover import Handovers
+from epd.request.peers import Peers
+from epd.request.picker import Picker
+from epd.request.pipeline import Pipeline
+from epd.request.probes import probing
+from epd.request.readbacks import Readbacks
+from epd.request.releases import Releases
+from epd.request.reports import reporting
+from epd.request.stages import Stages
+from epd.request.warmup import Warmup
+from epd.routing.health import State
+from epd.routing.instances import ANSWERING, Instance
+from epd.routing.registry import Change, Registry, Source
+from epd.routing.table import InstanceTable
+from epd.server import ui
+from epd.server.admin import Admin
+from epd.server.policies import Policies
+from epd.server.reload import RELOAD
+from epd.server.roster import Roster
+from epd.server.slots import (
+    CONFIG,
+    OBSERVERS,
+    TRACER,
+)
+from epd.transfer.flavours import EC_TRANSFERS, KV_TRANSFERS
+from epd.ui.board import Board
+from epd.ui.recent import Recent
+
+PIPELINE = web.AppKey("pipeline", Pipeline)
+ADMIN = web.AppKey("admin", Admin)
+WARMUP = web.AppKey("warmup", Warmup)
+METRICS = web.AppKey("metrics", MetricsObserver)
+CONVERSATIONS = web.AppKey("conversations", Conversations)
+RECENT = web.AppKey("recent", Recent)
+
+TABLE = web.AppKey("table", InstanceTable)
+ROSTER = web.AppKey("roster", Roster)
+POLICIES = web.AppKey("policies", Policies)
+
+GONE = (State.DOWN, "removed")
+"""What an instance becomes that may come back as another engine, or not at all."""
+
+
+async def connections(app: web.Application) -> AsyncIterator[None]:
+    """Everything that outlives a request, in the slots of the application (`cleanup_ctx`)."""
+    config = app[CONFIG]
+    conversations = Conversations.of(config)
+    changed = partial(_changed, app[OBSERVERS], conversations)
+    table = InstanceTable(policy=config.health, on_change=changed)
+    transfer = KV_TRANSFERS[config.kv_transfer]()
+    registry = Registry(table, config.instances, fits=transfer.fits, on_change=changed)
+    async with (
+        tracing(config) as tracer,  # left last: what ends with the others is exported too
+        watched(app[METRICS].loop_lag),
+        Upstream.connect(config.connect_timeout_s, config.upstream_ca_file) as upstream,
+        MediaFetcher.open(config) as media,
+        _cache(config) as cache,
+        conversations,
+        membership(config, registry, upstream) as registrations,
+        probing(table, upstream, config),
+        reporting(table, upstream, config),
+        Releases.running(stages := Stages(upstream, config)) as releases,
+    ):
+        decoders = Decoders(table, Picker(upstream, config), config)
+        peers = Peers(table, transfer, upstream, config)
+        readbacks = Readbacks(stages, transfer, conversations)
+        handovers = Handovers(table, stages, transfer, peers, decoders, releases, readbacks, config)
+        encoded = EC_TRANSFERS[config.ec_transfer]()
+        app[PIPELINE] = Pipeline(
+            table, stages, media, cache, encoded, handovers, decoders, app[POLICIES].course, config
+        )
+        app[WARMUP] = Warmup(app[PIPELINE], cache)
+        app[ADMIN] = Admin(table, upstream, config, conversations)
+        app[CONVERSATIONS] = conversations
+        app[TABLE] = table
+        app[ROSTER] = Roster(registry, table, registrations, transfer, config)
+        app[ui.BOARD] = Board(app[RECENT], table, app[METRICS], ui.store_kind(config))
+        if tracer is not None:
+            app[TRACER] = tracer
+        for glance in (
+            InstancesGlance(table),
+            StoreGlance(cache),
+            ConversationsGlance(conversations),
+        ):
+            app[METRICS].registry.register(glance)
+
+        def follow(_: ProxyConfig) -> None:
+            registry.replace(Source.CONFIG, config.instances)
+            table.judge_by(config.health)
+            upstream.connect_within(config.connect_timeout_s)
+            if cache is not None:
+                cache.budget_s, cache.lease_s = config.ec_store_budget_s, config.ec_store_lease_s
+
+        app[RELOAD].follow(follow)
+        yield
+
+
+def _changed(
+    observers: Sequence[Observer],
+    conversations: Conversations,
+    instance: Instance,
+    state: State | Change,
+    source: Source | None = None,
+) -> None:
+    event = InstanceChanged(instance.url, instance.role, state, source)
+    for observer in observers:
+        observer.instance_changed(event)
+    if state in GONE and instance.role in ANSWERING:
+        conversations.lost(instance.url)
+
+
+def _cache(config: ProxyConfig) -> AbstractAsyncContextManager[EncoderCache | None]:
+    if config.ec_store is None:
+        return nullcontext()
+    return EncoderCache.connect(
+        config.ec_store, budget_s=config.ec_store_budget_s, lease_s=config.ec_store_lease_s
+    )
