@@ -145,9 +145,10 @@ def _in_one_place(body: Body) -> bool:
     """Whether a request asks for what an engine says of prompts alone that it has computed itself.
 
     `kv_transfer_params` are of one sequence. Of `n` of them, the first that has read prefill's
-    blocks gives them back under the others' hands (`nixl/pull_worker.py`, `_get_new_notifs`), and
-    a beam search hands none on. Log-probabilities of prompt tokens that were read are whatever was
-    in memory (`vllm/v1/worker/gpu_model_runner.py`, `_get_prompt_logprobs_dict`).
+    blocks gives them back, whether or not the others have (`nixl/pull_worker.py`,
+    `_get_new_notifs`), and a beam search hands none on. For log-probabilities of the prompt decode
+    reads no blocks and computes all of it again (`vllm/v1/core/sched/scheduler.py`,
+    `skip_reading_prefix_cache`), with media that it would not have been sent.
     """
     return (
         body.get("n") not in (None, 1)
