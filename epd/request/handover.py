@@ -119,7 +119,8 @@ class Handovers:
         if not self._goes_to_prefill(attempts, sent, context):
             return await self._decoded(attempts, context, sent)
         # What connectors remember of an attempt that failed must not be taken for the next one.
-        request_id = context.child_id() if attempts.prefills else context.request_id
+        again = attempts.prefills or attempts.reads_back
+        request_id = context.child_id() if again else context.request_id
         prefill = consumer.instance if consumer else self._prefill(attempts, context)
         attempts.prefills.append(prefill)
         earlier = await self._readbacks.earlier(attempts, prefill, context)
