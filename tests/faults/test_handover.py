@@ -12,8 +12,9 @@ from tests.proxy.fleet import Fleet, Launch, until
 from tests.proxy.strict_instance import MooncakeWire, strict
 from tests.requests import image, request, text
 
-AT_ONCE: Any = {"eject_after": 1}
-"""Who is blamed for what another has done is left alone, and is missed."""
+AT_ONCE: Any = {"eject_after": 1, "load_interval_s": 0}
+"""Who is blamed for what another has done is left alone, and is missed. Nobody is asked for its
+load: what is dropped on a connection that was open before is sent once more, and was no failure."""
 streaming = pytest.mark.parametrize("stream", [True, False])
 
 
@@ -190,6 +191,21 @@ async def test_a_connector_that_does_not_say_who_it_is_is_left_alone(
         assert fleet.p.calls == []
         assert wire.queries[0] == 1
         assert [one.state for one in fleet.events.changes] == ["ejected"]
+
+
+@pytest.mark.fault(30)
+async def test_an_engine_that_fails_is_left_alone_though_its_bootstrap_server_answers(
+    launch: Launch,
+) -> None:
+    async with strict(launch, "mooncake", prefill=2, eject_after=3) as (fleet, wire):
+        fleet.p.chat = refuses(500)
+        for _ in range(12):
+            async with fleet.post(request(text())) as reply:
+                assert reply.status == 200, await reply.text()
+
+        assert [one.instance for one in fleet.events.changes] == [fleet.p.url]
+        assert len(fleet.p.calls) == 3
+        assert wire.queries[0] == 3
 
 
 @pytest.mark.fault(30)
