@@ -12,9 +12,8 @@ from tests.proxy.fleet import Fleet, Launch, until
 from tests.proxy.strict_instance import MooncakeWire, strict
 from tests.requests import image, request, text
 
-AT_ONCE: Any = {"eject_after": 1, "load_interval_s": 0}
-"""Who is blamed for what another has done is left alone, and is missed. Nobody is asked for its
-load: what is dropped on a connection that was open before is sent once more, and was no failure."""
+AT_ONCE: Any = {"eject_after": 1}
+"""Who is blamed for what another has done is left alone, and is missed."""
 streaming = pytest.mark.parametrize("stream", [True, False])
 
 
