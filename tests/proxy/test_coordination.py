@@ -227,6 +227,26 @@ async def test_whom_a_client_may_not_name_is_not_asked(
         assert not stranger.other_calls
 
 
+@pytest.mark.parametrize(
+    "value", ["{stranger}/v1", "http://{stranger}/x/..", "{stranger}/\xff", "a\\.0.1", "a%2f.0.1"]
+)
+async def test_of_one_on_an_allowed_host_a_client_names_host_and_port_alone(
+    launch: Launch, value: str
+) -> None:
+    stranger = FakeInstance(decodes)
+    hosts = "127.0.0.0/8,*.0.1"
+    async with (
+        stranger.running(),
+        launch(1, 1, 1, decode_from="header", decode_hosts=hosts) as fleet,
+    ):
+        headers = {HEADER: value.format(stranger=place(stranger))}
+        async with fleet.post(request(text()), headers) as reply:
+            assert (reply.status, reply.headers["x-epd-error"]) == (403, "host_not_allowed")
+        assert asked(fleet) == (0, 0, 0)
+        assert not stranger.calls
+        assert not stranger.other_calls
+
+
 async def test_the_header_means_nothing_unless_it_is_asked_for(launch: Launch) -> None:
     async with launch(1, 1, 2, **STRANGERS) as fleet:
         for _ in range(2):
