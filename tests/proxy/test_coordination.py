@@ -149,6 +149,19 @@ async def test_prefill_is_the_local_instances_alone(launch: Launch, choice: str)
         assert [len(one.calls) for one in fleet.decode] == [2, 2]
 
 
+async def test_what_prefill_has_no_part_in_goes_to_a_remote_decode_with_its_media(
+    launch: Launch,
+) -> None:
+    stranger = FakeInstance(decodes)
+    named = {"policies": ("prefill_local_decode_remote",), "decode_from": "header", **STRANGERS}
+    async with stranger.running(), launch(1, 1, 0, **named) as fleet:
+        body = request(text(), image(), n=2)
+        assert await answered(fleet, body, **{HEADER: place(stranger)}) == 200
+
+        assert asked(fleet) == (0, 0, 0)
+        assert [part["type"] for part in stranger.calls[0].parts] == ["text", "image_url"]
+
+
 async def test_what_the_local_instance_cannot_prefill_decode_does(launch: Launch) -> None:
     async with launch(1, 2, 1, policies=("prefill_local_decode_remote",)) as fleet:
         fleet.p.chat = refuses(500)
