@@ -1,7 +1,7 @@
 """From prefill to decode: an attempt of a request, once its items are encoded."""
 
 import asyncio
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, nullcontext, suppress
 from http import HTTPStatus
 from types import TracebackType
 from typing import Any
@@ -132,7 +132,8 @@ class Handovers:
         pair = pair._replace(peer=await self._peers.of(prefill))
         if self._transfer.concurrent(pair):
             return await self._at_once(using, pair, attempts, context)
-        prefilled = await self._prefilled(using, pair, sent, context)
+        with nullcontext() if pair.decode is None else self._table.place(pair.decode):
+            prefilled = await self._prefilled(using, pair, sent, context)
         return await self._in_turn(pair, prefilled, attempts, context)
 
     def _prefill(self, attempts: Attempts, context: RequestContext) -> Instance:

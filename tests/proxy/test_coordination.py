@@ -9,8 +9,16 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from tests.proxy.fake_instance import FakeInstance, decodes, drops, hangs, prefills, refuses
-from tests.proxy.fleet import Fleet, Launch
+from tests.proxy.fake_instance import (
+    FakeInstance,
+    Handler,
+    decodes,
+    drops,
+    hangs,
+    prefills,
+    refuses,
+)
+from tests.proxy.fleet import Fleet, Launch, until
 from tests.requests import image, request, text
 
 HEADER = "x-decoder-host-port"
@@ -147,6 +155,34 @@ async def test_prefill_is_the_local_instances_alone(launch: Launch, choice: str)
 
         assert [len(one.calls) for one in fleet.prefill] == [4, 0, 0]
         assert [len(one.calls) for one in fleet.decode] == [2, 2]
+
+
+async def test_who_was_chosen_early_has_more_to_do_from_then_on(launch: Launch) -> None:
+    goes_on = asyncio.Event()
+
+    def waiting(chat: Handler) -> Handler:
+        async def waits(web_request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            await goes_on.wait()
+            return await chat(web_request, body)
+
+        return waits
+
+    async with (
+        launch(1, 1, 2, decode_choice="early") as fleet,
+        asyncio.TaskGroup() as group,
+    ):
+        for one in fleet.decode:
+            one.chat = waiting(one.chat)
+        group.create_task(answered(fleet, request(text())))
+        await until(lambda: asked(fleet)[2] == 1)
+        fleet.p.chat = waiting(fleet.p.chat)
+        for _ in range(4):
+            group.create_task(answered(fleet, request(text())))
+        await until(lambda: asked(fleet)[1] == 5)
+        goes_on.set()
+        await until(lambda: asked(fleet)[2] == 5)
+
+        assert sorted(len(one.calls) for one in fleet.decode) == [2, 3]
 
 
 async def test_what_prefill_has_no_part_in_goes_to_a_remote_decode_with_its_media(
