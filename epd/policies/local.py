@@ -14,6 +14,8 @@ from epd.routing.urls import base_url
 class PrefillLocalDecodeRemote:
     """The prefill instance beside the proxy prefills, and another host decodes.
 
+    What prefill can have no part in, decode does alone, with the media.
+
     Attributes:
         local_prefill_url: the instance beside the proxy.
 
@@ -32,5 +34,5 @@ class PrefillLocalDecodeRemote:
         """See `Policy`."""
         if Role.DECODE not in facts.roles:
             return None
-        encode = Role.ENCODE in facts.roles
+        encode = facts.prefills and Role.ENCODE in facts.roles
         return Course(encode, prefill=facts.prefills, prefill_url=self.local_prefill_url)

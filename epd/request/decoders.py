@@ -1,5 +1,6 @@
 """Who decodes a request: found in the table of instances, or named by somebody else."""
 
+import re
 from collections.abc import Collection
 
 from epd.config import ProxyConfig
@@ -14,6 +15,10 @@ from epd.routing.balance import Choice
 from epd.routing.instances import ANSWERING, Instance, Role
 from epd.routing.table import InstanceTable
 from epd.routing.urls import service_url
+
+NAMED = re.compile(r"https?://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]+)?")
+"""All that is taken of a URL of an instance that the table does not have: no path of somebody's
+choice, and no host that could be read in two ways."""
 
 
 class Decoders:
@@ -140,6 +145,6 @@ class Decoders:
         """The decode instance of a URL that somebody names; None: it must not be one."""
         found = self._table.find(url, *ANSWERING)
         hosts = self._config.decode_hosts
-        if found is None and hosts and is_allowed(url, hosts):
+        if found is None and hosts and NAMED.fullmatch(url) and is_allowed(url, hosts):
             found = Instance(Role.DECODE, url)
         return found

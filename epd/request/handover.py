@@ -1,7 +1,7 @@
 """From prefill to decode: an attempt of a request, once its items are encoded."""
 
 import asyncio
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, nullcontext, suppress
 from http import HTTPStatus
 from types import TracebackType
 from typing import Any
@@ -119,7 +119,8 @@ class Handovers:
         if not self._goes_to_prefill(attempts, sent, context):
             return await self._decoded(attempts, context, sent)
         # What connectors remember of an attempt that failed must not be taken for the next one.
-        request_id = context.child_id() if attempts.prefills else context.request_id
+        again = attempts.prefills or attempts.reads_back
+        request_id = context.child_id() if again else context.request_id
         prefill = consumer.instance if consumer else self._prefill(attempts, context)
         attempts.prefills.append(prefill)
         earlier = await self._readbacks.earlier(attempts, prefill, context)
@@ -131,7 +132,8 @@ class Handovers:
         pair = pair._replace(peer=await self._peers.of(prefill))
         if self._transfer.concurrent(pair):
             return await self._at_once(using, pair, attempts, context)
-        prefilled = await self._prefilled(using, pair, sent, context)
+        with nullcontext() if pair.decode is None else self._table.place(pair.decode):
+            prefilled = await self._prefilled(using, pair, sent, context)
         return await self._in_turn(pair, prefilled, attempts, context)
 
     def _prefill(self, attempts: Attempts, context: RequestContext) -> Instance:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import orjson
 
 from epd.config import ProxyConfig
+from epd.errors import ProxyError
 from epd.flights import Flights
 from epd.http.upstream import Upstream
 from epd.routing.instances import Instance
@@ -39,7 +40,7 @@ class Peers:
     async def of(self, instance: Instance) -> Params | None:
         """What is known of an instance's connector; None: nothing, and nobody can be asked.
 
-        An instance whose connector does not say it is judged by that.
+        An instance whose connector does not say it is judged by that; one that does is not.
 
         Raises:
             ProxyError: its connector did not say it.
@@ -62,11 +63,15 @@ class Peers:
         self._known.pop(instance, None)
 
     async def _ask(self, instance: Instance, url: str) -> Params:
-        with self._table.using(instance):
+        try:
             answer = await self._upstream.fetch(
                 url, stage="prefill", headers={}, timeout_s=self._config.health_timeout_s
             )
             peer = self._transfer.peer(_parsed(answer.body) if answer.ok else None)
+        except ProxyError:
+            # That it answers would say nothing of its engine, and forgive what that has failed.
+            with self._table.using(instance):
+                raise
         self._remember(instance, peer)
         return peer
 

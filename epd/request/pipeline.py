@@ -19,6 +19,7 @@ from epd.request.context import RequestContext
 from epd.request.decoders import Decoders
 from epd.request.encoding import Encoder, raw_items
 from epd.request.handover import Answer, Handovers
+from epd.request.readbacks import may_be_blocks
 from epd.request.stages import Stages
 from epd.routing.instances import ANSWERING, Role
 from epd.routing.retries import Retries, is_instances_fault, retry_delay_s
@@ -201,7 +202,7 @@ class Pipeline:
         """Prepare for the next attempt: how long until then, in seconds; None: there is none."""
         if error.stage not in {"prefill", "decode"}:
             return None
-        if error.stage == "prefill" and attempts.reads_back and _may_be_decodes(error):
+        if error.stage == "prefill" and attempts.reads_back and may_be_blocks(error):
             attempts.prefills.pop()
             return 0.0
         if not isinstance(error, UpstreamUnreachable):
@@ -243,8 +244,3 @@ class Pipeline:
             attempts.decodes.remove(attempts.doubtful)
             return 0.0
         return delay_s
-
-
-def _may_be_decodes(error: ProxyError) -> bool:
-    """Whether a prefill that was to read decode's blocks may have failed by those."""
-    return is_instances_fault(error) and not isinstance(error, UpstreamUnreachable)

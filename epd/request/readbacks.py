@@ -8,7 +8,7 @@ from epd.bodies.prompts import Prompt, prompt_of
 from epd.conversations.conversations import Conversations
 from epd.conversations.entry import Held
 from epd.conversations.turn import Basis, Turn
-from epd.errors import ProxyError, UpstreamTimeout
+from epd.errors import ProxyError, UpstreamFailed, UpstreamTimeout, UpstreamUnreachable
 from epd.request.attempts import Attempts
 from epd.request.context import RequestContext
 from epd.request.stages import Stages
@@ -90,7 +90,7 @@ class Readbacks:
     def ended(self, prefill: Instance, error: ProxyError | None = None) -> None:
         """A prefill that was to read blocks has answered, or has failed."""
         self._results["hit" if error is None else "failed"] += 1
-        if error is not None:
+        if error is not None and may_be_blocks(error):
             rest_s = HUNG_S if isinstance(error, UpstreamTimeout) else REST_S
             self._until_s[prefill.url] = self._clock() + rest_s
 
@@ -132,6 +132,15 @@ class Readbacks:
             while len(self._block_tokens) > MAX_ENGINES:
                 del self._block_tokens[next(iter(self._block_tokens))]
         return known
+
+
+def may_be_blocks(error: ProxyError) -> bool:
+    """Whether a prefill that was to read blocks may have failed by those.
+
+    One that has refused the request, that has too much to do or was not reached has not tried.
+    """
+    failed = isinstance(error, UpstreamFailed | UpstreamTimeout)
+    return failed and not isinstance(error, UpstreamUnreachable)
 
 
 def _basis(prompt: Prompt, attempts: Attempts) -> Basis | None:

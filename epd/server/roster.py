@@ -60,8 +60,8 @@ class Roster:
 
         Raises:
             RequestRefused: 404 without `--dynamic-registration`; 422, the body describes none, or
-                one that the KV transfer cannot do with; 403, its host may not be registered; 409,
-                it does not go with those that take part.
+                one that the KV transfer cannot do with; 403, its host, or that of one of its
+                addresses, may not be registered; 409, it does not go with those that take part.
             BadRequest: it uses another encoder-cache transfer than the proxy.
             Overloaded: the store of registrations cannot be used.
         """
@@ -74,7 +74,7 @@ class Roster:
         except TransferMismatch as error:
             raise BadRequest(str(error), slug="unsupported_ec_transfer") from None
         self._check_fits(wanted.instance)
-        if not is_allowed(wanted.url, self._hosts):
+        if not all(is_allowed(url, self._hosts) for url in _speaks_at(wanted.instance)):
             raise RequestRefused(
                 403, "--registration-hosts does not name this host", slug="host_not_allowed"
             )
@@ -147,6 +147,12 @@ class Roster:
             "sources": sources,
             "since": since and since.isoformat(timespec="seconds"),
         }
+
+
+def _speaks_at(one: Instance) -> list[str]:
+    """Wherever an instance is spoken to, as URLs: the proxy and other instances are sent there."""
+    kv_addr = one.kv_addr if "://" in one.kv_addr else f"//{one.kv_addr}"
+    return [one.url, *([kv_addr] if one.kv_addr else ()), *one.ec_zmq_addrs]
 
 
 def _unwritten() -> Overloaded:

@@ -193,6 +193,21 @@ async def test_a_connector_that_does_not_say_who_it_is_is_left_alone(
 
 
 @pytest.mark.fault(30)
+async def test_an_engine_that_fails_is_left_alone_though_its_bootstrap_server_answers(
+    launch: Launch,
+) -> None:
+    async with strict(launch, "mooncake", prefill=2, eject_after=3) as (fleet, wire):
+        fleet.p.chat = refuses(500)
+        for _ in range(12):
+            async with fleet.post(request(text())) as reply:
+                assert reply.status == 200, await reply.text()
+
+        assert [one.instance for one in fleet.events.changes] == [fleet.p.url]
+        assert len(fleet.p.calls) == 3
+        assert wire.queries[0] == 3
+
+
+@pytest.mark.fault(30)
 async def test_a_bootstrap_server_that_is_not_there_fails_a_request_that_wants_that(
     launch: Launch,
 ) -> None:

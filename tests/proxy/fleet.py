@@ -85,6 +85,11 @@ class Fleet:
         return self.http.post(f"{self.url}/v1/chat/completions", headers=headers, data=data)
 
 
+UNASKED: dict[str, Any] = {"load_interval_s": 0}
+"""Nobody is asked for its load: that leaves a connection open, and what an instance drops on one
+that was open before is sent to it once more, as no failure of it."""
+
+
 class Launch:
     """Starts fleets: `async with launch(encode=2, prefill=1) as fleet`."""
 
@@ -105,7 +110,8 @@ class Launch:
                 for role, instances in groups.items()
             }
             events = Recorder()
-            app = epd.create_app(epd.ProxyConfig(**urls | config), observers=[events])
+            settings = UNASKED | urls | config
+            app = epd.create_app(epd.ProxyConfig(**settings), observers=[events])
             runner = Runner(app, app[CONFIG], app[OBSERVERS])
             await runner.setup()
             stack.push_async_callback(runner.cleanup)

@@ -398,6 +398,9 @@ async def test_a_prefill_that_cannot_read_is_asked_once_more_to_compute(launch: 
             "/v1/chat/completions",
         ]
         assert fleet.p.calls[-1].body["kv_transfer_params"]["remote_block_ids"] is None
+        # What it keeps of the one that failed is not taken for the next one's.
+        ids = [call.headers["X-Request-Id"] for call in fleet.p.calls]
+        assert len({*ids}) == len(ids)
         assert (await figures(fleet))["failed"] == 1
         # It is not its own fault, and it is left alone for a while.
         assert not fleet.events.changes
@@ -450,6 +453,30 @@ async def test_a_request_that_is_refused_is_refused_with_or_without_blocks(
         body = {"model": "m", "messages": talk.history, "conversation_id": "talk"}
         status, said = await fleet.chat(body)
         assert (status, said["error"]["message"]) == (400, "too long")
+
+
+@pytest.mark.parametrize("status", [400, 429, 503])
+async def test_a_prefill_that_has_not_tried_to_read_reads_the_next_conversations_blocks(
+    launch: Launch, status: int
+) -> None:
+    turns = Turns()
+    async with talking(launch, turns) as fleet:
+        refused, talk = Talk(fleet, name="refused"), Talk(fleet)
+        await refused.ask(LONG)
+        await talk.ask(LONG)
+        computes = fleet.p.chat
+
+        async def refuses_chat(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            told = request.path != "/tokenize"
+            return await (refuses(status, "not this") if told else computes)(request, body)
+
+        fleet.p.chat = refuses_chat
+        body = {"model": "m", "messages": [*refused.history, *refused.history[:1]]}
+        await fleet.chat({**body, "conversation_id": "refused"})
+        assert (await figures(fleet))["failed"] == 1
+        fleet.p.chat = computes
+        assert await talk.ask(LONG) != WRONG
+        assert len(turns.read) == 1
 
 
 async def test_a_client_that_leaves_leaves_nothing(launch: Launch) -> None:

@@ -9,8 +9,16 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from tests.proxy.fake_instance import FakeInstance, decodes, drops, hangs, prefills, refuses
-from tests.proxy.fleet import Fleet, Launch
+from tests.proxy.fake_instance import (
+    FakeInstance,
+    Handler,
+    decodes,
+    drops,
+    hangs,
+    prefills,
+    refuses,
+)
+from tests.proxy.fleet import Fleet, Launch, until
 from tests.requests import image, request, text
 
 HEADER = "x-decoder-host-port"
@@ -149,6 +157,47 @@ async def test_prefill_is_the_local_instances_alone(launch: Launch, choice: str)
         assert [len(one.calls) for one in fleet.decode] == [2, 2]
 
 
+async def test_who_was_chosen_early_has_more_to_do_from_then_on(launch: Launch) -> None:
+    goes_on = asyncio.Event()
+
+    def waiting(chat: Handler) -> Handler:
+        async def waits(web_request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            await goes_on.wait()
+            return await chat(web_request, body)
+
+        return waits
+
+    async with (
+        launch(1, 1, 2, decode_choice="early") as fleet,
+        asyncio.TaskGroup() as group,
+    ):
+        for one in fleet.decode:
+            one.chat = waiting(one.chat)
+        group.create_task(answered(fleet, request(text())))
+        await until(lambda: asked(fleet)[2] == 1)
+        fleet.p.chat = waiting(fleet.p.chat)
+        for _ in range(4):
+            group.create_task(answered(fleet, request(text())))
+        await until(lambda: asked(fleet)[1] == 5)
+        goes_on.set()
+        await until(lambda: asked(fleet)[2] == 5)
+
+        assert sorted(len(one.calls) for one in fleet.decode) == [2, 3]
+
+
+async def test_what_prefill_has_no_part_in_goes_to_a_remote_decode_with_its_media(
+    launch: Launch,
+) -> None:
+    stranger = FakeInstance(decodes)
+    named = {"policies": ("prefill_local_decode_remote",), "decode_from": "header", **STRANGERS}
+    async with stranger.running(), launch(1, 1, 0, **named) as fleet:
+        body = request(text(), image(), n=2)
+        assert await answered(fleet, body, **{HEADER: place(stranger)}) == 200
+
+        assert asked(fleet) == (0, 0, 0)
+        assert [part["type"] for part in stranger.calls[0].parts] == ["text", "image_url"]
+
+
 async def test_what_the_local_instance_cannot_prefill_decode_does(launch: Launch) -> None:
     async with launch(1, 2, 1, policies=("prefill_local_decode_remote",)) as fleet:
         fleet.p.chat = refuses(500)
@@ -222,6 +271,26 @@ async def test_whom_a_client_may_not_name_is_not_asked(
         async with fleet.post(request(image()), {HEADER: value.format(**places)}) as reply:
             assert (reply.status, reply.headers["x-epd-error"]) == (status, slug)
             assert HEADER in (await reply.json())["error"]["message"]
+        assert asked(fleet) == (0, 0, 0)
+        assert not stranger.calls
+        assert not stranger.other_calls
+
+
+@pytest.mark.parametrize(
+    "value", ["{stranger}/v1", "http://{stranger}/x/..", "{stranger}/\xff", "a\\.0.1", "a%2f.0.1"]
+)
+async def test_of_one_on_an_allowed_host_a_client_names_host_and_port_alone(
+    launch: Launch, value: str
+) -> None:
+    stranger = FakeInstance(decodes)
+    hosts = "127.0.0.0/8,*.0.1"
+    async with (
+        stranger.running(),
+        launch(1, 1, 1, decode_from="header", decode_hosts=hosts) as fleet,
+    ):
+        headers = {HEADER: value.format(stranger=place(stranger))}
+        async with fleet.post(request(text()), headers) as reply:
+            assert (reply.status, reply.headers["x-epd-error"]) == (403, "host_not_allowed")
         assert asked(fleet) == (0, 0, 0)
         assert not stranger.calls
         assert not stranger.other_calls

@@ -227,6 +227,29 @@ async def test_only_hosts_that_are_allowed_are_registered(launch: Launch) -> Non
             assert (await register(fleet, {"role": "encode", "url": url}))[0] == status, url
 
 
+@pytest.mark.security("S21")
+@pytest.mark.parametrize(
+    ("transfer", "role", "address", "status"),
+    [
+        ({"kv_transfer": "mooncake"}, "prefill", "10.9.9.9:8998", 200),
+        ({"kv_transfer": "mooncake"}, "prefill", "http://p.svc:8998", 200),
+        ({"kv_transfer": "mooncake"}, "prefill", "169.254.169.254:80", 403),
+        ({"kv_transfer": "mooncake"}, "prefill", "http://169.254.169.254", 403),
+        ({"kv_transfer": "lmcache"}, "decode", "10.9.9.9:7300+7301:7400+7401", 200),
+        ({"kv_transfer": "lmcache"}, "decode", "[::1]:7300:7400", 403),
+        ({"ec_transfer": "mooncake"}, "prefill", ["tcp://10.9.9.9:19019"], 200),
+        ({"ec_transfer": "mooncake"}, "prefill", ["tcp://169.254.169.254:80"], 403),
+    ],
+)
+async def test_addresses_are_on_hosts_that_are_allowed_too(
+    launch: Launch, transfer: dict[str, Any], role: str, address: Any, status: int
+) -> None:
+    field = "kv_addr" if "kv_transfer" in transfer else "ec_zmq_addrs"
+    body = {"role": role, "url": "http://10.9.9.9:8000", field: address}
+    async with empty(launch, registration_hosts="10.0.0.0/8,*.svc", **transfer) as fleet:
+        assert (await register(fleet, body))[0] == status
+
+
 async def test_what_is_configured_too_stays_when_its_registration_is_taken_back(
     launch: Launch,
 ) -> None:
