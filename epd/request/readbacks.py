@@ -135,10 +135,9 @@ class Readbacks:
 
 
 def _basis(prompt: Prompt, attempts: Attempts) -> Basis | None:
-    """What the blocks of a request depend on; None: nobody can tell, or they are of several."""
+    """What the blocks of a request depend on; None: nobody can tell."""
     media = _media(attempts.encoded or ())
-    alone = attempts.sent.body.get("n") in {None, 1}
-    return Basis(prompt.form, media) if alone and media is not None else None
+    return None if media is None else Basis(prompt.form, media)
 
 
 def _media(items: Sequence[EncodedItem]) -> tuple[str, ...] | None:

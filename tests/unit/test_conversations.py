@@ -96,6 +96,8 @@ def test_a_stream_is_heard_whatever_the_model_says(
         b'{"a":1,"kv_transfer_params":null}',
         b'{"a":1,"token_ids":null}',
         b'{"a":1,"token_ids":[[1]]}',
+        b'{"a":1,"token_ids":[1,,2]}',
+        b'{"a":1,"kv_transfer_params":{"a":' + b"[" * 100_000,
         b"",
     ],
 )
