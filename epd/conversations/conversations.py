@@ -24,8 +24,8 @@ T = TypeVar("T")
 
 Result = Literal["hit", "miss", "stale", "changed", "failed", "unknown"]
 """What became of what the last turn has left: prefill read it; there was nothing, or only who
-answered; decode was gone or another since; the prompt does not begin with it, or nobody can tell;
-prefill could not read it; the store gave no answer."""
+answered; it is too old, or decode was gone or another since; the prompt does not begin with it, or
+nobody can tell; prefill could not read it; the store gave no answer."""
 
 RESULTS: tuple[Result, ...] = ("hit", "miss", "stale", "changed", "failed", "unknown")
 
@@ -152,7 +152,12 @@ class Conversations:
         self._engines[decode] = engine
 
     def _is_void(self, entry: Entry) -> bool:
-        """Whether the instance that answered is not the same any more."""
+        """Whether its time is over, or the instance that answered is not the same any more.
+
+        A store keeps it as long as it was told to then, and Redis from when it got round to it.
+        """
+        if entry.kept_s < self._clock() - self._config.conversation_ttl:
+            return True
         if entry.kept_s < self._lost_s.get(entry.decode, 0.0):
             return True
         known = self._engines.get(entry.decode)
