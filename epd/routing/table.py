@@ -182,7 +182,10 @@ class InstanceTable:
             return candidate.health, candidate.load
         # Removed since it was chosen, or named by somebody else.
         health = Health(self._policy, self._clock(), lambda _: None)
-        return health, self._leaving.get(instance) or _load(instance)
+        load = self._leaving.get(instance)
+        if load is None:
+            self._leave(instance, load := _load(instance))
+        return health, load
 
     def _leave(self, instance: Instance, load: Load) -> None:
         """Know of its requests for as long as there are any."""
