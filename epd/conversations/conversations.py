@@ -1,10 +1,11 @@
 """Which turn belongs to which conversation, and what of it may still be relied on."""
 
 import asyncio
+import hashlib
 import re
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Literal, Self, TypeVar
 
@@ -18,6 +19,7 @@ from epd.conversations.memory import InMemory
 from epd.conversations.redis_store import InRedis
 from epd.conversations.stores import Store, StoreAway
 from epd.conversations.turn import Turn
+from epd.tenants import ANONYMOUS
 from epd.transfer.readback import kept_params
 
 T = TypeVar("T")
@@ -51,6 +53,7 @@ class Conversations:
         self._store = store
         self._config = config
         self._clock = clock
+        self._key = hashlib.blake2b(config.name_scope_of(ANONYMOUS).secret).digest()
         self._breaker = Breaker("conversations")
         self._engines: dict[str, str] = {}
         self._lost_s: dict[str, float] = {}
@@ -117,6 +120,14 @@ class Conversations:
             entry = replace(entry, held=None)
         await self._ask(lambda: self._store.put(turn.key, entry, self._config.conversation_ttl))
 
+    def common(self, held: Held, prompt: Sequence[int]) -> int:
+        """How many of a prompt's first tokens are those of what decode holds.
+
+        Raises:
+            ValueError: they are no tokens.
+        """
+        return held.tokens.common(prompt, self._key)
+
     def lost(self, decode: str) -> None:
         """A decode instance has gone, or another has come in its place: its blocks are no more."""
         now_s = self._clock()
@@ -139,7 +150,7 @@ class Conversations:
             return None
         try:
             tokens = [*heard.prompt, *heard.answer][: params["remote_num_tokens"]]
-            fingerprint = Fingerprint.of(tokens)
+            fingerprint = Fingerprint.of(tokens, self._key)
         except ValueError:
             return None
         engine = RANK.sub("", params["remote_engine_id"])
