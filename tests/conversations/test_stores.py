@@ -16,6 +16,7 @@ from epd.conversations.fingerprint import Fingerprint
 from epd.conversations.memory import InMemory
 from epd.conversations.redis_store import InRedis
 from epd.conversations.stores import Store, StoreAway
+from epd.redis_urls import MAX_CONNECTIONS
 from tests.store.redis_server import RedisServer
 
 PARAMS = {
@@ -83,6 +84,16 @@ async def test_what_is_no_entry_in_redis_is_none(tmp_path: Path) -> None:
         server.client.lpush("ours:b", "a list")
         with pytest.raises(StoreAway):
             await store.take("b")
+        await store.close()
+
+
+async def test_many_turns_at_once_share_a_few_connections(tmp_path: Path) -> None:
+    with RedisServer(tmp_path / "redis") as server:
+        store = InRedis(server.url())
+        before = server.client.info("stats")["total_connections_received"]
+        assert set(await asyncio.gather(*(store.take(str(one)) for one in range(500)))) == {None}
+        since = server.client.info("stats")["total_connections_received"] - before
+        assert since <= MAX_CONNECTIONS + 1  # the one that asks may connect anew
         await store.close()
 
 
