@@ -6,6 +6,9 @@ from urllib.parse import parse_qs, urlencode, urlsplit, urlunsplit
 import redis.asyncio
 from redis.asyncio.retry import Retry
 
+MAX_CONNECTIONS = 8
+"""Of one client. Who finds none free waits: to connect takes longer than many an answer."""
+
 
 def redis_client(
     url: str, key: str, timeout_s: float, retry: Retry | None = None
@@ -23,7 +26,13 @@ def redis_client(
     key = query.pop("key", key)
     bare = urlunsplit(parts._replace(query=urlencode(query)))
     more: dict[str, Any] = {} if retry is None else {"retry": retry}
-    client = redis.asyncio.Redis.from_url(
-        bare, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, protocol=2, **more
+    pool = redis.asyncio.BlockingConnectionPool.from_url(
+        bare,
+        max_connections=MAX_CONNECTIONS,
+        timeout=timeout_s,
+        socket_timeout=timeout_s,
+        socket_connect_timeout=timeout_s,
+        protocol=2,
+        **more,
     )
-    return client, key
+    return redis.asyncio.Redis.from_pool(pool), key

@@ -1,10 +1,11 @@
 """Which turn belongs to which conversation, and what of it may still be relied on."""
 
 import asyncio
+import hashlib
 import re
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Literal, Self, TypeVar
 
@@ -18,14 +19,15 @@ from epd.conversations.memory import InMemory
 from epd.conversations.redis_store import InRedis
 from epd.conversations.stores import Store, StoreAway
 from epd.conversations.turn import Turn
+from epd.tenants import ANONYMOUS
 from epd.transfer.readback import kept_params
 
 T = TypeVar("T")
 
 Result = Literal["hit", "miss", "stale", "changed", "failed", "unknown"]
 """What became of what the last turn has left: prefill read it; there was nothing, or only who
-answered; decode was gone or another since; the prompt does not begin with it, or nobody can tell;
-prefill could not read it; the store gave no answer."""
+answered; it is too old, or decode was gone or another since; the prompt does not begin with it, or
+nobody can tell; prefill could not read it; the store gave no answer."""
 
 RESULTS: tuple[Result, ...] = ("hit", "miss", "stale", "changed", "failed", "unknown")
 
@@ -51,6 +53,7 @@ class Conversations:
         self._store = store
         self._config = config
         self._clock = clock
+        self._key = hashlib.blake2b(config.name_scope_of(ANONYMOUS).secret).digest()
         self._breaker = Breaker("conversations")
         self._engines: dict[str, str] = {}
         self._lost_s: dict[str, float] = {}
@@ -117,6 +120,14 @@ class Conversations:
             entry = replace(entry, held=None)
         await self._ask(lambda: self._store.put(turn.key, entry, self._config.conversation_ttl))
 
+    def common(self, held: Held, prompt: Sequence[int]) -> int:
+        """How many of a prompt's first tokens are those of what decode holds.
+
+        Raises:
+            ValueError: they are no tokens.
+        """
+        return held.tokens.common(prompt, self._key)
+
     def lost(self, decode: str) -> None:
         """A decode instance has gone, or another has come in its place: its blocks are no more."""
         now_s = self._clock()
@@ -139,7 +150,7 @@ class Conversations:
             return None
         try:
             tokens = [*heard.prompt, *heard.answer][: params["remote_num_tokens"]]
-            fingerprint = Fingerprint.of(tokens)
+            fingerprint = Fingerprint.of(tokens, self._key)
         except ValueError:
             return None
         engine = RANK.sub("", params["remote_engine_id"])
@@ -152,7 +163,12 @@ class Conversations:
         self._engines[decode] = engine
 
     def _is_void(self, entry: Entry) -> bool:
-        """Whether the instance that answered is not the same any more."""
+        """Whether its time is over, or the instance that answered is not the same any more.
+
+        A store keeps it as long as it was told to then, and Redis from when it got round to it.
+        """
+        if entry.kept_s < self._clock() - self._config.conversation_ttl:
+            return True
         if entry.kept_s < self._lost_s.get(entry.decode, 0.0):
             return True
         known = self._engines.get(entry.decode)

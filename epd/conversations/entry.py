@@ -6,6 +6,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from epd.conversations.fingerprint import Fingerprint
+from epd.transfer.readback import kept_params
 
 MAX_BYTES = 1024**2
 """Largest entry that is kept: blocks and fingerprint of some 200,000 tokens."""
@@ -57,6 +58,8 @@ _ENTRY = TypeAdapter(Entry)
 def read(written: bytes) -> Entry | None:
     """The entry in JSON; None where it is none, as another version may have written it."""
     try:
-        return _ENTRY.validate_json(written)
+        entry = _ENTRY.validate_json(written)
     except ValidationError:
         return None
+    held = entry.held
+    return None if held is not None and kept_params(held.params, entry.decode) is None else entry

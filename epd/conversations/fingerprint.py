@@ -27,25 +27,33 @@ class Fingerprint:
     digests: str
 
     @classmethod
-    def of(cls, tokens: Sequence[int]) -> Self:
+    def of(cls, tokens: Sequence[int], key: bytes = b"") -> Self:
         """That of these tokens.
+
+        Args:
+            tokens: these.
+            key: without it nobody can try out what they are; 64 bytes at most, or empty.
 
         Raises:
             ValueError: they are none.
         """
-        return cls(len(tokens), "".join(_digests(tokens, len(tokens))))
+        return cls(len(tokens), "".join(_digests(tokens, len(tokens), key)))
 
-    def common(self, prompt: Sequence[int]) -> int:
+    def common(self, prompt: Sequence[int], key: bytes = b"") -> int:
         """How many of the first tokens a prompt shares: a multiple of `CHUNK`, or all.
+
+        Args:
+            prompt: its tokens.
+            key: that of the fingerprint.
 
         Raises:
             ValueError: they are no tokens.
         """
         if len(prompt) < self.tokens:
             whole = len(prompt) // CHUNK * CHUNK
-            ours = _digests(prompt[:whole], whole)
+            ours = _digests(prompt[:whole], whole, key)
         else:
-            ours = _digests(prompt, self.tokens)
+            ours = _digests(prompt, self.tokens, key)
         shared = 0
         for number, digest in enumerate(ours):
             at = 2 * DIGEST_BYTES * number
@@ -55,14 +63,14 @@ class Fingerprint:
         return shared
 
 
-def _digests(tokens: Sequence[int], count: int) -> Iterator[str]:
+def _digests(tokens: Sequence[int], count: int, key: bytes) -> Iterator[str]:
     """Of each beginning of the first so many tokens, shorter ones first."""
     try:
         packed = array("I", tokens[:count]).tobytes()
     except (OverflowError, TypeError) as error:
         raise ValueError("not what tokens are") from error
     size = array("I").itemsize * CHUNK
-    running = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    running = hashlib.blake2b(digest_size=DIGEST_BYTES, key=key)
     for start in range(0, len(packed), size):
         running.update(packed[start : start + size])
         yield running.copy().hexdigest()

@@ -47,7 +47,10 @@ class Heard:
         return said
 
     def _told_tokens(self, found: re.Match[bytes]) -> bytes:
-        tokens = orjson.loads(b"[" + found[3] + b"]")
+        try:
+            tokens = orjson.loads(b"[" + found[3] + b"]")
+        except orjson.JSONDecodeError:
+            return found[0]
         if found[2]:
             self.prompt = tokens
         else:
@@ -58,6 +61,6 @@ class Heard:
         rest = said[found.end() :].decode("utf-8", "surrogateescape")
         try:
             self.params, end = _DECODER.raw_decode(rest)
-        except ValueError:
+        except (ValueError, RecursionError):
             return said
         return said[: found.end()] + b"null" + rest[end:].encode("utf-8", "surrogateescape")

@@ -54,6 +54,7 @@ class Readbacks:
         self._stages = stages
         self._transfer = transfer
         self._results = conversations.results
+        self._common = conversations.common
         self._clock = clock
         self._block_tokens: dict[str, int] = {}
         self._until_s: dict[str, float] = {}
@@ -108,7 +109,7 @@ class Readbacks:
         """Those of the tokens that a prompt begins with; None: of too few, or nobody can tell."""
         try:
             tokens = prompt.tokens or await self._stages.tokens(prefill, prompt.question, context)
-            shared = held.tokens.common(tokens)
+            shared = self._common(held, tokens)
             if shared < LEAST:
                 return None
             if shared >= held.params["remote_num_tokens"]:
@@ -144,10 +145,9 @@ def may_be_blocks(error: ProxyError) -> bool:
 
 
 def _basis(prompt: Prompt, attempts: Attempts) -> Basis | None:
-    """What the blocks of a request depend on; None: nobody can tell, or they are of several."""
+    """What the blocks of a request depend on; None: nobody can tell."""
     media = _media(attempts.encoded or ())
-    alone = attempts.sent.body.get("n") in {None, 1}
-    return Basis(prompt.form, media) if alone and media is not None else None
+    return None if media is None else Basis(prompt.form, media)
 
 
 def _media(items: Sequence[EncodedItem]) -> tuple[str, ...] | None:

@@ -44,7 +44,7 @@ async def _ask_all(table: InstanceTable, upstream: Upstream, config: ProxyConfig
     async with asyncio.TaskGroup() as group:
         while True:
             interval_s = config.load_interval_s
-            for instance in table.reports_due(_roles(config) if interval_s else ()):
+            for instance in table.reports_due(_roles(config) if interval_s else (), interval_s):
                 group.create_task(_ask(instance, table, upstream, config))
             await asyncio.sleep(min(interval_s / 8 or TICK_S, TICK_S))
 

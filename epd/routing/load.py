@@ -58,10 +58,11 @@ class Load:
     """
 
     __slots__ = (
-        "_ask_s",
         "_asked",
         "_elsewhere",
         "_failures",
+        "_intervals",
+        "_since_s",
         "_until_s",
         "_weight",
         "pressure",
@@ -82,7 +83,8 @@ class Load:
         self._elsewhere = 0
         self.weight = weight
         self._asked = 0
-        self._ask_s = -math.inf
+        self._since_s = -math.inf
+        self._intervals = 1.0
         self._until_s = math.inf
         self._failures = 0
 
@@ -116,11 +118,16 @@ class Load:
         if now_s >= self._until_s:
             self._forget()
 
-    def report_due(self, now_s: float) -> bool:
-        """Whether to ask for a report. Who is told so asks, and says what came of it."""
-        if now_s < self._ask_s:
+    def report_due(self, now_s: float, interval_s: float) -> bool:
+        """Whether to ask for a report. Who is told so asks, and says what came of it.
+
+        Args:
+            now_s: the time.
+            interval_s: between two questions, as it is now: it may be another than it was.
+        """
+        if now_s < self._since_s + self._intervals * interval_s:
             return False
-        self._ask_s = math.inf
+        self._since_s = math.inf
         self._asked = self.under_way
         if self.ranks is not None:
             self.ranks.asked()
@@ -134,13 +141,14 @@ class Load:
             now_s: when.
             interval_s: between two questions.
         """
+        self._since_s = now_s
         if report is None:
             self._failures = min(self._failures + 1, MAX_DOUBLINGS)
-            self._ask_s = now_s + interval_s * 2**self._failures
+            self._intervals = 2.0**self._failures
             return
         self._failures = 0
         # Not all at once, wherever they have begun: each at a pace of its own.
-        self._ask_s = now_s + interval_s * (0.9 + 0.2 * self.seed * 2.0**-64)
+        self._intervals = 0.9 + 0.2 * self.seed * 2.0**-64
         self._until_s = now_s + max(interval_s * KEPT_INTERVALS, MIN_KEPT_S)
         self.report = report
         self._elsewhere = max(0, report.waiting + report.running - self._asked)
@@ -150,7 +158,7 @@ class Load:
 
     def leave(self) -> None:
         """It takes no part any more; it may again, before its requests have ended."""
-        self._ask_s = -math.inf
+        self._since_s = -math.inf
         self._forget()
 
     def _forget(self) -> None:

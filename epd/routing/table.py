@@ -182,7 +182,10 @@ class InstanceTable:
             return candidate.health, candidate.load
         # Removed since it was chosen, or named by somebody else.
         health = Health(self._policy, self._clock(), lambda _: None)
-        return health, self._leaving.get(instance) or _load(instance)
+        load = self._leaving.get(instance)
+        if load is None:
+            self._leave(instance, load := _load(instance))
+        return health, load
 
     def _leave(self, instance: Instance, load: Load) -> None:
         """Know of its requests for as long as there are any."""
@@ -200,10 +203,14 @@ class InstanceTable:
         if instance.key in self._members:
             self._members[instance.key].health.probed(self._clock(), well=well)
 
-    def reports_due(self, roles: Collection[Role]) -> list[Instance]:
+    def reports_due(self, roles: Collection[Role], interval_s: float) -> list[Instance]:
         """Whom of these to ask now what they have to do; each answer goes to `reported`.
 
         Where there is one alone, nothing depends on it, but on its ranks'.
+
+        Args:
+            roles: theirs.
+            interval_s: between two questions.
         """
         now_s = self._clock()
         for one in self._members.values():
@@ -214,7 +221,7 @@ class InstanceTable:
             for one in self._by_role[role]
             if (len(self._by_role[role]) > 1 or one.load.ranks is not None)
             and one.health.state(now_s) is not State.DOWN
-            and one.load.report_due(now_s)
+            and one.load.report_due(now_s, interval_s)
         ]
 
     def reported(self, instance: Instance, report: Report | None, interval_s: float) -> None:

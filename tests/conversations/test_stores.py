@@ -2,20 +2,33 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from epd.config import ProxyConfig
+from epd.conversations.conversations import Conversations
 from epd.conversations.entry import Entry, Held, read
 from epd.conversations.fingerprint import Fingerprint
 from epd.conversations.memory import InMemory
 from epd.conversations.redis_store import InRedis
 from epd.conversations.stores import Store, StoreAway
+from epd.redis_urls import MAX_CONNECTIONS
 from tests.store.redis_server import RedisServer
 
-HELD = Held({"remote_port": 1}, Fingerprint.of(range(70)), ("picture",), "form", "engine")
+PARAMS = {
+    "do_remote_decode": True,
+    "remote_engine_id": "engine",
+    "remote_request_id": "r",
+    "remote_block_ids": [[1, 2]],
+    "remote_host": "d",
+    "remote_port": 1,
+    "remote_num_tokens": 70,
+}
+HELD = Held(PARAMS, Fingerprint.of(range(70)), ("picture",), "form", "engine")
 FULL = Entry(1.5, "http://d:1", "http://p:1", HELD)
 BARE = Entry(2.5, "http://d:2")
 
@@ -63,12 +76,24 @@ async def test_after_its_time_nothing_is_there(store: Store) -> None:
 async def test_what_is_no_entry_in_redis_is_none(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis") as server:
         store = InRedis(server.url("key=ours"))
-        for written in (b"", b"{}", b"\xff", b'{"kept_s": 1, "decode": 5}'):
+        less = {name: value for name, value in PARAMS.items() if name != "remote_num_tokens"}
+        of_another = replace(FULL, held=replace(HELD, params=less)).written()
+        for written in (b"", b"{}", b"\xff", b'{"kept_s": 1, "decode": 5}', of_another):
             server.client.set("ours:a", written)
             assert await store.take("a") is None
         server.client.lpush("ours:b", "a list")
         with pytest.raises(StoreAway):
             await store.take("b")
+        await store.close()
+
+
+async def test_many_turns_at_once_share_a_few_connections(tmp_path: Path) -> None:
+    with RedisServer(tmp_path / "redis") as server:
+        store = InRedis(server.url())
+        before = server.client.info("stats")["total_connections_received"]
+        assert set(await asyncio.gather(*(store.take(str(one)) for one in range(500)))) == {None}
+        since = server.client.info("stats")["total_connections_received"] - before
+        assert since <= MAX_CONNECTIONS + 1  # the one that asks may connect anew
         await store.close()
 
 
@@ -87,6 +112,21 @@ async def test_a_redis_that_is_away_is_said_to_be(tmp_path: Path) -> None:
 def test_an_entry_is_read_as_it_was_written() -> None:
     assert read(FULL.written()) == FULL
     assert read(BARE.written()) == BARE
+
+
+@pytest.mark.parametrize(("age_s", "known"), [(449.0, True), (451.0, False)])
+def test_what_is_older_than_it_may_be_is_stale_whatever_the_store_was_told(
+    age_s: float, known: bool
+) -> None:
+    async def scenario() -> None:
+        store, config = InMemory(lambda: 100), ProxyConfig.model_construct()
+        conversations = Conversations(store, config, clock=lambda: FULL.kept_s + age_s)
+        await store.put("a", FULL, 10 * config.conversation_ttl)
+        turn = await conversations.begin("a", {FULL.decode})
+        assert turn.before == (FULL if known else None)
+        assert list(conversations.results) == ([] if known else ["stale"])
+
+    asyncio.run(scenario())
 
 
 def test_what_a_decode_instance_held_is_forgotten_with_it() -> None:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -192,6 +192,45 @@ async def test_limits_and_policies_change_under_load(workers: int, tmp_path: Pat
             assert await running.statuses(image("http://127.0.0.1/x.png")) == {400}
 
     assert set(load.statuses) == {200}
+
+
+@one_and_two
+async def test_balance_and_conversations_change_and_what_they_are_kept_in_does_not(
+    workers: int, tmp_path: Path
+) -> None:
+    asked: list[str] = []
+    async with instances(encodes, decodes, decodes) as (e, first, second):
+        for one in (first, second):
+            one.metrics = counted(asked, one.url)
+        urls = {"encode_servers_urls": [e.url], "decode_servers_urls": [first.url, second.url]}
+        async with proxy(tmp_path, workers, **urls, load_interval_s=600) as running:
+            await until(lambda: sorted(asked) == sorted(workers * [first.url, second.url]))
+            new = {"load_interval_s": 0.05, "instance_weights": [f"{first.url}=0"]}
+            lines = await running.reload(
+                **urls, **new, conversation_store="redis://nowhere", conversation_ttl=9
+            )
+            await until(lambda: len(asked) > 10 * workers)
+            before = len(first.calls)
+            assert await running.statuses(text()) == {200}
+            assert len(first.calls) == before
+            await running.reload(**urls, load_interval_s=0, decode_balance="round_robin")
+            assert await running.statuses(text()) == {200}
+            assert len(first.calls) > before
+
+    changed = ["conversation_ttl", "instance_weights", "load_interval_s"]
+    assert [line["changed"] for line in lines] == [changed] * workers
+    needed = running.logged("needs a restart", level="warning")
+    assert [line["settings"] for line in needed] == [["conversation_store"]] * workers
+
+
+def counted(asked: list[str], url: str) -> Callable[[], Awaitable[web.Response]]:
+    """A page of metrics on which there is nothing, and who was asked for it."""
+
+    async def metrics() -> web.Response:
+        asked.append(url)
+        return web.Response(text="vllm:num_requests_running 0\nvllm:num_requests_waiting 0\n")
+
+    return metrics
 
 
 @one_and_two

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from pydantic import SecretStr
 from structlog.testing import capture_logs
 
+from epd.conversations.entry import read
 from tests.proxy.clients import ALICE, BOB, bearer
 from tests.proxy.fake_instance import FakeInstance, drops, fails_first, hangs, page, refuses
 from tests.proxy.fake_turns import PICTURE, WRONG, Turns, rendered
@@ -523,7 +525,10 @@ async def test_streams_that_say_nothing_of_blocks_are_answered_and_go_the_same_w
 async def test_two_proxies_share_conversations_in_redis(launch: Launch, tmp_path: Path) -> None:
     turns = Turns()
     with RedisServer(tmp_path / "redis") as server:
-        shared: dict[str, Any] = {"conversation_store": server.url("key=ours")}
+        shared: dict[str, Any] = {
+            "conversation_store": server.url("key=ours"),
+            "key_secret": SecretStr("a secret of the proxies"),
+        }
         async with talking(launch, turns, **shared) as one:
             urls: dict[str, Any] = {
                 "prefill_servers_urls": (one.p.url,),
@@ -540,7 +545,12 @@ async def test_two_proxies_share_conversations_in_redis(launch: Launch, tmp_path
                 [key] = server.command("KEYS", "*")
                 assert key.startswith(b"ours:")
                 assert b"talk" not in key
-                assert LONG.encode() not in server.command("GET", key.decode())
+                entry = read(server.command("GET", key.decode()))
+                assert entry is not None
+                assert entry.held is not None
+                # Not even who guesses what was said can see that it was.
+                guess = [ord(one) for one in rendered({"messages": talk.history})]
+                assert entry.held.tokens.common(guess) == 0
                 # What it does not understand, as from another version, is as good as nothing.
                 server.command("SET", key.decode(), '{"kept_s": "soon"}')
                 assert await talk.ask(LONG) != WRONG

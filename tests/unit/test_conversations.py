@@ -34,6 +34,14 @@ def test_as_many_tokens_are_shared_as_are_the_same(
     assert Fingerprint.of(held).common(prompt) == (same if whole else same // CHUNK * CHUNK)
 
 
+def test_who_has_not_the_key_cannot_try_out_what_the_tokens_are() -> None:
+    tokens = list(range(3 * CHUNK))
+    kept = Fingerprint.of(tokens, b"key")
+
+    assert kept.common(tokens, b"key") == len(tokens)
+    assert kept.common(tokens, b"another") == kept.common(tokens) == 0
+
+
 @pytest.mark.parametrize("wrong", [[-1], [2**32], ["a"], [1.5], [None], [[1]]])
 def test_what_are_no_tokens_are_refused(wrong: list[Any]) -> None:
     with pytest.raises(ValueError, match="tokens"):
@@ -96,6 +104,8 @@ def test_a_stream_is_heard_whatever_the_model_says(
         b'{"a":1,"kv_transfer_params":null}',
         b'{"a":1,"token_ids":null}',
         b'{"a":1,"token_ids":[[1]]}',
+        b'{"a":1,"token_ids":[1,,2]}',
+        b'{"a":1,"kv_transfer_params":{"a":' + b"[" * 100_000,
         b"",
     ],
 )

@@ -1,5 +1,6 @@
 """What an instance has to do, of what it reports and what is under way from here."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -50,8 +51,8 @@ class Accounts(RuleBasedStateMachine):
     @rule()
     def ask(self) -> None:
         self._pass(1.2 * INTERVAL_S)
-        assert self.load.report_due(self.now_s)
-        assert not self.load.report_due(self.now_s)
+        assert self.load.report_due(self.now_s, 0.0)
+        assert not self.load.report_due(self.now_s, 0.0)
         self.at_asking = self.elsewhere.copy()
         engines = {rank: self.here[rank] + self.elsewhere[rank] for rank in range(2)}
         self.said = report(sum(engines.values()), engines)
@@ -67,7 +68,7 @@ class Accounts(RuleBasedStateMachine):
     @precondition(lambda self: self.said is not None)
     @rule()
     def fail(self) -> None:
-        self.load.reported(None, self.now_s, 0.0)
+        self.load.reported(None, self.now_s, INTERVAL_S)
         self.said = None
 
     @rule()
@@ -108,7 +109,7 @@ def test_no_request_from_here_is_counted_twice_and_none_is_left_out(
     load = Load(URL, weight=0.5 if few else 1.0)
     for _ in range(asked):
         load.begin()
-    assert load.report_due(0.0)
+    assert load.report_due(0.0, INTERVAL_S)
     for _ in range(abs(since)):
         if since > 0:
             load.begin()
@@ -123,23 +124,34 @@ def test_no_request_from_here_is_counted_twice_and_none_is_left_out(
 def test_one_that_gives_no_report_is_asked_ever_less_often() -> None:
     load, asked = Load(URL), []
     for now_s in range(600):
-        if load.report_due(float(now_s)):
+        if load.report_due(float(now_s), INTERVAL_S):
             asked.append(now_s)
             load.reported(None, float(now_s), INTERVAL_S)
 
     assert asked[:6] == [0, 2, 6, 14, 30, 62]
     assert asked[-1] - asked[-2] == 32
-    load.report_due(1000.0)
+    load.report_due(1000.0, INTERVAL_S)
     load.reported(report(3), 1000.0, INTERVAL_S)
-    assert load.report_due(1000.0 + 1.2 * INTERVAL_S)
+    assert load.report_due(1000.0 + 1.2 * INTERVAL_S, INTERVAL_S)
+
+
+@pytest.mark.parametrize("said", [report(3), None])
+def test_another_interval_counts_from_the_last_answer(said: Report | None) -> None:
+    load = Load(URL)
+    load.report_due(0.0, 600.0)
+    load.reported(said, 0.0, 600.0)
+
+    assert not load.report_due(2.5, 600.0)
+    assert load.report_due(2.5, 1.0)
+    assert not load.report_due(1000.0, 1.0)
 
 
 def test_instances_are_not_all_asked_at_the_same_time_for_long() -> None:
     loads = [Load(f"http://x{number}:1") for number in range(40)]
     for load in loads:
-        load.report_due(0.0)
+        load.report_due(0.0, INTERVAL_S)
         load.reported(report(0), 0.0, INTERVAL_S)
-    due = [sum(load.report_due(now_s) for load in loads) for now_s in (0.89, 1.0, 1.11)]
+    due = [sum(load.report_due(now_s, INTERVAL_S) for load in loads) for now_s in (0.89, 1.0, 1.11)]
 
     assert due[0] == 0
     assert min(due[1:]) > 10
@@ -172,34 +184,34 @@ A, B = (Instance(Role.DECODE, f"http://{name}:1") for name in "ab")
 def test_who_is_alone_is_not_asked_but_for_its_ranks() -> None:
     wide = Instance(Role.PREFILL_DECODE, "http://w:1", dp_size=2)
 
-    assert table_of(A)[0].reports_due([Role.DECODE]) == []
-    assert table_of(A, B)[0].reports_due([Role.DECODE]) == [A, B]
-    assert table_of(A, B)[0].reports_due([Role.PREFILL]) == []
-    assert table_of(wide)[0].reports_due([Role.PREFILL_DECODE]) == [wide]
+    assert table_of(A)[0].reports_due([Role.DECODE], INTERVAL_S) == []
+    assert table_of(A, B)[0].reports_due([Role.DECODE], INTERVAL_S) == [A, B]
+    assert table_of(A, B)[0].reports_due([Role.PREFILL], INTERVAL_S) == []
+    assert table_of(wide)[0].reports_due([Role.PREFILL_DECODE], INTERVAL_S) == [wide]
 
 
 def test_who_is_down_is_not_asked_and_what_it_said_is_forgotten() -> None:
     table, clock = table_of(A, B)
-    for one in table.reports_due([Role.DECODE]):
+    for one in table.reports_due([Role.DECODE], INTERVAL_S):
         table.reported(one, report(7), INTERVAL_S)
     for _ in range(3):
         table.probed(A, well=False)
     clock.now_s = KEPT_INTERVALS * INTERVAL_S
 
-    assert table.reports_due([Role.DECODE]) == [B]
+    assert table.reports_due([Role.DECODE], INTERVAL_S) == [B]
     assert table.load(A).report is None
     assert (table.load(A).value, table.load(B).value) == (0, 0)
 
 
 def test_a_report_of_one_that_has_gone_is_nothing() -> None:
     table, _ = table_of(A, B)
-    table.reports_due([Role.DECODE])
+    table.reports_due([Role.DECODE], INTERVAL_S)
     table.remove(A)
     table.reported(A, report(7), INTERVAL_S)
     table.add(A)
 
     assert table.load(A).value == 0
-    assert table.reports_due([Role.DECODE]) == [A]
+    assert table.reports_due([Role.DECODE], INTERVAL_S) == [A]
 
 
 def test_requests_of_one_that_comes_back_are_still_counted() -> None:
