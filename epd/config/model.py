@@ -33,6 +33,7 @@ from epd.config.fields import (
 )
 from epd.policies.active import Active, activate
 from epd.policies.course import DecodeChoice, DecodeFrom
+from epd.policies.suited import check_suited
 from epd.routing.balance import BalanceName, ItemBalanceName
 from epd.routing.health import HealthPolicy
 from epd.routing.instances import Instance, Role
@@ -630,6 +631,13 @@ class ProxyConfig(BaseModel):
             url = one.options.get("local_prefill_url")
             if url is not None and url not in self.prefill_servers_urls and not self.dynamic:
                 raise ValueError(f"{one.name}: {url} must be one of --prefill-servers-urls")
+        if not self.dynamic:
+            check_suited(
+                active,
+                frozenset(one.role for one in self.instances),
+                pushed=EC_TRANSFERS[self.ec_transfer].pushed,
+                needed=KV_TRANSFERS[self.kv_transfer].needed,
+            )
         return active
 
     @property
