@@ -68,5 +68,6 @@ class Policy(Protocol):
     def course(self, facts: Facts) -> Course | None:
         """What runs for a request; None: this policy has nothing to say of it.
 
-        It is asked on each request's way, on the event loop: it must return at once.
+        It is asked on each request's way, on the event loop: it must return at once. And when it
+        comes into force, of requests that nobody has sent (`epd.policies.suited`).
         """

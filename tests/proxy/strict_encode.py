@@ -41,15 +41,18 @@ def features_of(body: Mapping[str, Any], part: Part) -> list[Feature]:
 
 def all_features(body: Mapping[str, Any]) -> list[Feature]:
     """Those of all parts of a request."""
-    contents = [message["content"] for message in body["messages"]]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    return [feature for part in parts for feature in features_of(body, part)]
+    return [feature for part in all_parts(body) for feature in features_of(body, part)]
+
+
+def all_parts(body: Mapping[str, Any]) -> list[Part]:
+    """The content parts of a request; a completion has none."""
+    contents = [message["content"] for message in body.get("messages", ())]
+    return [part for content in contents if isinstance(content, list) for part in content]
 
 
 def has_media(body: Mapping[str, Any], key: str) -> bool:
     """Whether a request has what is encoded to this key."""
-    parts = [part for message in body["messages"] for part in message["content"]]
-    raw = [part for part in parts if not part["type"].endswith("_embeds")]
+    raw = [part for part in all_parts(body) if not part["type"].endswith("_embeds")]
     return any(key == found for part in raw for _, found in features_of(body, part))
 
 
@@ -137,6 +140,39 @@ def _transfer_id(items: Sequence[Mapping[str, str]], index: int, key: str) -> st
     if index < len(items) and items[index]["mm_hash"] == key:
         return items[index]["transfer_id"]
     return next((item["transfer_id"] for item in items if item["mm_hash"] == key), "")
+
+
+@dataclass
+class Folder(Strict):
+    """A folder or a store that all share: who is named an output that is not in it, dies of it.
+
+    Attributes:
+        held: keys of what is in it.
+    """
+
+    held: set[str] = field(default_factory=set)
+    wrong: list[str] = field(default_factory=list)
+
+    async def encodes(self, _: web.Request, body: dict[str, Any]) -> web.Response:
+        """Put an output there, and say under what key."""
+        self.check("ec_transfer_params" not in body, "an encode request needs none")
+        [(modality, key)] = all_features(body)
+        self.held.add(key)
+        entry = {"modality": modality, "item_indices": [0], "metadata": METADATA[modality]}
+        return _replied({key: entry})
+
+    def consumes(self, then: Handler = decodes) -> Handler:
+        """A consumer that is told the keys of all it has to look for, and of nothing else."""
+
+        async def chat(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            keys = {key for _, key in all_features(body)}
+            named = {key for key in keys if not has_media(body, key)}
+            params = body.get("ec_transfer_params")
+            self.check(named <= self.held, f"{named - self.held} are not there")
+            self.check(params is None or set(params) == keys, params)
+            return await then(request, body)
+
+        return chat
 
 
 @dataclass

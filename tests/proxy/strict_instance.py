@@ -8,7 +8,7 @@ instance is told, and what it then does, is written here from the connectors' ow
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from aiohttp import web
 
 from tests.faults.invariants import becomes
-from tests.proxy.fake_instance import OTHER_STREAMS, STREAM, FakeInstance, decodes
+from tests.proxy.fake_instance import OTHER_REPLIES, OTHER_STREAMS, REPLY, STREAM, FakeInstance
 from tests.proxy.fleet import Fleet, Launch
 
 OF_ONE = ("max_tokens", "max_completion_tokens", "stream", "stream_options", "min_tokens")
@@ -30,6 +30,15 @@ KEEP = {
     "remote_host": None,
     "remote_port": None,
 }
+
+
+Answers = Callable[[str, dict[str, Any]], tuple[dict[str, Any], Sequence[bytes]]]
+"""What decode says to a request at a path: whole, and as the events of a stream."""
+
+
+def canned(path: str, _: dict[str, Any]) -> tuple[dict[str, Any], Sequence[bytes]]:
+    """Say the same to all."""
+    return OTHER_REPLIES.get(path, REPLY), OTHER_STREAMS.get(path, STREAM)
 
 
 class Wrong(Exception):
@@ -68,9 +77,11 @@ class Wire:
         wrong: what was found.
         made: blocks that decode has not come for, by what it finds them with.
         fetched: how often decode came for blocks that were made for it.
+        answers: what it said then.
     """
 
     concurrent = False
+    answers: Answers = staticmethod(canned)
 
     def __init__(self, prefill: int, decode: int) -> None:
         self.wrong: list[str] = []
@@ -140,14 +151,15 @@ class Wire:
                 if key not in self.made:
                     raise Wrong(f"decode asks for blocks that nobody has made: {key}")
                 blocks = self.made[key]
+                whole, events = self.answers(request.path, body)
                 if not body.get("stream"):
                     await self._fetch(key, blocks, asked)
-                    return await decodes(request, body)
+                    return web.json_response(whole)
                 # vLLM begins to answer at once, and waits for the blocks then.
                 response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
                 await response.prepare(request)
                 await self._fetch(key, blocks, asked)
-                for event in OTHER_STREAMS.get(request.path, STREAM):
+                for event in events:
                     await response.write(event)
                 return response
 

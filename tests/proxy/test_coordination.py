@@ -440,7 +440,7 @@ async def test_an_unnamed_decode_instance_is_asked_for_where_there_is_none(launc
 
 
 async def test_a_request_that_no_policy_speaks_of_is_refused(launch: Launch) -> None:
-    async with launch(1, 1, 1, policies=("encode_pd",)) as fleet:
-        async with fleet.post(request(text())) as reply:
+    async with launch(1, 1, 1, policies=("pd_only",), skip_prefill_for_text=True) as fleet:
+        async with fleet.post(request(image())) as reply:
             assert (reply.status, reply.headers["x-epd-error"]) == (503, "no_policy")
         fleet.d.chat = hangs

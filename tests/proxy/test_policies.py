@@ -106,6 +106,7 @@ CANNOT: list[tuple[str, object, int, str]] = [
     ("PUT", {"policies": [1]}, 422, "the body must be"),
     ("PUT", {"policies": ["encode_pd?decode_from=picker"]}, 422, "--decode-picker-url"),
     ("PUT", {"policies": ["e" * 9999]}, 422, "characters at most"),
+    ("PUT", {"policies": ["encode_pd"]}, 422, "no request would be served"),
     ("PUT", b"{", 400, "not valid JSON"),
     ("POST", {"policy": "pd_only"}, 422, "does nothing without"),
     ("POST", {"policy": "prefill_decode", "priority": 0}, 422, "the body must be"),

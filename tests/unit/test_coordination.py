@@ -214,6 +214,22 @@ P = {"prefill_servers_urls": ("http://p:1", "http://p:2")}
 
 
 @pytest.mark.parametrize(
+    "settings",
+    [
+        {"policies": ("pd_only",), "skip_prefill_for_text": True},
+        {"policies": ("encode_prefill_decode",), "instances_file": "instances.yaml"},
+        {"policies": ("encode_prefill_decode",), "discover_prefill": ("p:1",)},
+    ],
+    ids=["some requests", "others in a file", "others by name"],
+)
+def test_policies_that_may_serve_something_are_not_refused(settings: dict[str, Any]) -> None:
+    apart = {"discover_decode": ("d:1",), "decode_servers_urls": ()}
+    urls = URLS | (apart if "discover_prefill" in settings else {})
+
+    assert epd.ProxyConfig(**urls, **settings).policies == settings["policies"]
+
+
+@pytest.mark.parametrize(
     ("settings", "policies"),
     [
         ({}, ("encode_prefill_decode", "encode_pd")),

@@ -1,0 +1,261 @@
+"""A whole fleet whose fake instances check each parameter, and that they answer the right request.
+
+Who prefills, what is encoded and who has ranks is said from outside, apart from `epd.policies`.
+"""
+
+import json
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from tests.proxy.fake_instance import FakeInstance, Handler
+from tests.proxy.fake_turns import Turns
+from tests.proxy.fleet import Fleet
+from tests.proxy.strict_encode import Folder, Memory, Pushes, Strict, all_parts, features_of
+from tests.proxy.strict_instance import WIRES
+from tests.requests import Part
+
+ADDED = {"kv_transfer_params", "ec_transfer_params", "return_token_ids"}
+"""What decode may be sent that its client has not."""
+
+ENCODED = {"model", "messages", "stream", "max_tokens", "ec_transfer_params"}
+"""Fields of an encode request."""
+
+ENCODERS: dict[str, type[Strict]] = {
+    "store": Folder,
+    "example": Folder,
+    "nixl": Memory,
+    "mooncake": Pushes,
+}
+
+Body = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the proxy is to do with all requests of a fleet.
+
+    Attributes:
+        kv_transfer: the connector between prefill and decode.
+        ec_transfer: the one between encode and its consumers.
+        encodes: whether media are encoded; else they go on as they came.
+        prefills: whether prefill instances prefill; else decode instances do.
+        reads_back: whether prefill may read what decode holds of a conversation.
+        ranks: of each instance that prefills.
+        addresses: where consumers take what is pushed to them, all ranks of one before the next.
+    """
+
+    kv_transfer: str
+    ec_transfer: str
+    encodes: bool
+    prefills: bool
+    reads_back: bool
+    ranks: int
+    addresses: Sequence[str]
+
+
+class StrictFleet:
+    """The handlers of a fleet's instances.
+
+    Attributes:
+        wire: prefill's and decode's connector.
+        turns: prefill and decode instances that hold blocks, where those are read again.
+        encoder: encode's connector.
+        decoded: who decoded a request, by the request's `seed`.
+    """
+
+    def __init__(self, expected: Expected, prefill: int, decode: int) -> None:
+        self.wire = WIRES[expected.kv_transfer](prefill, decode)
+        self.wire.answers = self._answers
+        self.turns = Turns(self._answer)
+        self.encoder = ENCODERS[expected.ec_transfer]()
+        self.decoded: dict[int, FakeInstance] = {}
+        self._wrong: list[str] = []
+        self._expected = expected
+        self._sent: dict[int, Body] = {}
+        self._seen: dict[str, str] = {}
+
+    async def begin(self, stack: AsyncExitStack) -> dict[str, Any]:
+        """What of the proxy's configuration belongs to its connectors."""
+        return await self.wire.begin(stack)
+
+    @property
+    def wrong(self) -> list[str]:
+        """What instances were sent, and should not have been."""
+        return [*self._wrong, *self.wire.wrong, *self.encoder.wrong]
+
+    @property
+    def left(self) -> list[Any]:
+        """What they keep for others who have not come."""
+        pushed = self.encoder.waiting if isinstance(self.encoder, Pushes) else ()
+        return [*self.wire.left(), *pushed]
+
+    def sends(self, body: Body) -> str:
+        """Expect this request; its answer."""
+        self._sent[body["seed"]] = body
+        return self._answer(body)
+
+    def settle(self, fleet: Fleet) -> None:
+        """Have these instances be strict."""
+        expected = self._expected
+        self.wire.settle(fleet.prefill, fleet.decode)
+        for ranks in getattr(self.wire, "engines", ()):
+            ranks |= {str(rank): f"{ranks['0']}.{rank}" for rank in range(expected.ranks)}
+        for port, one in enumerate(fleet.encode, 5601):
+            one.chat = self._encodes(_encoder(self.encoder, port))
+        for one in fleet.prefill:
+            if expected.reads_back:
+                self.turns.start(one, decode=False)
+            one.chat = self._consumes(one.chat, ())
+        size = expected.ranks
+        for number, one in enumerate(fleet.decode):
+            if expected.reads_back:
+                self.turns.start(one, decode=True)
+            one.chat = self._decodes(one, one.chat if expected.prefills else self._alone)
+            if not fleet.prefill:
+                at = expected.addresses[number * size : (number + 1) * size]
+                one.chat = self._consumes(one.chat, at)
+
+    def _encodes(self, then: Handler) -> Handler:
+        async def chat(request: web.Request, body: Body) -> web.StreamResponse:
+            parts = all_parts(body)
+            self._check(set(body) <= ENCODED, f"encode is sent {sorted(body)}")
+            self._check((body["stream"], body["max_tokens"]) == (False, 1), "encode answers")
+            self._check(len(parts) == 1, f"encode is sent {len(parts)} parts")
+            self._check(_rank(request) is None, "encode is told a rank")
+            for part in parts:
+                self._seen |= {key: _media(part) for _, key in features_of(body, part)}
+            return await then(request, body)
+
+        return chat
+
+    def _consumes(self, then: Handler, addresses: Sequence[str]) -> Handler:
+        """Who prefills takes encoder outputs, and has the ranks."""
+        expected = self._expected
+        takes = _consumer(self.encoder, addresses, then)
+
+        async def chat(request: web.Request, body: Body) -> web.StreamResponse:
+            if request.path == "/tokenize":
+                return await then(request, body)
+            rank = _rank(request)
+            ranks = [str(rank) for rank in range(expected.ranks)] if expected.ranks > 1 else [None]
+            self._check(rank in ranks, f"a consumer is told rank {rank}")
+            self._check("conversation_id" not in body, "a consumer is told the conversation")
+            embeds = [_is_embeds(part) for part in all_parts(body) if part["type"] != "text"]
+            media = [part for part in all_parts(self._sent[body["seed"]]) if part["type"] != "text"]
+            self._check(embeds == [expected.encodes] * len(media), f"metadata: {embeds}")
+            told = "ec_transfer_params" in body
+            self._check(told == (expected.encodes and bool(media)), f"told of outputs: {told}")
+            return await takes(request, body)
+
+        return chat
+
+    def _decodes(self, one: FakeInstance, then: Handler) -> Handler:
+        async def chat(request: web.Request, body: Body) -> web.StreamResponse:
+            sent = self._sent[body["seed"]]
+            self.decoded[body["seed"]] = one
+            found = {name: value for name, value in body.items() if name not in ADDED}
+            left = {name: value for name, value in sent.items() if name != "conversation_id"}
+            self._check(found | _prompt(left) == left, f"decode is sent {found} of {left}")
+            if self._expected.prefills:
+                self._check(_rank(request) is None, "decode is told prefill's rank")
+            return await then(request, body)
+
+        return chat
+
+    async def _alone(self, request: web.Request, body: Body) -> web.StreamResponse:
+        """Decode what nobody has prefilled."""
+        self._check("kv_transfer_params" not in body, "decode is told of blocks that nobody made")
+        whole, events = self._answers(request.path, body)
+        if not body["stream"]:
+            return web.json_response(whole)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for event in events:
+            await response.write(event)
+        return response
+
+    def _answer(self, body: Body) -> str:
+        """What can be said to this request alone: all that is in its prompt."""
+        if "messages" not in body:
+            return f"to {body['prompt']}"
+        words = [self._words(message["content"]) for message in body["messages"]]
+        return f"to {words}"
+
+    def _words(self, content: str | list[Part]) -> str | list[str]:
+        if isinstance(content, str):
+            return content
+        return [
+            self._seen.get(part["uuid"], "nothing that was encoded")
+            if _is_embeds(part)
+            else _media(part)
+            for part in content
+        ]
+
+    def _answers(self, path: str, body: Body) -> tuple[Body, list[bytes]]:
+        answer, chat = self._answer(body), path == "/v1/chat/completions"
+        own = {"id": "c", "created": 1, "model": "m"}
+        said = {"message": {"role": "assistant", "content": answer}} if chat else {"text": answer}
+        usage = {"prompt_tokens": 1, "completion_tokens": 1}
+        whole = {**own, "choices": [{"index": 0, **said, "finish_reason": "stop"}], "usage": usage}
+        half = len(answer) // 2
+        events = [
+            {
+                **own,
+                "choices": [{"index": 0, **({"delta": {"content": it}} if chat else {"text": it})}],
+            }
+            for it in (answer[:half], answer[half:])
+        ]
+        lines = [b"data: " + json.dumps(event).encode() + b"\n\n" for event in events]
+        return whole, [*lines, b"data: [DONE]\n\n"]
+
+    def _check(self, right: bool, what: str) -> None:
+        if not right:
+            self._wrong.append(what)
+
+
+def heard(raw: bytes, *, stream: bool) -> str:
+    """The words of an answer, of either endpoint."""
+    if not stream:
+        [choice] = json.loads(raw)["choices"]
+        return str(choice["message"]["content"] if "message" in choice else choice["text"])
+    events = [line.removeprefix("data: ") for line in raw.decode().split("\n\n") if line]
+    assert events[-1] == "[DONE]"
+    choices = [json.loads(event)["choices"][0] for event in events[:-1]]
+    return "".join(one["delta"]["content"] if "delta" in one else one["text"] for one in choices)
+
+
+def _encoder(encoder: Strict, port: int) -> Handler:
+    if isinstance(encoder, Memory):
+        return encoder.encodes(port)
+    assert isinstance(encoder, Folder | Pushes)
+    return encoder.encodes
+
+
+def _consumer(encoder: Strict, addresses: Sequence[str], then: Handler) -> Handler:
+    if isinstance(encoder, Pushes):
+        return encoder.consumes(*addresses, then=then)
+    assert isinstance(encoder, Folder | Memory)
+    return encoder.consumes(then)
+
+
+def _rank(request: web.Request) -> str | None:
+    return request.headers.get("X-data-parallel-rank")
+
+
+def _is_embeds(part: Part) -> bool:
+    return str(part["type"]).endswith("_embeds")
+
+
+def _media(part: Part) -> str:
+    """What is in a content part, but for its key."""
+    kind = part["type"]
+    return str(part[kind])
+
+
+def _prompt(body: Body) -> Body:
+    """The fields whose content may differ on the way: media become metadata."""
+    return {name: body[name] for name in ("messages",) if name in body}

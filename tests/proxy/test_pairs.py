@@ -1,0 +1,283 @@
+"""KV transfers, EC transfers, policies, topologies, balances and kinds of request, all in pairs.
+
+Fake instances check each parameter that they get; the cases are few, and each two settings are
+together in one.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from itertools import product
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from epd import ProxyConfig
+from epd.transfer.flavours import EC_TRANSFERS, KV_TRANSFERS
+from tests.covering import Case, in_pairs
+from tests.faults.invariants import becomes
+from tests.proxy.fleet import Fleet, Launch
+from tests.proxy.strict_fleet import ENCODERS, Body, Expected, StrictFleet, heard
+from tests.proxy.strict_instance import WIRES
+from tests.requests import Part, image, input_audio, text
+
+FACTORS: dict[str, Sequence[Any]] = {
+    "kv_transfer": tuple(KV_TRANSFERS),
+    "policy": (
+        "encode_prefill_decode",
+        "encode_pd",
+        "prefill_decode",
+        "pd_only",
+        "prefill_local_decode_remote",
+    ),
+    "balance": ("affinity", "session", "round_robin", "least_load", "power_of_two"),
+    "ec_transfer": tuple(EC_TRANSFERS),
+    "encode": (0, 1, 2),
+    "prefill": (0, 1, 2),
+    "decode": (1, 2),
+    "ranks": (1, 2),
+    "choice": ("late", "early"),
+    "items": (0, 1, 3),
+    "endpoint": ("/v1/chat/completions", "/v1/completions"),
+    "stream": (False, True),
+    "conversation": (False, True),
+}
+REFUSALS = (
+    "--ec-transfer mooncake goes with --prefill-servers-urls disable (E+PD)",
+    "prefill_local_decode_remote: needs local_prefill_url, or a prefill instance",
+    "pd_only has decode instances prefill, and with this --kv-transfer they wait for",
+    "prefill_decode has no media encoded, and with this --ec-transfer consumers wait for",
+    "encode_prefill_decode has media encoded, and there is no encode instance",
+    "encode_pd has media encoded, and there is no encode instance",
+    "encode_prefill_decode: no request would be served, as there are instances of these roles",
+    "encode_pd: no request would be served, as there are instances of these roles",
+)
+"""All that the proxy says of the combinations that cannot be."""
+
+NEEDS_PREFILL = {"encode_prefill_decode", "prefill_local_decode_remote"}
+NEEDS_ENCODE = {"encode_prefill_decode", "encode_pd"}
+LONG = "as many words as make more than a few tokens, which are worth being read: "
+SESSION = {"X-Session-Id": "one"}
+
+
+def configurable(case: Case) -> bool:
+    """Whether a fleet can serve all requests, as far as it is known."""
+    policy, encode, prefill = (case.get(name) for name in ("policy", "encode", "prefill"))
+    pushed = case.get("ec_transfer") == "mooncake"
+    return not (
+        (prefill == 0 and policy in NEEDS_PREFILL)
+        or (encode == 0 and policy in NEEDS_ENCODE)
+        or (prefill and policy == "encode_pd")
+        or (prefill and policy == "pd_only" and case.get("kv_transfer") == "p2p-nccl")
+        or (pushed and (prefill or encode == 0 or policy == "prefill_decode"))
+    )
+
+
+def possible(case: Case) -> bool:
+    """Whether there is something to send, too: completions have no place for media."""
+    text_alone = case.get("endpoint") == "/v1/completions"
+    return configurable(case) and not (text_alone and case.get("items"))
+
+
+def handed_over(case: Case) -> bool:
+    """Whether prefill has a part in it: else nothing shows of its connector, and of much else."""
+    text_alone = case.get("policy") == "pd_only" and case.get("items") == 0
+    return possible(case) and case.get("prefill") != 0 and not text_alone
+
+
+def encoded(case: Case) -> bool:
+    """Whether encode has."""
+    some = case.get("items") != 0 and case.get("encode") != 0
+    return possible(case) and some and case.get("policy") != "prefill_decode"
+
+
+def cases() -> list[Case]:
+    """All in pairs, and so what prefill has a part in, and what encode has."""
+    found = [one for kind in (possible, handed_over, encoded) for one in in_pairs(FACTORS, kind)]
+    return [one for number, one in enumerate(found) if one not in found[:number]]
+
+
+CASES = cases()
+
+
+def named(case: Case) -> str:
+    return "-".join(map(str, case.values()))
+
+
+def settings_of(case: Case) -> dict[str, Any]:
+    """The proxy's configuration, but for where its instances are."""
+    policy, balance = case["policy"], case["balance"]
+    settings: dict[str, Any] = {
+        "kv_transfer": case["kv_transfer"],
+        "ec_transfer": case["ec_transfer"],
+        "ec_consumer_zmq_addrs": addresses(case),
+        "ec_consumer_dp_size": case["ranks"],
+        "decode_choice": case["choice"],
+        "encode_balance": balance,
+        "conversation_budget_s": 5.0,
+    }
+    if balance != "affinity":
+        settings |= {"prefill_balance": balance, "decode_balance": balance}
+    if policy == "pd_only":
+        return settings | {"skip_prefill_for_text": True}  # before the usual ones
+    return settings | {"policies": (policy,)}
+
+
+def addresses(case: Case) -> tuple[str, ...]:
+    """Where consumers take what is pushed to them."""
+    if case["ec_transfer"] != "mooncake":
+        return ()
+    return tuple(f"tcp://d:{19019 + n}" for n in range(case["decode"] * case["ranks"]))
+
+
+def expected_of(case: Case) -> Expected:
+    policy, items = case["policy"], case["items"]
+    prefills = bool(case["prefill"] and (policy != "pd_only" or items))
+    return Expected(
+        kv_transfer=case["kv_transfer"],
+        ec_transfer=case["ec_transfer"],
+        encodes=bool(case["encode"]) and policy != "prefill_decode",
+        prefills=prefills,
+        reads_back=prefills and case["conversation"] and case["kv_transfer"] in {"nixl", "multi"},
+        ranks=case["ranks"],
+        addresses=addresses(case),
+    )
+
+
+class Client:
+    """Sends requests of one case, each with content of its own."""
+
+    def __init__(self, case: Case, fleet: Fleet, strict: StrictFleet) -> None:
+        self._case = case
+        self._fleet = fleet
+        self._strict = strict
+
+    async def ask(
+        self, seed: int, before: Body | None = None, answer: str = ""
+    ) -> tuple[Body, str]:
+        """Have a request answered, and the answer be to it: the request, and the answer.
+
+        Args:
+            seed: the request's own.
+            before: the turn before it in its conversation.
+            answer: what was answered then.
+        """
+        case = self._case
+        body = {
+            "model": "m",
+            **self._prompt(seed, before, answer),
+            "stream": case["stream"],
+            "max_tokens": 9,
+            "temperature": 0.5,
+            "seed": seed,
+        }
+        if case["stream"]:
+            body |= {"stream_options": {"include_usage": False}, "min_tokens": 2}
+        if case["conversation"]:
+            body["conversation_id"] = before["conversation_id"] if before else f"talk {seed}"
+        expected = self._strict.sends(body)
+        url = self._fleet.url + case["endpoint"]
+        async with self._fleet.http.post(url, json=body, headers=SESSION) as reply:
+            raw = await reply.read()
+            assert reply.status == 200, raw
+            assert "x-epd-degraded" not in reply.headers
+        said = heard(raw, stream=case["stream"])
+        assert said == expected
+        return body, said
+
+    def _prompt(self, seed: int, before: Body | None, answer: str) -> Body:
+        words = f"{LONG}{seed}"
+        if self._case["endpoint"] == "/v1/completions":
+            return {"prompt": f"{before['prompt']}{answer}{words}" if before else words}
+        asked = {"role": "user", "content": [*self._media(seed), text(words)]}
+        if before is None:
+            return {"messages": [asked]}
+        said = {"role": "assistant", "content": answer}
+        return {"messages": [*before["messages"], said, asked]}
+
+    def _media(self, seed: int) -> list[Part]:
+        """Two that are the same, one between them, and the first in all requests."""
+        own, sound = image(b"picture %d" % seed), input_audio(b"sound %d" % seed)
+        return [[], [image()], [own, sound, own]][min(self._case["items"], 2)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=named)
+async def test_each_instance_is_sent_what_it_takes_and_each_client_gets_its_own_answer(
+    launch: Launch, case: Case
+) -> None:
+    expected = expected_of(case)
+    strict = StrictFleet(expected, case["prefill"], case["decode"])
+    counts = {role: case[role] for role in ("encode", "prefill", "decode")}
+    async with AsyncExitStack() as stack:
+        own = of_connectors(await strict.begin(stack), case["prefill"])
+        fleet = await stack.enter_async_context(launch(**counts, **settings_of(case), **own))
+        strict.settle(fleet)
+        client = Client(case, fleet, strict)
+        first, answer = await client.ask(1)
+        await asyncio.gather(client.ask(2), client.ask(3))
+        await client.ask(4, first if case["conversation"] else None, answer)
+
+        assert strict.wrong == []
+        await becomes(lambda: strict.left, [])
+        asked = [
+            call for one in fleet.prefill for call in one.calls if call.path == case["endpoint"]
+        ]
+        assert len(asked) == (4 if expected.prefills else 0)
+        assert sum(len(one.calls) for one in fleet.decode) == 4
+        encoded = sum(len(one.calls) for one in fleet.encode)
+        assert bool(encoded) == (expected.encodes and case["items"] > 0)
+        assert len(strict.turns.read) == expected.reads_back
+        if case["policy"] == "prefill_local_decode_remote":
+            assert not any(one.calls for one in fleet.prefill[1:])
+        if case["balance"] == "session" or case["conversation"]:
+            assert strict.decoded[1] is strict.decoded[4]
+
+
+async def test_the_proxy_refuses_to_start_with_what_cannot_be_served_and_with_nothing_else() -> (
+    None
+):
+    rest = {name: values[0] for name, values in FACTORS.items()}
+    transfers, policies, encoders, some = (
+        *(FACTORS[name] for name in ("kv_transfer", "policy", "ec_transfer")),
+        (0, 1),
+    )
+    refusals: set[str] = set()
+    for transfer, prefill in product(transfers, some):
+        async with AsyncExitStack() as stack:
+            own = of_connectors(await WIRES[transfer](prefill, 1).begin(stack), prefill)
+        for policy, encoder, encode in product(policies, encoders, some):
+            chosen = {"policy": policy, "ec_transfer": encoder, "encode": encode}
+            case = {**rest, **chosen, "kv_transfer": transfer, "prefill": prefill, "items": 1}
+            refusal = refused(case, own)
+            assert (refusal is None) == configurable(case), (case, refusal)
+            refusals.add(refusal or "")
+
+    assert {said for said in refusals if not any(said.startswith(one) for one in REFUSALS)} == {""}
+    assert all(any(said.startswith(one) for said in refusals) for one in REFUSALS)
+
+
+def refused(case: Case, own: Body) -> str | None:
+    """Why the proxy does not start with this configuration; None: it does."""
+    urls = {
+        f"{role}_servers_urls": tuple(f"http://{role}-{n}:8000" for n in range(case[role]))
+        for role in ("encode", "prefill", "decode")
+    }
+    try:
+        ProxyConfig(**urls, **settings_of(case), **own)
+    except ValidationError as invalid:
+        [error] = invalid.errors()
+        return str(error["msg"]).removeprefix("Value error, ")
+    return None
+
+
+def of_connectors(own: Body, prefill: int) -> Body:
+    """What connectors need of the configuration: who does both has no address for the two."""
+    return own if prefill else {name: own[name] for name in own if not name.endswith("_kv_addrs")}
+
+
+def test_whatever_can_be_is_in_a_case() -> None:
+    """No value is left out by what is excluded, and no transfer by the fake instances."""
+    for name, values in FACTORS.items():
+        assert {case[name] for case in CASES} == {*values}
+    assert (WIRES.keys(), ENCODERS.keys()) == (KV_TRANSFERS.keys(), EC_TRANSFERS.keys())
