@@ -13,13 +13,15 @@ from epd.config.fields import (
     Seconds,
     SecondsOrNone,
 )
-from epd.config.parts.instances import InstanceSettings
+from epd.config.parts.transfers import TransferSettings
 from epd.policies.active import Active, activate
 from epd.policies.course import DecodeChoice, DecodeFrom
+from epd.policies.suited import check_suited
 from epd.routing.balance import BalanceName, ItemBalanceName
+from epd.transfer.flavours import EC_TRANSFERS, KV_TRANSFERS
 
 
-class RouteSettings(InstanceSettings):
+class RouteSettings(TransferSettings):
     """Settings that say what runs where for a request: coordination policies and balance."""
 
     policies: PolicyNames = Field(
@@ -131,6 +133,13 @@ class RouteSettings(InstanceSettings):
             url = one.options.get("local_prefill_url")
             if url is not None and url not in self.prefill_servers_urls and not self.dynamic:
                 raise ValueError(f"{one.name}: {url} must be one of --prefill-servers-urls")
+        if not self.dynamic:
+            check_suited(
+                active,
+                frozenset(one.role for one in self.instances),
+                pushed=EC_TRANSFERS[self.ec_transfer].pushed,
+                needed=KV_TRANSFERS[self.kv_transfer].needed,
+            )
         return active
 
     @property
