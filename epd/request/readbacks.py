@@ -1,5 +1,6 @@
 """What prefill may read of the blocks that decode holds of a conversation's last turn."""
 
+import math
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -93,15 +94,13 @@ class Readbacks:
         self._results["hit" if error is None else "failed"] += 1
         if error is not None and may_be_blocks(error):
             rest_s = HUNG_S if isinstance(error, UpstreamTimeout) else REST_S
-            self._until_s[prefill.url] = self._clock() + rest_s
+            now_s = self._clock()
+            self._until_s = {url: at_s for url, at_s in self._until_s.items() if at_s > now_s}
+            self._until_s[prefill.url] = now_s + rest_s
 
     def _rests(self, prefill: Instance) -> bool:
         """Whether an instance is left to compute everything, as it could not read of late."""
-        until_s = self._until_s.get(prefill.url)
-        if until_s is not None and until_s <= self._clock():
-            del self._until_s[prefill.url]
-            return False
-        return until_s is not None
+        return self._until_s.get(prefill.url, -math.inf) > self._clock()
 
     async def _params(
         self, held: Held, prompt: Prompt, turn: Turn, prefill: Instance, context: RequestContext

@@ -18,7 +18,7 @@ from tests.proxy.test_instances import ADMIN, KEY, empty, listing, register, tak
 from tests.requests import image, request, text
 
 Metrics = Callable[[], Awaitable[web.Response]]
-OFTEN: dict[str, Any] = {"load_interval_s": 0.02, "admin_api_key": KEY}
+OFTEN: dict[str, Any] = {"load_interval_s": 0.05, "admin_api_key": KEY}
 ENDLESS = 100 * 1024**2
 
 

@@ -506,3 +506,13 @@ def test_with_encode_urls_there_is_an_encode_stage_beside_them() -> None:
 def test_hosts_and_ports_that_do_not_pair_up_are_refused(flags: str, message: str) -> None:
     with pytest.raises(ConfigInvalid, match=message):
         load(parsed(*flags.split()))
+
+
+@pytest.mark.parametrize("interval", ["1e-9", "0.01"])
+def test_instances_are_not_asked_without_a_pause(interval: str) -> None:
+    with pytest.raises(ConfigInvalid, match="--load-interval-s must be 0, or"):
+        load({**INSTANCES, "load_interval_s": interval})
+
+
+def test_instances_need_not_be_asked_at_all() -> None:
+    assert load({**INSTANCES, "load_interval_s": "0"}).config.load_interval_s == 0

@@ -20,6 +20,9 @@ from epd.policies.suited import check_suited
 from epd.routing.balance import BalanceName, ItemBalanceName
 from epd.transfer.flavours import EC_TRANSFERS, KV_TRANSFERS
 
+MIN_LOAD_INTERVAL_S = 0.05
+"""Asked more often, an instance would have more to do for questions than for requests."""
+
 
 class RouteSettings(TransferSettings):
     """Settings that say what runs where for a request: coordination policies and balance."""
@@ -104,6 +107,12 @@ class RouteSettings(TransferSettings):
         found = self.dynamic_registration or self.instances_file or self._decode_is_named
         if not (decodes or found):
             raise ValueError(f"--decode-servers-urls is required, or {sources}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_interval(self) -> Self:
+        if 0 < self.load_interval_s < MIN_LOAD_INTERVAL_S:
+            raise ValueError(f"--load-interval-s must be 0, or {MIN_LOAD_INTERVAL_S} at least")
         return self
 
     @model_validator(mode="after")
