@@ -229,9 +229,12 @@ async def test_another_consumer_has_everything_encoded_again(
         assert len({where for where, _ in pushes.pushed}) == 2
 
 
-async def test_a_push_that_is_lost_is_made_again_and_the_media_go_along(launch: Launch) -> None:
+@pytest.mark.parametrize(("media", "kind"), [("metadata", "image_embeds"), ("raw", "image_url")])
+async def test_a_push_that_is_lost_is_made_again_and_the_media_go_along(
+    launch: Launch, media: str, kind: str
+) -> None:
     pushes = Pushes()
-    async with mooncake(launch, pushes) as fleet:
+    async with mooncake(launch, pushes, decode_media=media, eject_after=1) as fleet:
 
         async def loses(*call: Any) -> Any:
             reply = await pushes.encodes(*call)
@@ -242,8 +245,9 @@ async def test_a_push_that_is_lost_is_made_again_and_the_media_go_along(launch: 
         fleet.e.chat = loses
         await ask(fleet, request(image()))
 
-        assert [kinds(fleet.d, call) for call in (0, 1)] == [["image_embeds"], ["image_url"]]
+        assert [kinds(fleet.d, call) for call in (0, 1)] == [[kind], ["image_url"]]
         assert ids_of(fleet.d, 0) != ids_of(fleet.d, 1)
+        assert not fleet.events.changes  # it is not the consumer's fault
 
 
 async def test_ids_that_an_encode_instance_makes_up_do_not_count(launch: Launch) -> None:
