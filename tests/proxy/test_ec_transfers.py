@@ -319,6 +319,23 @@ async def test_a_prefill_instance_that_registers_is_pushed_to(launch: Launch, st
         assert fleet.events.requests[-1].degraded == {"prefill-local"}
 
 
+async def test_the_rank_that_is_pushed_to_is_the_one_that_prefills(launch: Launch) -> None:
+    pushes = Pushes()
+    where = ["tcp://p:19019", "tcp://p:19020"]
+    async with (
+        empty(launch, ec_transfer="mooncake") as fleet,
+        taking_part(fleet, Role.ENCODE) as encode,
+        taking_part(fleet, Role.PREFILL, dp_size=2, ec_zmq_addrs=where) as prefill,
+        taking_part(fleet, Role.DECODE),
+    ):
+        encode.chat, prefill.chat = pushes.encodes, pushes.consumes(*where, then=prefills)
+        for _ in range(3):
+            await ask(fleet, request(text(), image()))
+
+        assert (pushes.wrong, pushes.waiting) == ([], {})
+        assert {one.headers["X-data-parallel-rank"] for one in prefill.calls} == {"0", "1"}
+
+
 async def test_a_consumer_that_has_not_said_where_is_no_use(launch: Launch, tmp_path: Path) -> None:
     file = tmp_path / "instances.yaml"
     async with FakeInstance(refuses(500)).running() as consumer:
