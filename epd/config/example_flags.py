@@ -100,9 +100,15 @@ def with_urls(flags: Mapping[str, Any], reasons: list[str]) -> Mapping[str, Any]
         reasons += [
             f"--{server}-hosts {host!r} is a URL: name a host" for host in hosts if "/" in host
         ]
+        reasons += [
+            f"--{server}-hosts {host!r} is no host: name each by itself"
+            for host in hosts
+            if "," in host
+        ]
         urls[setting] = tuple(map(_url, hosts, ports))
     return {"encode_servers_urls": (), **urls, **kept}
 
 
 def _url(host: str, port: int) -> str:
+    host = host.strip("[]")
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

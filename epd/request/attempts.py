@@ -47,5 +47,5 @@ class Attempts:
     def alone(self, stage: Stage) -> bool:
         """Whether a stage that fails now does so by itself: the first time, others may have."""
         given = self.prefilled if stage == "decode" else self.reads_back
-        depends = self.sent.names_entries or given
+        depends = self.sent.depends or given
         return not depends or stage in self.failures

@@ -158,7 +158,10 @@ class Pipeline:
         raw = self._config.decode_media == "raw" or attempts.anew or attempts.without_prefill
         raw = raw or alone
         params = self._transfer.consumer_params(one.encoded for one in attempts.encoded)
-        attempts.sent = consumer_body(body, attempts.encoded, params, raw=raw)
+        sent = consumer_body(body, attempts.encoded, params, raw=raw)
+        # Who is told of a push waits for it, media or not.
+        depends = sent.depends or bool(params and self._transfer.pushed)
+        attempts.sent = sent._replace(depends=depends)
         context.record.saved_bytes = 0
         if context.record.hits:
             unsent = metadata_uuids(attempts.encoded, body, raw=raw)
@@ -211,7 +214,7 @@ class Pipeline:
             attempts.doubtful = attempts.decodes[-1]
         # An engine that cannot load what it was named fails the request and says no more than that.
         lost = error.answered == HTTPStatus.INTERNAL_SERVER_ERROR and not attempts.anew
-        if lost and attempts.sent.names_entries:
+        if lost and attempts.sent.depends:
             attempts.anew = True
             return 0.0
         if error.stage == "prefill":

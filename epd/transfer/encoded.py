@@ -113,11 +113,12 @@ class Consumed(NamedTuple):
 
     Attributes:
         body: it.
-        names_entries: whether it has items without their media.
+        depends: whether it fails where an encoder output is not there: it has items without their
+            media, or waits for a push.
     """
 
     body: Body
-    names_entries: bool = False
+    depends: bool = False
 
 
 def consumer_body(

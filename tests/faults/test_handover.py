@@ -60,6 +60,19 @@ async def test_where_prefill_fails_decode_is_aborted_and_asked_again(
 
 
 @pytest.mark.fault(30)
+async def test_where_prefill_fails_the_same_decode_is_chosen_again(launch: Launch) -> None:
+    balance: Any = {"decode_balance": "session"}
+    async with strict(launch, "mooncake", prefill=2, decode=2, **balance) as (fleet, _):
+        fleet.p.chat = fails_first(1, refuses(500), fleet.p.chat)
+        for _ in range(2):
+            async with fleet.post(request(text()), {"x-session-id": "mine"}) as reply:
+                assert reply.status == 200, await reply.text()
+
+        assert len(fleet.p.calls) + len(fleet.prefill[1].calls) == 3
+        assert sorted(bool(one.calls) for one in fleet.decode) == [False, True]
+
+
+@pytest.mark.fault(30)
 async def test_where_all_prefills_fail_decode_is_asked_alone(launch: Launch) -> None:
     async with strict(launch, "mooncake", prefill=2) as (fleet, wire):
         for one in fleet.prefill:

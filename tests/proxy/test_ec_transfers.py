@@ -229,9 +229,12 @@ async def test_another_consumer_has_everything_encoded_again(
         assert len({where for where, _ in pushes.pushed}) == 2
 
 
-async def test_a_push_that_is_lost_is_made_again_and_the_media_go_along(launch: Launch) -> None:
+@pytest.mark.parametrize(("media", "kind"), [("metadata", "image_embeds"), ("raw", "image_url")])
+async def test_a_push_that_is_lost_is_made_again_and_the_media_go_along(
+    launch: Launch, media: str, kind: str
+) -> None:
     pushes = Pushes()
-    async with mooncake(launch, pushes) as fleet:
+    async with mooncake(launch, pushes, decode_media=media, eject_after=1) as fleet:
 
         async def loses(*call: Any) -> Any:
             reply = await pushes.encodes(*call)
@@ -242,8 +245,9 @@ async def test_a_push_that_is_lost_is_made_again_and_the_media_go_along(launch: 
         fleet.e.chat = loses
         await ask(fleet, request(image()))
 
-        assert [kinds(fleet.d, call) for call in (0, 1)] == [["image_embeds"], ["image_url"]]
+        assert [kinds(fleet.d, call) for call in (0, 1)] == [[kind], ["image_url"]]
         assert ids_of(fleet.d, 0) != ids_of(fleet.d, 1)
+        assert not fleet.events.changes  # it is not the consumer's fault
 
 
 async def test_ids_that_an_encode_instance_makes_up_do_not_count(launch: Launch) -> None:
@@ -313,6 +317,23 @@ async def test_a_prefill_instance_that_registers_is_pushed_to(launch: Launch, st
         assert kinds(decode) == ["text", "image_url"]
         assert "ec_transfer_params" not in decode.calls[-1].body
         assert fleet.events.requests[-1].degraded == {"prefill-local"}
+
+
+async def test_the_rank_that_is_pushed_to_is_the_one_that_prefills(launch: Launch) -> None:
+    pushes = Pushes()
+    where = ["tcp://p:19019", "tcp://p:19020"]
+    async with (
+        empty(launch, ec_transfer="mooncake") as fleet,
+        taking_part(fleet, Role.ENCODE) as encode,
+        taking_part(fleet, Role.PREFILL, dp_size=2, ec_zmq_addrs=where) as prefill,
+        taking_part(fleet, Role.DECODE),
+    ):
+        encode.chat, prefill.chat = pushes.encodes, pushes.consumes(*where, then=prefills)
+        for _ in range(3):
+            await ask(fleet, request(text(), image()))
+
+        assert (pushes.wrong, pushes.waiting) == ([], {})
+        assert {one.headers["X-data-parallel-rank"] for one in prefill.calls} == {"0", "1"}
 
 
 async def test_a_consumer_that_has_not_said_where_is_no_use(launch: Launch, tmp_path: Path) -> None:

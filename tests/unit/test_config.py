@@ -467,6 +467,7 @@ HOSTS_AND_PORTS = {
         ("http://[::1]:3",),
     ),
     "--decoder-host d": (("http://localhost:8100",), ("http://d:8200",)),
+    "--prefiller-host [::1] --decoder-host d": (("http://[::1]:8100",), ("http://d:8200",)),
     "--prefiller-ports 1": (("http://localhost:1",), ("http://localhost:8200",)),
     "--prefiller-host p --decode-servers-urls http://d:1": (("http://p:8100",), ("http://d:1",)),
 }
@@ -499,6 +500,7 @@ def test_with_encode_urls_there_is_an_encode_stage_beside_them() -> None:
         ("--decoder-ports 1 2", "--decoder-hosts are 1, --decoder-ports 2: name a port"),
         ("--decoder-host d --decode-servers-urls http://d:1", "--decoder-hosts are one too many"),
         ("--prefiller-host http://p", "--prefiller-hosts 'http://p' is a URL: name a host"),
+        ("--prefiller-hosts a,b", "--prefiller-hosts 'a,b' is no host: name each by itself"),
         ("--prefiller-port 70000", "--prefill-servers-urls Port out of range"),
         ("--prefiller-ports 8200", "prefill and as decode instance"),
     ],

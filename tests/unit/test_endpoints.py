@@ -225,7 +225,7 @@ def test_a_message_never_goes_on_without_its_picture() -> None:
     encoded = Encoded({}, "0" * 64, {"image_grid_thw": [[1, 2, 2]]})
     sent = consumer_body(body, [EncodedItem(item, None, encoded, "hit")], {}, raw=False)
 
-    assert not sent.names_entries
+    assert not sent.depends
     [block] = sent.body["messages"][0]["content"]
     assert block == {"type": "image", "source": {"type": "url", "url": URL}}
 
