@@ -115,7 +115,9 @@ def settings_of(case: Case) -> dict[str, Any]:
         "ec_consumer_dp_size": case["ranks"],
         "decode_choice": case["choice"],
         "encode_balance": balance,
-        "conversation_budget_s": 5.0,
+        # Nothing here depends on how fast a busy machine is.
+        "conversation_budget_s": 30.0,
+        "connect_timeout_s": 30.0,
     }
     if balance != "affinity":
         settings |= {"prefill_balance": balance, "decode_balance": balance}
