@@ -53,6 +53,9 @@ RESTART_S = 0.25
 GRACE_S = 2.0
 """For a worker that was told to end by now."""
 
+LOCKED_S = 0.01
+"""Until a page that a worker is writing is tried again: it takes microseconds."""
+
 Sockets = tuple[socket.socket, ...]
 Address = tuple[Any, ...]
 """As the socket functions take it: host, port, and for IPv6 flow and scope."""
@@ -148,7 +151,17 @@ async def _reload(orders: Orders, good: LastGood, policies: SharedPage) -> None:
         before = ProxyConfig.model_construct(**dict(good.config))
         good.renew()
         if said_otherwise(before, good.config):
-            policies.write(b"")
+            await _forget(policies)
+
+
+async def _forget(policies: SharedPage) -> None:
+    """Have what is configured in force again, whatever a worker may be writing at the moment."""
+    while True:
+        try:
+            with policies.locked():
+                return policies.write(b"")
+        except BlockingIOError:
+            await asyncio.sleep(LOCKED_S)
 
 
 async def _keep(seat: Seat, good: LastGood, orders: Orders) -> None:

@@ -1,5 +1,6 @@
 """A page of memory: whole, whoever dies while it is written, and never an older one."""
 
+import asyncio
 import errno
 import os
 import subprocess
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd.observe.shared_page import HALF_BYTES, HEAD, NUMBER, PageUnreadable, SharedPage
+from epd.server.workers import _forget
 
 WRITES = """
 import sys
@@ -132,3 +134,35 @@ def test_what_does_not_fit_changes_nothing(page: SharedPage) -> None:
 
 def test_no_other_user_may_read_it(page: SharedPage) -> None:
     assert os.fstat(page.descriptor).st_mode & 0o777 == 0o600
+
+
+async def test_what_was_set_of_policies_is_forgotten_once_nobody_else_writes() -> None:
+    # A lock is a process's: somebody else has to hold it.
+    page = SharedPage.made()
+    page.write(b"set")
+    holding = (
+        "import fcntl, sys; fcntl.lockf(int(sys.argv[1]), fcntl.LOCK_EX);"
+        "print(flush=True); sys.stdin.read()"
+    )
+    holder = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        holding,
+        str(page.descriptor),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        pass_fds=(page.descriptor,),
+    )
+    assert holder.stdin is not None
+    assert holder.stdout is not None
+    await holder.stdout.readline()
+    forgetting = asyncio.create_task(_forget(page))
+    await asyncio.sleep(0.05)
+    assert page.read() == b"set"
+
+    holder.stdin.close()
+    await holder.wait()
+    await forgetting
+
+    assert page.read() == b""
+    page.close()
