@@ -20,8 +20,8 @@ TOLD = {"board.py: time.time", "registry.py: time.time"}
 """When something happened, said to people: nothing waits for it."""
 
 SHARED = {"conversations.py: time.time"}
-"""How old is what another proxy has kept: at worst it is computed anew. The store, whose clock is its
-own, ends it besides."""
+"""How old is what another proxy has kept: at worst it is computed anew, and the store ends it by a
+clock of its own."""
 
 
 @pytest.mark.fault(66)
