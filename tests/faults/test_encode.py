@@ -38,7 +38,7 @@ def encoded(*instances: FakeInstance) -> int:
 @pytest.mark.fault(1, 6, 7, 8)
 @pytest.mark.parametrize("fault", [refuses(500), refuses(502), refuses(408), drops, hangs])
 async def test_where_one_encoder_fails_another_encodes(launch: Launch, fault: Handler) -> None:
-    config: Any = {"encode_timeout_s": 0.3, "encode_balance": "round_robin"}
+    config: Any = {"encode_timeout_s": 1.0, "encode_balance": "round_robin"}
     async with launch(encode=2, **config) as fleet:
         fleet.encode[0].chat = fault
         async with fleet.post(request(image(), text())) as reply:
