@@ -16,7 +16,6 @@ from epd.config import ProxyConfig
 from epd.conversations.entry import MAX_BYTES, Entry, Held
 from epd.conversations.fingerprint import Fingerprint
 from epd.conversations.memory import InMemory
-from epd.conversations.redis_store import InRedis
 from epd.conversations.stores import Store, StoreAway
 from epd.conversations.turn import Turn
 from epd.tenants import ANONYMOUS
@@ -62,9 +61,11 @@ class Conversations:
     @classmethod
     def of(cls, config: ProxyConfig) -> Self:
         """Those of the configured store: a context, which closes it."""
-        url = config.conversation_store
-        store = InMemory(lambda: config.max_conversations) if url is None else InRedis(url)
-        return cls(store, config)
+        if (url := config.conversation_store) is None:
+            return cls(InMemory(lambda: config.max_conversations), config)
+        from epd.conversations.redis_store import InRedis  # noqa: PLC0415 - takes its time to load
+
+        return cls(InRedis(url), config)
 
     async def __aenter__(self) -> Self:
         """They."""
