@@ -13,9 +13,10 @@ from prometheus_client.metrics_core import Metric
 
 from epd.cache.encoder_cache import EncoderCache
 from epd.config import ProxyConfig
+from epd.conversations.conversations import Conversations
 from epd.edge.admission import Admission, limits_of
 from epd.observe.figures import FIGURES
-from epd.observe.glances import InstancesGlance, StoreGlance
+from epd.observe.glances import ConversationsGlance, InstancesGlance, StoreGlance
 from epd.observe.hit_ratio import WithHitRatio
 from epd.observe.metric_sums import added, counted, dump, load
 from epd.observe.metrics import MetricsObserver
@@ -121,6 +122,7 @@ def families() -> list[Metric]:
     cache = EncoderCache("file:///nowhere", budget_s=1, lease_s=1)
     observer.registry.register(InstancesGlance(InstanceTable(config.instances)))
     observer.registry.register(StoreGlance(cache))
+    observer.registry.register(ConversationsGlance(Conversations.of(config)))
     return list(WithHitRatio(observer.shown).collect())
 
 
