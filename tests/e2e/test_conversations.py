@@ -5,6 +5,7 @@ figures say how much of it was computed.
 """
 
 import secrets
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
@@ -118,7 +119,9 @@ def test_of_five_turns_with_pictures_prefill_computes_what_is_new(
 def test_a_turn_after_the_time_to_live_is_computed_anew(stack: Served) -> None:
     talk = Talk(stack)
     with proxy(stack, "--conversation-ttl", "0.5") as client:
-        turns = [talk.turn(client, picture("cat.jpg")) for _ in range(2)]
+        first = talk.turn(client, picture("cat.jpg"))
+        time.sleep(1)
+        turns = [first, talk.turn(client, picture("cat.jpg"))]
 
     check_right(turns)
     assert [turn.read for turn in turns] == [0, 0]
