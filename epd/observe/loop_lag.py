@@ -4,10 +4,12 @@ One loop serves everybody: what holds it up for 100 ms does so for each running 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 
 import structlog
+
+from epd.background import in_background
 
 TICK_S = 0.02
 """How often it is looked. What holds the loop up for less is not always seen."""
@@ -19,20 +21,16 @@ ALARM_S = 0.1
 """A lag that is logged, once in a window."""
 
 
-@asynccontextmanager
-async def watched(tell: Callable[[float], None], window_s: float = WINDOW_S) -> AsyncIterator[None]:
+def watched(
+    tell: Callable[[float], None], window_s: float = WINDOW_S
+) -> AbstractAsyncContextManager[None]:
     """Watch the running loop until the context is left.
 
     Args:
         tell: is told the longest lag of each window, in seconds.
         window_s: how long a window is.
     """
-    watching = asyncio.create_task(_watch(tell, window_s))
-    try:
-        yield
-    finally:
-        watching.cancel()
-        await asyncio.wait([watching])
+    return in_background(_watch(tell, window_s))
 
 
 async def _watch(tell: Callable[[float], None], window_s: float) -> None:

@@ -1,9 +1,9 @@
 """Asks instances for their health, for as long as the proxy runs."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, suppress
 
+from epd.background import in_background
 from epd.config import ProxyConfig
 from epd.errors import Overloaded
 from epd.http.upstream import Upstream
@@ -14,10 +14,9 @@ TICK_S = 0.25
 """How often it is looked whether a probe is due."""
 
 
-@asynccontextmanager
-async def probing(
+def probing(
     table: InstanceTable, upstream: Upstream, config: ProxyConfig
-) -> AsyncIterator[None]:
+) -> AbstractAsyncContextManager[None]:
     """Probe in the background whenever the table says so, until the context is left.
 
     Args:
@@ -25,13 +24,7 @@ async def probing(
         upstream: what is asked with.
         config: says by when an instance that is well has answered.
     """
-    task = asyncio.create_task(_probe_all(table, upstream, config))
-    try:
-        yield
-    finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+    return in_background(_probe_all(table, upstream, config))
 
 
 async def _probe_all(table: InstanceTable, upstream: Upstream, config: ProxyConfig) -> None:

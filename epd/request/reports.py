@@ -1,9 +1,10 @@
 """Asks instances what they have to do, for as long as the proxy runs."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 
+from epd.background import in_background
 from epd.config import ProxyConfig
 from epd.errors import ProxyError
 from epd.http.upstream import Upstream
@@ -20,10 +21,9 @@ MAX_PAGE_BYTES = 4 * 1024**2
 """Of a page of metrics: vLLM's have some 100 KB for each engine and model."""
 
 
-@asynccontextmanager
-async def reporting(
+def reporting(
     table: InstanceTable, upstream: Upstream, config: ProxyConfig
-) -> AsyncIterator[None]:
+) -> AbstractAsyncContextManager[None]:
     """Ask in the background, every `load_interval_s`, until the context is left.
 
     Args:
@@ -31,13 +31,7 @@ async def reporting(
         upstream: what is asked with.
         config: says how often, by when there has to be an answer, and for which roles it matters.
     """
-    task = asyncio.create_task(_ask_all(table, upstream, config))
-    try:
-        yield
-    finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+    return in_background(_ask_all(table, upstream, config))
 
 
 async def _ask_all(table: InstanceTable, upstream: Upstream, config: ProxyConfig) -> None:
