@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -19,19 +18,17 @@ from epd.conversations.memory import InMemory
 from epd.conversations.stores import Store, StoreAway
 from epd.conversations.turn import Turn
 from epd.tenants import ANONYMOUS
-from epd.transfer.readback import kept_params
+from epd.transfer.readback import engine_of, kept_params
 
 T = TypeVar("T")
 
-Result = Literal["hit", "miss", "stale", "changed", "failed", "unknown"]
+Result = Literal["hit", "miss", "stale", "changed", "failed", "rested", "unknown"]
 """What became of what the last turn has left: prefill read it; there was nothing, or only who
 answered; it is too old, or decode was gone or another since; the prompt does not begin with it, or
-nobody can tell; prefill could not read it; the store gave no answer."""
+nobody can tell; prefill could not read it; it was told nothing, as it could not a while ago; the
+store gave no answer."""
 
-RESULTS: tuple[Result, ...] = ("hit", "miss", "stale", "changed", "failed", "unknown")
-
-RANK = re.compile(r"_dp\d+$")
-"""What vLLM adds to an engine's id for each of its data-parallel ranks."""
+RESULTS: tuple[Result, ...] = ("hit", "miss", "stale", "changed", "failed", "rested", "unknown")
 
 logger = structlog.get_logger("epd")
 
@@ -154,8 +151,8 @@ class Conversations:
             fingerprint = Fingerprint.of(tokens, self._key)
         except ValueError:
             return None
-        engine = RANK.sub("", params["remote_engine_id"])
-        return Held({**params}, fingerprint, turn.basis.media, turn.basis.form, engine)
+        basis, engine = turn.basis, engine_of(params)
+        return Held({**params}, fingerprint, basis.media, basis.form, engine)
 
     def _know(self, decode: str, engine: str) -> None:
         """An instance's engine, which is another after each start."""

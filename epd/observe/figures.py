@@ -229,9 +229,9 @@ CONVERSATION_TURNS = Figure(
     "counter",
     "Turns by what became of the blocks that decode held of the last one: hit, prefill read them; "
     "miss, there were none; stale, decode was gone or had been started anew; changed, the prompt "
-    "does not begin with theirs, or nobody could tell; failed, prefill could not read them, "
-    "now or a while ago; "
-    "unknown, the store gave no answer.",
+    "does not begin with theirs, or nobody could tell; failed, prefill could not read them; "
+    "rested, prefill was not told of them, as it could not read others a while ago; unknown, the "
+    "store gave no answer.",
     ("result",),
 )
 CONVERSATIONS_EVICTED = Figure(

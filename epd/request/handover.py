@@ -168,11 +168,11 @@ class Handovers:
             if not _is_clients(error):
                 self._peers.forget(pair.prefill)
             if earlier is not None:
-                self._readbacks.ended(pair.prefill, error)
+                self._readbacks.ended(pair, earlier, error)
             raise
         self._peers.learn(pair.prefill, prefilled.replied)
         if earlier is not None:
-            self._readbacks.ended(pair.prefill)
+            self._readbacks.ended(pair, earlier)
         return prefilled
 
     async def _in_turn(

@@ -1,13 +1,14 @@
 """What prefill may read of the blocks that decode holds of a conversation's last turn."""
 
-import math
 import re
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+
+import structlog
 
 from epd.bodies.prompts import Prompt, prompt_of
 from epd.conversations.conversations import Conversations
 from epd.conversations.entry import Held
+from epd.conversations.rests import Rest, Rests
 from epd.conversations.turn import Basis, Turn
 from epd.errors import ProxyError, UpstreamFailed, UpstreamTimeout, UpstreamUnreachable
 from epd.request.attempts import Attempts
@@ -15,19 +16,12 @@ from epd.request.context import RequestContext
 from epd.request.stages import Stages
 from epd.routing.instances import Instance
 from epd.transfer.encoded import EncodedItem
-from epd.transfer.kv import KVTransfer
+from epd.transfer.kv import KVTransfer, Pair
 from epd.transfer.params import Params
-from epd.transfer.readback import shortened
+from epd.transfer.readback import engine_of, shortened
 
 LEAST = 64
 """Tokens below which prefill computes them itself (vLLM's `kv_recompute_threshold`)."""
-
-REST_S = 60.0
-"""How long an instance reads nothing that has failed to: it may be another's fault, or its own."""
-
-HUNG_S = 600.0
-"""The same where it has not answered. One without `bidirectional_kv_xfer` waits for blocks that it
-has not asked for, until its request's end."""
 
 MAX_ENGINES = 1024
 """Whose blocks' sizes are remembered."""
@@ -36,6 +30,8 @@ BLOCK_SIZE = re.compile(
     rb'^vllm:cache_config_info\{[^}]*\bblock_size="([1-9][0-9]{0,5})"', re.MULTILINE
 )
 """Where an instance's `/metrics` say how many tokens are in a block."""
+
+logger = structlog.get_logger("epd")
 
 
 class Readbacks:
@@ -50,15 +46,13 @@ class Readbacks:
         stages: Stages,
         transfer: KVTransfer,
         conversations: Conversations,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stages = stages
         self._transfer = transfer
         self._results = conversations.results
         self._common = conversations.common
-        self._clock = clock
+        self._rests = Rests()
         self._block_tokens: dict[str, int] = {}
-        self._until_s: dict[str, float] = {}
 
     async def earlier(
         self, attempts: Attempts, prefill: Instance, context: RequestContext
@@ -78,8 +72,8 @@ class Readbacks:
         turn.basis = None if prompt is None else _basis(prompt, attempts)
         if held is None:
             return None
-        if self._rests(prefill):
-            self._results["failed"] += 1
+        if not self._rests.over(prefill.url, held.engine):
+            self._results["rested"] += 1
             return None
         params = None
         if prompt is not None and turn.basis is not None and turn.basis.continues(held):
@@ -89,18 +83,22 @@ class Readbacks:
             self._results["changed"] += 1
         return params
 
-    def ended(self, prefill: Instance, error: ProxyError | None = None) -> None:
-        """A prefill that was to read blocks has answered, or has failed."""
-        self._results["hit" if error is None else "failed"] += 1
-        if error is not None and may_be_blocks(error):
-            rest_s = HUNG_S if isinstance(error, UpstreamTimeout) else REST_S
-            now_s = self._clock()
-            self._until_s = {url: at_s for url, at_s in self._until_s.items() if at_s > now_s}
-            self._until_s[prefill.url] = now_s + rest_s
+    def ended(self, pair: Pair, earlier: Params, error: ProxyError | None = None) -> None:
+        """A prefill that was to read blocks has answered, or has failed.
 
-    def _rests(self, prefill: Instance) -> bool:
-        """Whether an instance is left to compute everything, as it could not read of late."""
-        return self._until_s.get(prefill.url, -math.inf) > self._clock()
+        Args:
+            pair: who was to read them.
+            earlier: which.
+            error: its failure; None: it has answered.
+        """
+        self._results["hit" if error is None else "failed"] += 1
+        if error is None:
+            self._rests.read(pair.prefill.url)
+        elif may_be_blocks(error):
+            hung = isinstance(error, UpstreamTimeout)
+            rest = self._rests.failed(pair.prefill.url, engine_of(earlier), hung=hung)
+            if rest is not None and hung:
+                _warn(pair.prefill, earlier, rest)
 
     async def _params(
         self, held: Held, prompt: Prompt, turn: Turn, prefill: Instance, context: RequestContext
@@ -141,6 +139,20 @@ def may_be_blocks(error: ProxyError) -> bool:
     """
     failed = isinstance(error, UpstreamFailed | UpstreamTimeout)
     return failed and not isinstance(error, UpstreamUnreachable)
+
+
+def _warn(prefill: Instance, earlier: Params, rest: Rest) -> None:
+    holder = "{remote_host}:{remote_port}".format_map(earlier)
+    whose = "any decode instance" if rest.engine is None else holder
+    logger.warning(
+        "a prefill instance waited for KV blocks in vain and reads none for a while",
+        instance=prefill.url,
+        of=whose,
+        rest_s=rest.rest_s,
+        next="give it bidirectional_kv_xfer in its --kv-transfer-config"
+        if rest.engine is None
+        else f"see that it reaches the NIXL side channel at {holder}",
+    )
 
 
 def _basis(prompt: Prompt, attempts: Attempts) -> Basis | None:

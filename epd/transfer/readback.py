@@ -6,12 +6,16 @@ the blocks as it is told, by their position: it compares no token of them with i
 """
 
 import math
+import re
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from epd.transfer.params import Params
 
 MAX_HOST = 253
+
+RANK = re.compile(r"_dp\d+$")
+"""What vLLM adds to an engine's id for each of its data-parallel ranks."""
 
 
 def kept_params(said: Params, decode: str) -> Params | None:
@@ -38,6 +42,11 @@ def kept_params(said: Params, decode: str) -> Params | None:
     if not any(groups) or len(host) > MAX_HOST:
         return None
     return {**said, "remote_host": urlsplit(decode).hostname if _everywhere(host) else host}
+
+
+def engine_of(params: Params) -> str:
+    """Whose blocks they name: an engine is another after each start."""
+    return RANK.sub("", params["remote_engine_id"])
 
 
 def _everywhere(host: str) -> bool:

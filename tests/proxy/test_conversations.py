@@ -112,6 +112,7 @@ async def test_each_turn_reads_all_of_the_last_one_that_was_computed(
             "stale": 0,
             "changed": 0,
             "failed": 0,
+            "rested": 0,
             "unknown": 0,
         }
         assert await health(fleet) == {"kept": 1, "evicted": 0}
@@ -404,11 +405,39 @@ async def test_a_prefill_that_cannot_read_is_asked_once_more_to_compute(launch: 
         ids = [call.headers["X-Request-Id"] for call in fleet.p.calls]
         assert len({*ids}) == len(ids)
         assert (await figures(fleet))["failed"] == 1
-        # It is not its own fault, and it is left alone for a while.
+        # It is not its own fault, and it reads what another engine holds.
         assert not fleet.events.changes
         assert await talk.ask(LONG) != WRONG
-        assert (await figures(fleet))["failed"] == 2
-        assert not turns.read
+        assert (await figures(fleet))["failed"] == 1
+        assert len(turns.read) == 1
+
+
+async def test_only_whose_blocks_could_not_be_read_are_left_alone_for_a_while(
+    launch: Launch,
+) -> None:
+    turns = Turns()
+    async with talking(launch, turns, decode=2) as fleet:
+        talks = [Talk(fleet, name=str(number)) for number in range(6)]
+        for talk in talks:
+            await talk.ask(LONG)
+        first, second = fleet.decode
+        assert first.calls
+        assert second.calls
+        # Prefill learns that an engine is gone by trying, and each turn takes what was kept.
+        turns.engines[first.version].expired = True
+        dead, well = len(first.calls), len(second.calls)
+        for talk in talks:
+            assert await talk.ask(LONG) != WRONG
+        assert len(turns.read) == well
+        assert (await figures(fleet)) == {
+            "hit": well,
+            "miss": 6,
+            "stale": 0,
+            "changed": 0,
+            "failed": 1,
+            "rested": dead - 1,
+            "unknown": 0,
+        }
 
 
 async def test_a_prefill_that_waits_for_blocks_for_ever_is_asked_once_more_to_compute(
@@ -426,11 +455,17 @@ async def test_a_prefill_that_waits_for_blocks_for_ever_is_asked_once_more_to_co
             return await (hangs if reads else computes)(request, body)
 
         fleet.p.chat = waits
-        assert await talk.ask(LONG) != WRONG
+        with capture_logs() as lines:
+            assert await talk.ask(LONG) != WRONG
+            assert fleet.p.aborted == 1
+            assert await talk.ask(LONG) != WRONG
         assert fleet.p.aborted == 1
-        assert await talk.ask(LONG) != WRONG
-        assert fleet.p.aborted == 1
-        assert (await figures(fleet))["failed"] == 2
+        counts = await figures(fleet)
+        assert (counts["failed"], counts["rested"]) == (1, 1)
+        [warning] = [line for line in lines if line["log_level"] == "warning"]
+        assert (warning["instance"], warning["of"]) == (fleet.p.url, "any decode instance")
+        assert warning["rest_s"] == 600
+        assert "bidirectional_kv_xfer" in warning["next"]
 
 
 async def test_blocks_are_read_once_whatever_decode_does_afterwards(launch: Launch) -> None:
