@@ -79,7 +79,7 @@ class Conversations:
 
     @property
     def evicted(self) -> int:
-        """How many were dropped before their time, for want of room."""
+        """How many were dropped that no turn has found (`Store`)."""
         return self._store.evicted
 
     async def begin(self, key: str, decodes: Collection[str]) -> Turn:

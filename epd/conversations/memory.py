@@ -61,23 +61,23 @@ class InMemory:
 
     async def take(self, key: str) -> Entry | None:
         """See `Store`."""
+        self._expire(key)
         kept = self._drop(key)
-        return None if kept is None or kept.until_s <= self._clock() else kept.entry
+        return None if kept is None else kept.entry
 
     async def put(self, key: str, entry: Entry, ttl_s: float) -> None:
         """See `Store`."""
+        self._expire(key)
         self._drop(key)
-        self._expire()
         self._held[key] = kept = Kept(self._clock() + ttl_s, entry, len(entry.written()))
         self._bytes += kept.size
         while len(self._held) > self._most() or self._bytes > self._max_bytes:
-            self._drop(next(iter(self._held)))
-            self._evicted += 1
+            self._evict(next(iter(self._held)))
 
     def forget(self, decode: str) -> None:
         """See `Store`."""
         for key in [key for key, kept in self._held.items() if kept.entry.decode == decode]:
-            self._drop(key)
+            self._evict(key)
 
     async def close(self) -> None:
         """See `Store`."""
@@ -88,8 +88,17 @@ class InMemory:
             self._bytes -= kept.size
         return kept
 
-    def _expire(self) -> None:
-        """Drop what is over: the first ones, unless the time to live has become shorter."""
+    def _evict(self, key: str) -> None:
+        self._drop(key)
+        self._evicted += 1
+
+    def _expire(self, key: str | None = None) -> None:
+        """Evict what is over: this one, and the first ones.
+
+        Those that were put when the time to live was longer may stay behind others.
+        """
         now_s = self._clock()
-        while self._held and self._held[key := next(iter(self._held))].until_s <= now_s:
-            self._drop(key)
+        if key is not None and key in self._held and self._held[key].until_s <= now_s:
+            self._evict(key)
+        while self._held and self._held[first := next(iter(self._held))].until_s <= now_s:
+            self._evict(first)

@@ -19,7 +19,7 @@ class InRedis:
 
     Attributes:
         kept: nobody counts them; Redis alone knows.
-        evicted: Redis' own figures tell.
+        evicted: Redis expires them itself, and its own figures tell.
     """
 
     kept = None

@@ -38,4 +38,7 @@ class Store(Protocol):
 
     @property
     def evicted(self) -> int:
-        """How many were dropped before their time, for want of room."""
+        """How many no turn has found: for want of room, over, or of a decode that is gone.
+
+        What is over counts once that is noticed; what only another store could count, never.
+        """

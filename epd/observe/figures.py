@@ -237,7 +237,8 @@ CONVERSATION_TURNS = Figure(
 CONVERSATIONS_EVICTED = Figure(
     "epd_conversations_evicted",
     "counter",
-    "Conversations dropped before their time, as there were too many.",
+    "Conversations dropped that no turn has found: there were too many, their time was over, or "
+    "their decode instance has gone. Of those in Redis none: it expires them itself.",
 )
 RELOADED = Figure(
     "epd_config_last_reload_success",

@@ -8,10 +8,11 @@ from typing import Any, Generic, TypeVar
 import orjson
 
 from epd.config import ProxyConfig
-from epd.conversations.conversations import Conversations
 from epd.errors import ProxyError, RequestRefused, Stage, UpstreamRejected
 from epd.flights import Flights
 from epd.http.upstream import Answer, Upstream
+from epd.observe.figures import CONVERSATIONS, CONVERSATIONS_EVICTED, Figure
+from epd.observe.metrics import MetricsObserver
 from epd.routing.balance import Choice
 from epd.routing.instances import ANSWERING, Instance, Role
 from epd.routing.retries import Retries, retry_delay_s
@@ -26,6 +27,9 @@ CLUSTERS: Mapping[str, tuple[Stage, tuple[Role, ...]]] = {
 
 STAGE: Mapping[Role, Stage] = {role: stage for stage, roles in CLUSTERS.values() for role in roles}
 
+
+COUNTS: Mapping[str, Figure] = {"kept": CONVERSATIONS, "evicted": CONVERSATIONS_EVICTED}
+"""What `/health` says of conversations, by its name there."""
 
 MAX_VERSION = 64
 """Characters of a version that are told."""
@@ -71,10 +75,18 @@ class Admin:
         table: InstanceTable,
         upstream: Upstream,
         config: ProxyConfig,
-        conversations: Conversations,
+        metrics: MetricsObserver,
     ) -> None:
+        """Ask the instances of a table.
+
+        Args:
+            table: of the instances.
+            upstream: how they are asked.
+            config: how long they may take.
+            metrics: what all workers count.
+        """
         self._table = table
-        self._conversations = conversations
+        self._metrics = metrics
         self._upstream = upstream
         self._config = config
         # A choice of its own: whose turn it is to decode is not for this to move.
@@ -119,12 +131,19 @@ class Admin:
             state["routing"][one.role.value] = routing[one]
             state["state"] = "healthy" if _is_healthy(result) else "unhealthy"
         status = 503 if "unhealthy" in clusters.values() else 200
-        conversations = {"kept": self._conversations.kept, "evicted": self._conversations.evicted}
         return status, {
             "proxy": "healthy",
             **clusters,
-            "conversations": conversations,
+            "conversations": self._counts(),
             "instances": states,
+        }
+
+    def _counts(self) -> dict[str, int | None]:
+        """How many conversations all workers have; None of what nobody counts."""
+        shown = {family.name: family.samples for family in self._metrics.shown.collect()}
+        return {
+            name: int(shown[figure.name][0].value) if shown[figure.name] else None
+            for name, figure in COUNTS.items()
         }
 
     async def profile(

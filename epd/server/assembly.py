@@ -90,7 +90,7 @@ async def connections(app: web.Application) -> AsyncIterator[None]:
             table, stages, media, cache, encoded, handovers, decoders, app[POLICIES].course, config
         )
         app[WARMUP] = Warmup(app[PIPELINE], cache)
-        app[ADMIN] = Admin(table, upstream, config, conversations)
+        app[ADMIN] = Admin(table, upstream, config, app[METRICS])
         app[CONVERSATIONS] = conversations
         app[TABLE] = table
         app[ROSTER] = Roster(registry, table, registrations, transfer, config)

@@ -136,7 +136,7 @@ def test_what_a_decode_instance_held_is_forgotten_with_it() -> None:
         await store.put("b", BARE, 60)
         store.forget(FULL.decode)
         assert store.kept == 1
-        assert store.evicted == 0
+        assert store.evicted == 1
         assert await store.take("b") == BARE
 
     asyncio.run(scenario())
@@ -150,6 +150,25 @@ def test_memory_is_bounded_in_bytes_too() -> None:
             await store.put(name, FULL, 60)
         assert (store.kept, store.evicted) == (2, 1)
         assert await store.take("a") is None
+
+    asyncio.run(scenario())
+
+
+def test_what_is_over_is_evicted_where_it_is_met() -> None:
+    async def scenario() -> None:
+        now = 0.0
+        store = InMemory(lambda: 100, clock=lambda: now)
+        await store.put("first", FULL, 900)
+        for name in "abc":
+            await store.put(name, FULL, 60)
+        now = 60.0
+        assert await store.take("a") is None
+        assert store.evicted == 1
+        await store.put("b", FULL, 60)
+        assert store.evicted == 2
+        assert (store.kept, store.evicted) == (3, 2)  # one is behind the first, which is not over
+        now = 900.0
+        assert (store.kept, store.evicted) == (0, 5)
 
     asyncio.run(scenario())
 
@@ -175,6 +194,8 @@ def test_memory_holds_the_last_of_those_whose_time_is_not_over(
         now, most, expected = 0.0, 3, list[tuple[int, float, Entry]]()
         store, evicted = InMemory(lambda: most, clock=lambda: now), 0
         for number, (step, value) in enumerate(steps):
+            evicted += len([one for one in expected if one[1] <= now])
+            expected = [one for one in expected if one[1] > now]
             if step == "wait":
                 now += value
             elif step == "most":
@@ -182,15 +203,16 @@ def test_memory_holds_the_last_of_those_whose_time_is_not_over(
             elif step == "put":
                 entry = Entry(number, "http://d:1")
                 await store.put(str(value), entry, 50)
-                expected = [one for one in expected if one[0] != value and one[1] > now]
+                expected = [one for one in expected if one[0] != value]
                 expected.append((value, now + 50, entry))
                 over = max(0, len(expected) - most)
                 evicted, expected = evicted + over, expected[over:]
             else:
-                found = [one for one in expected if one[0] == value and one[1] > now]
+                found = [one for one in expected if one[0] == value]
                 expected = [one for one in expected if one[0] != value]
                 assert await store.take(str(value)) == (found[0][2] if found else None)
-            assert store.kept == len([one for one in expected if one[1] > now])
-            assert store.evicted == evicted
+            over = len([one for one in expected if one[1] <= now])
+            assert store.kept == len(expected) - over
+            assert store.evicted == evicted + over
 
     asyncio.run(scenario())

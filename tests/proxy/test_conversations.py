@@ -319,6 +319,8 @@ async def test_after_its_time_a_conversation_is_computed(launch: Launch) -> None
         await talk.ask(LONG)
         assert not turns.read
         assert (await figures(fleet))["miss"] == 2
+        await asyncio.sleep(0.1)
+        assert await health(fleet) == {"kept": 0, "evicted": 2}
 
 
 async def test_what_is_too_many_is_evicted_and_counted(launch: Launch) -> None:
@@ -339,7 +341,7 @@ async def test_a_decode_instance_that_went_down_takes_its_conversations_along(
         used = next(one for one in fleet.decode if one.calls)
         used.healthy = False
         await until(lambda: any(one.state == "down" for one in fleet.events.changes))
-        assert await health(fleet) == {"kept": 0, "evicted": 0}
+        assert await health(fleet) == {"kept": 0, "evicted": 1}
         assert await talk.ask(LONG) != WRONG
         assert not turns.read
 
