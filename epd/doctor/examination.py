@@ -16,6 +16,7 @@ from epd.doctor.instances import IDLE_S, Visitor
 from epd.doctor.roll_call import call_the_roll
 from epd.doctor.store import look_at_store
 from epd.doctor.trials import Trials, Tried, text
+from epd.doctor.turns import Turns
 from epd.http.client import Pool
 from epd.http.tls import upstream_context
 from epd.http.upstream import Upstream
@@ -82,10 +83,12 @@ async def examine(config: ProxyConfig, *, requests: bool) -> list[Finding]:
             encoded = EC_TRANSFERS[config.ec_transfer]()
             transfer = KV_TRANSFERS[config.kv_transfer]()
             peers = Peers(InstanceTable(), transfer, upstream, config)
-            trials = Trials(Stages(upstream, config), encoded, transfer, peers, headers)
+            stages = Stages(upstream, config)
+            trials = Trials(stages, encoded, transfer, peers, headers)
             encode = _try_pushes if encoded.pushed else _try_encode
             await encode(patient, trials, patient.model)
-            await _try_handovers(patient, trials, patient.model)
+            turns = Turns(stages, transfer, headers) if transfer.bidirectional else None
+            await _try_handovers(patient, trials, turns, patient.model)
     made = None if patient.tried is None else patient.tried.encoded
     store = await _look_at_store(config, made)
     return [
@@ -131,7 +134,7 @@ async def _try_pushes(patient: Patient, trials: Trials, model: str) -> None:
             patient.note(consumer.instance, {judge.CONSUME: seen})
 
 
-async def _try_handovers(patient: Patient, trials: Trials, model: str) -> None:
+async def _try_handovers(patient: Patient, trials: Trials, turns: Turns | None, model: str) -> None:
     prefills, decodes = patient.there(Role.PREFILL), patient.there(Role.DECODE)
     if not prefills or not decodes:
         return
@@ -140,6 +143,12 @@ async def _try_handovers(patient: Patient, trials: Trials, model: str) -> None:
         became = dict(await trials.transfer(prefill, decode, text(model)))
         patient.note(prefill, {judge.PREFILL: became.pop(judge.PREFILL)})
         patient.note(decode, became)
+        if turns is None or judge.DECODE not in became or became[judge.DECODE].problem:
+            continue
+        if became[judge.DECODE].keeps:
+            patient.note(prefill, {judge.READ: await turns.read(prefill, decode, model)})
+        else:
+            patient.note(decode, {judge.FORGET: Trial()})
 
 
 @asynccontextmanager

@@ -28,10 +28,12 @@ class Trial:
     Attributes:
         problem: what went wrong; None where nothing did.
         status: HTTP status of an answer that is an error.
+        keeps: whether decode keeps its blocks for the next turn of a conversation.
     """
 
     problem: str | None = None
     status: int | None = None
+    keeps: bool = False
 
 
 @dataclass(frozen=True, slots=True)

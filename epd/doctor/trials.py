@@ -24,7 +24,8 @@ from epd.routing.use import Place
 from epd.transfer.ec import ECTransfer
 from epd.transfer.encoded import Encoded, EncodedItem, consumer_body
 from epd.transfer.kv import KVTransfer, Pair
-from epd.transfer.params import Params, with_params
+from epd.transfer.params import Params, reply_field, with_params
+from epd.transfer.readback import kept_params
 
 SIDE = 64
 """Of the picture, in pixels: more than the least that processors take."""
@@ -194,10 +195,11 @@ class Trials:
         decoding = self._stages.decode(instance, body, context, rank, request_id)
         try:
             async with decoding as reply:
-                await reply.read(idle_s=ANSWERS_S)
+                said = await reply.read(idle_s=ANSWERS_S)
+            params = reply_field(said, "kv_transfer_params", stage="decode")
         except ProxyError as error:
             return _failed(error)
-        return Trial()
+        return Trial(keeps=kept_params(params, instance.url) is not None)
 
     def _context(self) -> RequestContext:
         return RequestContext(f"doctor-{secrets.token_hex(8)}", self._headers)

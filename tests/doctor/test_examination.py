@@ -15,7 +15,7 @@ from aiohttp import web
 from ec_store import open_store
 from epd.config import ProxyConfig
 from epd.discovery.entries import write_json
-from epd.doctor import examination, instances
+from epd.doctor import examination, instances, turns
 from epd.doctor.examination import examine
 from epd.doctor.findings import Finding, Verdict
 from epd.routing.instances import Instance, Role
@@ -26,9 +26,12 @@ from tests.proxy.fake_instance import (
     decodes,
     encodes,
     encodes_without_params,
+    hangs,
     prefills,
     refuses,
 )
+from tests.proxy.fake_turns import Turns, says
+from tests.proxy.fleet import until
 from tests.proxy.strict_encode import Memory, Pushes
 from tests.proxy.strict_instance import WIRES
 
@@ -115,6 +118,89 @@ async def test_the_transfer_in_use_is_tried(clinic: Clinic, transfer: str) -> No
     assert [one for one in findings if one.verdict is not Verdict.OK] == []
     assert "answers what was prefilled elsewhere" in {one.seen for one in findings}
     assert (wire.fetched, wire.wrong) == (1, [])
+
+
+@pytest.fixture
+def talking(clinic: Clinic) -> Turns:
+    """Its prefill and decode instances hold KV blocks, and read each other's."""
+    held = Turns()
+    held.start(clinic.prefill, decode=False)
+    held.start(clinic.decode, decode=True)
+    for instance in (clinic.prefill, clinic.decode):
+        instance.version = "0.33.0"
+    return held
+
+
+WITHOUT: dict[str, Any] = {"encode_servers_urls": (), "ec_store": None}
+
+
+async def test_a_conversation_is_tried_and_its_second_turn_read(
+    clinic: Clinic, talking: Turns
+) -> None:
+    findings = await clinic.findings(**WITHOUT)
+
+    assert [one for one in findings if one.verdict is not Verdict.OK] == []
+    assert "reads what decode holds of a conversation's last turn" in {one.seen for one in findings}
+    assert len(talking.read) == 1
+    assert talking.read[0] >= turns.TOKENS
+    # Else prefill would have them in its own cache.
+    asked = [call.body for call in clinic.prefill.calls if call.path == "/v1/completions"]
+    assert len({one["cache_salt"] for one in asked}) == len(asked) == 2
+    # What is read is of the tokens that decode has: what prefill makes of others is wrong for good.
+    first, second = (one["prompt"] for one in asked)
+    answer = [ord(one) for one in says({"prompt": first})]
+    assert second == [*first, *answer, first[-1]]
+    assert len(first) == turns.TOKENS
+
+
+async def test_a_prefill_that_waits_in_vain_for_decodes_blocks_is_found(
+    clinic: Clinic, talking: Turns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "READ_S", 0.3)
+    computes = clinic.prefill.chat
+
+    async def waits(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        """As without `bidirectional_kv_xfer`."""
+        reads = (body.get("kv_transfer_params") or {}).get("remote_block_ids")
+        return await (hangs if reads else computes)(request, body)
+
+    clinic.prefill.chat = waits
+    [found] = [one for one in await clinic.findings(**WITHOUT) if one.verdict is not Verdict.OK]
+
+    assert found.verdict is Verdict.WARN
+    assert found.subject == f"prefill {clinic.prefill.url}"
+    assert found.seen == "conversation: no answer in 0.3 s"
+    assert "bidirectional_kv_xfer" in found.advice
+    await until(lambda: clinic.prefill.aborted == 1)
+
+
+async def test_a_prefill_that_cannot_read_decodes_blocks_is_found(
+    clinic: Clinic, talking: Turns
+) -> None:
+    talking.host = ""  # it listens everywhere: it is reached where it answers
+    computes = clinic.prefill.chat
+
+    async def fails(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        told = body.get("kv_transfer_params") or {}
+        if told.get("remote_block_ids"):
+            assert told["remote_host"] == "127.0.0.1"
+            return await refuses(500, "EngineCore")(request, body)
+        return await computes(request, body)
+
+    clinic.prefill.chat = fails
+
+    [(_, seen)] = await clinic.complaints(**WITHOUT)
+    assert seen == "conversation: the prefill instance answered 500"
+
+
+async def test_where_decode_holds_nothing_for_a_next_turn_no_other_is_tried(
+    clinic: Clinic,
+) -> None:
+    findings = await clinic.findings(**WITHOUT)
+
+    [said] = [one for one in findings if "bidirectional_kv_xfer" in one.seen]
+    assert (said.verdict, said.subject) == (Verdict.OK, f"decode {clinic.decode.url}")
+    assert len(clinic.prefill.calls) == len(clinic.decode.calls) == 1
 
 
 async def test_a_bootstrap_server_that_does_not_answer_is_found(clinic: Clinic) -> None:

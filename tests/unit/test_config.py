@@ -510,6 +510,17 @@ def test_hosts_and_ports_that_do_not_pair_up_are_refused(flags: str, message: st
         load(parsed(*flags.split()))
 
 
+@pytest.mark.parametrize("transfer", ["nixl-push", "mooncake", "offloading", "none"])
+def test_conversations_are_kept_apart_only_where_prefill_can_read_them(transfer: str) -> None:
+    store = {**INSTANCES, "conversation_store": "redis://cache:6379"}
+    wanted = f"--conversation-store needs --kv-transfer nixl or multi: with {transfer}, prefill"
+    with pytest.raises(ConfigInvalid, match=wanted):
+        load({**store, "kv_transfer": transfer})
+
+    for able in ("nixl", "multi"):
+        assert load({**store, "kv_transfer": able}).config.conversation_store
+
+
 @pytest.mark.parametrize("interval", ["1e-9", "0.01"])
 def test_instances_are_not_asked_without_a_pause(interval: str) -> None:
     with pytest.raises(ConfigInvalid, match="--load-interval-s must be 0, or"):

@@ -129,6 +129,12 @@ class TransferSettings(InstanceSettings):
                     f"{found} for {wanted}"
                 )
         transfer = KV_TRANSFERS[self.kv_transfer]()
+        if self.conversation_store is not None and not transfer.bidirectional:
+            able = [name for name, other in KV_TRANSFERS.items() if other.bidirectional]
+            raise ValueError(
+                f"--conversation-store needs --kv-transfer {' or '.join(able)}: with "
+                f"{self.kv_transfer}, prefill cannot read what decode holds of a conversation"
+            )
         for instance in (*self.instances, *self.discovered):
             try:
                 transfer.check(instance)
