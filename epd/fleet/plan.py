@@ -60,9 +60,17 @@ class Plan:
         keeper = [] if self.keeper_port is None else [self._keeper(self.keeper_port)]
         return [*keeper, *(engine.server() for engine in self.engines), self._proxy()]
 
-    def answers(self, running: Collection[str]) -> bool:
-        """Whether requests are answered while these servers, by their names, still run."""
-        return "proxy" in running and any(engine.name in running for engine in self.of(*ANSWERS))
+    def lacking(self, running: Collection[str]) -> str | None:
+        """Why no request is answered any more; None: they are.
+
+        Args:
+            running: the names of the servers that still run.
+        """
+        if "proxy" not in running:
+            return "The proxy is gone"
+        if not any(engine.name in running for engine in self.of(*ANSWERS)):
+            return "Nothing that decodes is left"
+        return None
 
     def ports(self) -> dict[int, tuple[str, str]]:
         """For each port that is listened on, the address and what messages call its owner.

@@ -136,8 +136,9 @@ class Fleet:
                     process.check_alive()
                 except ProcessDied as death:
                     self._end(process)
-                    if not self.plan.answers([one.name for one in self._processes]):
-                        raise
+                    lacking = self.plan.lacking([one.name for one in self._processes])
+                    if lacking is not None:
+                        raise ProcessDied(f"{death}\n{lacking}: everything stops.") from None
                     self._report(f"{death}\nThe others go on without {process.name}.")
             time.sleep(POLL_S)
 

@@ -255,10 +255,11 @@ def test_requests_are_answered_while_the_proxy_and_one_that_decodes_run() -> Non
     fleet = plan(topology="1e1p2d", device="cpu")
     names = {server.name for server in fleet.servers()}
 
-    assert fleet.answers(names)
-    assert fleet.answers({"proxy", "decode-8401"})
-    assert not fleet.answers(names - {"proxy"})
-    assert not fleet.answers({"proxy", "encode-8200", "prefill-8300", "store"})
+    assert fleet.lacking(names) is None
+    assert fleet.lacking({"proxy", "decode-8401"}) is None
+    assert fleet.lacking(names - {"proxy"}) == "The proxy is gone"
+    others = {"proxy", "encode-8200", "prefill-8300", "store"}
+    assert fleet.lacking(others) == "Nothing that decodes is left"
 
 
 @pytest.mark.parametrize(

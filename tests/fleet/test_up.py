@@ -222,6 +222,7 @@ def test_the_others_go_on_without_an_engine_that_ended(tmp_path: Path) -> None:
 
     assert process.returncode == 1
     assert f"epd up: prefill-decode-{second} ended by SIGTERM" in said
+    assert said.endswith("\nNothing that decodes is left: everything stops.\n")
     assert left(up.mark, 0) == {}
 
 
@@ -234,6 +235,7 @@ def test_nothing_goes_on_without_the_proxy(tmp_path: Path) -> None:
 
     assert process.returncode == 1
     assert "epd up: proxy ended by SIGKILL" in said
+    assert said.endswith("\nThe proxy is gone: everything stops.\n")
     assert left(up.mark, 0) == {}
 
 
