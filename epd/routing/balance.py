@@ -17,6 +17,10 @@ LOAD_FACTOR = 1.25
 """How far above its share an instance may be loaded before its keys go elsewhere (Mirrokni et al.,
 Consistent Hashing with Bounded Loads, 2016)."""
 
+OUTLIER = 2.0
+"""How far above the usual load a report may be and still count whole: one that is wrong, or whose
+instance hangs, must not let all others be loaded without bound."""
+
 BalanceName = Literal["session", "round_robin", "least_load", "power_of_two"]
 ItemBalanceName = Literal["affinity", "session", "round_robin", "least_load", "power_of_two"]
 """Of encode instances, where what is asked for has a key of its own."""
@@ -135,8 +139,18 @@ def _distances(loads: Sequence[Load], key: bytes) -> list[float]:
 
 
 def _most(loads: Sequence[Load]) -> Callable[[Load], int]:
-    """How much an instance may have to do before its keys go elsewhere: there is always room."""
-    each = LOAD_FACTOR * (sum(map(_value, loads)) + 1) / sum(map(_share, loads))
+    """How much an instance may have to do before its keys go elsewhere: there is always room.
+
+    What an instance only says of itself counts up to `OUTLIER` times what half of them have at
+    most, and a request more. That is above the least that one has, which so is below the bound.
+    """
+    shares, pressures = sum(map(_share, loads)), sorted(map(_pressure, loads))
+    usual = OUTLIER * (pressures[(len(loads) - 1) // 2] + len(loads) / shares)
+    if pressures[-1] <= usual:
+        requests: float = sum(map(_value, loads))
+    else:
+        requests = sum(min(one.value, max(one.under_way, usual * one.share)) for one in loads)
+    each = LOAD_FACTOR * (requests + 1) / shares
     return lambda load: math.ceil(each * load.share)
 
 

@@ -11,6 +11,7 @@ from epd.errors import UpstreamUnreachable
 from epd.routing.balance import (
     BALANCES,
     LOAD_FACTOR,
+    OUTLIER,
     Choice,
     ItemBalanceName,
     LeastLoad,
@@ -19,7 +20,7 @@ from epd.routing.balance import (
     RoundRobin,
 )
 from epd.routing.instances import Instance, Role
-from epd.routing.load import Load
+from epd.routing.load import Load, Report
 from epd.routing.table import InstanceTable
 from epd.routing.weights import MAX_WEIGHT, MIN_WEIGHT
 
@@ -180,6 +181,57 @@ def test_an_instance_with_much_more_to_do_than_its_share_gets_no_keys(
     requests, weights = sum(load.value for load in loads), sum(load.share for load in loads)
 
     assert picked.value < LOAD_FACTOR * (requests + 1) * picked.share / weights + 1
+
+
+def report(load: Load, requests: int) -> None:
+    load.report_due(0, 1)
+    load.reported(Report(0, load.under_way + requests, {}), 0, 1)
+
+
+@given(had=some_loads, elsewhere=st.lists(st.integers(0, 10**9)), key=st.text(min_size=1))
+def test_whatever_is_reported_there_is_room_for_a_key(
+    had: list[tuple[int, float]], elsewhere: list[int], key: str
+) -> None:
+    loads = loads_of(*had)
+    for load, requests in zip(loads, elsewhere, strict=False):
+        report(load, requests)
+
+    assert Rendezvous().pick(loads, key) in loads
+
+
+@given(had=some_loads, huge=st.integers(0, 10**9), key=st.text(min_size=1))
+def test_what_one_reports_does_not_lift_the_bound_of_the_others(
+    had: list[tuple[int, float]], huge: int, key: str
+) -> None:
+    loads = loads_of(*had)
+    *others, odd = loads
+    report(odd, huge)
+    picked = Rendezvous().pick(loads, key)
+    weights = sum(load.share for load in loads)
+    most = OUTLIER * (max(load.pressure for load in others) + len(loads) / weights) * odd.share
+    requests = sum(load.value for load in others) + max(odd.under_way, most)
+
+    assert picked.value < LOAD_FACTOR * (requests + 1) * picked.share / weights + 1
+
+
+def test_beside_one_that_reports_too_much_keys_still_leave_who_is_loaded() -> None:
+    loads = loads_of((5, 1), (5, 1), (5, 1), (5, 1))
+    home = Rendezvous().pick(loads, "key")
+    report(next(load for load in loads if load is not home), 100_000)
+    for _ in range(20):
+        home.begin()
+
+    assert Rendezvous().pick(loads, "key") is not home
+
+
+def test_what_all_report_alike_counts_whole() -> None:
+    loads = loads_of((1, 1), (1, 1), (1, 1))
+    for load in loads:
+        report(load, 39)
+    home = Rendezvous().pick(loads, "key")
+    for _ in range(10):
+        assert Rendezvous().pick(loads, "key") is home
+        home.begin()
 
 
 def test_a_key_that_has_to_go_elsewhere_always_goes_to_the_same_one() -> None:
