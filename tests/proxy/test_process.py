@@ -74,6 +74,7 @@ def serving(
         ),
         (["serve", "--discover-encode", "e:1"], "--decode-servers-urls is required"),
         (["serve", *INSTANCES, "--discover-encode", "e:port"], "--discover-encode"),
+        (["serve", *INSTANCES, "--discover-encode", "e"], "neither host:port nor a URL"),
         (["serve", *INSTANCES, "--discovery-dns-server", "ns"], "--discovery-dns-server"),
         (["serve", *INSTANCES, "--decode-media", "both"], "--decode-media"),
         (["serve", *INSTANCES, "--allow-http-media"], "--allow-http-media needs --media-fetch"),
