@@ -23,6 +23,7 @@ class Breaker:
         failures: int = FAILURES,
         open_s: float = OPEN_S,
         clock: Callable[[], float] = time.monotonic,
+        warn: Callable[[str], object] = logger.warning,
     ) -> None:
         """Begin closed.
 
@@ -31,11 +32,13 @@ class Breaker:
             failures: how many in a row open it.
             open_s: for how long.
             clock: monotonic.
+            warn: told when it opens.
         """
         self._name = name
         self._most = failures
         self._open_s = open_s
         self._clock = clock
+        self._warn = warn
         self._failures = 0
         self._until_s = 0.0
 
@@ -53,4 +56,4 @@ class Breaker:
         self._failures += 1
         if self._failures >= self._most and not self.open:
             self._until_s = self._clock() + self._open_s
-            logger.warning("%s: left alone for %g s: %s", self._name, self._open_s, reason)
+            self._warn(f"{self._name}: left alone for {self._open_s:g} s: {reason}")

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import structlog
 import uvloop
 
 from epd import bench, doctor, fleet, top
@@ -26,6 +27,7 @@ from epd.server.files import unusable_files
 from epd.server.serve import serve
 from epd.server.workers import WorkersFailed, supervise
 from epd.tenants import KeysInvalid, key_line, new_key
+from epd.transfer.readback import BLOCKS_TTL_S
 from epd.version import __version__
 
 
@@ -151,6 +153,13 @@ def _serve(parser: Parser, **flags: Any) -> None:
     config = LiveConfig.of(_loaded(parser, flags).config)
     logs.configure(config.log_format, config.log_level)
     raise_limit()
+    if config.conversation_ttl >= BLOCKS_TTL_S:
+        structlog.get_logger("epd").warning(
+            "conversations are kept for longer than decode instances keep their blocks by default",
+            conversation_ttl=config.conversation_ttl,
+            next=f"choose less than {BLOCKS_TTL_S:g}, or give decode a decoder_kv_blocks_ttl above "
+            "it by more than 5",
+        )
 
     def read() -> ProxyConfig:
         return load(flags).config

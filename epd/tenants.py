@@ -22,6 +22,10 @@ class Tenant:
 
     name: str
 
+    def __hash__(self) -> int:
+        """The name's, which Python remembers: who has how much is looked up several times each."""
+        return hash(self.name)
+
 
 ANONYMOUS = Tenant("")
 """Everybody, where no keys are configured. No line of a keys file can name it."""

@@ -58,11 +58,11 @@ class Messages(Endpoint):
 
     def error(self, error: ProxyError) -> bytes:
         """Anthropic's shape, whoever's error it is."""
-        where = f"{error.param}: " if error.param else ""
+        said = error.param is None or error.message.startswith(f"{error.param} ")
         other = "api_error" if error.status >= API_ERROR else "invalid_request_error"
         detail = {
             "type": TYPES.get(error.status, other),
-            "message": where + error.message,
+            "message": error.message if said else f"{error.param}: {error.message}",
         }
         return orjson.dumps({"type": "error", "error": detail})
 

@@ -138,8 +138,8 @@ class EncoderCache:
         self.budget_s = budget_s
         self.lease_s = lease_s
         self._store: AsyncStore | None = None
-        self._reading = Breaker("reading from the encoder cache")
-        self._writing = Breaker("writing to the encoder cache")
+        self._reading = Breaker("reading from the encoder cache", warn=_warn)
+        self._writing = Breaker("writing to the encoder cache", warn=_warn)
         self._namespaces: Mapping[str, str] = {}
         self._learned: dict[str, str] = {}
         self._refresh_now = asyncio.Event()
@@ -370,3 +370,8 @@ def _seen(visiting: "asyncio.Future[None]") -> None:
     """Take note of an error that nobody waits for."""
     if not visiting.cancelled():
         visiting.exception()
+
+
+def _warn(text: str) -> None:
+    """Log it, by what is configured then."""
+    logger.warning(text)

@@ -5,10 +5,16 @@ does not list them.
 """
 
 import argparse
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
+
+from epd.routing.urls import is_address
+
+HOST = re.compile(r"[A-Za-z0-9._-]+")
+"""A name of one, or an IPv4 address."""
 
 RENAMED: Mapping[str, str] = MappingProxyType(
     {
@@ -39,6 +45,27 @@ SERVERS: Mapping[str, tuple[str, int]] = MappingProxyType(
 """The settings that hosts and ports set: what such flags call the servers, and the default port."""
 
 
+class Listed(NamedTuple):
+    """What a flag with several values has: the flag as it was written, and they."""
+
+    flag: str
+    values: Sequence[Any]
+
+
+class _Named(argparse.Action):
+    """Keeps by which of its names a flag was given."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        del parser
+        setattr(namespace, self.dest, Listed(option_string or "", values or ()))
+
+
 class _Idle(argparse.Action):
     """Says that a flag does nothing."""
 
@@ -66,8 +93,9 @@ def add_example_flags(parser: argparse.ArgumentParser) -> None:
         hosts, ports = (
             [f"--{server}-{plural}", f"--{server}-{plural[:-1]}"] for plural in ("hosts", "ports")
         )
-        parser.add_argument(*hosts, dest=f"{server}_hosts", nargs="+", **hidden)
-        parser.add_argument(*ports, dest=f"{server}_ports", nargs="+", type=int, **hidden)
+        several: dict[str, Any] = {"action": _Named, "nargs": "+", **hidden}
+        parser.add_argument(*hosts, dest=f"{server}_hosts", **several)
+        parser.add_argument(*ports, dest=f"{server}_ports", type=int, **several)
 
 
 def with_urls(flags: Mapping[str, Any], reasons: list[str]) -> Mapping[str, Any]:
@@ -77,7 +105,7 @@ def with_urls(flags: Mapping[str, Any], reasons: list[str]) -> Mapping[str, Any]
 
     Args:
         flags: as they were parsed.
-        reasons: what is wrong with them is added here.
+        reasons: what is wrong with them is added here; of such there are no URLs.
     """
     named = {f"{server}_{what}" for server, _ in SERVERS.values() for what in ("hosts", "ports")}
     if named.isdisjoint(flags):
@@ -87,26 +115,31 @@ def with_urls(flags: Mapping[str, Any], reasons: list[str]) -> Mapping[str, Any]
     for setting, (server, port) in SERVERS.items():
         hosts, ports = (flags.get(f"{server}_{what}") for what in ("hosts", "ports"))
         if setting in kept:
-            if hosts or ports:
+            if one := hosts or ports:
                 flag = "--" + setting.replace("_", "-")
-                reasons.append(f"{flag} and --{server}-hosts are one too many: keep either")
+                reasons.append(f"{flag} and {one.flag} are one too many: keep either")
             continue
-        hosts, ports = hosts or ["localhost"], ports or [port]
-        if len(hosts) != len(ports):
-            reasons.append(
-                f"--{server}-hosts are {len(hosts)}, --{server}-ports {len(ports)}: name a port "
-                "for each host"
-            )
-        reasons += [
-            f"--{server}-hosts {host!r} is a URL: name a host" for host in hosts if "/" in host
-        ]
-        reasons += [
-            f"--{server}-hosts {host!r} is no host: name each by itself"
-            for host in hosts
-            if "," in host
-        ]
-        urls[setting] = tuple(map(_url, hosts, ports))
+        hosts = hosts or Listed(f"--{server}-hosts", ["localhost"])
+        ports = ports or Listed(f"--{server}-ports", [port])
+        if wrong := list(_wrong(hosts, ports)):
+            reasons += wrong
+        else:
+            urls[setting] = tuple(map(_url, hosts.values, ports.values))
     return {"encode_servers_urls": (), **urls, **kept}
+
+
+def _wrong(hosts: Listed, ports: Listed) -> Iterator[str]:
+    for host in hosts.values:
+        if "/" in host:
+            yield f"{hosts.flag} {host!r} is a URL: name a host"
+        elif not (HOST.fullmatch(host) or is_address(host.strip("[]"))):
+            yield f"{hosts.flag} {host!r} is no host: name each by itself, and ports apart"
+    for port in ports.values:
+        if not 0 < port < 2**16:
+            yield f"{ports.flag} {port} is no port: one is from 1 to 65535"
+    found, wanted = len(ports.values), len(hosts.values)
+    if found != wanted:
+        yield f"{hosts.flag} names {wanted}, {ports.flag} {found}: name a port for each host"
 
 
 def _url(host: str, port: int) -> str:

@@ -1,6 +1,8 @@
 """Settings as flags of a command."""
 
 import argparse
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -8,6 +10,34 @@ from pydantic.fields import FieldInfo
 from epd.config.example_flags import add_example_flags
 from epd.config.groups import GROUPS, group_of
 from epd.config.settings import SECRETS, Settings, flag_of
+
+METAVARS: Mapping[str, str] = MappingProxyType(
+    {
+        "_urls": "URLS",
+        "_url": "URL",
+        "_store": "URL",
+        "_endpoint": "URL",
+        "policies": "POLICIES",
+        "_header": "NAME",
+        "_addrs": "ADDRESSES",
+        "_server": "ADDRESS",
+        "host": "ADDRESS",
+        "_hosts": "HOSTS",
+        "_domains": "HOSTS",
+        "_weights": "WEIGHTS",
+        "_s": "SECONDS",
+        "_ttl": "SECONDS",
+        "_bytes": "BYTES",
+        "file": "FILE",
+        "config": "FILE",
+        "_ca_certs": "FILE",
+        "_path": "FOLDER",
+    }
+)
+"""What stands for a value, by how the setting's name ends."""
+
+NUMBERS: Mapping[object, str] = MappingProxyType({int: "N", int | None: "N"})
+"""The same by type, where the name says nothing."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -36,37 +66,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def metavar_of(name: str, field: FieldInfo) -> str:
-    """What stands for a value."""
-    if name in {
-        "discover_encode",
-        "discover_prefill",
-        "discover_decode",
-        "discover_prefill_decode",
-    }:
-        return "HOST:PORT"
-    for suffix, metavar in (
-        ("_urls", "URLS"),
-        ("_url", "URL"),
-        ("policies", "POLICIES"),
-        ("_header", "NAME"),
-        ("_addrs", "ADDRESSES"),
-        ("_endpoint", "URL"),
-        ("registration_store", "URL"),
-        ("_hosts", "HOSTS"),
-        ("_server", "ADDRESS"),
-        ("_weights", "WEIGHTS"),
-        ("_header", "NAME"),
-        ("_s", "SECONDS"),
-        ("_bytes", "BYTES"),
-        ("file", "FILE"),
-        ("config", "FILE"),
-        ("ec_store", "URL"),
-        ("_ca_certs", "FILE"),
-        ("_domains", "HOSTS"),
-    ):
-        if name.endswith(suffix):
+    """What stands for a value.
+
+    Raises:
+        KeyError: nobody has said what: `METAVARS` should.
+    """
+    for ending, metavar in METAVARS.items():
+        if name.endswith(ending):
             return metavar
-    return {int: "N", int | None: "N", str: "ADDRESS"}.get(field.annotation, "FOLDER")  # type: ignore[arg-type]
+    return "HOST:PORT" if name.startswith("discover_") else NUMBERS[field.annotation]
 
 
 def _help(field: FieldInfo) -> str:

@@ -10,6 +10,7 @@ from typing import Literal, Self, TypeVar
 
 import structlog
 
+from ec_store import redacted
 from ec_store.breaker import Breaker
 from epd.config import ProxyConfig
 from epd.conversations.entry import MAX_BYTES, Entry, Held
@@ -50,7 +51,8 @@ class Conversations:
         self._config = config
         self._clock = clock
         self._key = hashlib.blake2b(config.name_scope_of(ANONYMOUS).secret).digest()
-        self._breaker = Breaker("conversations")
+        name = f"the conversation store {redacted(config.conversation_store or 'memory')}"
+        self._breaker = Breaker(name, warn=_warn)
         self._engines: dict[str, str] = {}
         self._lost_s: dict[str, float] = {}
         self._warned = config.workers == 1 or config.conversation_store is not None
@@ -184,3 +186,8 @@ class Conversations:
             return False, None
         self._breaker.succeeded()
         return True, answer
+
+
+def _warn(text: str) -> None:
+    """Log it, by what is configured then."""
+    logger.warning(text)

@@ -72,6 +72,11 @@ class Connection(asyncio.Protocol):
         return self._answer.headers
 
     @property
+    def ended(self) -> bool:
+        """Whether all of the answer has come and was taken."""
+        return self._answer.complete and not self._answer.held
+
+    @property
     def untouched(self) -> bool:
         """Whether no byte of an answer has come."""
         return not self._answer.begun
@@ -146,7 +151,7 @@ class Connection(asyncio.Protocol):
                 more = self._poured()
         finally:
             self._sink = None
-        return self._answer.complete and not self._answer.held
+        return self.ended
 
     def _poured(self) -> bool:
         """Hand on what has come; whether more will be, with nobody woken for it."""

@@ -12,6 +12,8 @@ from yarl import URL
 
 MAX_HEAD_BYTES = 64 * 1024
 """Largest head of an answer that is waited for."""
+TEXT_ERRORS = "surrogateescape"
+"""Headers go on as they came: bytes that are not UTF-8 are surrogates."""
 
 
 class Malformed(ValueError):
@@ -85,8 +87,7 @@ def request_head(target: Target, headers: Mapping[str, str], length: int | None)
     lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
     if not len(headers) == lines.count("\n") == lines.count("\r") or "\0" in lines:
         raise ValueError("a header has a line's end in it")
-    # As they came: bytes that are not UTF-8 are surrogates.
-    return f"{start}{lines}\r\n".encode("utf-8", "surrogateescape")
+    return f"{start}{lines}\r\n".encode("utf-8", TEXT_ERRORS)
 
 
 class AnswerReader:
@@ -166,9 +167,11 @@ class AnswerReader:
         if status < HTTPStatus.CONTINUE:  # its body would be the next answer's
             raise Malformed("no status")
         if status >= HTTPStatus.OK:
-            self.headers.extend(
-                (name.decode("utf-8", "surrogateescape"), value.decode("utf-8", "surrogateescape"))
-                for name, value in self._fields
+            self.headers = CIMultiDict(
+                [
+                    (name.decode("utf-8", TEXT_ERRORS), value.decode("utf-8", TEXT_ERRORS))
+                    for name, value in self._fields
+                ]
             )
             self.status = status
         self._fields.clear()

@@ -62,6 +62,8 @@ class Answer:
 class Reply:
     """An answer whose head has come and whose body has not been read."""
 
+    __slots__ = ("_clock", "_connection", "_late", "_stage", "_until_s")
+
     def __init__(self, connection: Connection, stage: Stage, until_s: float, late: str) -> None:
         """Read it from a connection until a time on the event loop's clock, or say `late`."""
         self._connection = connection
@@ -94,7 +96,7 @@ class Reply:
         """
         parts = []
         size = 0
-        while chunk := await self.chunk(idle_s):
+        while not self._connection.ended and (chunk := await self.chunk(idle_s)):
             parts.append(chunk)
             size += len(chunk)
             if size > limit:
@@ -103,7 +105,7 @@ class Reply:
                     slug=f"{self._stage}_bad_response",
                     stage=self._stage,
                 )
-        return b"".join(parts)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def chunk(self, idle_s: float) -> bytes:
         """What has come of the body since the last one; empty when it has ended.
@@ -232,22 +234,20 @@ class Upstream:
         return is_success(connection.status)
 
 
-@dataclass(frozen=True, slots=True)
 class _Request:
     """What is sent, and where."""
 
-    url: str
-    headers: Mapping[str, str]
-    body: Pieces | None
+    __slots__ = ("_headers", "body", "target")
 
-    @property
-    def target(self) -> Target:
-        return target_of(self.url)
+    def __init__(self, url: str, headers: Mapping[str, str], body: Pieces | None) -> None:
+        self.target: Target = target_of(url)
+        self.body = body
+        self._headers = headers
 
     def head(self, **more: str) -> bytes:
         """Its head."""
         length = None if self.body is None else sum(map(len, self.body))
-        return request_head(self.target, {**OURS, **self.headers, **more}, length)
+        return request_head(self.target, {**OURS, **self._headers, **more}, length)
 
 
 class Exchange:

@@ -111,7 +111,7 @@ def plain(full: structlog.dev.ConsoleRenderer, logger: Any, method: str, event: 
     if not FURTHER.isdisjoint(event):
         return full(logger, method, event)
     time, level, text = event.pop("timestamp"), event.pop("level"), event.pop("event")
-    fields = " ".join(f"{name}={_shown(event[name])}" for name in sorted(event))
+    fields = " ".join([f"{name}={_shown(event[name])}" for name in sorted(event)])
     return f"{time} [{level:<9}] {text:<30} {fields}".rstrip(" ")
 
 

@@ -17,7 +17,7 @@ class PDOnly:
         skip_prefill_for_text: whether all prompts of text are meant, however long.
 
     Raises:
-        ValueError: no request would be meant.
+        ValueError: there are no such prompts, or no request would be meant.
     """
 
     skip_prefill_below_tokens: int = 0
@@ -25,7 +25,9 @@ class PDOnly:
 
     def __post_init__(self) -> None:
         """Check the options."""
-        if self.skip_prefill_below_tokens <= 0 and not self.skip_prefill_for_text:
+        if self.skip_prefill_below_tokens < 0:
+            raise ValueError("skip_prefill_below_tokens must be 0 or more")
+        if not self.skip_prefill_below_tokens and not self.skip_prefill_for_text:
             raise ValueError(
                 "does nothing without skip_prefill_below_tokens or skip_prefill_for_text"
             )

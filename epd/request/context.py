@@ -1,7 +1,6 @@
 """What a request carries through its stages beside its body, and how each of them is timed."""
 
 import itertools
-import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from epd.conversations.turn import Turn
 from epd.errors import Stage, slug_of
 from epd.events import Observer, StageDone
 from epd.models import ModelNames
+from epd.request.ids import child_id
 from epd.request.record import Record
 from epd.spans import RequestSpan, Span
 from epd.tenants import ANONYMOUS, Tenant
@@ -82,7 +82,7 @@ class RequestContext:
 
     def child_id(self) -> str:
         """An id for a request that is made on behalf of this one."""
-        return f"{self.request_id}:{next(self._children)}:{secrets.token_hex(3)}"
+        return child_id(self.request_id, next(self._children))
 
     @property
     def model_name(self) -> str:

@@ -101,7 +101,10 @@ class Decoders:
         try:
             url = service_url(value)
         except ValueError:
-            raise BadRequest(f"{header} must be host:port", slug="invalid_decode") from None
+            raise BadRequest(
+                f"{header} must be host:port, or a URL such as http://host:port",
+                slug="invalid_decode",
+            ) from None
         found = self._at(url)
         if found is None and "://" not in value:
             found = self._table.find(url.replace("http:", "https:", 1), *ANSWERING)

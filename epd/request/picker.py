@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import orjson
 
 from epd.config import ProxyConfig
-from epd.errors import ProxyError, UpstreamFailed
+from epd.errors import ProxyError, UpstreamFailed, UpstreamTimeout, UpstreamUnreachable
 from epd.http.upstream import Upstream
 from epd.policies.course import Facts
 from epd.request.context import RequestContext
@@ -54,13 +54,16 @@ class Picker:
             "candidates": [one.url for one in candidates],
             "tried": [one.url for one in tried],
         }
-        answer = await self._upstream.fetch(
-            str(self._config.decode_picker_url),
-            stage="decode",
-            headers={"Content-Type": "application/json", "X-Request-Id": context.request_id},
-            body=(orjson.dumps(question),),
-            timeout_s=self._config.decode_picker_timeout_s,
-        )
+        try:
+            answer = await self._upstream.fetch(
+                str(self._config.decode_picker_url),
+                stage="decode",
+                headers={"Content-Type": "application/json", "X-Request-Id": context.request_id},
+                body=(orjson.dumps(question),),
+                timeout_s=self._config.decode_picker_timeout_s,
+            )
+        except (UpstreamFailed, UpstreamTimeout) as error:  # their words are of an instance
+            raise _useless(f"the endpoint picker{_fault(error)}") from error
         if not answer.ok:
             raise _useless(f"it answered {answer.status}")
         try:
@@ -71,6 +74,14 @@ class Picker:
                     raise _useless("its answer has no url")
         except ValueError:  # a JSONDecodeError too
             raise _useless("its answer is no JSON, or has no URL that could be one") from None
+
+
+def _fault(error: ProxyError) -> str:
+    if isinstance(error, UpstreamTimeout):
+        return " did not answer in time"
+    if isinstance(error, UpstreamUnreachable):
+        return " cannot be reached"
+    return "'s answer broke off, is too large or has an encoding that was not asked for"
 
 
 def _useless(reason: str) -> ProxyError:

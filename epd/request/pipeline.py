@@ -184,7 +184,7 @@ class Pipeline:
             context.endpoint.path,
             context.endpoint.prefills(body),
             len(items),
-            frozenset(role for role in Role if self._table.has(role)),
+            self._table.roles,
             partial(prompt_tokens, body),
             context.client_headers,
         )

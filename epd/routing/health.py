@@ -112,12 +112,13 @@ class Health:
 
     Attributes:
         policy: when it changes; there may be another from now on.
+        met: whether it has answered yet, a probe or a request.
     """
 
     def __init__(
         self, policy: HealthPolicy, now_s: float, on_change: Callable[[State], None]
     ) -> None:
-        """Begin as healthy, and to be probed at once.
+        """Begin as healthy, though nobody has met it, and to be probed at once.
 
         Args:
             policy: when it changes.
@@ -125,6 +126,7 @@ class Health:
             on_change: told what it becomes.
         """
         self.policy = policy
+        self.met = False
         self._on_change = on_change
         self._state = State.HEALTHY
         self._since_s = now_s
@@ -163,6 +165,7 @@ class Health:
 
     def answered(self, now_s: float) -> None:
         """An answer has begun well, or a request has ended so: a trial is passed."""
+        self.met = True
         state = self.state(now_s)
         if state is State.TRIAL or state is State.DOWN:
             self._become(State.HEALTHY, now_s)
@@ -210,6 +213,7 @@ class Health:
         self._probe_s = now_s + self._next_probe_s()
 
     def _judge_probe(self, now_s: float, *, well: bool) -> None:
+        self.met = self.met or well
         self._failed_probes = 0 if well else self._failed_probes + 1
         if well and self._state is State.DOWN:
             self._become(State.TRIAL, now_s)

@@ -24,6 +24,9 @@ class InstanceTable:
     """The instances by role: how each does, and what each has to do.
 
     Not thread-safe: it belongs to one event loop.
+
+    Attributes:
+        roles: of which there are instances.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class InstanceTable:
         self._by_role: dict[Role, list[Candidate]] = {role: [] for role in Role}
         self._members: dict[tuple[Role, str], Candidate] = {}
         self._leaving: dict[Instance, Load] = {}
+        self.roles: frozenset[Role] = frozenset()
         for instance in instances:
             self.add(instance)
 
@@ -77,13 +81,17 @@ class InstanceTable:
         load = self._leaving.pop(instance, None) or _load(instance)
         self._members[instance.key] = candidate = Candidate(instance, health, load)
         self._by_role[instance.role].append(candidate)
+        self.roles |= {instance.role}
 
     def remove(self, instance: Instance) -> None:
         """Give an instance no further request. Those that are under way end as they would."""
         candidate = self._members.pop(instance.key, None)
         if candidate is None:
             return
-        self._by_role[instance.role].remove(candidate)
+        seats = self._by_role[instance.role]
+        seats.remove(candidate)
+        if not seats:
+            self.roles -= {instance.role}
         candidate.load.leave()
         self._leave(instance, candidate.load)
 
@@ -117,7 +125,7 @@ class InstanceTable:
 
     def has(self, role: Role) -> bool:
         """Whether there is an instance of this role."""
-        return bool(self._by_role[role])
+        return role in self.roles
 
     def state(self, instance: Instance) -> State:
         """What an instance is thought to be.
@@ -130,6 +138,12 @@ class InstanceTable:
     def serves(self, *roles: Role) -> bool:
         """Whether an instance of these roles is not known to be down."""
         return any(self.state(instance) is not State.DOWN for instance in self.of(*roles))
+
+    def met(self, *roles: Role) -> bool:
+        """The same of those that have answered yet: who has just been started may not listen."""
+        now_s = self._clock()
+        healths = (one.health for one in self.all(*roles))
+        return any(one.met and one.state(now_s) is not State.DOWN for one in healths)
 
     def usable(self, *roles: Role) -> Sequence[Candidate]:
         """The instances that the next request may go to; none only where there are none.

@@ -38,7 +38,12 @@ def service_url(service: str) -> str:
     Raises:
         ValueError: it is neither.
     """
-    return base_url(service if "://" in service else f"http://{service}")
+    if "://" in service:
+        return base_url(service)
+    url = base_url(f"http://{service}")
+    if not urlsplit(url).port:
+        raise ValueError(f"{service!r} is neither host:port nor a URL such as http://host:8001")
+    return url
 
 
 def at_address(url: str, address: str) -> str:

@@ -1,7 +1,6 @@
 """What every request passes: its id and its end, and errors as answers."""
 
 import re
-import secrets
 import time
 from collections.abc import Sequence
 
@@ -19,6 +18,7 @@ from epd.errors import BadRequest, ProxyError, RequestRefused, WrongMethod, slug
 from epd.events import RequestDone
 from epd.observe.logs import REQUEST_ID as LOGGED
 from epd.request.context import RequestContext
+from epd.request.ids import request_id
 from epd.server.admittance import Visit, served
 from epd.server.answers import broken, error_response, reason_of
 from epd.server.slots import (
@@ -129,7 +129,7 @@ def _context(
     own_keys = keyed or (access in ADMINISTRATIVE and config.admin_api_key is not None)
     presented = "Authorization" in headers or endpoint.key_header in headers
     return RequestContext(
-        request_id=_request_id(client_id),
+        request_id=request_id(client_id),
         client_id=client_id,
         headers=_forwarded(headers, config, span, endpoint.key_header, own_keys=own_keys),
         endpoint=endpoint,
@@ -157,15 +157,6 @@ def _client_id(headers: Headers) -> str | None:
             return given
         case _:
             return None
-
-
-def _request_id(client_id: str | None) -> str:
-    """An id of our own, which begins with the client's, so that a search for that finds it.
-
-    A client may use one id twice at a time. An engine or a KV connector that goes by the id would
-    take two such requests for one.
-    """
-    return secrets.token_hex(16) if client_id is None else f"{client_id}-{secrets.token_hex(4)}"
 
 
 def _span(tracer: Tracer, request: web.Request, route: str) -> RequestSpan | None:

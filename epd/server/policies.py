@@ -127,7 +127,9 @@ class Policies:
             Overloaded: somebody else is changing them.
         """
         match parse_object(body):
-            case {"policies": [*written]} if all(isinstance(one, str) for one in written):
+            case {"policies": [*written], **rest} if not rest and all(
+                isinstance(one, str) for one in written
+            ):
                 return self._write(lambda _: written)
         raise _invalid('the body must be {"policies": ["name?option=value", ...]}')
 
@@ -147,6 +149,7 @@ class Policies:
                 priority = rest.get("priority")
                 if priority is None or (type(priority) is int and priority > 0):
                     return self._write(lambda there: _with(there, written, priority))
+                raise _invalid("priority must be a whole number: 1 is the first")
         raise _invalid('the body must be {"policy": "name?option=value", "priority": 1}')
 
     def remove(self, name: str | None) -> dict[str, Any]:

@@ -255,7 +255,7 @@ async def ready(request: web.Request) -> web.Response:
     """`/ready`, `/ping`: whether to send requests here. It asks nobody, and may be asked often."""
     if request.app[DRAIN].began:
         raise Overloaded("the proxy is about to stop", slug="shutting_down")
-    decodes = request.app[TABLE].serves(*ANSWERING) or request.app[POLICIES].decodes_elsewhere
+    decodes = request.app[TABLE].met(*ANSWERING) or request.app[POLICIES].decodes_elsewhere
     if not decodes:
         raise NoInstance("no decode instance can be reached", slug="no_decode")
     return _json({"status": "ready"}, request[CONTEXT])

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from rich.console import Group, RenderableType
@@ -11,6 +12,7 @@ from rich.text import Text
 from epd.top.figures import bar, clock, printed, rate, seconds, share, size, spark
 from epd.ui.snapshot import Notice, Request, Second
 from epd.ui.state import WORST, InstanceShown, StageShown, State
+from epd.ui.totals import Totals
 
 SHOWN = 20
 """Requests, errors and changes where there is no end to the page."""
@@ -56,8 +58,9 @@ def frame(state: State | None, width: int, height: int | None, failure: str = ""
     if state is None:
         return Text(printed(failure) or "waiting", "red" if failure else "")
     stages = [one for one in state["stages"] if one["count"]]
-    room = _room(state, len(stages), height)
-    parts: list[RenderableType] = [*_head(state, width, failure)]
+    head = [_cut(line, width) for line in _head(state, failure)]
+    room = _room(state, len(stages), None if height is None else height - len(head))
+    parts: list[RenderableType] = [*head]
     parts += _instances(state["instances"], room.instances, width)
     parts += _stages(stages, room.stages)
     parts += _notices(state["notices"], room.notices)
@@ -65,18 +68,17 @@ def frame(state: State | None, width: int, height: int | None, failure: str = ""
     return Group(*parts)
 
 
-def _room(state: State, stages: int, height: int | None) -> Room:
+def _room(state: State, stages: int, left: int | None) -> Room:
     instances, notices = len(state["instances"]) + 1, len(state["notices"]) + 1
-    if height is None:
+    if left is None:
         return Room(instances, stages + 1, min(notices, SHOWN), SHOWN)
-    left = height - 3
     shown = Room(min(instances, max(4, left // 3)), min(stages + 1, left // 3), 0, 0)
     left -= shown.instances + shown.stages
     some = min(notices, max(2, left // 3)) if notices > 1 else 0
     return shown._replace(notices=some, requests=left - some)
 
 
-def _head(state: State, width: int, failure: str) -> Iterable[Text]:
+def _head(state: State, failure: str) -> Iterable[Text]:
     totals, last = state["totals"], state["seconds"][-60:]
     counts = Counter(LETTERS[one["role"]].lower() for one in state["instances"])
     topology = "".join(f"{count}{letter}" for letter, count in counts.items())
@@ -86,7 +88,15 @@ def _head(state: State, width: int, failure: str) -> Iterable[Text]:
         f"no answer: {printed(failure)}" if failure else clock(state["now"]),
         "red" if failure else "dim",
     )
-    yield _cut(line, width)
+    yield line
+    if counts["e"] or sum(totals["items"].values()):
+        yield _saved(totals)
+    if totals["conversations"]["kept"] or totals["conversations"]["turns"]:
+        yield _conversations(totals)
+    yield _now(state, last)
+
+
+def _saved(totals: Totals) -> Text:
     saved, items = totals["saved"], totals["items"]
     line = Text.assemble("Saved ", (f"{saved['encodes']:,} encodes", "bold green"))
     if saved["bytes"]:
@@ -97,8 +107,18 @@ def _head(state: State, width: int, failure: str) -> Iterable[Text]:
     line.append_text(
         Text.assemble("  hit rate ", (share(items["hit"], sum(items.values())), "bold"))
     )
-    yield _cut(line, width)
-    yield _cut(_now(state, last), width)
+    return line
+
+
+def _conversations(totals: Totals) -> Text:
+    kept, turns, hit = itemgetter("kept", "turns", "hit")(totals["conversations"])
+    return Text.assemble(
+        "Conversations",
+        f" {kept:,} kept" if kept else "",
+        "  hit rate ",
+        (share(hit, turns), "bold"),
+        f" of {turns:,} turns",
+    )
 
 
 def _gpu(value: float) -> str:

@@ -17,6 +17,10 @@ MAX_HOST = 253
 RANK = re.compile(r"_dp\d+$")
 """What vLLM adds to an engine's id for each of its data-parallel ranks."""
 
+BLOCKS_TTL_S = 475.0
+"""How long prefill can read decode's blocks: `decoder_kv_blocks_ttl` (480 s unless it is configured
+otherwise; `base_scheduler.py`) less `_KV_BLOCKS_EXPIRY_SAFETY_MARGIN` (5 s; `pull_worker.py`)."""
+
 
 def kept_params(said: Params, decode: str) -> Params | None:
     """What decode's reply says of its blocks, for the next turn; None: they cannot be read.

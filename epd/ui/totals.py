@@ -18,6 +18,7 @@ CLIENT_CLOSED = 499
 LABELS = {
     "epd_requests_total": ("path", "status"),
     "epd_items_total": ("result",),
+    "epd_conversation_turns_total": ("result",),
 }
 """The labels that samples are told apart by here; others have none."""
 
@@ -28,6 +29,14 @@ class Saved(TypedDict):
     encodes: int
     bytes: int
     encode_seconds: float
+
+
+class ConversationsShown(TypedDict):
+    """Conversations: `kept` of them now, 0 where nobody counts; turns, and those that hit."""
+
+    kept: int
+    turns: int
+    hit: int
 
 
 class Totals(TypedDict):
@@ -44,6 +53,7 @@ class Totals(TypedDict):
     loop_lag_s: float
     items: dict[str, int]
     saved: Saved
+    conversations: ConversationsShown
 
 
 def totals(families: Iterable[Metric]) -> Totals:
@@ -71,6 +81,13 @@ def totals(families: Iterable[Metric]) -> Totals:
         loop_lag_s=sums.get(("epd_event_loop_lag_seconds",), 0.0),
         items=items,
         saved=_saved(sums),
+        conversations=ConversationsShown(
+            kept=count("epd_conversations"),
+            turns=int(
+                sum(sums[name] for name in sums if name[0] == "epd_conversation_turns_total")
+            ),
+            hit=count("epd_conversation_turns_total", "hit"),
+        ),
     )
 
 

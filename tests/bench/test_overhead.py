@@ -12,6 +12,8 @@ import pytest
 from tests.fleet.processes import left, marked, new_mark, processes_of
 
 RELAY = f"{sys.executable} -m epd.bench.relay {{port}} {{decode_urls}}"
+URLS = "{encode_urls} {prefill_urls} {decode_urls}"
+LEAST = f"{sys.executable} -m epd.bench.least {{port}} {URLS}"
 
 HEALTHY = """
 import sys
@@ -51,14 +53,14 @@ def bench(
 def test_every_scenario_is_answered_by_every_contender(tmp_path: Path) -> None:
     out = tmp_path / "results.json"
     scenarios = ("text-json", "text-sse", "picture-100kb", "picture-1mb-reuse", "epd-sse")
-    done = bench("--scenario", *scenarios, "--against", f"other={RELAY}", "--out", str(out))
+    done = bench("--scenario", *scenarios, "--against", f"least={LEAST}", "--out", str(out))
 
     assert done.returncode == 0, done.stderr
     document = orjson.loads(out.read_bytes())
     assert document["kind"] == "overhead"
     assert [it["scenario"]["name"] for it in document["results"]] == list(scenarios)
     for result in document["results"]:
-        assert set(result["contenders"]) == {"direct", "epd", "relay", "other"}
+        assert set(result["contenders"]) == {"direct", "epd", "relay", "least"}
         assert all(it["done"] > 0 and it["failed"] == 0 for it in result["contenders"].values())
     assert "| text, JSON |" in done.stdout
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from epd.config import ProxyConfig
 from epd.conversations.conversations import Conversations
@@ -95,6 +96,24 @@ async def test_many_turns_at_once_share_a_few_connections(tmp_path: Path) -> Non
         since = server.client.info("stats")["total_connections_received"] - before
         assert since <= MAX_CONNECTIONS + 1  # the one that asks may connect anew
         await store.close()
+
+
+async def test_the_log_names_the_store_that_is_left_alone_without_its_password() -> None:
+    config = ProxyConfig.model_construct(
+        conversation_store="redis://me:secret@127.0.0.1:1", conversation_budget_s=30.0
+    )
+    async with Conversations.of(config) as conversations:
+        with capture_logs() as lines:
+            for _ in range(4):
+                await conversations.begin("key", ())
+
+    assert lines == [
+        {
+            "event": "the conversation store redis://***@127.0.0.1:1: left alone for 5 s: "
+            "ConnectionError",
+            "log_level": "warning",
+        }
+    ]
 
 
 async def test_a_redis_that_is_away_is_said_to_be(tmp_path: Path) -> None:

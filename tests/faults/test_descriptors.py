@@ -87,7 +87,7 @@ def test_a_process_raises_its_limit_and_keeps_descriptors_back_for_instances() -
         limits = Path(f"/proc/{process.pid}/limits").read_text()
         clients = [stack.enter_context(opened(url)) for _ in range(40)]
         for client in clients:
-            client.sendall(b"GET /ready HTTP/1.1\r\nHost: epd\r\n\r\n")
+            client.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: epd\r\n\r\n")
         said = [client.recv(12) for client in clients]
 
     assert "Max open files            160                  160" in limits

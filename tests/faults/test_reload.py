@@ -112,7 +112,7 @@ async def test_with_nothing_to_read_it_goes_on(workers: int) -> None:
         for pid in [running.process.pid, *running.pids()]:
             os.kill(pid, signal.SIGHUP)
 
-        assert await everywhere(lambda: status(running.url, "/ready")) == {200}
+        assert await everywhere(lambda: status(running.url, "/openapi.json")) == {200}
         assert all(map(lives, running.pids()))
 
 

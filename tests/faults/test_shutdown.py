@@ -82,9 +82,11 @@ async def proxy(workers: str, *flags: str) -> AsyncIterator[Proxy]:
     async with encode.running(), decode.running(), aiohttp.ClientSession() as http:
         urls = ["--encode-servers-urls", encode.url, "--decode-servers-urls", decode.url]
         with serving(*urls, "--workers", workers, *flags) as (url, process):
-            async with http.get(f"{url}/ready") as reply:  # it obeys signals by now
-                assert (reply.status, await reply.json()) == (200, {"status": "ready"})
-            yield Proxy(url, process, decode, http)
+            running = Proxy(url, process, decode, http)
+            while (said := await running.ready())[0] != 200:  # noqa: ASYNC110 - another process
+                await asyncio.sleep(0.01)
+            assert said[1] == {"status": "ready"}  # and it obeys signals by now
+            yield running
 
 
 def events(raw: bytes) -> list[Any]:

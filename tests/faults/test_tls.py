@@ -54,7 +54,7 @@ class Clients:
     def url(self) -> str:
         return f"https://localhost:{self.port}"
 
-    async def status(self, path: str = "/ready", trust: ssl.SSLContext | None = None) -> int:
+    async def status(self, path: str = "/openapi.json", trust: ssl.SSLContext | None = None) -> int:
         async with (
             aiohttp.ClientSession() as http,
             http.get(f"{self.url}{path}", ssl=trust or self.trust) as reply,
@@ -144,7 +144,7 @@ async def test_clients_certificates_are_verified(
 async def test_what_does_not_speak_tls_does_no_harm(
     authority: Authority, issued: Certificate
 ) -> None:
-    said = b"GET /ready HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sk-SECRET\r\n\r\n"
+    said = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sk-SECRET\r\n\r\n"
     with serving(*INSTANCES, *issued.flags) as (url, process):
         clients = of(url, authority)
         silent = [socket.create_connection(("127.0.0.1", clients.port)) for _ in range(50)]

@@ -78,6 +78,14 @@ class Fleet:
         async with self.post(body, headers) as reply:
             return reply.status, await reply.json(content_type="application/json")
 
+    async def ready(self) -> None:
+        """Wait until decode has been met."""
+        while True:
+            async with self.http.get(f"{self.url}/ready") as reply:
+                if reply.status == 200:
+                    return
+            await asyncio.sleep(0.01)
+
     def post(
         self, body: dict[str, Any] | bytes, headers: dict[str, str] | None = None
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:

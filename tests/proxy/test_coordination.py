@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from structlog.testing import capture_logs
 
 from tests.proxy.fake_instance import (
     FakeInstance,
@@ -256,6 +257,12 @@ async def test_the_client_names_one_on_an_allowed_host(launch: Launch, choice: s
         ("{stranger}?x", 400, "invalid_decode"),
         ("{stranger}#.svc", 400, "invalid_decode"),
         ("a b:1", 400, "invalid_decode"),
+        ("nonsense", 400, "invalid_decode"),
+        ("host:", 400, "invalid_decode"),
+        ("host:0", 400, "invalid_decode"),
+        ("host:99999", 400, "invalid_decode"),
+        ("host/path:80", 400, "invalid_decode"),
+        ("http://host", 403, "host_not_allowed"),
         ("", 400, "invalid_decode"),
     ],
 )
@@ -277,7 +284,8 @@ async def test_whom_a_client_may_not_name_is_not_asked(
 
 
 @pytest.mark.parametrize(
-    "value", ["{stranger}/v1", "http://{stranger}/x/..", "{stranger}/\xff", "a\\.0.1", "a%2f.0.1"]
+    "value",
+    ["{stranger}/v1", "http://{stranger}/x/..", "{stranger}/\xff", "a\\.0.1:80", "a%2f.0.1:80"],
 )
 async def test_of_one_on_an_allowed_host_a_client_names_host_and_port_alone(
     launch: Launch, value: str
@@ -404,6 +412,34 @@ async def test_the_picker_may_know_instances_that_the_table_does_not(
                 assert ready.status == 200
             assert await answered(fleet, request(image())) == 200
             assert len(stranger.calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("delay_s", "reason"),
+    [(1, "the endpoint picker did not answer in time"), (0, "the endpoint picker's answer broke")],
+)
+async def test_a_picker_that_fails_is_not_taken_for_a_decode_instance(
+    launch: Launch, delay_s: float, reason: str
+) -> None:
+    async with Picker(b"x" * 17 * 1024**2, delay_s=delay_s).running() as picker:
+        picked = picked_by(picker) | {"decode_picker_timeout_s": 0.3 if delay_s else 30}
+        with capture_logs() as lines:
+            async with launch(1, 1, 1, **picked) as fleet:
+                assert await answered(fleet, request(text())) == 200
+
+    [line] = [one for one in lines if one["event"].startswith("the endpoint picker cannot be")]
+    assert line["reason"].startswith(reason)
+
+
+async def test_a_picker_that_is_away_is_not_taken_for_a_decode_instance(launch: Launch) -> None:
+    async with Picker().running() as picker:
+        pass
+    with capture_logs() as lines:
+        async with launch(1, 1, 1, **picked_by(picker)) as fleet:
+            assert await answered(fleet, request(text())) == 200
+
+    [line] = [one for one in lines if one["event"].startswith("the endpoint picker cannot be")]
+    assert line["reason"] == "the endpoint picker cannot be reached"
 
 
 async def test_the_picker_is_told_who_has_failed(launch: Launch) -> None:

@@ -543,11 +543,10 @@ async def test_the_version_is_ours_and_of_each_instance_its_own(fleet: Fleet) ->
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
 async def test_ping_asks_nobody(launch: Launch, keys: Path, method: str) -> None:
-    async with (
-        launch(api_keys_file=keys) as fleet,
-        fleet.http.request(method, f"{fleet.url}/ping") as reply,
-    ):
-        assert (reply.status, await reply.json()) == (200, {"status": "ready"})
+    async with launch(api_keys_file=keys) as fleet:
+        await fleet.ready()
+        async with fleet.http.request(method, f"{fleet.url}/ping") as reply:
+            assert (reply.status, await reply.json()) == (200, {"status": "ready"})
         assert all(instance.other_calls == [] for instance in fleet.instances)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from epd.fleet import free_ports
 from epd.routing.instances import Role
 from tests.proxy.fake_instance import FakeInstance, decodes, encodes, prefills, refuses
 from tests.proxy.fleet import Fleet, Launch, until
@@ -80,9 +81,18 @@ async def test_it_starts_with_nobody_and_says_so(launch: Launch) -> None:
         assert await listing(fleet, {}) == {role: {"live": [], "evicted": []} for role in Role}
 
 
+async def test_who_has_not_answered_yet_makes_nothing_ready(launch: Launch) -> None:
+    [port] = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    async with launch(decode=0, decode_servers_urls=(url,)) as fleet:
+        assert await ready(fleet) == (503, "no_decode")
+        async with FakeInstance(decodes).running(port=port):
+            await fleet.ready()
+
+
 async def test_a_fleet_comes_together_by_registration(launch: Launch) -> None:
     async with empty(launch) as fleet, taking_part(fleet, Role.PREFILL_DECODE) as decode:
-        assert await ready(fleet) == (200, None)
+        await fleet.ready()
         status, _ = await fleet.chat(request(text()))
         assert status == 200
         async with taking_part(fleet, Role.ENCODE) as encode:

@@ -56,6 +56,14 @@ def test_addresses_go_with_urls_in_their_order() -> None:
             },
             "needs --on-prefill-failure fail",
         ),
+        (
+            {"kv_transfer": "lmcache", "decode_kv_addrs": "nonsense"},
+            "http://d:1: --decode-kv-addrs: 'nonsense' is no address such as host:port:port",
+        ),
+        (
+            {"kv_transfer": "nixl", "prefill_kv_addrs": "p1:9,p2:9"},
+            "http://p1:1: --prefill-kv-addrs: nixl has no use",
+        ),
         ({"kv_transfer": "nothing"}, "kv-transfer"),
     ],
 )

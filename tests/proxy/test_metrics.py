@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as read_text
+from structlog.testing import capture_logs
 
 from epd.observe.figures import FIGURES
 from epd.version import __version__
@@ -407,11 +408,14 @@ async def test_a_store_that_fails_is_counted_and_its_circuit_opens(
             before = await page(fleet.url, fleet.http)
             relay.answers = Way(cut_after=0, end="reset")
             relay.listener.reset_all()
-            for number in range(6):  # the first one tells the proxy where its entries are
-                await answer(fleet, image(b"%d" % number))
+            with capture_logs() as lines:
+                for number in range(6):  # the first one tells the proxy where its entries are
+                    await answer(fleet, image(b"%d" % number))
             after = await page(fleet.url, fleet.http)
         backed.store.close()
 
+    opened = [one["event"] for one in lines if "left alone for 5 s" in one["event"]]
+    assert [one.partition(":")[0] for one in opened] == ["reading from the encoder cache"]
     circuit = named("epd_circuit_open", circuit="store_questions")
     assert (before[circuit], after[circuit]) == (0, 1)
     looks = {name: value for name, value in after.items() if "{operation=lookup,r" in name}

@@ -74,6 +74,7 @@ def serving(
         ),
         (["serve", "--discover-encode", "e:1"], "--decode-servers-urls is required"),
         (["serve", *INSTANCES, "--discover-encode", "e:port"], "--discover-encode"),
+        (["serve", *INSTANCES, "--discover-encode", "e"], "neither host:port nor a URL"),
         (["serve", *INSTANCES, "--discovery-dns-server", "ns"], "--discovery-dns-server"),
         (["serve", *INSTANCES, "--decode-media", "both"], "--decode-media"),
         (["serve", *INSTANCES, "--allow-http-media"], "--allow-http-media needs --media-fetch"),
@@ -143,6 +144,21 @@ def test_a_taken_port_ends_in_one_line(workers: str) -> None:
     assert ended.returncode == 1
     assert f"cannot listen on 127.0.0.1:{port}" in ended.stderr
     assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("ttl", "workers", "warned"),
+    [("475", "1", 1), ("100000", "2", 1), ("474", "1", 0), ("450", "2", 0)],
+)
+def test_conversations_that_outlive_decodes_blocks_are_warned_of_once(
+    ttl: str, workers: str, warned: int
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        address = ["--host", "127.0.0.1", "--port", str(port), "--workers", workers]
+        ended = run("serve", *INSTANCES, *address, "--conversation-ttl", ttl)
+
+    assert ended.stderr.count("decoder_kv_blocks_ttl") == warned
 
 
 def test_what_is_not_the_addresss_fault_is_not_said_to_be() -> None:

@@ -64,9 +64,14 @@ def families() -> list[Metric]:
     requests.add_metric(["/metrics", "200"], 77)
     requests.add_metric(["/v1/models", "200"], 50)
     requests.add_metric(["/v1/media", "200"], 3)
+    turns = CounterMetricFamily("epd_conversation_turns", "", labels=["result"])
+    turns.add_metric(["hit"], 45)
+    turns.add_metric(["miss"], 15)
     return [
         items,
         requests,
+        turns,
+        GaugeMetricFamily("epd_conversations", "", 12),
         GaugeMetricFamily("epd_requests_in_flight", "", 12),
         CounterMetricFamily("epd_saved_encodes", "", 830),
         CounterMetricFamily("epd_saved_bytes", "", 312_400_000),

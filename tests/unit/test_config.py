@@ -10,9 +10,10 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic.fields import FieldInfo
 
 from epd.config import ConfigInvalid
-from epd.config.flags import add_flags
+from epd.config.flags import add_flags, metavar_of
 from epd.config.settings import SECRETS, Settings, flag_of
 from epd.config.shown import as_json, as_yaml
 from epd.config.sources import Loaded, load
@@ -496,18 +497,58 @@ def test_with_encode_urls_there_is_an_encode_stage_beside_them() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--prefiller-hosts a b --prefiller-ports 1", "--prefiller-hosts are 2, --prefiller-ports"),
-        ("--decoder-ports 1 2", "--decoder-hosts are 1, --decoder-ports 2: name a port"),
-        ("--decoder-host d --decode-servers-urls http://d:1", "--decoder-hosts are one too many"),
-        ("--prefiller-host http://p", "--prefiller-hosts 'http://p' is a URL: name a host"),
+        (
+            "--prefiller-hosts a b --prefiller-ports 1",
+            "--prefiller-hosts names 2, --prefiller-ports 1",
+        ),
+        ("--decoder-ports 1 2", "--decoder-hosts names 1, --decoder-ports 2: name a port"),
+        (
+            "--decoder-host d --decode-servers-urls http://d:1",
+            "and --decoder-host are one too many",
+        ),
         ("--prefiller-hosts a,b", "--prefiller-hosts 'a,b' is no host: name each by itself"),
-        ("--prefiller-port 70000", "--prefill-servers-urls Port out of range"),
+        ("--prefiller-host http://p", "--prefiller-host 'http://p' is a URL: name a host"),
+        ("--prefiller-hosts http://a --prefiller-ports 1", "--prefiller-hosts 'http://a' is a URL"),
+        ("--decoder-hosts a:8200", "--decoder-hosts 'a:8200' is no host: name each by itself"),
+        ("--decoder-hosts u@d", "--decoder-hosts 'u@d' is no host"),
+        ("--decoder-hosts a?b", r"--decoder-hosts 'a\?b' is no host"),
+        ("--decoder-hosts []", r"--decoder-hosts '\[\]' is no host"),
+        ("--prefiller-port 70000", "--prefiller-port 70000 is no port: one is from 1 to 65535"),
+        ("--prefiller-ports 0", "--prefiller-ports 0 is no port"),
+        ("--decoder-port=-4", "--decoder-port -4 is no port"),
+        ("--decoder-port 2 --prefiller-port 99999", "--prefiller-port 99999 is no port"),
         ("--prefiller-ports 8200", "prefill and as decode instance"),
     ],
 )
 def test_hosts_and_ports_that_do_not_pair_up_are_refused(flags: str, message: str) -> None:
-    with pytest.raises(ConfigInvalid, match=message):
+    with pytest.raises(ConfigInvalid) as refused:
         load(parsed(*flags.split()))
+
+    [line] = refused.value.reasons
+    assert re.search(message, line)
+
+
+@pytest.mark.parametrize(
+    ("name", "metavar"),
+    [
+        ("conversation_ttl", "SECONDS"),
+        ("conversation_store", "URL"),
+        ("ec_store", "URL"),
+        ("registration_store", "URL"),
+        ("allowed_local_media_path", "FOLDER"),
+        ("upstream_ca_file", "FILE"),
+        ("host", "ADDRESS"),
+        ("decode_hosts", "HOSTS"),
+        ("discover_prefill_decode", "HOST:PORT"),
+    ],
+)
+def test_the_help_says_what_stands_for_a_value(name: str, metavar: str) -> None:
+    assert metavar_of(name, Settings.model_fields[name]) == metavar
+
+
+def test_a_setting_that_nobody_has_named_a_value_of_is_no_folder() -> None:
+    with pytest.raises(KeyError):
+        metavar_of("something_new", FieldInfo(annotation=float))
 
 
 @pytest.mark.parametrize("transfer", ["nixl-push", "mooncake", "offloading", "none"])

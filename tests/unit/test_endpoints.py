@@ -341,6 +341,20 @@ def test_errors_have_the_shape_that_clients_of_the_endpoint_expect() -> None:
 
 
 @pytest.mark.parametrize(
+    ("param", "message", "shown"),
+    [
+        ("conversation_id", "conversation_id must be a string", "conversation_id must be a string"),
+        ("input", "input_audio is none", "input: input_audio is none"),
+        (None, "no", "no"),
+    ],
+)
+def test_an_error_says_once_where_it_is(param: str | None, message: str, shown: str) -> None:
+    error = orjson.loads(MESSAGES.error(BadRequest(message, param=param)))
+
+    assert error["error"]["message"] == shown
+
+
+@pytest.mark.parametrize(
     ("error", "kind"),
     [
         (Overloaded("busy"), "overloaded_error"),

@@ -9,6 +9,7 @@ from rich.console import Console
 from epd.top.figures import bar, printed, seconds, share, size, spark
 from epd.top.screen import frame
 from epd.ui.state import State
+from epd.ui.totals import totals
 from tests.ui.states import large
 
 
@@ -27,8 +28,44 @@ def test_it_fits_and_has_something_of_everything(each: int, width: int, height: 
 
     assert len(lines) <= height
     assert max(map(len, lines)) <= width
-    for part in ("Saved 830 encodes", "312 MB", "148 GPU s", "hit rate 83 %", "encode", "Ended"):
+    for part in (
+        "Saved 830 encodes",
+        "312 MB",
+        "148 GPU s",
+        "hit rate 83 %",
+        "75 % of",
+        "encode",
+        "Ended",
+    ):
         assert part in text
+
+
+def test_a_fleet_without_encode_instances_has_saved_no_encodes() -> None:
+    shown = large(1)
+    shown["instances"] = [one for one in shown["instances"] if one["role"] != "encode"]
+    assert "Saved 830 encodes" in "\n".join(drawn(shown, 80, 24))  # it had some once
+
+    shown["totals"]["items"] = dict.fromkeys(shown["totals"]["items"], 0)
+    lines = drawn(shown, 80, 24)
+
+    assert "Saved" not in "\n".join(lines)
+    assert "Conversations 12 kept  hit rate 75 % of 60 turns" in lines[1]
+
+
+def test_an_encode_instance_that_has_saved_nothing_yet_is_said_to() -> None:
+    shown = large(1)
+    shown["totals"] = totals([])
+    text = "\n".join(drawn(shown, 80, 24))
+
+    assert "Saved 0 encodes" in text
+    assert "Conversations" not in text
+
+
+def test_of_conversations_in_redis_the_turns_are_known() -> None:
+    shown = large(1)
+    shown["totals"]["conversations"]["kept"] = 0
+
+    assert "Conversations  hit rate 75 % of 60 turns" in "\n".join(drawn(shown, 80, 24))
 
 
 def test_where_not_all_have_a_place_the_bad_ones_do() -> None:

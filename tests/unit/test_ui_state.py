@@ -195,6 +195,7 @@ def test_totals_are_those_of_the_page_of_metrics() -> None:
     assert found["items"] == {"hit": 830, "encoded": 170, "local": 0}
     assert found["in_flight"] == 12
     assert found["saved"] == {"encodes": 830, "bytes": 312_400_000, "encode_seconds": 148.2}
+    assert found["conversations"] == {"kept": 12, "turns": 60, "hit": 45}
 
 
 def test_nothing_at_all_is_a_state_too() -> None:

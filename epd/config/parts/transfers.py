@@ -12,6 +12,7 @@ from epd.config.fields import (
 )
 from epd.config.parts.instances import InstanceSettings
 from epd.config.parts.named import flag_of
+from epd.routing.instances import Role
 from epd.transfer.flavours import EC_TRANSFERS, KV_TRANSFERS, ECTransferName, KVTransferName
 
 
@@ -139,7 +140,9 @@ class TransferSettings(InstanceSettings):
             try:
                 transfer.check(instance)
             except ValueError as error:
-                raise ValueError(f"{instance.url}: --kv-transfer {error}") from None
+                addrs = "prefill" if instance.role is Role.PREFILL else "decode"
+                fault = f"--{addrs}-kv-addrs:" if instance.kv_addr else "--kv-transfer"
+                raise ValueError(f"{instance.url}: {fault} {error}") from None
         if transfer.needed and self.on_prefill_failure == "local":
             raise ValueError(
                 f"--kv-transfer {self.kv_transfer} needs --on-prefill-failure fail: its decode "
