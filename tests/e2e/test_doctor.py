@@ -2,12 +2,14 @@
 
 from epd.config import ProxyConfig
 from epd.doctor.examination import examine
-from epd.doctor.findings import Verdict
+from epd.doctor.findings import Finding, Verdict
 from epd.routing.instances import Role
-from tests.e2e.conftest import Served
+from tests.e2e.conftest import Served, metric
+from tests.e2e.stacks import CONVERSING, on
+from tests.e2e.test_conversations import READ
 
 
-async def test_the_doctor_finds_nothing_to_mend_in_a_real_fleet(stack: Served) -> None:
+async def examined(stack: Served) -> list[Finding]:
     urls = {role: tuple(engine.url for engine in stack.stack.of(role)) for role in Role}
     config = ProxyConfig(
         host="127.0.0.1",
@@ -21,10 +23,24 @@ async def test_the_doctor_finds_nothing_to_mend_in_a_real_fleet(stack: Served) -
         allowed_media_domains=("example.com",),
     )
 
-    findings = await examine(config, requests=True)
+    return await examine(config, requests=True)
+
+
+async def test_the_doctor_finds_nothing_to_mend_in_a_real_fleet(stack: Served) -> None:
+    findings = await examined(stack)
 
     assert [one for one in findings if one.verdict is not Verdict.OK] == []
     seen = {one.seen for one in findings}
     assert "finds encoder outputs by their key alone" in seen
     assert "has what the encode instance has just made" in seen
-    assert ("hands over its KV cache" in seen) == bool(urls[Role.PREFILL])
+    assert ("hands over its KV cache" in seen) == bool(stack.stack.of(Role.PREFILL))
+
+
+@on(CONVERSING)
+async def test_the_doctor_has_prefill_read_what_decode_holds(stack: Served) -> None:
+    before = metric(stack.stack.of(Role.PREFILL)[0], READ)
+    findings = await examined(stack)
+
+    assert [one for one in findings if one.verdict is not Verdict.OK] == []
+    assert "reads what decode holds of a conversation's last turn" in {one.seen for one in findings}
+    assert metric(stack.stack.of(Role.PREFILL)[0], READ) > before
