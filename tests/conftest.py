@@ -1,6 +1,7 @@
 """What several kinds of tests share."""
 
 import fcntl
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+
+def pytest_configure() -> None:
+    """Ignore no signal that tests send: `nohup` passes on that SIGHUP is."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ import pytest
 from packaging.requirements import Requirement
 from prometheus_client.parser import text_string_to_metric_families
 
+from epd.conversations.conversations import RESULTS
 from epd.version import __version__
 from tests.conftest import ROOT
 from tests.proxy.clients import ALICE, bearer
@@ -22,9 +23,7 @@ LABELS = {
     "model_name": re.compile("m|other|"),
     "stage": re.compile("store|queue|encode|prefill|decode|release|proxy|answer"),
     "failed": re.compile("true|false"),
-    "result": re.compile(
-        "hit|encoded|local|ok|failed|timeout|error|skipped|miss|stale|changed|unknown"
-    ),
+    "result": re.compile("hit|encoded|local|ok|timeout|error|skipped|" + "|".join(RESULTS)),
     "kind": re.compile("(encode|prefill)-local"),
     "reason": re.compile("[a-z_]+"),
     "role": re.compile("encode|prefill|decode|prefill_decode"),
