@@ -3,7 +3,13 @@
 An id tells requests apart and is no secret, so none costs the system call that a secret does.
 """
 
+import os
 import random
+
+# Not the module's own numbers: whoever shares the process may give those a seed, and then proxies
+# would call different requests the same.
+_NUMBERS = random.Random()  # noqa: S311 - no secret
+os.register_at_fork(after_in_child=_NUMBERS.seed)
 
 
 def request_id(client_id: str | None) -> str:
@@ -21,5 +27,4 @@ def child_id(parent: str, number: int) -> str:
 
 
 def _hex(size_bytes: int) -> str:
-    # A process that is forked begins with a seed of its own, as Python sees to.
-    return f"{random.getrandbits(8 * size_bytes):0{2 * size_bytes}x}"
+    return f"{_NUMBERS.getrandbits(8 * size_bytes):0{2 * size_bytes}x}"

@@ -1,0 +1,41 @@
+"""Ids of requests differ, whatever the process does with random numbers."""
+
+import random
+import re
+import subprocess
+import sys
+
+from epd.request.ids import child_id, request_id
+
+
+def test_they_are_as_long_as_they_were_and_begin_with_the_clients() -> None:
+    assert re.fullmatch("[0-9a-f]{32}", request_id(None))
+    assert re.fullmatch("mine-[0-9a-f]{8}", request_id("mine"))
+    assert re.fullmatch("mine:3:[0-9a-f]{6}", child_id("mine", 3))
+
+
+def test_a_seed_of_somebody_else_makes_no_two_the_same() -> None:
+    ids = []
+    for _ in range(2):
+        random.seed(0)
+        ids.append(request_id(None))
+
+    assert ids[0] != ids[1]
+
+
+FORKS = """
+import os
+from epd.request.ids import request_id
+child = os.fork()
+print(request_id(None), flush=True)
+if child:
+    os.waitpid(child, 0)
+"""
+
+
+def test_a_process_that_is_forked_has_others() -> None:
+    # In a process of its own, with no thread: to fork another one is a warning.
+    said = subprocess.check_output([sys.executable, "-c", FORKS], text=True).split()
+
+    assert len(said) == 2
+    assert said[0] != said[1]
