@@ -27,7 +27,7 @@ FORKS = """
 import os
 from epd.request.ids import request_id
 child = os.fork()
-print(request_id(None), flush=True)
+os.write(1, f"{request_id(None)}\\n".encode())  # at once: the two do not wait for each other
 if child:
     os.waitpid(child, 0)
 """
