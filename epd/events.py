@@ -88,6 +88,7 @@ class RequestDone(NamedTuple):
         degraded: what was done in another stage than its own.
         engine_id: the id sent to the instances.
         trace_id: of its trace, where it is traced.
+        policy: the one that decided what runs for it; None: none has.
         kv_wait_s: from prefill's answer to decode's first token, in a stream: for so long prefill
             kept its blocks at most.
         model_name: what instances call its model (`epd.models`).
@@ -121,6 +122,7 @@ class RequestDone(NamedTuple):
     waits: int = 0
     saved_bytes: int = 0
     trace_id: str | None = None
+    policy: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

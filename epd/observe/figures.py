@@ -156,6 +156,12 @@ DEGRADED = Figure(
     "Requests of which a stage's work was done in another stage.",
     (MODEL, "kind"),
 )
+POLICIES = Figure(
+    "epd_policy_requests",
+    "counter",
+    "Requests by the coordination policy that decided what runs for them.",
+    (MODEL, "policy"),
+)
 DISCONNECTS = Figure(
     "epd_disconnects",
     "counter",
@@ -269,6 +275,7 @@ FIGURES: Mapping[str, Figure] = MappingProxyType(
             CIRCUIT_OPEN,
             RETRIES,
             DEGRADED,
+            POLICIES,
             DISCONNECTS,
             KV_RELEASES,
             INSTANCE_CHANGES,

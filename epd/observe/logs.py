@@ -200,6 +200,8 @@ class LogObserver:
             fields["items"] = ",".join(f"{name}={count}" for name, count in event.items.items())
         if event.retries:
             fields["retries"] = event.retries
+        if event.policy is not None:
+            fields["policy"] = event.policy
         if event.degraded:
             fields["degraded"] = ",".join(sorted(event.degraded))
         if event.engine_id != event.request_id:

@@ -45,6 +45,7 @@ class MetricsObserver(Collector):
         self._saved_seconds = Counted(figures.SAVED_ENCODE_SECONDS)
         self._retries = Counted(figures.RETRIES)
         self._degraded = Counted(figures.DEGRADED)
+        self._policies = Counted(figures.POLICIES)
         self._disconnects = Counted(figures.DISCONNECTS)
         self._releases = Counted(figures.KV_RELEASES)
         self._instances = Counted(figures.INSTANCE_CHANGES)
@@ -100,6 +101,8 @@ class MetricsObserver(Collector):
             self._retries.add((model,), event.retries)
         for kind in event.degraded:
             self._degraded.add((model, kind))
+        if event.policy is not None:
+            self._policies.add((model, event.policy))
         if event.items:
             self._count_items(model, event)
 

@@ -141,6 +141,8 @@ class OtelRequest:
             "epd.retries": event.retries,
             **{f"epd.items.{result}": count for result, count in event.items.items()},
         }
+        if event.policy is not None:
+            attributes["epd.policy"] = event.policy
         if event.degraded:
             attributes["epd.degraded"] = sorted(event.degraded)
         if event.error is not None:

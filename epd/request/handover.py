@@ -105,6 +105,8 @@ class Handovers:
         """
         if self._goes_to_prefill(attempts, body, context):
             return self._table.place(self._prefill(attempts, context))
+        if not self._table.has(Role.PREFILL_DECODE):  # no use to ask a picker beforehand
+            return None
         decode = await self._decoders.pick(attempts, context)
         return self._table.place(decode) if decode.role in CONSUMERS else None
 

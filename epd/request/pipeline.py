@@ -49,7 +49,7 @@ class Pipeline:
         transfer: ECTransfer,
         handovers: Handovers,
         decoders: Decoders,
-        coordinate: Callable[[Facts], Course | None],
+        coordinate: Callable[[Facts], tuple[str, Course] | None],
         config: ProxyConfig,
     ) -> None:
         self._table = table
@@ -74,7 +74,7 @@ class Pipeline:
         """
         items = self._items(body, context)
         facts = self._facts(body, items, context)
-        course = self._decoders.settled(self._course(facts), context)
+        course = self._decoders.settled(self._course(facts, context), context)
         body, uuids = await self._keyed(body, items, context)
         attempts = Attempts(course, facts)
 
@@ -189,13 +189,14 @@ class Pipeline:
             context.client_headers,
         )
 
-    def _course(self, facts: Facts) -> Course:
+    def _course(self, facts: Facts, context: RequestContext) -> Course:
         """What runs for a request.
 
         Raises:
             NoInstance: no policy has anything to say of it.
         """
-        if (course := self._coordinate(facts)) is not None:
+        if (decided := self._coordinate(facts)) is not None:
+            context.record.policy, course = decided
             return course
         if facts.roles.isdisjoint(ANSWERING):
             raise NoInstance("there is no decode instance", slug="no_decode")

@@ -14,6 +14,7 @@ class Record:
     Attributes:
         at: what it waits for, or did last.
         stages: those that have ended; each adds itself.
+        policy: the one that decided what runs; None: none has.
         items: how many items came from where.
         hits: how many of its items needed no encode, by modality.
         waits: how many of those waited for an encode that somebody else had begun.
@@ -29,6 +30,7 @@ class Record:
 
     at: Waiting = "proxy"
     stages: list[StageDone] = field(default_factory=list)
+    policy: str | None = None
     items: Mapping[ItemResult, int] = field(default_factory=dict)
     hits: Mapping[Modality, int] = field(default_factory=dict)
     waits: int = 0

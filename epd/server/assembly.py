@@ -87,7 +87,7 @@ async def connections(app: web.Application) -> AsyncIterator[None]:
         handovers = Handovers(table, stages, transfer, peers, decoders, releases, readbacks, config)
         encoded = EC_TRANSFERS[config.ec_transfer]()
         app[PIPELINE] = Pipeline(
-            table, stages, media, cache, encoded, handovers, decoders, app[POLICIES].course, config
+            table, stages, media, cache, encoded, handovers, decoders, app[POLICIES].decide, config
         )
         app[WARMUP] = Warmup(app[PIPELINE], cache)
         app[ADMIN] = Admin(table, upstream, config, app[METRICS])

@@ -86,6 +86,7 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
             waits=record.waits,
             saved_bytes=record.saved_bytes,
             trace_id=None if context.span is None else context.span.trace_id,
+            policy=record.policy,
         )
         if context.span is not None:
             context.span.done(event)

@@ -99,10 +99,9 @@ class Policies:
             self._page.write(b"")
         self._number = UNREAD
 
-    def course(self, facts: Facts) -> Course | None:
-        """What runs for a request; None: no policy says it."""
-        decided = decide(self._in_force(), facts)
-        return None if decided is None else decided[1]
+    def decide(self, facts: Facts) -> tuple[str, Course] | None:
+        """What runs for a request, and by which policy; None: none says it."""
+        return decide(self._in_force(), facts)
 
     @property
     def decodes_elsewhere(self) -> bool:

@@ -22,6 +22,7 @@ from tests.proxy.fake_instance import (
 )
 from tests.proxy.fleet import Fleet, Launch, until
 from tests.proxy.strict_encode import Memory, Pushes
+from tests.proxy.test_coordination import Picker, picked_by
 from tests.proxy.test_instances import KEY, empty, listing, register, taking_part
 from tests.requests import image, input_audio, request, text, video
 
@@ -317,6 +318,23 @@ async def test_a_prefill_instance_that_registers_is_pushed_to(launch: Launch, st
         assert kinds(decode) == ["text", "image_url"]
         assert "ec_transfer_params" not in decode.calls[-1].body
         assert fleet.events.requests[-1].degraded == {"prefill-local"}
+
+
+async def test_a_picker_of_decode_instances_is_asked_once(launch: Launch) -> None:
+    pushes, where = Pushes(), "tcp://p:19019"
+    async with (
+        Picker().running() as picker,
+        empty(launch, ec_transfer="mooncake", **picked_by(picker)) as fleet,
+        taking_part(fleet, Role.ENCODE) as encode,
+        taking_part(fleet, Role.PREFILL, ec_zmq_addrs=[where]) as prefill,
+        taking_part(fleet, Role.DECODE) as decode,
+    ):
+        picker.answer = {"url": decode.url}
+        encode.chat, prefill.chat = pushes.encodes, refuses(503)
+        await ask(fleet, request(text(), image()))  # decode does it all in the end
+
+        assert len(decode.calls) == 1
+        assert len(picker.questions) == 1
 
 
 async def test_the_rank_that_is_pushed_to_is_the_one_that_prefills(launch: Launch) -> None:

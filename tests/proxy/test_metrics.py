@@ -89,6 +89,7 @@ def ended(*stages: str, status: int = 200) -> Page:
     return {
         **of_m("epd_requests_total", path=CHAT, status=status),
         **of_m("epd_request_seconds_count", path=CHAT),
+        **of_m("epd_policy_requests_total", policy="encode_pd"),
         **first,
         **gone_through(*stages),
     }
@@ -217,6 +218,7 @@ CASES: dict[str, tuple[Act, Page]] = {
         {
             **counted("epd_requests_total", model_name="other", path=CHAT, status=404),
             **counted("epd_request_seconds_count", model_name="other", path=CHAT),
+            **counted("epd_policy_requests_total", model_name="other", policy="encode_pd"),
             **gone_through("decode!", model="other"),
         },
     ),
@@ -283,6 +285,7 @@ CASES: dict[str, tuple[Act, Page]] = {
             **of_m("epd_stage_seconds_count", 2, stage="store", failed="false"),
             **of_m("epd_requests_total", path=CHAT, status=499),
             **of_m("epd_request_seconds_count", 2, path=CHAT),
+            **of_m("epd_policy_requests_total", 2, policy="encode_pd"),
             **NEW,
             **counted("epd_store_operations_total", 2, operation="lookup", result="ok"),
             **counted("epd_disconnects_total", stage="encode"),

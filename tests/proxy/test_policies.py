@@ -70,6 +70,8 @@ async def test_what_is_set_is_in_force_at_once(launch: Launch) -> None:
         assert (status, said["from"]) == (200, "api")
         await fleet.chat(request(text()))
         assert asked(fleet) == (0, 1, 2)
+        decided = [one.policy for one in fleet.events.requests]
+        assert decided == [USUAL[0], None, "pd_only"]  # of what is no request to instances, none
 
         status, said = await call(fleet.url, "DELETE")
         assert (status, said["from"]) == (200, "configuration")

@@ -90,6 +90,7 @@ async def test_a_request_is_a_span_with_a_child_for_each_stage(
         "gen_ai.request.model": "m",
         "epd.request.id": fleet.d.calls[0].headers["X-Request-Id"],
         "epd.retries": 0,
+        "epd.policy": "encode_pd",
         "epd.items.encoded": 1,
     }
     assert encode.attributes == {

@@ -210,6 +210,14 @@ URLS: dict[str, Any] = {
     "encode_servers_urls": ("http://e:1",),
     "decode_servers_urls": ("http://d:1",),
 }
+ADDRESSES: dict[str, Any] = {
+    "encode_servers_urls": "disable",
+    "prefill_servers_urls": ("http://p:1",),
+    "kv_transfer": "p2p-nccl",
+    "prefill_kv_addrs": ("p:1",),
+    "decode_kv_addrs": ("d:1",),
+    "on_prefill_failure": "fail",
+}
 P = {"prefill_servers_urls": ("http://p:1", "http://p:2")}
 
 
@@ -266,6 +274,10 @@ def test_the_local_prefill_instance_is_the_first_one_by_default() -> None:
         ({"local_prefill_url": "http://x:1"}, "must be one of --prefill-servers-urls"),
         ({"decode_header": "a b"}, "is no name of a header"),
         ({"decode_hosts": "10.0.0.0/99"}, "is no host name"),
+        (
+            {"decode_hosts": "d", **ADDRESSES},
+            "--decode-hosts cannot be used with --kv-transfer p2p-nccl: p2p-nccl needs the kv_addr",
+        ),
     ],
 )
 def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:

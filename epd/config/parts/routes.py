@@ -18,6 +18,7 @@ from epd.policies.active import Active, activate
 from epd.policies.course import DecodeChoice, DecodeFrom
 from epd.policies.suited import check_suited
 from epd.routing.balance import BalanceName, ItemBalanceName
+from epd.routing.instances import Instance, Role
 from epd.transfer.flavours import EC_TRANSFERS, KV_TRANSFERS
 
 MIN_LOAD_INTERVAL_S = 0.05
@@ -107,6 +108,17 @@ class RouteSettings(TransferSettings):
         found = self.dynamic_registration or self.instances_file or self._decode_is_named
         if not (decodes or found):
             raise ValueError(f"--decode-servers-urls is required, or {sources}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_strangers(self) -> Self:
+        if self.decode_hosts:
+            try:
+                KV_TRANSFERS[self.kv_transfer]().check(Instance(Role.DECODE, "http://stranger"))
+            except ValueError as error:
+                raise ValueError(
+                    f"--decode-hosts cannot be used with --kv-transfer {self.kv_transfer}: {error}"
+                ) from None
         return self
 
     @model_validator(mode="after")
