@@ -5,6 +5,8 @@ figures say how much of it was computed.
 """
 
 import secrets
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,6 +16,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import openai
+import orjson
 import pytest
 
 from epd.routing.instances import Role
@@ -32,6 +35,11 @@ READ = "vllm:external_prefix_cache_hits_total"
 
 TTL = ("--conversation-ttl", "40")
 """Shorter than decode's own, `BLOCKS_TTL_S`."""
+
+MULTI_TURN = Path(sys.prefix, "share", "vllm-multi-turn", "benchmark_serving_multi_turn.py")
+"""Unpacked by `scripts/setup.sh`."""
+
+TALKS, TURNS = 3, 3
 
 WORDS = "what is it, and what was it before? " * 4
 
@@ -156,3 +164,46 @@ def test_what_a_decode_engine_has_kept_is_gone_when_it_is_started_anew(stack: Se
 
     check_right(turns)
     assert [turn.read > 0 for turn in turns] == [False, True, False, True]
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["by name", "as it comes"])
+def test_vllms_multi_turn_benchmark_runs_unchanged(
+    stack: Served, models: Path, tmp_path: Path, named: bool
+) -> None:
+    """By name without streams, as vLLM 0.32 says nothing of its blocks in them."""
+    said, stats = tmp_path / "conversations.json", tmp_path / "stats.json"
+    said.write_bytes(orjson.dumps([questions(number) for number in range(TALKS)]))
+    flags = ["--no-stream", "--send-conversation-id"] if named else []
+    prefill = stack.consumers[0]
+    with another_proxy(stack, *TTL, encode=False) as url:
+        read = metric(prefill, READ)
+        ran = subprocess.run(
+            [
+                *(sys.executable, str(MULTI_TURN), "--model", str(models / stack.model)),
+                *("--served-model-name", stack.model, "--url", url, "--input-file", str(said)),
+                *("--num-clients", "2", "--max-active-conversations", "2", "--no-early-stop"),
+                *("--limit-min-tokens", "8", "--limit-max-tokens", "8", *flags),
+                *("--stats-json-output", str(stats)),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        turns = httpx.get(f"{url}/metrics").text
+        read = metric(prefill, READ) - read
+
+    assert ran.returncode == 0, ran.stderr
+    assert len(orjson.loads(stats.read_bytes())) == TALKS * TURNS
+    hits = 'epd_conversation_turns_total{result="hit"} '
+    assert (f"{hits}{TALKS * (TURNS - 1)}.0" in turns) is named
+    assert (read > 0) is named
+
+
+def questions(number: int) -> dict[str, Any]:
+    """A conversation as vLLM's benchmark reads it: what is asked, and answers that it replaces."""
+    turn = [
+        {"role": "user", "content": f"In story {number}, {WORDS * 4}"},
+        {"role": "assistant", "content": "What it was."},
+    ]
+    return {"id": f"talk-{number}", "messages": turn * TURNS}
