@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from ec_store import EntryInfo, EntryKey
-from epd.cache.encoder_cache import EncoderCache, Look
+from epd.cache.encoder_cache import EncoderCache
+from epd.cache.look import Look
 
 CLAIM_S = 10.0
 """How long a claim outlives its holder."""

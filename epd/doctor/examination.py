@@ -17,7 +17,7 @@ from epd.doctor.roll_call import call_the_roll
 from epd.doctor.store import look_at_store
 from epd.doctor.trials import Trials, Tried, text
 from epd.doctor.turns import Turns
-from epd.http.client import Pool
+from epd.http.pool import Pool
 from epd.http.tls import upstream_context
 from epd.http.upstream import Upstream
 from epd.request.peers import Peers

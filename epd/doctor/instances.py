@@ -11,9 +11,11 @@ import orjson
 
 from epd.doctor.facts import InstanceFacts, Model
 from epd.errors import ProxyError
-from epd.http.client import Broken, Pool, Unreachable
+from epd.http.connection import Broken, Unreachable
 from epd.http.http1 import request_head, target_of
-from epd.http.upstream import KEEP_ALIVE_S, Answer, Upstream
+from epd.http.pool import Pool
+from epd.http.reply import Answer
+from epd.http.upstream import KEEP_ALIVE_S, Upstream
 from epd.routing.instances import Instance
 
 IDLE_S = KEEP_ALIVE_S + 0.5

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from aiohttp import HttpVersion11, hdrs, web
 
 from epd.config import ProxyConfig
-from epd.edge.admission import max_body_bytes
+from epd.edge.limits import max_body_bytes
 from epd.errors import RequestRefused
 
 GRACE_S = 5.0

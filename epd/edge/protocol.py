@@ -7,21 +7,21 @@ for errors that no handler sees. Nothing of a request is logged or quoted: its h
 
 import asyncio
 import logging
-import re
 import uuid
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any, cast
 
 import structlog
-from aiohttp import HttpVersion10, HttpVersion11, hdrs, web
+from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 from aiohttp.web_protocol import _ErrInfo
 
 from epd.config import ProxyConfig
 from epd.edge import descriptors
-from epd.errors import BadRequest, Overloaded, ProxyError, RequestRefused
+from epd.edge.ambiguity import invalid, refusal
+from epd.errors import Overloaded, ProxyError, RequestRefused
 from epd.events import Observer, RequestDone
 
 SERVER = "epd"
@@ -33,10 +33,6 @@ LINGER_S = 5.0
 connection closed on unread bytes is reset, and the answer may be lost with it."""
 MAX_REFUSALS = 64
 """Connections above the limit that are told so at one time; others are closed without a word."""
-MAX_CONTENT_LENGTH = 2**63 - 1
-"""llhttp takes 2**64 - 1 for no length at all, and so a body for the next request."""
-ABSOLUTE = re.compile(r"[a-z][a-z0-9+.-]*://([^/?#]*)", re.IGNORECASE)
-"""A request target that names its host (RFC 9112, 3.2.2)."""
 
 
 class Connection(web.RequestHandler):
@@ -283,7 +279,7 @@ class Server(web.Server):
         return {**error.headers, "X-Request-Id": request_id, "Server": SERVER}
 
     async def _checked(self, request: web.BaseRequest) -> web.StreamResponse:
-        if (error := _refusal(request)) is not None:
+        if (error := refusal(request)) is not None:
             return request.protocol.handle_error(request, error.status, error)
         return await self._handler(request)
 
@@ -320,52 +316,17 @@ class Runner(web.AppRunner):
         )
 
 
-def _refusal(request: web.BaseRequest) -> ProxyError | None:
-    """What is wrong with a request, whichever route it is for."""
-    if _is_ambiguous(request):
-        return _invalid("the request's length or version is ambiguous")
-    if _is_elsewhere(request):
-        return _invalid("the request's target is on another host than its Host says")
-    if hdrs.EXPECT in request.headers and any(
-        it and it.lower() != "100-continue" for it in request.headers.getall(hdrs.EXPECT)
-    ):
-        return RequestRefused(
-            417, "nothing can be expected but 100-continue", slug="unsupported_expectation"
-        )
-    return None
-
-
-def _is_elsewhere(request: web.BaseRequest) -> bool:
-    """Whether it names two hosts. aiohttp goes by its target; a check of `Host` would be passed."""
-    target = ABSOLUTE.match(request.raw_path)
-    return target is not None and target[1].lower() != request.headers.get(hdrs.HOST, "").lower()
-
-
-def _is_ambiguous(request: web.BaseRequest) -> bool:
-    """Whether another HTTP parser may see other requests in the same bytes (request smuggling)."""
-    if request.version < HttpVersion10 or (request.content_length or 0) > MAX_CONTENT_LENGTH:
-        return True
-    codings = request.headers.getall(hdrs.TRANSFER_ENCODING, ())
-    return bool(codings) and (
-        request.version < HttpVersion11 or any(coding.lower() != "chunked" for coding in codings)
-    )
-
-
 def _shown(failure: BaseException | None) -> ProxyError | None:
     """What a client is told; None for what is our own mistake."""
     match failure:
         case ProxyError():
             return failure
         case LineTooLong():
-            return _invalid("the request line or a header is too long")
+            return invalid("the request line or a header is too long")
         case HttpProcessingError():
-            return _invalid("the request is not valid HTTP/1.1")
+            return invalid("the request is not valid HTTP/1.1")
         case _:
             return None
-
-
-def _invalid(message: str) -> BadRequest:
-    return BadRequest(message, slug="invalid_http")
 
 
 def _half_close(transport: asyncio.Transport) -> None:

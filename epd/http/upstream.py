@@ -1,28 +1,21 @@
 """The one module that sends HTTP to instances."""
 
 import asyncio
-import errno
 import math
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from epd.bodies.cuts import Pieces
-from epd.errors import (
-    Overloaded,
-    ProxyError,
-    Stage,
-    UpstreamFailed,
-    UpstreamTimeout,
-    UpstreamUnreachable,
-)
-from epd.http.client import Broken, Connection, Pool, Sink, Unreachable
+from epd.errors import Overloaded, Stage, UpstreamFailed
+from epd.http.connection import Broken, Connection
+from epd.http.faults import FAILURES, cause, shown
 from epd.http.http1 import Target, request_head, target_of
+from epd.http.pool import Pool
+from epd.http.reply import Answer, Reply, is_success
 from epd.http.tls import upstream_context
 from epd.version import __version__
 
@@ -30,112 +23,8 @@ KEEP_ALIVE_S = 2.0
 """How long an idle connection is pooled: under half of what vLLM keeps one
 (`VLLM_HTTP_TIMEOUT_KEEP_ALIVE`, 5 s), so that none is reused that it has just closed."""
 
-OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
-MAX_ANSWER_BYTES = 16 * 1024**2
-"""Largest answer of an encode or prefill instance, and largest error."""
 OURS = {"User-Agent": f"epd/{__version__}", "Accept": "*/*", "Accept-Encoding": "identity"}
 """Headers of every request."""
-
-FAILURES = (Unreachable, Broken, TimeoutError)
-"""What `epd.http.client` raises."""
-
-
-def is_success(status: int) -> bool:
-    """Whether a status is a 2xx."""
-    return HTTPStatus.OK <= status < HTTPStatus.MULTIPLE_CHOICES
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A whole answer of an instance."""
-
-    status: int
-    headers: Mapping[str, str]
-    body: bytes
-
-    @property
-    def ok(self) -> bool:
-        """Whether the status is a 2xx."""
-        return is_success(self.status)
-
-
-class Reply:
-    """An answer whose head has come and whose body has not been read."""
-
-    __slots__ = ("_clock", "_connection", "_late", "_stage", "_until_s")
-
-    def __init__(self, connection: Connection, stage: Stage, until_s: float, late: str) -> None:
-        """Read it from a connection until a time on the event loop's clock, or say `late`."""
-        self._connection = connection
-        self._stage: Stage = stage
-        self._until_s = until_s
-        self._late = late
-        self._clock = asyncio.get_running_loop().time
-
-    @property
-    def status(self) -> int:
-        """HTTP status."""
-        return self._connection.status
-
-    @property
-    def ok(self) -> bool:
-        """Whether the status is a 2xx."""
-        return is_success(self.status)
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        """Response headers, by name in any case."""
-        return self._connection.headers
-
-    async def read(self, *, idle_s: float, limit: int = MAX_ANSWER_BYTES) -> bytes:
-        """The whole body.
-
-        Raises:
-            UpstreamFailed: it is larger than `limit` bytes, or broke off.
-            UpstreamTimeout: nothing came for `idle_s` seconds.
-        """
-        parts = []
-        size = 0
-        while not self._connection.ended and (chunk := await self.chunk(idle_s)):
-            parts.append(chunk)
-            size += len(chunk)
-            if size > limit:
-                raise UpstreamFailed(
-                    f"the {self._stage} instance's answer is larger than {limit} bytes",
-                    slug=f"{self._stage}_bad_response",
-                    stage=self._stage,
-                )
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    async def chunk(self, idle_s: float) -> bytes:
-        """What has come of the body since the last one; empty when it has ended.
-
-        Raises:
-            UpstreamFailed: it broke off.
-            UpstreamTimeout: nothing came for `idle_s` seconds.
-        """
-        try:
-            return await self._connection.chunk(min(self._clock() + idle_s, self._until_s))
-        except FAILURES as error:
-            raise self._broke_off(error) from _cause(error)
-
-    async def pour(self, sink: Sink, idle_s: float) -> bool:
-        """Hand on the body as it comes, with no task woken for it, while `sink` can take more.
-
-        Returns:
-            Whether it has ended.
-
-        Raises:
-            UpstreamFailed: it broke off.
-            UpstreamTimeout: nothing came for `idle_s` seconds.
-        """
-        try:
-            return await self._connection.pour(sink, idle_s)
-        except FAILURES as error:
-            raise self._broke_off(error) from _cause(error)
-
-    def _broke_off(self, error: Exception) -> ProxyError:
-        return _shown(error, self._stage, broken=f"{self._stage}_died", late=self._late)
 
 
 class Upstream:
@@ -226,7 +115,7 @@ class Upstream:
         try:
             connection = await _ask_anew(self._pool, request, until_s)
         except FAILURES as error:
-            failure = _shown(error, "proxy", broken="unreachable")
+            failure = shown(error, "proxy", broken="unreachable")
             if isinstance(failure, Overloaded):
                 raise failure from error
             return False
@@ -273,7 +162,7 @@ class Exchange:
         try:
             self._connection = await _ask(self._pool, self._request, until_s)
         except FAILURES as error:
-            raise _shown(error, stage, broken=f"{stage}_failed") from _cause(error)
+            raise shown(error, stage, broken=f"{stage}_failed") from cause(error)
         if self._connection.headers.get("Content-Encoding", "identity").lower() != "identity":
             self._connection.abort()
             raise UpstreamFailed(
@@ -330,26 +219,3 @@ async def _ask_anew(pool: Pool, request: _Request, until_s: float) -> Connection
 async def _connected(pool: Pool, request: _Request, until_s: float) -> Connection:
     async with asyncio.timeout_at(until_s):
         return await pool.connect(request.target.origin)
-
-
-def _shown(error: Exception, stage: Stage, *, broken: str, late: str | None = None) -> ProxyError:
-    """What the client's errors mean. Addresses and texts stay in the cause, which is not shown."""
-    instance = "the instance" if stage == "proxy" else f"the {stage} instance"
-    if isinstance(error, TimeoutError):
-        return UpstreamTimeout(
-            f"{instance} did not answer in time",
-            slug=late or f"{stage}_timeout",
-            stage=stage,
-        )
-    if isinstance(error, Broken):
-        return UpstreamFailed(f"the connection to {instance} broke", slug=broken, stage=stage)
-    cause = error.__cause__
-    if isinstance(cause, OSError) and cause.errno in OUT_OF_DESCRIPTORS:
-        # Ours, not the instance's.
-        return Overloaded("too many connections are open", stage=stage)
-    return UpstreamUnreachable(f"{instance} cannot be reached", slug=broken, stage=stage)
-
-
-def _cause(error: Exception) -> BaseException:
-    """What it is due to: of the client's own errors, what they came of."""
-    return error.__cause__ or error

@@ -6,7 +6,8 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from epd.bodies.items import Body, MMItem
-from epd.cache.encoder_cache import EncoderCache, Look
+from epd.cache.encoder_cache import EncoderCache
+from epd.cache.look import Look
 from epd.config import ProxyConfig
 from epd.errors import (
     ProxyError,

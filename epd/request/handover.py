@@ -9,7 +9,7 @@ from typing import Any
 from epd.bodies.items import Body
 from epd.config import ProxyConfig
 from epd.errors import BadRequest, NoInstance, ProxyError, UpstreamRejected
-from epd.http.upstream import Reply
+from epd.http.reply import Reply
 from epd.request.attempts import Attempts
 from epd.request.context import RequestContext
 from epd.request.decoders import Decoders

@@ -10,7 +10,7 @@ from epd.bodies.sse import EventAligner
 from epd.errors import ProxyError, UpstreamFailed
 from epd.events import GAPS_S
 from epd.histogram import Histogram
-from epd.http.upstream import Reply
+from epd.http.reply import Reply
 from epd.request.context import RequestContext
 
 AFTER_END_S = 1.0

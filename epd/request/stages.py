@@ -23,7 +23,8 @@ from epd.errors import (
     said_retry_after_s,
     slug_of,
 )
-from epd.http.upstream import Answer, Reply, Upstream
+from epd.http.reply import Answer, Reply
+from epd.http.upstream import Upstream
 from epd.request.context import RequestContext, Timed
 from epd.routing.health import BUSY
 from epd.routing.instances import Instance

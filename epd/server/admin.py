@@ -10,7 +10,8 @@ import orjson
 from epd.config import ProxyConfig
 from epd.errors import ProxyError, RequestRefused, Stage, UpstreamRejected
 from epd.flights import Flights
-from epd.http.upstream import Answer, Upstream
+from epd.http.reply import Answer
+from epd.http.upstream import Upstream
 from epd.observe.figures import CONVERSATIONS, CONVERSATIONS_EVICTED, Figure
 from epd.observe.metrics import MetricsObserver
 from epd.routing.balance import Choice

@@ -13,9 +13,9 @@ from aiohttp.typedefs import Handler
 
 from epd.config import ProxyConfig
 from epd.edge.access import Access, check_admin, check_registrar, client_key
-from epd.edge.admission import max_body_bytes
-from epd.edge.body import too_large
+from epd.edge.body import read_body, too_large
 from epd.edge.drain import DRAIN
+from epd.edge.limits import max_body_bytes
 from epd.errors import RequestRefused, Unauthorized
 from epd.request.context import RequestContext
 from epd.server.slots import ADMISSION, BODY, CONFIG, KEYS, UNKNOWN
@@ -85,6 +85,15 @@ def _check_admin(request: web.Request) -> None:
     peer = request.get_extra_info("peername")
     address = peer[0] if isinstance(peer, tuple) else None
     check_admin(request.app[CONFIG].admin_api_key, request.headers, address)
+
+
+async def read(request: web.Request) -> bytes | bytearray:
+    """The body of a request that is served; it is counted as it comes.
+
+    Raises:
+        ProxyError: see `epd.edge.body.read_body`.
+    """
+    return await read_body(request, request.app[CONFIG], request[BODY].grow)
 
 
 def may_administer(request: web.Request) -> bool:

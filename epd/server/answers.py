@@ -2,6 +2,7 @@
 
 from typing import get_args
 
+import orjson
 from aiohttp import web
 
 from epd.edge.protocol import SERVER
@@ -29,6 +30,16 @@ def own_headers(context: RequestContext) -> dict[str, str]:
     if record.degraded:
         own["x-epd-degraded"] = ",".join(sorted(record.degraded))
     return own
+
+
+def as_json(body: object, context: RequestContext, status: int = 200) -> web.Response:
+    """An answer of our own, for people to read too."""
+    return web.Response(
+        status=status,
+        body=orjson.dumps(body, option=orjson.OPT_INDENT_2),
+        content_type="application/json",
+        headers=own_headers(context),
+    )
 
 
 async def broken(

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from epd.http.client import PIECE_BYTES, READ_BUFFER_BYTES, Broken, Connection, Pool, Unreachable
+from epd.http.connection import PIECE_BYTES, READ_BUFFER_BYTES, Broken, Connection, Unreachable
 from epd.http.http1 import Origin, request_head, target_of
+from epd.http.pool import Pool
 from tests.faults.scripted import (
     STREAM_HEAD,
     Exchange,

@@ -10,7 +10,8 @@ import pytest
 from ec_store import Entry, EntryInfo, EntryKey, Store, StoreUnavailable
 from ec_store.shared_disk import SharedDiskStore
 from epd.cache.claims import Claims, Turn
-from epd.cache.encoder_cache import EncoderCache, Look
+from epd.cache.encoder_cache import EncoderCache
+from epd.cache.look import Look
 from tests.proxy.backed import BUDGET_S, NAMESPACE, Backed
 from tests.proxy.fleet import until
 

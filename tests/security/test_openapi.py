@@ -25,7 +25,8 @@ from schemathesis.specs.openapi.checks import (
 import epd
 from epd.bodies.endpoints import ENDPOINTS
 from epd.edge.access import Access
-from epd.server.web import OPENAPI, ROUTES
+from epd.server.operators import OPENAPI
+from epd.server.web import ROUTES
 from epd.version import __version__
 from tests.proxy.backed import Backed
 from tests.proxy.clients import bearer

@@ -17,7 +17,10 @@ from hypothesis.stateful import (
 )
 
 from epd.config import ProxyConfig
-from epd.edge.admission import Admission, Door, Limits, Pace, QueueFull, Ticket, limits_of
+from epd.edge.admission import Admission
+from epd.edge.door import Door, QueueFull, Ticket
+from epd.edge.limits import Limits, limits_of
+from epd.edge.pace import Pace
 from epd.errors import Overloaded, TooManyRequests, TryLater
 from epd.tenants import Tenant
 

@@ -16,7 +16,8 @@ from epd.bench import results, vllm_bench
 from epd.bench.dataset import Dataset
 from epd.bench.targets import Items, Model, NoFigures, Target, parse_items
 from epd.bench.vllm_bench import Load
-from epd.edge.admission import Admission, Limits
+from epd.edge.admission import Admission
+from epd.edge.limits import Limits
 from epd.events import ItemResult, RequestDone, StageDone
 from epd.observe.metrics import MetricsObserver
 

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from epd.config import ConfigInvalid, ProxyConfig
 from epd.config.live import FIXED, LiveConfig
-from epd.edge.admission import Admission, Door, Limits
+from epd.edge.admission import Admission
+from epd.edge.door import Door
+from epd.edge.limits import Limits
 from epd.errors import TooManyRequests, UpstreamUnreachable
 from epd.routing.balance import Choice
 from epd.routing.health import HealthPolicy, State

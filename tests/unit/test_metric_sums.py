@@ -14,7 +14,8 @@ from prometheus_client.metrics_core import Metric
 from epd.cache.encoder_cache import EncoderCache
 from epd.config import ProxyConfig
 from epd.conversations.conversations import Conversations
-from epd.edge.admission import Admission, limits_of
+from epd.edge.admission import Admission
+from epd.edge.limits import limits_of
 from epd.observe.figures import FIGURES
 from epd.observe.glances import ConversationsGlance, InstancesGlance, StoreGlance
 from epd.observe.hit_ratio import WithHitRatio

@@ -6,8 +6,8 @@ from typing import Any, cast
 import pytest
 from aiohttp import web
 
-from epd.http.client import Sink
-from epd.http.upstream import Reply
+from epd.http.connection import Sink
+from epd.http.reply import Reply
 from epd.request.context import RequestContext
 from epd.request.relay import StreamRelay
 

@@ -1,0 +1,120 @@
+"""Connections to instances, kept for the next request."""
+
+import asyncio
+import ssl
+from collections import deque
+from collections.abc import Mapping
+
+from epd.http.addresses import Addresses
+from epd.http.connection import Connection, Unreachable
+from epd.http.http1 import Origin, target_of
+
+
+class Pool:
+    """Connections by where they go. Belongs to one event loop.
+
+    Attributes:
+        connect_timeout_s: by when a connection is made, or is not; there may be another.
+    """
+
+    def __init__(
+        self, tls: ssl.SSLContext, *, connect_timeout_s: float, keep_alive_s: float
+    ) -> None:
+        """Begin with no connection.
+
+        Args:
+            tls: what servers are verified with.
+            connect_timeout_s: a connection that is not made by then, name looked up, handshake
+                made, will not be.
+            keep_alive_s: for how long idle ones are kept.
+        """
+        self._tls = tls
+        self.connect_timeout_s = connect_timeout_s
+        self._keep_alive_s = keep_alive_s
+        self._loop = asyncio.get_running_loop()
+        self._addresses = Addresses()
+        self._idle: dict[Origin, deque[Connection]] = {}
+        self._sweeper: asyncio.TimerHandle | None = None
+        self._closed = False
+        self._server_names: Mapping[Origin, str] = {}
+
+    def verify_as(self, names: Mapping[str, str]) -> None:
+        """Whose certificates servers have to show, by base URLs that have addresses as hosts."""
+        self._server_names = {target_of(url).origin: name for url, name in names.items()}
+
+    def take(self, origin: Origin) -> Connection | None:
+        """The idle connection that was used last, where there is one."""
+        idle = self._idle.get(origin)
+        since_s = self._loop.time() - self._keep_alive_s
+        while idle:
+            connection = idle.pop()
+            if connection.usable and connection.idle_since_s > since_s:
+                return connection
+            connection.abort()
+        return None
+
+    async def connect(self, origin: Origin) -> Connection:
+        """A new connection.
+
+        Raises:
+            Unreachable: it could not be made, or not in time.
+        """
+        try:
+            async with asyncio.timeout(self.connect_timeout_s):
+                return await self._connect(origin)
+        except (OSError, UnicodeError) as error:  # no time left; a name that cannot be one
+            raise Unreachable from error
+
+    async def _connect(self, origin: Origin) -> Connection:
+        tls = self._tls if origin.tls else None
+        name = self._name(origin) if origin.tls else None
+        if not origin.named:
+            _, connection = await self._loop.create_connection(
+                Connection, origin.host, origin.port, ssl=tls, server_hostname=name
+            )
+            return connection
+        opened = await self._addresses.connect(origin.host, origin.port)
+        try:
+            _, connection = await self._loop.create_connection(
+                Connection, sock=opened, ssl=tls, server_hostname=name
+            )
+        except BaseException:
+            opened.close()
+            raise
+        return connection
+
+    def _name(self, origin: Origin) -> str:
+        """As certificates say it."""
+        return self._server_names.get(origin, origin.host).rstrip(".")
+
+    def give_back(self, origin: Origin, connection: Connection) -> None:
+        """Keep a connection for the next request, if it can be used again; else end it."""
+        if self._closed or not connection.usable:
+            connection.abort()
+            return
+        connection.idle_since_s = self._loop.time()
+        self._idle.setdefault(origin, deque()).append(connection)
+        if self._sweeper is None:
+            self._sweeper = self._loop.call_later(self._keep_alive_s, self._sweep)
+
+    def _sweep(self) -> None:
+        """End what has been idle for too long."""
+        since_s = self._loop.time() - self._keep_alive_s
+        for origin, idle in list(self._idle.items()):
+            while idle and not (idle[0].usable and idle[0].idle_since_s > since_s):
+                idle.popleft().abort()
+            if not idle:
+                del self._idle[origin]
+        again = self._loop.call_later(self._keep_alive_s / 2, self._sweep) if self._idle else None
+        self._sweeper = again
+
+    async def close(self) -> None:
+        """End all idle connections, and keep none from now on."""
+        self._closed = True
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        for idle in self._idle.values():
+            for connection in idle:
+                connection.abort()
+        self._idle.clear()
+        await self._addresses.close()

@@ -1,0 +1,111 @@
+"""What an instance answers."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from epd.errors import ProxyError, Stage, UpstreamFailed
+from epd.http.connection import Connection, Sink
+from epd.http.faults import FAILURES, cause, shown
+
+MAX_ANSWER_BYTES = 16 * 1024**2
+"""Largest answer of an encode or prefill instance, and largest error."""
+
+
+def is_success(status: int) -> bool:
+    """Whether a status is a 2xx."""
+    return HTTPStatus.OK <= status < HTTPStatus.MULTIPLE_CHOICES
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer of an instance."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def ok(self) -> bool:
+        """Whether the status is a 2xx."""
+        return is_success(self.status)
+
+
+class Reply:
+    """An answer whose head has come and whose body has not been read."""
+
+    __slots__ = ("_clock", "_connection", "_late", "_stage", "_until_s")
+
+    def __init__(self, connection: Connection, stage: Stage, until_s: float, late: str) -> None:
+        """Read it from a connection until a time on the event loop's clock, or say `late`."""
+        self._connection = connection
+        self._stage: Stage = stage
+        self._until_s = until_s
+        self._late = late
+        self._clock = asyncio.get_running_loop().time
+
+    @property
+    def status(self) -> int:
+        """HTTP status."""
+        return self._connection.status
+
+    @property
+    def ok(self) -> bool:
+        """Whether the status is a 2xx."""
+        return is_success(self.status)
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Response headers, by name in any case."""
+        return self._connection.headers
+
+    async def read(self, *, idle_s: float, limit: int = MAX_ANSWER_BYTES) -> bytes:
+        """The whole body.
+
+        Raises:
+            UpstreamFailed: it is larger than `limit` bytes, or broke off.
+            UpstreamTimeout: nothing came for `idle_s` seconds.
+        """
+        parts = []
+        size = 0
+        while not self._connection.ended and (chunk := await self.chunk(idle_s)):
+            parts.append(chunk)
+            size += len(chunk)
+            if size > limit:
+                raise UpstreamFailed(
+                    f"the {self._stage} instance's answer is larger than {limit} bytes",
+                    slug=f"{self._stage}_bad_response",
+                    stage=self._stage,
+                )
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def chunk(self, idle_s: float) -> bytes:
+        """What has come of the body since the last one; empty when it has ended.
+
+        Raises:
+            UpstreamFailed: it broke off.
+            UpstreamTimeout: nothing came for `idle_s` seconds.
+        """
+        try:
+            return await self._connection.chunk(min(self._clock() + idle_s, self._until_s))
+        except FAILURES as error:
+            raise self._broke_off(error) from cause(error)
+
+    async def pour(self, sink: Sink, idle_s: float) -> bool:
+        """Hand on the body as it comes, with no task woken for it, while `sink` can take more.
+
+        Returns:
+            Whether it has ended.
+
+        Raises:
+            UpstreamFailed: it broke off.
+            UpstreamTimeout: nothing came for `idle_s` seconds.
+        """
+        try:
+            return await self._connection.pour(sink, idle_s)
+        except FAILURES as error:
+            raise self._broke_off(error) from cause(error)
+
+    def _broke_off(self, error: Exception) -> ProxyError:
+        return shown(error, self._stage, broken=f"{self._stage}_died", late=self._late)

@@ -1,0 +1,102 @@
+"""What operators ask, and what asks for them: probes, figures, who takes part, what runs where."""
+
+from pathlib import Path
+
+from aiohttp import web
+
+from epd.bodies.parsing import parse_json
+from epd.edge.drain import DRAIN
+from epd.errors import NoInstance, Overloaded
+from epd.routing.instances import ANSWERING
+from epd.server.admittance import may_administer, read
+from epd.server.answers import as_json, own_headers
+from epd.server.assembly import ADMIN, METRICS, POLICIES, ROSTER, TABLE
+from epd.server.slots import CONTEXT
+from epd.version import __version__
+
+OPENAPI = Path(__file__).with_name("openapi.json").read_bytes()
+
+
+async def health(request: web.Request) -> web.Response:
+    """`GET /health`: asks every instance."""
+    status, body = await request.app[ADMIN].health()
+    return as_json(body, request[CONTEXT], status)
+
+
+async def version(request: web.Request) -> web.Response:
+    """`GET /version`: the proxy's, and of each instance vLLM's."""
+    instances = await request.app[ADMIN].versions()
+    return as_json({"version": __version__, "instances": instances}, request[CONTEXT])
+
+
+async def openapi(request: web.Request) -> web.Response:
+    """`GET /openapi.json`: what there is to be asked."""
+    headers = own_headers(request[CONTEXT])
+    return web.Response(body=OPENAPI, content_type="application/json", headers=headers)
+
+
+async def ready(request: web.Request) -> web.Response:
+    """`/ready`, `/ping`: whether to send requests here. It asks nobody, and may be asked often."""
+    if request.app[DRAIN].began:
+        raise Overloaded("the proxy is about to stop", slug="shutting_down")
+    decodes = request.app[TABLE].met(*ANSWERING) or request.app[POLICIES].decodes_elsewhere
+    if not decodes:
+        raise NoInstance("no decode instance can be reached", slug="no_decode")
+    return as_json({"status": "ready"}, request[CONTEXT])
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """`GET /metrics`, for Prometheus."""
+    page, content_type = request.app[METRICS].page(request.headers.get("Accept", ""))
+    headers = own_headers(request[CONTEXT]) | {"Content-Type": content_type}
+    return web.Response(body=page, headers=headers)
+
+
+async def instances(request: web.Request) -> web.Response:
+    """`GET /instances`: who takes part; to who has the admin key, in detail."""
+    return as_json(request.app[ROSTER].page(detailed=may_administer(request)), request[CONTEXT])
+
+
+async def register(request: web.Request) -> web.Response:
+    """`POST /instances`: lets an instance take part."""
+    body = await read(request)
+    return as_json(await request.app[ROSTER].register(bytes(body)), request[CONTEXT])
+
+
+async def unregister(request: web.Request) -> web.Response:
+    """`DELETE /instances?url=…`: takes that back."""
+    url = request.query.get("url")
+    return as_json(await request.app[ROSTER].unregister(url), request[CONTEXT])
+
+
+async def policies(request: web.Request) -> web.Response:
+    """`GET /policies`: which are in force."""
+    return as_json(request.app[POLICIES].page(), request[CONTEXT])
+
+
+async def set_policies(request: web.Request) -> web.Response:
+    """`PUT /policies`: has these in force, and no others."""
+    body = await read(request)
+    return as_json(request.app[POLICIES].replace(bytes(body)), request[CONTEXT])
+
+
+async def add_policy(request: web.Request) -> web.Response:
+    """`POST /policies`: has one more in force, or one with other options."""
+    body = await read(request)
+    return as_json(request.app[POLICIES].add(bytes(body)), request[CONTEXT])
+
+
+async def remove_policy(request: web.Request) -> web.Response:
+    """`DELETE /policies?name=…`: has one in force no longer; without a name, undoes all."""
+    name = request.query.get("name")
+    return as_json(request.app[POLICIES].remove(name), request[CONTEXT])
+
+
+async def profile(command: str, request: web.Request) -> web.Response:
+    """`POST /start_profile` and `/stop_profile`: tells every instance."""
+    body = await read(request)
+    if body:
+        parse_json(body)
+    context = request[CONTEXT]
+    headers = context.headers_for(context.request_id)
+    return as_json(await request.app[ADMIN].profile(command, headers, bytes(body)), context)
