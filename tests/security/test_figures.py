@@ -9,6 +9,7 @@ from packaging.requirements import Requirement
 from prometheus_client.parser import text_string_to_metric_families
 
 from epd.conversations.conversations import RESULTS
+from epd.policies.catalogue import OWN
 from epd.version import __version__
 from tests.conftest import ROOT
 from tests.proxy.clients import ALICE, bearer
@@ -25,6 +26,7 @@ LABELS = {
     "failed": re.compile("true|false"),
     "result": re.compile("hit|encoded|local|ok|timeout|error|skipped|" + "|".join(RESULTS)),
     "kind": re.compile("(encode|prefill)-local"),
+    "policy": re.compile("|".join(OWN)),
     "reason": re.compile("[a-z_]+"),
     "role": re.compile("encode|prefill|decode|prefill_decode"),
     "state": re.compile("healthy|ejected|down|trial"),
