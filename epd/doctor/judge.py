@@ -21,7 +21,8 @@ ADVICE = {
     ENCODE: "start it with --ec-transfer-config, ec_role ec_producer, and the connector that "
     "--ec-transfer names",
     CONSUME: "start it with --ec-transfer-config, ec_role ec_consumer, the connector of the encode "
-    "instances, and their store if they have one",
+    "instances, and their store if they have one; for nixl and mooncake with "
+    "VLLM_USE_V2_MODEL_RUNNER=1",
     PREFILL: "start it with --kv-transfer-config, kv_role kv_producer, and the connector that "
     "--kv-transfer names",
     DECODE: "start it with --kv-transfer-config, kv_role kv_consumer, the same connector, and let "
