@@ -15,6 +15,7 @@ from epd.bodies.parsing import cut_and_parsed, parse_json
 from epd.bodies.prompts import CONVERSATION, conversation_id
 from epd.cache.identity import conversation_key, salted
 from epd.config import ProxyConfig
+from epd.conversations import time_to_live
 from epd.conversations.turn import Turn
 from epd.edge.access import Access
 from epd.edge.admission import Admission, limits_of
@@ -114,6 +115,7 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
         app[POLICIES].follow(before)
         set_level(config.log_level)
         log.adopt(config.kv_lease_s)
+        time_to_live.warn_of(config, before)
 
     app[RELOAD].follow(follow)
     app.cleanup_ctx.append(connections)
