@@ -14,6 +14,7 @@ from epd.conversations.entry import Entry
 from epd.conversations.memory import InMemory
 from epd.conversations.redis_store import InRedis
 from epd.discovery import redis_store as registrations
+from tests.proxy.fleet import until
 from tests.store.redis_server import Certificates, RedisServer
 
 ANSWERED = Entry(2.5, "http://d:2")
@@ -56,10 +57,9 @@ async def test_turns_end_while_it_still_hangs_and_leave_nothing(hung: RedisServe
             )
             assert [turn.before for turn in turns] == [None] * at_once
             assert conversations.results == {"unknown": at_once}
-    await asyncio.sleep(0)
+    await until(lambda: descriptors() <= before)
 
     assert asyncio.all_tasks() == tasks
-    assert descriptors() == before
 
 
 @pytest.mark.parametrize("asking", [taking, reading])
