@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import structlog
 import uvloop
 
 from epd import bench, doctor, fleet, top
@@ -18,6 +17,7 @@ from epd.config.flags import add_flags
 from epd.config.live import LiveConfig
 from epd.config.shown import as_json, as_yaml
 from epd.config.sources import Loaded, load
+from epd.conversations import time_to_live
 from epd.edge.descriptors import raise_limit
 from epd.edge.listening import CannotListen
 from epd.http.tls import TlsInvalid
@@ -27,7 +27,6 @@ from epd.server.files import unusable_files
 from epd.server.serve import serve
 from epd.server.workers import WorkersFailed, supervise
 from epd.tenants import KeysInvalid, key_line, new_key
-from epd.transfer.readback import BLOCKS_TTL_S
 from epd.version import __version__
 
 
@@ -153,13 +152,7 @@ def _serve(parser: Parser, **flags: Any) -> None:
     config = LiveConfig.of(_loaded(parser, flags).config)
     logs.configure(config.log_format, config.log_level)
     raise_limit()
-    if config.conversation_ttl >= BLOCKS_TTL_S:
-        structlog.get_logger("epd").warning(
-            "conversations are kept for longer than decode instances keep their blocks by default",
-            conversation_ttl=config.conversation_ttl,
-            next=f"choose less than {BLOCKS_TTL_S:g}, or give decode a decoder_kv_blocks_ttl above "
-            "it by more than 5",
-        )
+    time_to_live.warn_of(config)
 
     def read() -> ProxyConfig:
         return load(flags).config

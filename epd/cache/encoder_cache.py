@@ -96,7 +96,8 @@ class EncoderCache:
         ready = asyncio.Event()
         cache.later(cache._keep_fresh(ready))
         with suppress(TimeoutError):
-            await asyncio.wait_for(ready.wait(), OPEN_WITHIN_S)
+            async with asyncio.timeout(OPEN_WITHIN_S):
+                await ready.wait()
         try:
             yield cache
         finally:
@@ -281,7 +282,8 @@ class EncoderCache:
                 )
             self._refresh_now.clear()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._refresh_now.wait(), REFRESH_S)
+                async with asyncio.timeout(REFRESH_S):
+                    await self._refresh_now.wait()
 
     def later(self, work: Coroutine[Any, Any, None]) -> None:
         """Have something done while nobody waits for it, in the name of no request."""

@@ -1,6 +1,5 @@
 """Which turn belongs to which conversation, and what of it may still be relied on."""
 
-import asyncio
 import hashlib
 import time
 from collections import Counter
@@ -18,6 +17,7 @@ from epd.conversations.fingerprint import Fingerprint
 from epd.conversations.memory import InMemory
 from epd.conversations.stores import Store, StoreAway
 from epd.conversations.turn import Turn
+from epd.deadline import within
 from epd.tenants import ANONYMOUS
 from epd.transfer.readback import engine_of, kept_params
 
@@ -179,7 +179,7 @@ class Conversations:
         if self._breaker.open:
             return False, None
         try:
-            async with asyncio.timeout(self._config.conversation_budget_s):
+            with within(self._config.conversation_budget_s):
                 answer = await call()
         except (StoreAway, TimeoutError) as error:
             self._breaker.failed(str(error) or "no answer in time")

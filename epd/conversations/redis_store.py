@@ -6,12 +6,10 @@ from redis.exceptions import RedisError
 
 from epd.conversations.entry import Entry, read
 from epd.conversations.stores import StoreAway
-from epd.redis_urls import redis_client
+from epd.redis_urls import close, redis_client
 
 KEY = "epd:conversation"
 """What the keys begin with, unless the URL's `key` says otherwise."""
-
-TIMEOUT_S = 2.0
 
 
 class InRedis:
@@ -31,7 +29,7 @@ class InRedis:
         Nothing is tried again: an entry that was put, taken and put once more would be used twice.
         """
         once = Retry(NoBackoff(), 0)
-        self._client, self._key = redis_client(url, KEY, TIMEOUT_S, once)
+        self._client, self._key = redis_client(url, KEY, once)
 
     async def take(self, key: str) -> Entry | None:
         """See `Store`."""
@@ -54,4 +52,4 @@ class InRedis:
 
     async def close(self) -> None:
         """See `Store`."""
-        await self._client.aclose()
+        await close(self._client)

@@ -6,9 +6,10 @@ from typing import Any, Self
 
 from redis.exceptions import RedisError
 
+from epd.deadline import within
 from epd.discovery.entries import VERSION, EntriesInvalid, read_json, write_json
 from epd.discovery.stores import Edit, Instances, StoreFailed
-from epd.redis_urls import redis_client
+from epd.redis_urls import close, redis_client
 
 KEY = "epd:instances"
 """The hash, unless the URL's `key` says otherwise."""
@@ -17,6 +18,7 @@ MARK = b"version"
 """The field of a hash that is whole: without it, Redis has lost it."""
 
 TIMEOUT_S = 2.0
+"""Of a read, and of a write."""
 
 
 class InRedis:
@@ -30,16 +32,17 @@ class InRedis:
     @asynccontextmanager
     async def connected(cls, url: str) -> AsyncIterator[Self]:
         """A store that connects when it is asked. The URL's `key` names another hash."""
-        client, key = redis_client(url, KEY, TIMEOUT_S)
+        client, key = redis_client(url, KEY)
         try:
             yield cls(client, key)
         finally:
-            await client.aclose()
+            await close(client)
 
     async def read(self) -> Instances | None:
         """See `Store`."""
         try:
-            found = await self._client.hgetall(self._key)
+            with within(TIMEOUT_S):
+                found = await self._client.hgetall(self._key)
         except (RedisError, OSError) as error:
             raise StoreFailed(type(error).__name__) from error
         return _instances(found)
@@ -60,7 +63,8 @@ class InRedis:
             pipe.hgetall(self._key)
 
         try:
-            replies = await self._client.transaction(change, self._key)
+            with within(TIMEOUT_S):
+                replies = await self._client.transaction(change, self._key)
         except (RedisError, OSError) as error:
             raise StoreFailed(type(error).__name__) from error
         return _instances(replies[-1]) or ()

@@ -8,6 +8,7 @@ from aiohttp import web
 
 from epd.bodies.endpoints import ENDPOINTS
 from epd.config import ProxyConfig
+from epd.conversations import time_to_live
 from epd.edge.access import Access
 from epd.edge.admission import Admission
 from epd.edge.drain import DRAIN, Drain, send_elsewhere
@@ -66,6 +67,7 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
         app[POLICIES].follow(before)
         set_level(config.log_level)
         log.adopt(config.kv_lease_s)
+        time_to_live.warn_of(config, before)
 
     app[RELOAD].follow(follow)
     app.cleanup_ctx.append(connections)

@@ -115,7 +115,8 @@ async def _watch(console: Console, url: str, key: str | None, interval_s: float)
                     failure = str(error)
                 live.update(frame(state, console.width, console.height, failure), refresh=True)
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(ended.wait(), interval_s)
+                    async with asyncio.timeout(interval_s):
+                        await ended.wait()
 
 
 def _session(key: str | None) -> aiohttp.ClientSession:

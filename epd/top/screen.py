@@ -12,7 +12,7 @@ from rich.text import Text
 from epd.top.figures import bar, clock, printed, rate, seconds, share, size, spark
 from epd.ui.snapshot import Notice, Request, Second
 from epd.ui.state import WORST, InstanceShown, StageShown, State
-from epd.ui.totals import Totals
+from epd.ui.totals import ConversationsShown, Totals
 
 SHOWN = 20
 """Requests, errors and changes where there is no end to the page."""
@@ -91,8 +91,8 @@ def _head(state: State, failure: str) -> Iterable[Text]:
     yield line
     if counts["e"] or sum(totals["items"].values()):
         yield _saved(totals)
-    if totals["conversations"]["kept"] or totals["conversations"]["turns"]:
-        yield _conversations(totals)
+    if "conversations" in totals:  # an older proxy tells nothing of them
+        yield from _conversations(totals["conversations"])
     yield _now(state, last)
 
 
@@ -110,15 +110,16 @@ def _saved(totals: Totals) -> Text:
     return line
 
 
-def _conversations(totals: Totals) -> Text:
-    kept, turns, hit = itemgetter("kept", "turns", "hit")(totals["conversations"])
-    return Text.assemble(
-        "Conversations",
-        f" {kept:,} kept" if kept else "",
-        "  hit rate ",
-        (share(hit, turns), "bold"),
-        f" of {turns:,} turns",
-    )
+def _conversations(shown: ConversationsShown) -> Iterable[Text]:
+    kept, turns, hit = itemgetter("kept", "turns", "hit")(shown)
+    if kept or turns:
+        yield Text.assemble(
+            "Conversations",
+            f" {kept:,} kept" if kept else "",
+            "  hit rate ",
+            (share(hit, turns), "bold"),
+            f" of {turns:,} turns",
+        )
 
 
 def _gpu(value: float) -> str:

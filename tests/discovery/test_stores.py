@@ -160,6 +160,21 @@ async def test_redis_that_goes_away_and_comes_back_empty_takes_nobody_away(tmp_p
             assert set(table.of(*Role)) == set(others.of(*Role)) == {B}
 
 
+async def test_who_follows_redis_ends_when_told_at_whatever_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("epd.discovery.registrations.POLL_S", 0)
+    with RedisServer(tmp_path / "redis") as server:
+        for steps in range(40):  # of the event loop: a connect, and some reads
+            async with InRedis.connected(server.url()) as store:
+                following = asyncio.create_task(watched(store)[0].follow())
+                for _ in range(steps):
+                    await asyncio.sleep(0)
+                following.cancel()
+                ended, _ = await asyncio.wait({following}, timeout=30)
+                assert ended
+
+
 async def test_garbage_in_redis_takes_nobody_away(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis") as server:
         async with InRedis.connected(server.url()) as store:

@@ -24,6 +24,7 @@ from tests.proxy.test_workers import START_S, Workers
 from tests.requests import image, request, text
 
 CLIENTS = 6
+OUTLIVED = "conversations are kept for longer than decode instances keep their blocks by default"
 
 pytestmark = pytest.mark.fault(63)
 one_and_two = pytest.mark.parametrize("workers", [1, 2])
@@ -221,6 +222,20 @@ async def test_balance_and_conversations_change_and_what_they_are_kept_in_does_n
     assert [line["changed"] for line in lines] == [changed] * workers
     needed = running.logged("needs a restart", level="warning")
     assert [line["settings"] for line in needed] == [["conversation_store"]] * workers
+
+
+@one_and_two
+async def test_conversations_that_come_to_outlive_decodes_blocks_are_warned_of(
+    workers: int, tmp_path: Path
+) -> None:
+    async with instances(encodes, decodes) as (e, d):
+        urls = {"encode_servers_urls": [e.url], "decode_servers_urls": [d.url]}
+        async with proxy(tmp_path, workers, **urls) as running:
+            for ttl_s, more in ((474, {}), (475, {}), (475, {"max_items": 3}), (9, {}), (900, {})):
+                await running.reload(**urls, conversation_ttl=ttl_s, **more)
+
+    warned = running.logged(OUTLIVED, level="warning")
+    assert sorted(line["conversation_ttl"] for line in warned) == [475] * workers + [900] * workers
 
 
 def counted(asked: list[str], url: str) -> Callable[[], Awaitable[web.Response]]:

@@ -151,6 +151,18 @@ async def test_a_store_that_takes_no_claims_is_still_looked_into(
             assert found is None
 
 
+async def test_a_cache_that_is_left_as_it_is_told_to_look_again_ends(
+    backed: Backed, url: str
+) -> None:
+    async with asyncio.timeout(30):
+        for steps in range(4):
+            async with EncoderCache.connect(url, budget_s=BUDGET_S, lease_s=1) as cache:
+                assert cache.namespace("m") == NAMESPACE
+                cache.learn("m", "another")
+                for _ in range(steps):
+                    await asyncio.sleep(0)
+
+
 async def test_what_is_found_again_is_not_leased_again(
     backed: Backed, url: str, calls: list[str]
 ) -> None:

@@ -68,6 +68,15 @@ def test_of_conversations_in_redis_the_turns_are_known() -> None:
     assert "Conversations  hit rate 75 % of 60 turns" in "\n".join(drawn(shown, 80, 24))
 
 
+def test_of_an_older_proxy_that_tells_nothing_of_conversations_the_rest_is_shown() -> None:
+    shown = cast("dict[str, Any]", large(1))
+    del shown["totals"]["conversations"]
+    text = "\n".join(drawn(cast("State", shown), 80, 24))
+
+    assert "Saved 830 encodes" in text
+    assert "Conversations" not in text
+
+
 def test_where_not_all_have_a_place_the_bad_ones_do() -> None:
     text = "\n".join(drawn(large(20), 80, 24))
 

@@ -1,0 +1,106 @@
+"""A Redis that takes connections and never answers: nobody waits for it longer than told."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from epd import redis_urls
+from epd.config import ProxyConfig
+from epd.conversations.conversations import Conversations
+from epd.conversations.entry import Entry
+from epd.conversations.memory import InMemory
+from epd.conversations.redis_store import InRedis
+from epd.discovery import redis_store as registrations
+from tests.proxy.fleet import until
+from tests.store.redis_server import Certificates, RedisServer
+
+ANSWERED = Entry(2.5, "http://d:2")
+Asking = AbstractAsyncContextManager[Callable[[], Awaitable[object]]]
+
+STEPS = 40
+"""Of the event loop: more than a connect and all that is sent take."""
+
+
+@pytest.fixture
+def hung(tmp_path: Path) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path / "redis") as server, server.paused():
+        yield server
+
+
+@asynccontextmanager
+async def taking(url: str) -> AsyncIterator[Callable[[], Awaitable[object]]]:
+    store = InRedis(url)
+    yield lambda: store.take("key")
+    await store.close()
+
+
+@asynccontextmanager
+async def reading(url: str) -> AsyncIterator[Callable[[], Awaitable[object]]]:
+    async with registrations.InRedis.connected(url) as store:
+        yield store.read
+
+
+def descriptors() -> set[str]:
+    return {one.name for one in Path("/proc/self/fd").iterdir()}
+
+
+async def test_turns_end_while_it_still_hangs_and_leave_nothing(hung: RedisServer) -> None:
+    config = ProxyConfig.model_construct(conversation_store=hung.url(), conversation_budget_s=0.02)
+    before, tasks = descriptors(), asyncio.all_tasks()
+    for at_once in (1, 2, 20):
+        async with Conversations.of(config) as conversations:
+            turns = await asyncio.gather(
+                *(conversations.begin(str(key), {ANSWERED.decode}) for key in range(at_once))
+            )
+            assert [turn.before for turn in turns] == [None] * at_once
+            assert conversations.results == {"unknown": at_once}
+    await until(lambda: descriptors() <= before)
+
+    assert asyncio.all_tasks() == tasks
+
+
+@pytest.mark.parametrize("asking", [taking, reading])
+async def test_who_is_cancelled_while_it_connects_ends_at_whatever_step(
+    hung: RedisServer,
+    asking: Callable[[str], Asking],
+) -> None:
+    for steps in range(STEPS):
+        async with asking(hung.url()) as ask:
+            asked = asyncio.ensure_future(ask())
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            asked.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asked
+
+
+async def test_a_store_that_loses_what_it_is_told_costs_a_turn_its_prefix_alone() -> None:
+    class Deaf(InMemory):
+        async def take(self, key: str) -> Entry | None:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                await asyncio.Event().wait()
+            raise AssertionError
+
+    config = ProxyConfig.model_construct(conversation_budget_s=0.01)
+    conversations = Conversations(Deaf(lambda: 1), config)
+    turn = await conversations.begin("key", {ANSWERED.decode})
+
+    assert turn.before is None
+    assert conversations.results == {"unknown": 1}
+
+
+async def test_by_tls_it_is_left_without_a_goodbye(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_urls, "CONNECT_S", 0.2)
+    with RedisServer(tmp_path / "redis", tls=Certificates.make(tmp_path)) as server:
+        assert server.tls is not None
+        store = InRedis(server.url(f"ssl_ca_certs={server.tls.ca}", "rediss"))
+        await store.put("key", ANSWERED, 60)
+        with server.paused():
+            await store.close()

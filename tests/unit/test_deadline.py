@@ -1,0 +1,92 @@
+import asyncio
+
+import pytest
+
+from epd.deadline import within
+
+
+async def lose_one() -> None:
+    """Wait for ever, and lose the first cancellation, as `asyncio.wait_for` of 3.11 may."""
+    try:
+        await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        await asyncio.Event().wait()
+
+
+def cancelling() -> int:
+    task = asyncio.current_task()
+    assert task is not None
+    return task.cancelling()
+
+
+async def test_what_ends_in_time_is_left_alone() -> None:
+    with within(30):
+        await asyncio.sleep(0)
+
+    assert cancelling() == 0
+
+
+@pytest.mark.parametrize("lost", [False, True])
+async def test_what_does_not_end_is_told_to_until_it_does(lost: bool) -> None:
+    with pytest.raises(TimeoutError), within(0.01):
+        await (lose_one() if lost else asyncio.Event().wait())
+
+    assert cancelling() == 0
+
+
+async def test_what_fails_when_it_is_told_to_end_fails_by_its_own_error() -> None:
+    async def work() -> None:
+        with within(0.01):
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                raise KeyError from None
+
+    with pytest.raises(KeyError):
+        await work()
+
+    assert cancelling() == 0
+
+
+async def test_what_has_its_result_all_the_same_keeps_it() -> None:
+    with within(0.01):
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            result = "the answer"
+    await asyncio.sleep(0)
+
+    assert (result, cancelling()) == ("the answer", 0)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+async def test_a_shorter_limit_around_it_is_the_one_that_is_over(lost: bool) -> None:
+    inner: list[type[BaseException]] = []
+
+    async def work() -> None:
+        try:
+            with within(30):
+                await (lose_one() if lost else asyncio.Event().wait())
+        except BaseException as end:
+            inner.append(type(end))
+            raise
+
+    with pytest.raises(TimeoutError), within(0.01):
+        await work()
+
+    assert inner == [asyncio.CancelledError]
+
+
+@pytest.mark.parametrize("limit_s", [0.0, 30.0])
+async def test_who_cancels_it_from_elsewhere_is_obeyed(limit_s: float) -> None:
+    async def work() -> None:
+        with within(limit_s):
+            cancel.set()
+            await lose_one() if limit_s == 0 else await asyncio.Event().wait()
+
+    cancel = asyncio.Event()
+    task = asyncio.create_task(work())
+    await cancel.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
