@@ -105,6 +105,39 @@ async def test_a_fleet_that_lacks_stages_is_shown(
         assert looked.wrong == []
 
 
+NONE = {"hit": 0, "encoded": 0, "local": 0}
+NO_TURNS = {"kept": 0, "turns": 0, "hit": 0}
+TURNS = "Of 60 turns, 75.% went on from decode's blocks; 12 conversations kept."
+
+
+@pytest.mark.parametrize(
+    ("totals", "said"),
+    [
+        ({}, r"Saved 830 encodes, .* Hit rate 83.%\. " + TURNS),
+        ({"items": NONE}, TURNS),
+        ({"conversations": {"kept": 0, "turns": 0, "hit": 0}}, r"Saved .* Hit rate 83.%\."),
+        (
+            {"conversations": {"kept": 0, "turns": 1, "hit": 0}},
+            r"Of 1 turn, 0.% went on from .*s\.",
+        ),
+        (
+            {"items": NONE, "conversations": {"kept": 0, "turns": 0, "hit": 0}},
+            r"Saved .* Hit rate \S\.",
+        ),
+    ],
+    ids=["both", "turns alone", "items alone", "kept elsewhere", "neither"],
+)
+async def test_what_was_saved_is_said_of_what_there_was(
+    tab: Tabs, stack: Stack, totals: dict[str, Any], said: str
+) -> None:
+    state = cast("dict[str, Any]", large(1))
+    state["totals"] |= totals
+    async with tab(stack.url, state=state) as looked:
+        await expect(looked.page.locator("#saved")).to_have_text(re.compile(rf"{said}\s*$"))
+
+        assert looked.wrong == []
+
+
 async def test_a_proxy_that_is_gone_is_said_to_be_and_found_again(stack: Stack, tab: Tabs) -> None:
     async with tab(stack.url) as looked:
         link = looked.page.locator("#link")

@@ -33,14 +33,24 @@ export function summary(state) {
   seen.splice(0, seen.length - HISTORY);
 }
 
-function saved({ items, saved: { encodes, bytes: media, encode_seconds } }) {
+function saved({ items, saved: savings, conversations }) {
   const all = items.hit + items.encoded + items.local;
-  const parts = [el("b", {}, plural(encodes, "encode"))];
-  if (media) parts.push(", ", el("b", {}, bytes(media)), " of media not sent");
-  parts.push(", about ", el("b", {}, `${seconds(encode_seconds).replace(/ (\S+)$/, " GPU $1")}`));
-  const line = el("p", {}, "Saved ", ...parts, ". Hit rate ", el("b", {}, share(items.hit, all)), ".");
+  const line = el("p", {});
+  if (all || !conversations.turns) line.append(...encodesSaved(savings), " Hit rate ", el("b", {}, share(items.hit, all)), ". ");
+  if (conversations.turns) line.append(...turnsContinued(conversations));
   const shown = by("saved");
   if (shown.textContent !== line.textContent) shown.replaceChildren(...line.childNodes);
+}
+
+function encodesSaved({ encodes, bytes: media, encode_seconds }) {
+  const parts = ["Saved ", el("b", {}, plural(encodes, "encode"))];
+  if (media) parts.push(", ", el("b", {}, bytes(media)), " of media not sent");
+  return [...parts, ", about ", el("b", {}, `${seconds(encode_seconds).replace(/ (\S+)$/, " GPU $1")}`), "."];
+}
+
+function turnsContinued({ kept, turns, hit }) {
+  const ready = kept ? `; ${plural(kept, "conversation")} kept` : "";
+  return ["Of ", el("b", {}, plural(turns, "turn")), ", ", el("b", {}, share(hit, turns)), ` went on from decode's blocks${ready}.`];
 }
 
 function failures({ failed, refused, left }) {
