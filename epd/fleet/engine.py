@@ -1,6 +1,7 @@
 """The command line and environment of a vLLM server, by the stage it serves."""
 
 import json
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,9 @@ from epd.routing.instances import Role
 VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
 """The `vllm` command of the environment that this process runs in."""
 
+
+PARALLEL = re.compile("-(tp|pp|dp|dcp|pcp)\\b|--.*parallel")
+"""vLLM's flags by which an instance has several ranks."""
 
 TRANSFERS_KV = frozenset({Role.PREFILL, Role.DECODE})
 
@@ -87,6 +91,7 @@ class Engine:
             "--max-model-len": self.max_model_len or self.platform.max_model_len,
             "--max-num-seqs": self.max_num_seqs or self.platform.max_num_seqs,
             "--tensor-parallel-size": len(self.devices) if len(self.devices) > 1 else None,
+            "--distributed-executor-backend": None if self._has_ranks else self.platform.executor,
             **self._role_values(),
         }
         given = ((flag, str(value)) for flag, value in values.items() if value is not None)
@@ -110,6 +115,11 @@ class Engine:
             own["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(self.side_channel_port)
             defaults |= self.platform.ucx
         return own | {name: self.inherited.get(name, value) for name, value in defaults.items()}
+
+    @property
+    def _has_ranks(self) -> bool:
+        """Whether its model is divided over several processes."""
+        return len(self.devices) > 1 or any(PARALLEL.match(flag) for flag in self.flags)
 
     def _role_values(self) -> dict[str, Any]:
         match self.role:

@@ -54,7 +54,7 @@ class Spec:
         """What the engines' command lines have beside those of every stack."""
         every = ["--trust-request-mm-kwargs", *(["--dtype", "bfloat16"] if self.bf16 else [])]
         own = {
-            Role.ENCODE: ["--tensor-parallel-size", str(self.ranks)],
+            Role.ENCODE: ["--tensor-parallel-size", str(self.ranks)] if self.ranks > 1 else [],
             Role.PREFILL: ["--no-enable-prefix-caching"] * self.conversing,
         }
         return {role: [*every, *own.get(role, [])] for role in Role}

@@ -184,6 +184,26 @@ def test_more_flags_are_given_after_all_others() -> None:
     assert engine(Role.ENCODE, *more).command()[-2:] == more
 
 
+@pytest.mark.parametrize(
+    ("more", "inside"),
+    [
+        ((), True),
+        (("--seed", "1", "--port-pool", "tp"), True),
+        (("--tensor-parallel-size", "2"), False),
+        (("-tp", "2"), False),
+        (("-tp=2",), False),
+        (("--pipeline_parallel_size=2",), False),
+        (("--data-parallel-size-local", "2"), False),
+    ],
+)
+def test_on_a_cpu_a_model_of_one_rank_runs_in_the_engines_process(
+    more: tuple[str, ...], inside: bool
+) -> None:
+    command = engine(Role.ENCODE, *more).command()
+
+    assert ("--distributed-executor-backend" in command) is inside
+
+
 def test_a_stack_gives_flags_to_the_engines_of_a_role(tmp_path: Path) -> None:
     more = ["--tensor-parallel-size", "2"]
     stack = Stack(

@@ -181,6 +181,7 @@ def test_each_stage_is_started_on_its_devices_as_it_has_to_be() -> None:
     assert given_flags(decode)["--gpu-memory-utilization"] == "0.7"
     assert given_flags(decode)["--tensor-parallel-size"] == "2"
     assert "--tensor-parallel-size" not in given_flags(prefill)
+    assert "--distributed-executor-backend" not in given_flags(prefill)
     eager = ["--enforce-eager" in engine.command() for engine in (encode, prefill, decode)]
     assert eager == [True, True, False]
     assert prefill.command()[-2:] == ("--every", "one")
