@@ -72,20 +72,6 @@ install_browser() {
         echo "no browser could be installed, which the tests in tests/ui need"
 }
 
-# vLLM's multi-turn benchmark is in its source alone. Nothing is built: only the source's own metadata are
-# asked for, without a device and without the suffix that its version would then have.
-fetch_multi_turn_benchmark() {
-    local folder to=$venv/share/vllm-multi-turn
-    [ ! -d "$to" ] || return 0
-    folder=$(mktemp -d)
-    VLLM_TARGET_DEVICE=empty VLLM_SKIP_VERSION_SUFFIX=1 "$venv/bin/python" -m pip download --quiet \
-        --disable-pip-version-check --no-deps --no-build-isolation --no-binary vllm --dest "$folder" vllm==0.33.0 &&
-        tar -xzf "$folder"/vllm-*.tar.gz -C "$folder" --wildcards '*/benchmarks/multi_turn/*' &&
-        mkdir -p "$venv/share" && mv "$folder"/vllm-*/benchmarks/multi_turn "$to" ||
-        echo "vLLM's source could not be downloaded, which tests/e2e/test_conversations.py needs"
-    rm -rf "$folder"
-}
-
 wanted="$(cat pyproject.toml scripts/setup.sh scripts/adapt_vllm_cpu.py \
     scripts/torchvision_operators.py | cksum) $here"
 found=$(cat "$stamp" 2>/dev/null || true)
@@ -103,7 +89,8 @@ install || install --extra-index-url "$torch_cpu_index"
 "$venv/bin/python" scripts/adapt_vllm_cpu.py
 install_redis
 fetch_prometheus
-fetch_multi_turn_benchmark
+./scripts/fetch_multi_turn.sh ||
+    echo "vLLM's source could not be fetched and unpacked: scripts/test.sh will try again"
 install_browser
 echo "$wanted" >"$stamp"
 echo "set up in $((SECONDS - started)) s"

@@ -4,6 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 ./scripts/setup.sh
+./scripts/fetch_multi_turn.sh
 [ $# = 0 ] || exec .venv/bin/python -m pytest "$@"
 failed=0
 .venv/bin/python -m pytest --ignore tests/e2e -n 2 --dist loadfile --no-loadscope-reorder || failed=$?

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from epd.fleet.devices import Devices
-from epd.fleet.platforms import CPU, Platform
+from epd.fleet.platforms import BINDING, CPU, UNBOUND, Platform
 from epd.fleet.server import Server
 from epd.routing.instances import Role
 
@@ -16,8 +16,8 @@ VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
 """The `vllm` command of the environment that this process runs in."""
 
 
-PARALLEL = re.compile("-(tp|pp|dp|dcp|pcp)\\b|--.*parallel")
-"""vLLM's flags by which an instance has several ranks."""
+DIVIDING = re.compile(r"-(tp|pp|dp|dcp|pcp|n)\b|--(.*parallel|nnodes|config\b)")
+"""vLLM's flags by which an instance has several ranks, or may have."""
 
 TRANSFERS_KV = frozenset({Role.PREFILL, Role.DECODE})
 
@@ -91,7 +91,7 @@ class Engine:
             "--max-model-len": self.max_model_len or self.platform.max_model_len,
             "--max-num-seqs": self.max_num_seqs or self.platform.max_num_seqs,
             "--tensor-parallel-size": len(self.devices) if len(self.devices) > 1 else None,
-            "--distributed-executor-backend": None if self._has_ranks else self.platform.executor,
+            "--distributed-executor-backend": self._executor(),
             **self._role_values(),
         }
         given = ((flag, str(value)) for flag, value in values.items() if value is not None)
@@ -116,10 +116,11 @@ class Engine:
             defaults |= self.platform.ucx
         return own | {name: self.inherited.get(name, value) for name, value in defaults.items()}
 
-    @property
-    def _has_ranks(self) -> bool:
-        """Whether its model is divided over several processes."""
-        return len(self.devices) > 1 or any(PARALLEL.match(flag) for flag in self.flags)
+    def _executor(self) -> str | None:
+        """What runs its model; None: vLLM's own choice, as of one that is divided, or bound."""
+        divided = len(self.devices) > 1 or any(DIVIDING.match(flag) for flag in self.flags)
+        bound = self.environment().get(BINDING, UNBOUND) != UNBOUND
+        return None if divided or bound else self.platform.executor
 
     def _role_values(self) -> dict[str, Any]:
         match self.role:

@@ -55,6 +55,9 @@ class Platform:
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 UCX = {"UCX_TLS": "all", "UCX_NET_DEVICES": "all"}
 
+BINDING, UNBOUND = "VLLM_CPU_OMP_THREADS_BIND", "nobind"
+"""To which cores vLLM binds the process that runs a model on a CPU, and that it does not."""
+
 CUDA = Platform(name="cuda", affinity="CUDA_VISIBLE_DEVICES", files="nvidia[0-9]*", ucx=UCX)
 XPU = Platform(name="xpu", affinity="ZE_AFFINITY_MASK", files="dri/renderD*", ucx=UCX)
 CPU = Platform(
@@ -62,7 +65,7 @@ CPU = Platform(
     environment={
         # Instances share the cores of one machine: one thread each, bound to none.
         "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        BINDING: UNBOUND,
         "VLLM_CPU_KVCACHE_SPACE": "1",
     },
     ucx={"UCX_TLS": "tcp,self,sm,cma"},

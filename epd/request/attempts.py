@@ -22,6 +22,8 @@ class Attempts:
         doubtful: a decode instance that failed as one does that cannot load what it was named:
             who made that may be at fault.
         consumer: whom its items are encoded for; None: whoever comes to consume them.
+        decode: who will answer, where that was asked before its items were encoded, and they are
+            not encoded for it.
         encoded: its items, once they are encoded.
         sent: what prefill and decode were sent.
         anew: whether entries may have been lost: all is encoded again, and the media go along.
@@ -37,6 +39,7 @@ class Attempts:
     failures: list[Stage] = field(default_factory=list)
     doubtful: Instance | None = None
     consumer: Place | None = None
+    decode: Instance | None = None
     encoded: list[EncodedItem] | None = None
     sent: Consumed = field(default_factory=lambda: Consumed({}))
     anew: bool = False

@@ -105,10 +105,13 @@ class Handovers:
         """
         if self._goes_to_prefill(attempts, body, context):
             return self._table.place(self._prefill(attempts, context))
-        if not self._table.has(Role.PREFILL_DECODE):  # no use to ask a picker beforehand
+        if not self._table.has(Role.PREFILL_DECODE):
             return None
         decode = await self._decoders.pick(attempts, context)
-        return self._table.place(decode) if decode.role in CONSUMERS else None
+        if decode.role in CONSUMERS:
+            return self._table.place(decode)
+        attempts.decode = decode  # a picker is asked once
+        return None
 
     async def answer(self, attempts: Attempts, context: RequestContext) -> Answer:
         """The decode instance's answer, opened.
@@ -227,7 +230,8 @@ class Handovers:
             pair: who has prefilled; None: nobody.
         """
         consumer = attempts.consumer if pair is None else None
-        instance = consumer.instance if consumer else pair and pair.decode
+        instance = consumer.instance if consumer else (pair and pair.decode) or attempts.decode
+        attempts.decode = None
         if instance is None:
             prefill = None if pair is None else pair.prefill
             instance = await self._decoders.pick(attempts, context, prefill)

@@ -4,13 +4,15 @@ What comes through the proxy is what decode says that was given all of it alone;
 figures say how much of it was computed.
 """
 
+import os
 import re
 import secrets
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,8 +39,9 @@ READ = "vllm:external_prefix_cache_hits_total"
 TTL = ("--conversation-ttl", "40")
 """Shorter than decode's own, `BLOCKS_TTL_S`."""
 
-MULTI_TURN = Path(sys.prefix, "share", "vllm-multi-turn", "benchmark_serving_multi_turn.py")
-"""Unpacked by `scripts/setup.sh`."""
+FETCHED = Path(sys.prefix, "share", "vllm-multi-turn-0.33.0")
+MULTI_TURN = FETCHED / "benchmark_serving_multi_turn.py"
+"""Unpacked by `scripts/fetch_multi_turn.sh`."""
 
 TALKS, TURNS = 3, 3
 
@@ -172,34 +175,48 @@ def test_vllms_multi_turn_benchmark_runs_unchanged(
     stack: Served, models: Path, tmp_path: Path, named: bool
 ) -> None:
     """By name without streams, as vLLM 0.32 says nothing of its blocks in them."""
-    said = tmp_path / "conversations.json"
-    said.write_bytes(orjson.dumps([questions(number) for number in range(TALKS)]))
+    talks = tmp_path / "conversations.json"
+    talks.write_bytes(orjson.dumps([questions(number) for number in range(TALKS)]))
     flags = ["--no-stream", "--send-conversation-id"] if named else []
     prefill = stack.consumers[0]
     with another_proxy(stack, *TTL, encode=False) as url:
         read = metric(prefill, READ)
-        ran = subprocess.run(
+        said = output_of(
             [
                 *(sys.executable, str(MULTI_TURN), "--model", str(models / stack.model)),
-                *("--served-model-name", stack.model, "--url", url, "--input-file", str(said)),
+                *("--served-model-name", stack.model, "--url", url, "--input-file", str(talks)),
                 *("--num-clients", "2", "--max-active-conversations", "2", "--no-early-stop"),
                 *("--limit-min-tokens", "8", "--limit-max-tokens", "8", *flags),
             ],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
+            tmp_path / "benchmark.log",
         )
         turns = httpx.get(f"{url}/metrics").text
         read = metric(prefill, READ) - read
 
-    assert ran.returncode == 0, ran.stderr
     # What its clients say: of what they tell it, it loses what comes as it ends.
-    done = re.findall(r"num_successes=(\d+), num_failures=(\d+)", ran.stdout + ran.stderr)
+    done = re.findall(r"num_successes=(\d+), num_failures=(\d+)", said)
     assert [sum(map(int, counts)) for counts in zip(*done, strict=True)] == [TALKS * TURNS, 0]
     hits = 'epd_conversation_turns_total{result="hit"} '
     assert (f"{hits}{TALKS * (TURNS - 1)}.0" in turns) is named
     assert (read > 0) is named
+
+
+def output_of(command: Sequence[str], log: Path) -> str:
+    """What a program says that ends well; who it has started ends with it."""
+    with (
+        log.open("w") as output,
+        subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        ) as process,
+    ):
+        try:
+            code = process.wait(timeout=300)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    said = log.read_text()
+    assert code == 0, said
+    return said
 
 
 def questions(number: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -194,6 +195,9 @@ def test_more_flags_are_given_after_all_others() -> None:
         (("-tp=2",), False),
         (("--pipeline_parallel_size=2",), False),
         (("--data-parallel-size-local", "2"), False),
+        (("--config", "engine.yaml"), False),
+        (("-n", "2"), False),
+        (("--nnodes=2",), False),
     ],
 )
 def test_on_a_cpu_a_model_of_one_rank_runs_in_the_engines_process(
@@ -202,6 +206,13 @@ def test_on_a_cpu_a_model_of_one_rank_runs_in_the_engines_process(
     command = engine(Role.ENCODE, *more).command()
 
     assert ("--distributed-executor-backend" in command) is inside
+
+
+@pytest.mark.parametrize(("cores", "inside"), [("nobind", True), ("0-7", False), ("auto", False)])
+def test_vllm_binds_a_model_to_the_cores_that_the_caller_names(cores: str, inside: bool) -> None:
+    bound = replace(engine(Role.ENCODE), inherited={"VLLM_CPU_OMP_THREADS_BIND": cores})
+
+    assert ("--distributed-executor-backend" in bound.command()) is inside
 
 
 def test_a_stack_gives_flags_to_the_engines_of_a_role(tmp_path: Path) -> None:

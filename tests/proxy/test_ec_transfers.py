@@ -13,6 +13,7 @@ from epd.routing.instances import Role
 from tests.proxy.fake_instance import (
     FakeInstance,
     Handler,
+    decodes,
     drops,
     encodes_without_params,
     fails_first,
@@ -22,7 +23,7 @@ from tests.proxy.fake_instance import (
 )
 from tests.proxy.fleet import Fleet, Launch, until
 from tests.proxy.strict_encode import Memory, Pushes
-from tests.proxy.test_coordination import Picker, picked_by
+from tests.proxy.test_coordination import STRANGERS, Picker, picked_by
 from tests.proxy.test_instances import KEY, empty, listing, register, taking_part
 from tests.requests import image, input_audio, request, text, video
 
@@ -334,6 +335,22 @@ async def test_a_picker_of_decode_instances_is_asked_once(launch: Launch) -> Non
         await ask(fleet, request(text(), image()))  # decode does it all in the end
 
         assert len(decode.calls) == 1
+        assert len(picker.questions) == 1
+
+
+async def test_a_picker_that_names_a_stranger_is_asked_once(launch: Launch) -> None:
+    pushes, where, stranger = Pushes(), "tcp://pd:19019", FakeInstance(decodes)
+    async with (
+        stranger.running(),
+        Picker({"url": stranger.url}).running() as picker,
+        empty(launch, ec_transfer="mooncake", **picked_by(picker), **STRANGERS) as fleet,
+        taking_part(fleet, Role.ENCODE) as encode,
+        taking_part(fleet, Role.PREFILL_DECODE, ec_zmq_addrs=[where]) as other,
+    ):
+        encode.chat = pushes.encodes
+        await ask(fleet, request(text(), image()))  # of whom nobody knows a place for outputs
+
+        assert (kinds(stranger), other.calls) == (["text", "image_url"], [])
         assert len(picker.questions) == 1
 
 

@@ -115,15 +115,9 @@ TURNS = "Of 60 turns, 75.% went on from decode's blocks; 12 conversations kept."
     [
         ({}, r"Saved 830 encodes, .* Hit rate 83.%\. " + TURNS),
         ({"items": NONE}, TURNS),
-        ({"conversations": {"kept": 0, "turns": 0, "hit": 0}}, r"Saved .* Hit rate 83.%\."),
-        (
-            {"conversations": {"kept": 0, "turns": 1, "hit": 0}},
-            r"Of 1 turn, 0.% went on from .*s\.",
-        ),
-        (
-            {"items": NONE, "conversations": {"kept": 0, "turns": 0, "hit": 0}},
-            r"Saved .* Hit rate \S\.",
-        ),
+        ({"conversations": NO_TURNS}, r"Saved .* Hit rate 83.%\."),
+        ({"conversations": {**NO_TURNS, "turns": 1}}, r"Of 1 turn, 0.% went on from .*s\."),
+        ({"items": NONE, "conversations": NO_TURNS}, r"Saved .* Hit rate \S\."),
     ],
     ids=["both", "turns alone", "items alone", "kept elsewhere", "neither"],
 )
