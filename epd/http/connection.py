@@ -19,7 +19,6 @@ PIECE_BYTES = 256 * 1024
 READ_BUFFER_BYTES = 256 * 1024
 """What nobody has taken yet of an answer; with more than that, it is not read any further."""
 
-
 Sink = Callable[[bytes], bool]
 """Takes a piece of a body, and says whether it can take another one."""
 

@@ -29,8 +29,8 @@ def shown(error: Exception, stage: Stage, *, broken: str, late: str | None = Non
         )
     if isinstance(error, Broken):
         return UpstreamFailed(f"the connection to {instance} broke", slug=broken, stage=stage)
-    cause = error.__cause__
-    if isinstance(cause, OSError) and cause.errno in OUT_OF_DESCRIPTORS:
+    reason = cause(error)
+    if isinstance(reason, OSError) and reason.errno in OUT_OF_DESCRIPTORS:
         # Ours, not the instance's.
         return Overloaded("too many connections are open", stage=stage)
     return UpstreamUnreachable(f"{instance} cannot be reached", slug=broken, stage=stage)

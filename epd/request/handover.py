@@ -106,7 +106,7 @@ class Handovers:
         if self._goes_to_prefill(attempts, body, context):
             return self._table.place(self._prefill(attempts, context))
         if not self._table.has(Role.PREFILL_DECODE):
-            return None
+            return None  # whoever that is takes none, and is chosen when it is asked
         decode = await self._decoders.pick(attempts, context)
         if decode.role in CONSUMERS:
             return self._table.place(decode)
