@@ -156,7 +156,7 @@ class Trials:
         context = self._context()
         pair = Pair(context.request_id, prefill, 0 if prefill.dp_size > 1 else None, decode)
         try:
-            pair = pair._replace(peer=await self._peers.of(prefill))
+            pair = pair._replace(peer=await self._peers.of(pair))
             if self._transfer.concurrent(pair):
                 return await self._at_once(pair, decode, body, context)
             prefilled = await self._stages.prefill(self._transfer, pair, body, context)

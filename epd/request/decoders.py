@@ -79,13 +79,9 @@ class Decoders:
             return False
         return course.decode_from == "picker" or self._choice.others(tried)
 
-    def another(self, tried: Collection[Instance]) -> Instance:
-        """One of the table, not tried where there is one, to be told of something.
-
-        Raises:
-            NoInstance: there is none.
-        """
-        return self._choice.best(tried)
+    def another(self, tried: Collection[Instance]) -> Instance | None:
+        """One of the table that was not tried, to be told of something; None: there is none."""
+        return self._choice.best(tried) if self._choice.others(tried) else None
 
     def _asked_for(self, context: RequestContext) -> Instance | None:
         """Whom a client names; None where it leaves that to the proxy."""
@@ -99,15 +95,12 @@ class Decoders:
                 slug="decode_not_named",
             )
         try:
-            url = service_url(value)
+            found = self._at(value)
         except ValueError:
             raise BadRequest(
                 f"{header} must be host:port, or a URL such as http://host:port",
                 slug="invalid_decode",
             ) from None
-        found = self._at(url)
-        if found is None and "://" not in value:
-            found = self._table.find(url.replace("http:", "https:", 1), *ANSWERING)
         if found is None:
             raise RequestRefused(
                 403,
@@ -128,11 +121,14 @@ class Decoders:
         usable = [one.instance for one in self._table.usable(*ANSWERING)]
         tried = attempts.decodes
         try:
-            url = await self._picker.ask(attempts.facts, context, prefill, usable, tried)
+            named = await self._picker.ask(attempts.facts, context, prefill, usable, tried)
+            found = self._at(named)
         except ProxyError as error:
             reason = error.message
+        except ValueError:
+            reason = "its answer has no URL that could be one"
         else:
-            if (found := self._at(url)) is not None:
+            if found is not None:
                 self._complaint.well()
                 return None if found in tried and self._choice.others(tried) else found
             reason = "it names neither a decode instance of this proxy nor a host of --decode-hosts"
@@ -144,9 +140,19 @@ class Decoders:
             slug="no_decode",
         )
 
-    def _at(self, url: str) -> Instance | None:
-        """The decode instance of a URL that somebody names; None: it must not be one."""
+    def _at(self, named: str) -> Instance | None:
+        """The decode instance that somebody names; None: it must not be one.
+
+        Args:
+            named: `host:port`, or a URL.
+
+        Raises:
+            ValueError: it is neither.
+        """
+        url = service_url(named)
         found = self._table.find(url, *ANSWERING)
+        if found is None and "://" not in named:
+            found = self._table.find(url.replace("http:", "https:", 1), *ANSWERING)
         hosts = self._config.decode_hosts
         if found is None and hosts and NAMED.fullmatch(url) and is_allowed(url, hosts):
             found = Instance(Role.DECODE, url)

@@ -1,7 +1,7 @@
 """From prefill to decode: an attempt of a request, once its items are encoded."""
 
 import asyncio
-from contextlib import AsyncExitStack, nullcontext, suppress
+from contextlib import AsyncExitStack, nullcontext
 from http import HTTPStatus
 from types import TracebackType
 from typing import Any
@@ -134,7 +134,7 @@ class Handovers:
         pair = Pair(request_id, prefill, using.rank, earlier=earlier)
         if course.decode_choice == "early" or self._transfer.eager:
             pair = pair._replace(decode=await self._decoders.pick(attempts, context, prefill))
-        pair = pair._replace(peer=await self._peers.of(prefill))
+        pair = pair._replace(peer=await self._peers.of(pair))
         if self._transfer.concurrent(pair):
             return await self._at_once(using, pair, attempts, context)
         with nullcontext() if pair.decode is None else self._table.place(pair.decode):
@@ -171,11 +171,11 @@ class Handovers:
                 prefilled = await self._stages.prefill(self._transfer, pair, sent, context)
         except ProxyError as error:
             if not _is_clients(error):
-                self._peers.forget(pair.prefill)
+                self._peers.forget(pair)
             if earlier is not None:
                 self._readbacks.ended(pair, earlier, error)
             raise
-        self._peers.learn(pair.prefill, prefilled.replied)
+        self._peers.learn(pair, prefilled.replied)
         if earlier is not None:
             self._readbacks.ended(pair, earlier)
         return prefilled
@@ -185,7 +185,7 @@ class Handovers:
     ) -> Answer:
         """Decode, now that prefill has answered."""
         sent = with_params(attempts.sent.body, prefilled.params)
-        if context.turn is not None:
+        if context.turn is not None and context.endpoint.tokenized:
             sent = context.turn.asking(sent)
         attempts.prefilled = True
         try:
@@ -250,7 +250,7 @@ class Handovers:
             await answer.open()
         except ProxyError as error:
             if pair is not None and not _is_clients(error):
-                self._peers.forget(pair.prefill)
+                self._peers.forget(pair)
             raise
         if context.turn is not None:
             context.turn.decode = instance.url
@@ -270,10 +270,8 @@ class Handovers:
         sent, tried = with_params(attempts.sent.body, prefilled.params), attempts.decodes
         # Who had it, or another if that failed.
         told = tried[-1] if tried else None
-        failed = isinstance(error, ProxyError) or told is None
-        if failed and self._decoders.others(attempts.course, tried):
-            with suppress(NoInstance):  # an endpoint picker may know others, the table none
-                told = self._decoders.another(tried)
+        if isinstance(error, ProxyError) or told is None:
+            told = self._decoders.another(tried) or told
         if told is not None:
             self._releases.begin(told, sent, context)
 

@@ -43,6 +43,7 @@ class KVTransfer:
         released: whether prefill keeps its blocks until decode has asked for them.
         needed: whether decode instances wait for the blocks of whatever they are asked, so that
             they can answer nothing that was not prefilled elsewhere.
+        named_apart: whether no two instances may have the same `kv_addr`.
         addressed: roles of the instances that may have a `kv_addr`.
     """
 
@@ -51,6 +52,7 @@ class KVTransfer:
     bidirectional: ClassVar[bool] = False
     released: ClassVar[bool] = True
     needed: ClassVar[bool] = False
+    named_apart: ClassVar[bool] = False
     addressed: ClassVar[frozenset[Role]] = frozenset()
 
     def check(self, instance: Instance) -> None:
@@ -82,8 +84,8 @@ class KVTransfer:
         """
         return {}
 
-    def learned(self, replied: Params) -> Params | None:  # noqa: ARG002
-        """What a prefill's reply tells of its instance, for requests to come; None: nothing."""
+    def learned(self, pair: Pair, replied: Params) -> Params | None:  # noqa: ARG002
+        """What a prefill's reply tells of its rank, for requests to come; None: nothing."""
         return None
 
     def concurrent(self, pair: Pair) -> bool:  # noqa: ARG002

@@ -9,7 +9,8 @@ from typing import ClassVar
 
 from epd.errors import UpstreamFailed
 from epd.transfer.kv import KVTransfer, Pair
-from epd.transfer.params import Params
+from epd.transfer.params import Params, reachable
+from epd.transfer.readback import RANK
 
 KEEP: Params = {
     "do_remote_decode": True,
@@ -34,6 +35,10 @@ class Nixl(KVTransfer):
             return KEEP
         return {**pair.earlier, "do_remote_decode": True, "do_remote_prefill": False}
 
+    def decode_params(self, pair: Pair, replied: Params) -> Params | None:
+        """What prefill has replied, with a host that decode can reach."""
+        return _of(pair, super().decode_params(pair, replied))
+
 
 class NixlPush(KVTransfer):
     """Prefill writes its blocks into decode's, which says where those are.
@@ -51,13 +56,21 @@ class NixlPush(KVTransfer):
     released = False
 
     COORDINATES: ClassVar = ("remote_engine_id", "remote_host", "remote_port", "tp_size")
-    """What decode needs of the prefill instance; `pp_size`, where it is said, too."""
+    """What decode needs of the prefill instance."""
 
-    def learned(self, replied: Params) -> Params | None:
-        """The instance's coordinates."""
+    SIZES: ClassVar = ("pp_size", "dcp_size")
+    """What it needs too, where it is said."""
+
+    def learned(self, pair: Pair, replied: Params) -> Params | None:
+        """The coordinates of the pair's prefill, whose data-parallel ranks have each their own.
+
+        None where the instance chooses the rank: nobody knows the next one's.
+        """
         if any(replied.get(name) is None for name in self.COORDINATES):
             return None
-        return {name: replied[name] for name in (*self.COORDINATES, "pp_size") if name in replied}
+        if pair.prefill_rank is None and RANK.search(str(replied["remote_engine_id"])):
+            return None
+        return {name: replied[name] for name in (*self.COORDINATES, *self.SIZES) if name in replied}
 
     def concurrent(self, pair: Pair) -> bool:
         """Once they are known."""
@@ -74,15 +87,15 @@ class NixlPush(KVTransfer):
             UpstreamFailed: the instance said nothing, or is not whom decode has been told of.
         """
         if pair.peer is None:
-            return super().decode_params(pair, replied)
-        if replied and self.learned(replied) != pair.peer:
+            return _of(pair, super().decode_params(pair, replied))
+        if replied and self.learned(pair, replied) != pair.peer:
             raise UpstreamFailed(
                 "the prefill instance has been replaced", slug="prefill_replaced", stage="prefill"
             )
         return {
             "do_remote_decode": False,
             "do_remote_prefill": True,
-            **pair.peer,
+            **reachable(pair.peer, pair.prefill.url),
             "remote_request_id": self.request_id(pair),
         }
 
@@ -92,6 +105,11 @@ class Multi(Nixl):
 
     name = "multi"
 
-    def decode_params(self, pair: Pair, replied: Params) -> Params | None:  # noqa: ARG002
+    def decode_params(self, pair: Pair, replied: Params) -> Params | None:
         """What prefill has replied, where it has."""
-        return replied or None
+        return super().decode_params(pair, replied) if replied else None
+
+
+def _of(pair: Pair, said: Params | None) -> Params | None:
+    """What a pair's prefill has said, with a host that decode can reach."""
+    return None if said is None else reachable(said, pair.prefill.url)

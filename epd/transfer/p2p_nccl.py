@@ -23,6 +23,7 @@ class P2pNccl(KVTransfer):
     eager = True
     released = False
     needed = True
+    named_apart = True
     addressed = frozenset({Role.PREFILL, Role.DECODE})
 
     def check(self, instance: Instance) -> None:

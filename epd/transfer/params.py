@@ -1,7 +1,9 @@
 """`ec_transfer_params` and `kv_transfer_params`, as instances reply them."""
 
 from collections.abc import Mapping
+from ipaddress import ip_address
 from typing import Any
+from urllib.parse import urlsplit
 
 import orjson
 
@@ -32,6 +34,27 @@ def reply_field(reply: bytes, name: str, *, stage: Stage) -> dict[str, Any]:
             stage=stage,
         )
     return value
+
+
+def reachable(params: Params, url: str) -> Params:
+    """Params whose `remote_host` is one that others can reach.
+
+    Args:
+        params: an instance's.
+        url: its URL, whose host they get where they say none, or every address, as a NIXL side
+            channel that listens at all of them does.
+    """
+    host = params.get("remote_host")
+    if not isinstance(host, str) or not _everywhere(host):
+        return params
+    return {**params, "remote_host": urlsplit(url).hostname}
+
+
+def _everywhere(host: str) -> bool:
+    try:
+        return ip_address(host).is_unspecified
+    except ValueError:
+        return not host
 
 
 def with_params(body: Body, kv_transfer_params: Params | None) -> Body:

@@ -7,10 +7,8 @@ the blocks as it is told, by their position: it compares no token of them with i
 
 import math
 import re
-from ipaddress import ip_address
-from urllib.parse import urlsplit
 
-from epd.transfer.params import Params
+from epd.transfer.params import Params, reachable
 
 MAX_HOST = 253
 
@@ -45,19 +43,12 @@ def kept_params(said: Params, decode: str) -> Params | None:
             return None
     if not any(groups) or len(host) > MAX_HOST:
         return None
-    return {**said, "remote_host": urlsplit(decode).hostname if _everywhere(host) else host}
+    return reachable(said, decode)
 
 
 def engine_of(params: Params) -> str:
     """Whose blocks they name: an engine is another after each start."""
     return RANK.sub("", params["remote_engine_id"])
-
-
-def _everywhere(host: str) -> bool:
-    try:
-        return ip_address(host).is_unspecified
-    except ValueError:
-        return not host
 
 
 def shortened(params: Params, tokens: int, block_tokens: int) -> Params | None:

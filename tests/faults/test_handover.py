@@ -111,8 +111,7 @@ async def test_blocks_that_decode_did_not_come_for_are_released(launch: Launch) 
     async with strict(launch, "mooncake", prefill=2, decode=2) as (fleet, wire):
 
         async def refuses_late(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            await until(lambda: any(one.ready.is_set() for one in wire.made.values()))
-            await asyncio.sleep(0.1)  # prefill's reply has come
+            await until(lambda: any(one.stage == "prefill" for one in fleet.events.stages))
             return await refuses(503)(request, body)
 
         fleet.decode[0].chat = fails_first(1, refuses_late, fleet.decode[0].chat)

@@ -7,8 +7,9 @@ instance is told, and what it then does, is written here from the connectors' ow
 """
 
 import asyncio
+import itertools
 import re
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,6 +51,7 @@ class Blocks:
     """What one prefill has made, or will: of which prompt, and where."""
 
     prefill: FakeInstance | None = None
+    rank: str | None = None
     prompt: dict[str, Any] = field(default_factory=dict)
     ready: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -77,10 +79,12 @@ class Wire:
         wrong: what was found.
         made: blocks that decode has not come for, by what it finds them with.
         fetched: how often decode came for blocks that were made for it.
+        own_ranks: which data-parallel rank an instance takes that is told none; None: it has one.
         answers: what it said then.
     """
 
     concurrent = False
+    own_ranks: Iterator[str | None] = itertools.repeat(None)
     answers: Answers = staticmethod(canned)
 
     def __init__(self, prefill: int, decode: int) -> None:
@@ -135,7 +139,8 @@ class Wire:
                 self._check_prefill(asked)
                 key = self.key(asked)
                 blocks = self.made.setdefault(key, Blocks())
-                blocks.prefill, blocks.prompt = instance, asked.prompt
+                asked.rank = asked.rank or next(self.own_ranks)
+                blocks.prefill, blocks.rank, blocks.prompt = instance, asked.rank, asked.prompt
                 blocks.ready.set()
                 return web.json_response({"choices": [], "kv_transfer_params": self.reply(asked)})
 
@@ -217,20 +222,25 @@ class NixlWire(Wire):
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_block_ids": [[1, 2]],
-            "remote_engine_id": f"engine-{asked.instance.url}{self.generation}",
+            **self.engine(asked.instance, asked.rank),
             "remote_request_id": asked.request_id,
             "remote_host": "127.0.0.1",
-            "remote_port": 5600,
             "tp_size": 1,
         }
+
+    def engine(self, instance: FakeInstance, rank: str | None) -> dict[str, Any]:
+        """Each data-parallel rank is an engine of its own, with a side channel of its own."""
+        end = "" if rank is None else f"_dp{rank}"
+        engine_id = f"engine-{instance.url}{self.generation}{end}"
+        return {"remote_engine_id": engine_id, "remote_port": 5600 + int(rank or 0)}
 
     def wanted(self, asked: Asked) -> Any:
         key = (asked.params or {}).get("remote_request_id")
         blocks = self.made.get(key)
         if blocks is None or blocks.prefill is None:
             raise Wrong(f"decode was told of blocks that nobody has: {asked.params}")
-        engine_id = f"engine-{blocks.prefill.url}{self.generation}"
-        expected = self.reply(asked) | {"remote_request_id": key, "remote_engine_id": engine_id}
+        engine = self.engine(blocks.prefill, blocks.rank)
+        expected = self.reply(asked) | {"remote_request_id": key, **engine}
         self.is_equal("a decode's kv_transfer_params", asked.params, expected)
         return key
 
@@ -248,21 +258,15 @@ class PushWire(NixlWire):
 
     def wanted(self, asked: Asked) -> Any:
         params = dict(asked.params or {})
-        engine_id = str(params.get("remote_engine_id"))
-        if engine_id not in {f"engine-{one.url}{self.generation}" for one in self.prefills}:
-            raise Wrong(f"no prefill instance is {engine_id}")
-        coordinates = {
-            "remote_engine_id": engine_id,
-            "remote_host": "127.0.0.1",
-            "remote_port": 5600,
-            "tp_size": 1,
-            "pp_size": 1,
-        }
+        engine = {name: params.get(name) for name in ("remote_engine_id", "remote_port")}
+        known = [self.engine(one, rank) for one in self.prefills for rank in (None, *"01234567")]
+        if engine not in known:
+            raise Wrong(f"no prefill instance is {engine}")
+        coordinates = {**engine, "remote_host": "127.0.0.1", "tp_size": 1, "pp_size": 1}
         if "remote_block_ids" in params:  # in turn
-            made = self.made[asked.request_id].prefill
-            self.is_equal(
-                "who has prefilled", engine_id, made and f"engine-{made.url}{self.generation}"
-            )
+            made = self.made[asked.request_id]
+            has = made.prefill and self.engine(made.prefill, made.rank)
+            self.is_equal("who has prefilled", engine, has)
             expected = self.reply(asked) | coordinates
         else:
             told = {"do_remote_prefill": True, "do_remote_decode": False}

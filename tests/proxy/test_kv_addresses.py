@@ -41,6 +41,15 @@ def test_addresses_go_with_urls_in_their_order() -> None:
     [
         ({"prefill_kv_addrs": "p1:9"}, "--prefill-kv-addrs needs one address for each of"),
         ({"decode_kv_addrs": "d:1:2,d:1:2"}, "it has 2 for 1"),
+        (
+            {
+                "kv_transfer": "p2p-nccl",
+                "on_prefill_failure": "fail",
+                "prefill_kv_addrs": "p1:1,p2:1",
+                "decode_kv_addrs": "p1:1",
+            },
+            "'p1:1' is named twice",
+        ),
         ({"kv_transfer": "nixl", "prefill_kv_addrs": "p1:9,p2:9"}, "nixl has no use for a kv_addr"),
         ({"kv_transfer": "mooncake", "prefill_kv_addrs": "p1:9,p2 9"}, "http://p2:1"),
         ({"kv_transfer": "lmcache", "decode_kv_addrs": "d:1"}, "no address such as host:port:port"),

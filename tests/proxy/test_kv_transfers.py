@@ -1,5 +1,7 @@
 """Every KV transfer, over instances that take nothing but what their connector takes."""
 
+import asyncio
+import itertools
 from typing import Any
 
 import pytest
@@ -53,6 +55,34 @@ async def test_a_push_is_in_turn_until_the_prefill_instance_is_known(launch: Lau
 
         blocks = ["remote_block_ids" in call.body["kv_transfer_params"] for call in fleet.d.calls]
         assert blocks == [True, False, False]
+
+
+@pytest.mark.parametrize("said", [True, False], ids=["named", "the instance's choice"])
+@pytest.mark.parametrize("transfer", ["nixl", "nixl-push"])
+async def test_decode_is_told_of_the_rank_that_prefills(
+    launch: Launch, transfer: str, said: bool
+) -> None:
+    settings: dict[str, Any] = {"on_prefill_failure": "fail"}
+    settings |= {"ec_consumer_dp_size": 2} if said else {}
+    async with strict(launch, transfer, prefill=2, decode=2, **settings) as (fleet, wire):
+        if not said:
+            wire.own_ranks = itertools.cycle("01")
+
+        async def asks(number: int) -> None:
+            async with fleet.post(request(text(str(number)))) as reply:
+                assert reply.status == 200, await reply.text()
+                await reply.read()
+
+        for number in range(8):
+            await asks(number)
+        await asyncio.gather(*map(asks, range(8, 20)))
+
+        assert wire.fetched == 20
+        told = [call.body["kv_transfer_params"] for one in fleet.decode for call in one.calls]
+        assert len({params["remote_engine_id"] for params in told}) == 4
+        # At once only where it is known which rank it will be.
+        at_once = any("remote_block_ids" not in params for params in told)
+        assert at_once == (said and transfer == "nixl-push")
 
 
 async def test_a_bootstrap_server_is_asked_once_for_many_requests(launch: Launch) -> None:

@@ -47,24 +47,49 @@ def test_a_multi_connector_carries_what_there_is() -> None:
     assert Multi().decode_params(pair, {}) is None
 
 
+EVERYWHERE = ["0.0.0.0", "::", "0:0:0:0:0:0:0:0", ""]  # noqa: S104 - what a server may say
+
+
+@pytest.mark.parametrize("transfer", [Nixl(), NixlPush(), Multi()], ids=lambda one: one.name)
+@pytest.mark.parametrize(("host", "told"), [*((one, "p") for one in EVERYWHERE), ("h", "h")])
+def test_decode_is_told_a_host_that_it_can_reach(
+    transfer: KVTransfer, host: str, told: str
+) -> None:
+    replied, pair = COORDINATES | {"remote_host": host}, Pair("r", prefill())
+
+    assert transfer.decode_params(pair, replied) == replied | {"remote_host": told}
+    if (peer := transfer.learned(pair, replied)) is not None:
+        said = transfer.decode_params(pair._replace(peer=peer), replied)
+        assert said is not None
+        assert said["remote_host"] == told
+
+
 COORDINATES = {
     "remote_engine_id": "e",
     "remote_host": "h",
     "remote_port": 1,
     "tp_size": 2,
     "pp_size": 1,
+    "dcp_size": 1,
 }
 
 
 def test_a_push_learns_coordinates_and_nothing_of_the_request() -> None:
-    replied = COORDINATES | {"remote_block_ids": [[1]], "remote_request_id": "x", "dcp_size": 1}
+    replied = COORDINATES | {"remote_block_ids": [[1]], "remote_request_id": "x", "more": 1}
 
-    assert NixlPush().learned(replied) == COORDINATES
+    assert NixlPush().learned(Pair("r", prefill()), replied) == COORDINATES
 
 
 @pytest.mark.parametrize("missing", ["remote_engine_id", "remote_host", "remote_port", "tp_size"])
 def test_a_push_learns_nothing_from_half_of_them(missing: str) -> None:
-    assert NixlPush().learned(COORDINATES | {missing: None}) is None
+    assert NixlPush().learned(Pair("r", prefill()), COORDINATES | {missing: None}) is None
+
+
+def test_of_a_rank_that_the_instance_has_chosen_a_push_learns_nothing() -> None:
+    replied = COORDINATES | {"remote_engine_id": "e_dp1"}
+
+    assert NixlPush().learned(Pair("r", prefill()), replied) is None
+    assert NixlPush().learned(Pair("r", prefill(), 1), replied) == replied
 
 
 def test_a_push_in_turn_carries_what_prefill_replied() -> None:

@@ -144,10 +144,11 @@ def test_a_push_prefill_keeps_its_blocks_and_says_who_it_is() -> None:
     kept, replied = prefill.request_finished(request, ([1, 2],))
 
     assert kept
-    assert NixlPush().learned(replied) == {
+    assert NixlPush().learned(PAIR, replied) == {
         "remote_engine_id": "decode",
         "remote_host": "10.0.0.2",
         "remote_port": 5601,
         "tp_size": 1,
         "pp_size": 1,
+        "dcp_size": 1,
     }

@@ -1,5 +1,6 @@
 """Settings of what instances hand over to each other, and what is done where they cannot."""
 
+from collections.abc import Sequence
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -14,6 +15,9 @@ from epd.config.parts.instances import InstanceSettings
 from epd.config.parts.named import flag_of
 from epd.routing.instances import Role
 from epd.transfer.flavours import EC_TRANSFERS, KV_TRANSFERS, ECTransferName, KVTransferName
+
+MAX_TTL_S = 30 * 24 * 3600.0
+"""Of a conversation: far longer than any instance keeps blocks, and short enough for Redis."""
 
 
 class TransferSettings(InstanceSettings):
@@ -63,6 +67,7 @@ class TransferSettings(InstanceSettings):
     )
     conversation_ttl: Seconds = Field(
         default=450.0,
+        le=MAX_TTL_S,
         description="how long, in seconds: below the decode instances' decoder_kv_blocks_ttl (480) "
         "by more than 5",
     )
@@ -115,6 +120,7 @@ class TransferSettings(InstanceSettings):
                 f"decode instance: {expected} ({servers} instances x {self.ec_consumer_dp_size} "
                 f"ranks), not {len(self.ec_consumer_zmq_addrs)}"
             )
+        _check_apart("--ec-consumer-zmq-addrs", self.ec_consumer_zmq_addrs)
         return self
 
     @model_validator(mode="after")
@@ -143,9 +149,19 @@ class TransferSettings(InstanceSettings):
                 addrs = "prefill" if instance.role is Role.PREFILL else "decode"
                 fault = f"--{addrs}-kv-addrs:" if instance.kv_addr else "--kv-transfer"
                 raise ValueError(f"{instance.url}: {fault} {error}") from None
+        if transfer.named_apart:
+            both = (*self.prefill_kv_addrs, *self.decode_kv_addrs)
+            _check_apart("--prefill-kv-addrs, --decode-kv-addrs", both)
         if transfer.needed and self.on_prefill_failure == "local":
             raise ValueError(
                 f"--kv-transfer {self.kv_transfer} needs --on-prefill-failure fail: its decode "
                 "instances wait for the blocks of every request"
             )
         return self
+
+
+def _check_apart(flags: str, addresses: Sequence[str]) -> None:
+    """Refuse an address that two would have: what is sent to the one came to the other."""
+    for address in addresses:
+        if addresses.count(address) > 1:
+            raise ValueError(f"{flags}: {address!r} is named twice")
