@@ -27,11 +27,14 @@ NEUTRAL = frozenset(
         "best_of",
         "cache_salt",
         "ec_transfer_params",
+        "echo",
         "frequency_penalty",
         "ignore_eos",
         "include_stop_str_in_output",
         "kv_transfer_params",
+        "length_penalty",
         "logit_bias",
+        "logprob_token_ids",
         "logprobs",
         "max_completion_tokens",
         "max_tokens",
@@ -43,9 +46,14 @@ NEUTRAL = frozenset(
         "parallel_tool_calls",
         "presence_penalty",
         "priority",
+        "prompt_cache_key",
+        "prompt_logprobs",
+        "repetition_detection",
         "repetition_penalty",
         "request_id",
+        "return_prompt_text",
         "return_token_ids",
+        "return_token_offsets",
         "return_tokens_as_token_ids",
         "safety_identifier",
         "seed",
@@ -57,12 +65,15 @@ NEUTRAL = frozenset(
         "stop_token_ids",
         "store",
         "stream",
+        "stream_interval",
         "stream_options",
         "temperature",
         "top_k",
         "top_logprobs",
         "top_p",
+        "use_beam_search",
         "user",
+        "watermarking",
     }
 )
 """Fields that a prompt does not depend on, or that a conversation is known by."""
@@ -121,10 +132,13 @@ def prompt_of(body: Body, fields: Iterable[str]) -> Prompt | None:
         fields: what `/tokenize` makes tokens of, of this kind of request.
     """
     question = {name: body[name] for name in ("model", *fields) if name in body}
-    others = body.keys() - question.keys() - NEUTRAL
-    if not others <= ALIKE:
+    match body.get("prompt"):
+        case [str() | list() as alone]:  # a batch of one
+            question["prompt"] = alone
+    others = {name for name, value in body.items() if value is not None}  # null says nothing
+    if not others <= question.keys() | NEUTRAL | ALIKE:
         return None
     alike = {name: body[name] for name in ALIKE if body.get(name) is not None}
     form = blake3(orjson.dumps(alike, option=orjson.OPT_SORT_KEYS)).hexdigest()
-    given = body.get("prompt")
+    given = question.get("prompt")
     return Prompt(question, form, given if isinstance(given, list) else None)

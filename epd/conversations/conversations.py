@@ -84,11 +84,11 @@ class Conversations:
         """How many were dropped that no turn has found (`Store`)."""
         return self._store.evicted
 
-    async def begin(self, key: str, decodes: Collection[str]) -> Turn:
-        """A turn of a conversation, with what the last one has left: nobody else gets it.
+    async def begin(self, turn: Turn, decodes: Collection[str]) -> None:
+        """Have a turn go on with what the last one of its conversation has left: it alone.
 
         Args:
-            key: the conversation's.
+            turn: it.
             decodes: URLs of the instances that may still hold its blocks.
         """
         if not self._warned:
@@ -97,16 +97,15 @@ class Conversations:
                 "each worker keeps conversations of its own",
                 next="set --conversation-store redis://…, or a turn finds the last one by chance",
             )
-        answered, before = await self._ask(lambda: self._store.take(key))
+        answered, before = await self._ask(lambda: self._store.take(turn.key))
         if before is None:
             self.results["miss" if answered else "unknown"] += 1
-            return Turn(key)
-        if before.decode not in decodes or self._is_void(before):
+        elif before.decode not in decodes or self._is_void(before):
             self.results["stale"] += 1
-            return Turn(key)
-        if before.held is None:
-            self.results["miss"] += 1
-        return Turn(key, before)
+        else:
+            turn.follow(before)
+            if before.held is None:
+                self.results["miss"] += 1
 
     async def keep(self, turn: Turn) -> None:
         """Keep what a turn leaves, whose answer has ended well."""

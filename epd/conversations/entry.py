@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from epd.conversations.fingerprint import Fingerprint
 from epd.transfer.readback import kept_params
@@ -59,7 +59,8 @@ def read(written: bytes) -> Entry | None:
     """The entry in JSON; None where it is none, as another version may have written it."""
     try:
         entry = _ENTRY.validate_json(written)
-    except ValidationError:
+        held = entry.held
+        usable = held is None or kept_params(held.params, entry.decode) is not None
+    except ValueError:  # a ValidationError too
         return None
-    held = entry.held
-    return None if held is not None and kept_params(held.params, entry.decode) is None else entry
+    return entry if usable else None

@@ -13,6 +13,9 @@ from typing import Any
 
 import orjson
 
+from epd.bodies.parsing import parse_object
+from epd.errors import BadRequest
+
 _TOKENS = re.compile(rb'((?<!\\)"(prompt_)?token_ids"\s*:\s*)\[([0-9,\s]*)\]')
 _PARAMS = re.compile(rb'(?<!\\)"kv_transfer_params"\s*:\s*(?=\{)')
 _DECODER = json.JSONDecoder()
@@ -60,7 +63,8 @@ class Heard:
     def _told_params(self, said: bytes, found: re.Match[bytes]) -> bytes:
         rest = said[found.end() :].decode("utf-8", "surrogateescape")
         try:
-            self.params, end = _DECODER.raw_decode(rest)
-        except (ValueError, RecursionError):
+            _, end = _DECODER.raw_decode(rest)
+            self.params = parse_object(rest[:end].encode("utf-8", "surrogateescape"))
+        except (ValueError, RecursionError, BadRequest):  # what nobody could send on
             return said
         return said[: found.end()] + b"null" + rest[end:].encode("utf-8", "surrogateescape")

@@ -37,10 +37,10 @@ class Turn:
 
     __slots__ = ("_held", "basis", "before", "decode", "heard", "key", "prefill")
 
-    def __init__(self, key: str, before: Entry | None = None) -> None:
+    def __init__(self, key: str) -> None:
         self.key = key
-        self.before = before
-        self._held = None if before is None else before.held
+        self.before: Entry | None = None
+        self._held: Held | None = None
         self.prefill: str | None = None
         self.decode: str | None = None
         self.basis: Basis | None = None
@@ -55,6 +55,10 @@ class Turn:
     def prefers_decode(self) -> str | None:
         """URL of the one that answered it."""
         return None if self.before is None else self.before.decode
+
+    def follow(self, before: Entry) -> None:
+        """Go on with what the last turn has left."""
+        self.before, self._held = before, before.held
 
     def take(self) -> Held | None:
         """What the last turn's decode instance holds: once, whatever becomes of it."""

@@ -10,6 +10,7 @@ from epd.bodies.prompt import prompt_tokens
 from epd.cache.encoder_cache import EncoderCache
 from epd.cache.keys import Keys
 from epd.config import ProxyConfig
+from epd.conversations.conversations import Conversations
 from epd.errors import NoInstance, ProxyError, UpstreamTimeout, UpstreamUnreachable
 from epd.media.fetch import MediaFetcher
 from epd.media.parts import inline_bytes
@@ -21,6 +22,7 @@ from epd.request.encoding import Encoder, raw_items
 from epd.request.handover import Answer, Handovers
 from epd.request.readbacks import may_be_blocks
 from epd.request.stages import Stages
+from epd.routing.health import State
 from epd.routing.instances import ANSWERING, Role
 from epd.routing.retries import Retries, is_instances_fault, retry_delay_s
 from epd.routing.table import InstanceTable
@@ -49,6 +51,7 @@ class Pipeline:
         transfer: ECTransfer,
         handovers: Handovers,
         decoders: Decoders,
+        conversations: Conversations,
         coordinate: Callable[[Facts], tuple[str, Course] | None],
         config: ProxyConfig,
     ) -> None:
@@ -56,6 +59,7 @@ class Pipeline:
         self._media = media
         self._handovers = handovers
         self._decoders = decoders
+        self._conversations = conversations
         self._transfer = transfer
         self._encoder = Encoder(stages, table, cache, transfer, config)
         self._keys = Keys(cache, config)
@@ -76,6 +80,8 @@ class Pipeline:
         facts = self._facts(body, items, context)
         course = self._decoders.settled(self._course(facts, context), context)
         body, uuids = await self._keyed(body, items, context)
+        if context.turn is not None:  # not before: what is refused costs the next turn nothing
+            await self._conversations.begin(context.turn, self._there)
         attempts = Attempts(course, facts)
 
         async def attempt() -> Answer:
@@ -178,6 +184,12 @@ class Pipeline:
             and self._config.on_prefill_failure == "local"
         ):
             attempts.without_prefill = True
+
+    @property
+    def _there(self) -> set[str]:
+        """URLs of the instances that may hold blocks of an earlier turn."""
+        table = self._table
+        return {one.url for one in table.of(*ANSWERING) if table.state(one) != State.DOWN}
 
     def _facts(self, body: Body, items: tuple[MMItem, ...], context: RequestContext) -> Facts:
         return Facts(

@@ -14,11 +14,9 @@ from epd.http.reply import Reply
 from epd.request import warmup
 from epd.request.context import RequestContext
 from epd.request.relay import StreamRelay
-from epd.routing.health import State
-from epd.routing.instances import ANSWERING
 from epd.server.admittance import read
 from epd.server.answers import as_json, own_headers
-from epd.server.assembly import ADMIN, CONVERSATIONS, PIPELINE, TABLE, WARMUP
+from epd.server.assembly import ADMIN, CONVERSATIONS, PIPELINE, WARMUP
 from epd.server.slots import ANSWERED, CONFIG, CONTEXT, STREAM
 from epd.tenants import ANONYMOUS
 
@@ -39,7 +37,7 @@ async def answer(request: web.Request) -> web.StreamResponse:
     if endpoint.salted and context.tenant is not ANONYMOUS:  # whom all share with
         body = salted(body, config.scope_of(context.tenant))
     if CONVERSATION in body:
-        body, context.turn = await _turn(request, body)
+        body, context.turn = _turn(request, body)
         if context.turn is not None:
             context.session = context.session or context.turn.key
     async with await app[PIPELINE].run(body, context) as reply:
@@ -65,7 +63,7 @@ async def answer(request: web.Request) -> web.StreamResponse:
         return stream
 
 
-async def _turn(request: web.Request, body: Body) -> tuple[Body, Turn | None]:
+def _turn(request: web.Request, body: Body) -> tuple[Body, Turn | None]:
     """The request as it goes on, and which turn of a conversation it is; None: of none.
 
     Raises:
@@ -75,9 +73,7 @@ async def _turn(request: web.Request, body: Body) -> tuple[Body, Turn | None]:
     body = {key: value for key, value in body.items() if key != CONVERSATION}
     if name is None or not context.endpoint.generates:
         return body, None
-    key = conversation_key(app[CONFIG].name_scope_of(context.tenant), body, name)
-    there = {one.url for one in app[TABLE].of(*ANSWERING) if app[TABLE].state(one) != State.DOWN}
-    return body, await app[CONVERSATIONS].begin(key, there)
+    return body, Turn(conversation_key(app[CONFIG].name_scope_of(context.tenant), body, name))
 
 
 def _transport(request: web.Request) -> asyncio.WriteTransport:

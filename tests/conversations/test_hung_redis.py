@@ -14,6 +14,7 @@ from epd.conversations.entry import Entry
 from epd.conversations.memory import InMemory
 from epd.conversations.redis_store import InRedis
 from epd.conversations.stores import StoreAway
+from epd.conversations.turn import Turn
 from epd.discovery import redis_store as registrations
 from tests.proxy.fleet import until
 from tests.store.redis_server import Certificates, RedisServer
@@ -53,9 +54,8 @@ async def test_turns_end_while_it_still_hangs_and_leave_nothing(hung: RedisServe
     before, tasks = descriptors(), asyncio.all_tasks()
     for at_once in (1, 2, 20):
         async with Conversations.of(config) as conversations:
-            turns = await asyncio.gather(
-                *(conversations.begin(str(key), {ANSWERED.decode}) for key in range(at_once))
-            )
+            turns = [Turn(str(key)) for key in range(at_once)]
+            await asyncio.gather(*(conversations.begin(turn, {ANSWERED.decode}) for turn in turns))
             assert [turn.before for turn in turns] == [None] * at_once
             assert conversations.results == {"unknown": at_once}
     await until(lambda: descriptors() <= before)
@@ -92,7 +92,8 @@ async def test_a_store_that_loses_what_it_is_told_costs_a_turn_its_prefix_alone(
 
     config = ProxyConfig.model_construct(conversation_budget_s=0.01)
     conversations = Conversations(Deaf(lambda: 1), config)
-    turn = await conversations.begin("key", {ANSWERED.decode})
+    turn = Turn("key")
+    await conversations.begin(turn, {ANSWERED.decode})
 
     assert turn.before is None
     assert conversations.results == {"unknown": 1}

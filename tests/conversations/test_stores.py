@@ -17,6 +17,7 @@ from epd.conversations.fingerprint import Fingerprint
 from epd.conversations.memory import InMemory
 from epd.conversations.redis_store import InRedis
 from epd.conversations.stores import Store, StoreAway
+from epd.conversations.turn import Turn
 from epd.redis_urls import MAX_CONNECTIONS
 from tests.store.redis_server import RedisServer
 
@@ -105,7 +106,7 @@ async def test_the_log_names_the_store_that_is_left_alone_without_its_password()
     async with Conversations.of(config) as conversations:
         with capture_logs() as lines:
             for _ in range(4):
-                await conversations.begin("key", ())
+                await conversations.begin(Turn("key"), ())
 
     assert lines == [
         {
@@ -133,6 +134,14 @@ def test_an_entry_is_read_as_it_was_written() -> None:
     assert read(BARE.written()) == BARE
 
 
+def test_an_entry_whose_instance_has_no_url_is_none() -> None:
+    anywhere = replace(HELD, params=PARAMS | {"remote_host": "0.0.0.0"})  # noqa: S104 - it is said
+    entry = replace(FULL, held=anywhere)
+
+    assert read(entry.written()) == entry
+    assert read(replace(entry, decode="http://[").written()) is None
+
+
 @pytest.mark.parametrize(("age_s", "known"), [(449.0, True), (451.0, False)])
 def test_what_is_older_than_it_may_be_is_stale_whatever_the_store_was_told(
     age_s: float, known: bool
@@ -141,7 +150,8 @@ def test_what_is_older_than_it_may_be_is_stale_whatever_the_store_was_told(
         store, config = InMemory(lambda: 100), ProxyConfig.model_construct()
         conversations = Conversations(store, config, clock=lambda: FULL.kept_s + age_s)
         await store.put("a", FULL, 10 * config.conversation_ttl)
-        turn = await conversations.begin("a", {FULL.decode})
+        turn = Turn("a")
+        await conversations.begin(turn, {FULL.decode})
         assert turn.before == (FULL if known else None)
         assert list(conversations.results) == ([] if known else ["stale"])
 

@@ -296,6 +296,67 @@ async def test_no_instance_sees_the_name_at_any_endpoint(launch: Launch) -> None
         assert not any("conversation_id" in call.body for call in calls)
 
 
+async def test_what_is_said_at_other_endpoints_is_handed_on_as_it_is(launch: Launch) -> None:
+    """A tool may have arguments of any name, and there they are no string."""
+    arguments = {"token_ids": [1, 2], "prompt_token_ids": [3], "kv_transfer_params": {"x": 1}}
+    said = {"content": [{"type": "tool_use", "name": "f", "input": arguments}]}
+
+    async def calls_a_tool(_: web.Request, __: dict[str, Any]) -> web.Response:
+        return web.json_response(said)
+
+    turns = Turns()
+    async with talking(launch, turns) as fleet:
+        fleet.d.chat = calls_a_tool
+        body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}
+        for path in ("/v1/messages", "/v1/responses"):
+            asked = {**body, "input": "hi", "conversation_id": "c"}
+            async with fleet.http.post(fleet.url + path, json=asked) as reply:
+                assert (reply.status, await reply.json()) == (200, said)
+
+
+async def test_a_turn_that_is_refused_costs_the_next_one_nothing(launch: Launch) -> None:
+    turns = Turns()
+    async with talking(launch, turns, decode_from="header") as fleet:
+        talk = Talk(fleet)
+        await talk.ask(LONG)
+        body = {"model": "m", "messages": talk.history, "conversation_id": "talk"}
+        async with fleet.post(body, {"x-decoder-host-port": "nonsense"}) as reply:
+            assert reply.status == 400
+        assert await talk.ask(LONG) != WRONG
+        assert len(turns.read) == 1
+
+
+async def test_fields_that_are_null_are_as_good_as_none(launch: Launch) -> None:
+    turns = Turns()
+    nulls = dict.fromkeys(("reasoning_effort", "documents", "functions", "prompt_logprobs", "x"))
+    async with talking(launch, turns) as fleet:
+        talk = Talk(fleet, more={**nulls, "echo": False, "use_beam_search": False})
+        for number in range(3):
+            assert await talk.ask(LONG + str(number)) != WRONG
+        assert len(turns.read) == 2
+
+
+async def test_blocks_that_nobody_could_be_told_of_are_not_kept(launch: Launch) -> None:
+    turns = Turns()
+    async with talking(launch, turns) as fleet:
+        says = fleet.d.chat
+
+        async def says_more(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            reply = await says(request, body)
+            assert isinstance(reply, web.Response)
+            assert reply.text is not None
+            odd = reply.text.replace('"remote_host"', '"odd": "\\ud800", "remote_host"')
+            return web.Response(text=odd, content_type="application/json")
+
+        fleet.d.chat = says_more
+        for _ in range(2):
+            body = {"model": "m", "messages": [{"role": "user", "content": LONG}]}
+            async with fleet.post(body | {"conversation_id": "c"}) as reply:
+                assert reply.status == 200
+                assert "ud800" in await reply.text()
+        assert not turns.read
+
+
 async def test_tenants_who_use_the_same_name_share_nothing(launch: Launch, keys: Path) -> None:
     turns = Turns()
     async with talking(launch, turns, api_keys_file=keys, isolation="shared") as fleet:
@@ -446,7 +507,7 @@ async def test_a_prefill_that_waits_for_blocks_for_ever_is_asked_once_more_to_co
     launch: Launch,
 ) -> None:
     turns = Turns()
-    async with talking(launch, turns, prefill_timeout_s=1.0, on_prefill_failure="fail") as fleet:
+    async with talking(launch, turns, prefill_timeout_s=2.0, on_prefill_failure="fail") as fleet:
         talk = Talk(fleet)
         await talk.ask(LONG)
         computes = fleet.p.chat
@@ -464,7 +525,7 @@ async def test_a_prefill_that_waits_for_blocks_for_ever_is_asked_once_more_to_co
         assert fleet.p.aborted == 1
         counts = await figures(fleet)
         assert (counts["failed"], counts["rested"]) == (1, 1)
-        [warning] = [line for line in lines if line["log_level"] == "warning"]
+        [warning] = [line for line in lines if line["event"].startswith("a prefill instance")]
         assert (warning["instance"], warning["of"]) == (fleet.p.url, "any decode instance")
         assert warning["rest_s"] == 600
         assert "bidirectional_kv_xfer" in warning["next"]
@@ -523,7 +584,7 @@ async def test_a_client_that_leaves_leaves_nothing(launch: Launch) -> None:
     async with talking(launch, turns) as fleet:
         talk = Talk(fleet, stream=True)
         await talk.ask(LONG)
-        turns.answers = lambda _: "a very long answer " * 100_000
+        turns.answers = lambda _: "a very long answer " * 10_000
         body = {"model": "m", "messages": talk.history, "stream": True, "conversation_id": "talk"}
         async with fleet.post(body) as reply:
             await reply.content.readany()
@@ -614,8 +675,8 @@ async def test_workers_that_share_nothing_say_so_once(launch: Launch) -> None:
         with capture_logs() as lines:
             for number in range(2):
                 await Talk(fleet, name=str(number)).ask(LONG)
-        [warning] = [line for line in lines if line["log_level"] == "warning"]
-        assert "conversations" in warning["event"]
+        [warning] = [line for line in lines if "keeps conversations" in line["event"]]
+        assert warning["log_level"] == "warning"
 
 
 async def test_without_a_prefill_stage_the_same_instance_answers(launch: Launch) -> None:

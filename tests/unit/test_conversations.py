@@ -106,6 +106,8 @@ def test_a_stream_is_heard_whatever_the_model_says(
         b'{"a":1,"token_ids":[[1]]}',
         b'{"a":1,"token_ids":[1,,2]}',
         b'{"a":1,"kv_transfer_params":{"a":' + b"[" * 100_000,
+        b'{"a":1,"kv_transfer_params":{"a":' + b"[" * 600 + b"]" * 600 + b"}}",
+        b'{"a":1,"kv_transfer_params":{"remote_request_id":"\\ud800"}}',
         b"",
     ],
 )
@@ -202,7 +204,21 @@ def test_what_a_prompt_may_depend_on_is_in_its_form() -> None:
 
 @pytest.mark.parametrize("field", ["documents", "reasoning_effort", "truncate_prompt_tokens", "x"])
 def test_of_a_field_that_nobody_knows_no_prompt_is_known(field: str) -> None:
-    assert prompt_of({"messages": [], field: None}, CHAT) is None
+    assert prompt_of({"messages": [], field: 1}, CHAT) is None
+
+
+@pytest.mark.parametrize("field", ["documents", "reasoning_effort", "functions", "x", "echo"])
+def test_a_field_that_is_null_says_nothing(field: str) -> None:
+    assert prompt_of({"messages": [], field: None}, CHAT) == prompt_of({"messages": []}, CHAT)
+
+
+@pytest.mark.parametrize("prompt", ["x", [1, 2]])
+def test_a_batch_of_one_prompt_is_that_prompt(prompt: Any) -> None:
+    alone, batch = (prompt_of({"prompt": one}, ("prompt",)) for one in (prompt, [prompt]))
+
+    assert alone is not None
+    assert batch == alone
+    assert (alone.question["prompt"], alone.tokens) == (prompt, prompt if prompt != "x" else None)
 
 
 def test_the_key_of_a_conversation_is_a_tenants_own_of_a_model_and_a_salt() -> None:
