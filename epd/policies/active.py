@@ -118,9 +118,20 @@ def _activated(written: str, settings: Settings) -> Active:
     common = _built(name, Common, {option: values[option] for option in both if option in values})
     if common.decode_from == "picker" and not settings.get("decode_picker_url"):
         raise PolicyInvalid(f"{name}: decode_from=picker needs --decode-picker-url")
-    options = {option: getattr(built, option) for option in own}
-    options |= {option: getattr(common, option) for option in both}
+    options = {option: _shown(getattr(built, option)) for option in own}
+    options |= {option: _shown(getattr(common, option)) for option in both}
     return Active(written, name, built, common, options)
+
+
+def _shown(value: Any) -> str | float | None:
+    """An option as JSON can say it, whatever kind a policy of others has it be."""
+    match value:
+        case None | bool() | str() | float():
+            return value
+        case int() if abs(value) < 2**53:
+            return value
+        case _:
+            return str(value)
 
 
 def _parsed(written: str) -> tuple[str, dict[str, str]]:

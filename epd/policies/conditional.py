@@ -1,9 +1,15 @@
 """Conditional disaggregation: what a handover would cost more than it saves."""
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
 
 from epd.policies.course import Course, Facts
 from epd.routing.instances import ANSWERING
+
+MAX_TOKENS = 2**31 - 1
+"""Of a prompt: more than any has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,16 +23,14 @@ class PDOnly:
         skip_prefill_for_text: whether all prompts of text are meant, however long.
 
     Raises:
-        ValueError: there are no such prompts, or no request would be meant.
+        ValueError: no request would be meant.
     """
 
-    skip_prefill_below_tokens: int = 0
+    skip_prefill_below_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
     skip_prefill_for_text: bool = False
 
     def __post_init__(self) -> None:
         """Check the options."""
-        if self.skip_prefill_below_tokens < 0:
-            raise ValueError("skip_prefill_below_tokens must be 0 or more")
         if not self.skip_prefill_below_tokens and not self.skip_prefill_for_text:
             raise ValueError(
                 "does nothing without skip_prefill_below_tokens or skip_prefill_for_text"

@@ -14,7 +14,6 @@ from epd.http.upstream import Upstream
 from epd.policies.course import Facts
 from epd.request.context import RequestContext
 from epd.routing.instances import Instance
-from epd.routing.urls import service_url
 
 
 class Picker:
@@ -32,7 +31,7 @@ class Picker:
         candidates: Iterable[Instance],
         tried: Iterable[Instance],
     ) -> str:
-        """The base URL that it names.
+        """What it names: an instance's base URL, or its `host:port`.
 
         Args:
             facts: of the request.
@@ -69,11 +68,11 @@ class Picker:
         try:
             match orjson.loads(answer.body):
                 case {"url": str() as url}:
-                    return service_url(url)
+                    return url
                 case _:
                     raise _useless("its answer has no url")
-        except ValueError:  # a JSONDecodeError too
-            raise _useless("its answer is no JSON, or has no URL that could be one") from None
+        except orjson.JSONDecodeError:
+            raise _useless("its answer is no JSON") from None
 
 
 def _fault(error: ProxyError) -> str:

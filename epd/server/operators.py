@@ -6,7 +6,7 @@ from aiohttp import web
 
 from epd.bodies.parsing import parse_json
 from epd.edge.drain import DRAIN
-from epd.errors import NoInstance, Overloaded
+from epd.errors import BadRequest, NoInstance, Overloaded
 from epd.routing.instances import ANSWERING
 from epd.server.admittance import may_administer, read
 from epd.server.answers import as_json, own_headers
@@ -88,7 +88,13 @@ async def add_policy(request: web.Request) -> web.Response:
 
 async def remove_policy(request: web.Request) -> web.Response:
     """`DELETE /policies?name=…`: has one in force no longer; without a name, undoes all."""
-    name = request.query.get("name")
+    match list(request.query.items()):
+        case []:
+            name = None
+        case [("name", name)]:
+            pass
+        case _:  # mistyped, it must not undo all
+            raise BadRequest("the query may be name=…, or empty", slug="invalid_policy")
     return as_json(request.app[POLICIES].remove(name), request[CONTEXT])
 
 

@@ -112,7 +112,8 @@ CANNOT: list[tuple[str, object, int, str]] = [
     ("PUT", {"policies": ["encode_pd"]}, 422, "no request would be served"),
     ("PUT", b"{", 400, "not valid JSON"),
     ("POST", {"policy": "pd_only"}, 422, "does nothing without"),
-    ("POST", {"policy": SHORT.replace("20", "-1")}, 422, "must be 0 or more"),
+    ("POST", {"policy": SHORT.replace("20", "-1")}, 422, "greater than or equal to 0"),
+    ("POST", {"policy": SHORT.replace("20", "9" * 30)}, 422, "less than or equal to"),
     ("POST", {"policy": "prefill_decode", "priority": 0}, 422, "1 is the first"),
     ("POST", {"policy": "prefill_decode", "priority": -1}, 422, "1 is the first"),
     ("POST", {"policy": "prefill_decode", "priority": True}, 422, "1 is the first"),
@@ -122,7 +123,9 @@ CANNOT: list[tuple[str, object, int, str]] = [
         *("POST", {"policy": "prefill_local_decode_remote?local_prefill_url=http://x:1"}, 422),
         "must be one of --prefill-servers-urls",
     ),
-    ("DELETE", None, 404, "not in force"),
+    ("DELETE", "?name=pd_only", 404, "not in force"),
+    ("DELETE", "?nam=encode_pd", 400, "the query may be"),
+    ("DELETE", "?name=encode_pd&name=pd_only", 400, "the query may be"),
 ]
 
 
@@ -132,7 +135,7 @@ async def test_what_cannot_be_in_force_changes_nothing(
 ) -> None:
     method, body, status, message = case
     async with launch(1, 1, 1, **SETTINGS) as fleet:
-        query = "?name=pd_only" if method == "DELETE" else ""
+        query, body = (body, None) if isinstance(body, str) else ("", body)
         found, said = await call(fleet.url, method, body, query)
 
         assert found == status

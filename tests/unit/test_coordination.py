@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -186,6 +187,8 @@ def test_who_knows_decode_instances_elsewhere_needs_none_in_the_table() -> None:
         (["encode_pd?decode_from=picker"], "decode_from=picker needs --decode-picker-url"),
         (["pd_only"], "pd_only: does nothing without skip_prefill_below_tokens"),
         (["pd_only?skip_prefill_below_tokens=few"], "pd_only: skip_prefill_below_tokens: "),
+        (["pd_only?skip_prefill_below_tokens=-1"], "greater than or equal to 0"),
+        (["pd_only?skip_prefill_below_tokens=2147483648"], "less than or equal to 2147483647"),
         (["prefill_local_decode_remote"], "needs local_prefill_url"),
         (["prefill_local_decode_remote?local_prefill_url=p"], "local_prefill_url: "),
         (["encode_pd"] * 17, "there may be 16 policies"),
@@ -273,6 +276,8 @@ def test_the_local_prefill_instance_is_the_first_one_by_default() -> None:
         ({"decode_from": "picker"}, "needs --decode-picker-url"),
         ({"local_prefill_url": "http://x:1"}, "must be one of --prefill-servers-urls"),
         ({"decode_header": "a b"}, "is no name of a header"),
+        ({"skip_prefill_below_tokens": 2**31}, "less than or equal to 2147483647"),
+        ({"conversation_ttl": 1e17}, "less than or equal to 2592000"),
         ({"decode_hosts": "10.0.0.0/99"}, "is no host name"),
         (
             {"decode_hosts": "d", **ADDRESSES},
@@ -290,10 +295,15 @@ def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> N
 def test_no_decode_instance_is_needed_where_others_name_it() -> None:
     settings = {"encode_servers_urls": ("http://e:1",), "prefill_servers_urls": ("http://p:1",)}
 
-    epd.ProxyConfig(**settings, decode_from="header")
-    epd.ProxyConfig(**settings, policies=("encode_prefill_decode?decode_from=header",))
+    for named in (
+        {"decode_from": "header"},
+        {"policies": ("encode_prefill_decode?decode_from=header",)},
+    ):
+        epd.ProxyConfig(**settings, **named, decode_hosts="10.0.0.0/8")
+        with pytest.raises(ValueError, match="--decode-hosts is required"):
+            epd.ProxyConfig(**settings, **named)
     with pytest.raises(ValueError, match="--decode-servers-urls is required"):
-        epd.ProxyConfig(**settings)
+        epd.ProxyConfig(**settings, decode_hosts="10.0.0.0/8")
 
 
 def test_policies_change_at_a_reload() -> None:
@@ -335,6 +345,7 @@ FEW = 3
 @dataclass(frozen=True)
 class NightShift:
     most_items: int = FEW
+    days: frozenset[str] = frozenset({"sunday"})
 
     def course(self, facts: Facts) -> Course | None:
         return Course(prefill=False) if facts.items <= self.most_items else None
@@ -348,6 +359,15 @@ def test_a_policy_of_another_distribution_is_found_by_name(plugins: Path) -> Non
     assert "night_shift" in known()
     assert decide(policies, facts(E_PD, items=1)) == ("night_shift", COURSE)
     assert decide(policies, facts(E_PD, items=2)) == ("encode_pd", COURSE)
+
+
+def test_whatever_an_option_is_can_be_shown(plugins: Path) -> None:
+    most = 9**40
+    [policy] = activate([f"night_shift?most_items={most}"], {})
+
+    assert policy.course(facts(E_PD, items=2)) == COURSE
+    shown = orjson.loads(orjson.dumps(policy.options))
+    assert (shown["most_items"], shown["days"]) == (str(most), "frozenset({'sunday'})")
 
 
 COURSE = Course(True, False, None, "table", "late")

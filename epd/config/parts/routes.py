@@ -15,6 +15,7 @@ from epd.config.fields import (
 )
 from epd.config.parts.transfers import TransferSettings
 from epd.policies.active import Active, activate
+from epd.policies.conditional import MAX_TOKENS
 from epd.policies.course import DecodeChoice, DecodeFrom
 from epd.policies.suited import check_suited
 from epd.routing.balance import BalanceName, ItemBalanceName
@@ -37,6 +38,7 @@ class RouteSettings(TransferSettings):
     skip_prefill_below_tokens: int = Field(
         default=0,
         ge=0,
+        le=MAX_TOKENS,
         description="prompts of text, of fewer tokens by estimate, that decode prefills itself "
         "(policy pd_only); 0: none",
     )
@@ -105,9 +107,14 @@ class RouteSettings(TransferSettings):
                 f"--encode-servers-urls is required ('disable' for none), or {sources}"
             )
         decodes = self.decode_servers_urls or self.discover_decode or self.discover_prefill_decode
-        found = self.dynamic_registration or self.instances_file or self._decode_is_named
-        if not (decodes or found):
-            raise ValueError(f"--decode-servers-urls is required, or {sources}")
+        if not (decodes or self.dynamic_registration or self.instances_file):
+            if not self._decode_is_named:
+                raise ValueError(f"--decode-servers-urls is required, or {sources}")
+            if not self.decode_hosts:
+                raise ValueError(
+                    "without --decode-servers-urls, --decode-hosts is required: which hosts may be "
+                    "named to decode"
+                )
         return self
 
     @model_validator(mode="after")
