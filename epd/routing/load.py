@@ -1,13 +1,13 @@
 """What one instance has to do, as far as a proxy can know. No I/O.
 
-An instance counts a proxy's requests among its own. What was under way from here when it was asked
-is therefore taken off what it reports; the rest is from elsewhere, from other proxies or straight
-from clients:
+An instance counts a proxy's requests among its own, at some moment between the question and the
+answer. The most that were under way from here in that time are therefore taken off what it reports;
+the rest is from elsewhere, from other proxies or straight from clients:
 
-    load = under way from here now + max(0, reported - under way from here when it was asked)
+    load = under way from here now + max(0, reported - most under way from here meanwhile)
 
-So no request from here is counted twice, one that begins or ends after the question counts at once,
-and what others have begun since is known by the next report. A request that an instance makes
+So no request from here is counted twice, one that begins or ends counts at once, and what others
+have begun since is known by the next report. A request that an instance makes
 several of (`n`, several prompts) counts as what it makes. Without a report, or with one that is too
 old, what is under way from here is all there is.
 """
@@ -102,8 +102,10 @@ class Load:
     def begin(self, rank: int | None = None) -> None:
         """It has one more from here, for one of its ranks."""
         self.under_way += 1
+        if asking := self._since_s == math.inf:  # the report that is on its way may have it
+            self._asked = max(self._asked, self.under_way)
         if self.ranks is not None and rank is not None:
-            self.ranks.begin(rank)
+            self.ranks.begin(rank, asking=asking)
         self._weigh()
 
     def end(self, rank: int | None = None) -> None:

@@ -11,7 +11,7 @@ class Ranks:
     def __init__(self, count: int) -> None:
         self._under_way = [0] * count
         self._elsewhere = [0] * count
-        self._asked = self._under_way
+        self._asked = [0] * count
         self._last = -1
 
     def next(self) -> int:
@@ -21,9 +21,11 @@ class Ranks:
         self._last = min(turns, key=lambda rank: self._under_way[rank] + self._elsewhere[rank])
         return self._last
 
-    def begin(self, rank: int) -> None:
-        """It has one more from here."""
+    def begin(self, rank: int, *, asking: bool = False) -> None:
+        """It has one more from here, while they are being asked or not."""
         self._under_way[rank] += 1
+        if asking:
+            self._asked[rank] = max(self._asked[rank], self._under_way[rank])
 
     def end(self, rank: int) -> None:
         """It has one less from here."""

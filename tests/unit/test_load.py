@@ -19,7 +19,7 @@ def report(requests: int, engines: dict[int, int] | None = None) -> Report:
 
 
 class Accounts(RuleBasedStateMachine):
-    """An instance that reports the truth at once, and requests from here and from elsewhere."""
+    """An instance that reports the truth, of some moment, and requests from here and elsewhere."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,14 +27,18 @@ class Accounts(RuleBasedStateMachine):
         self.now_s = self.until_s = 0.0
         self.here = [0, 0]
         self.elsewhere = [0, 0]
-        self.known = [0, 0]
-        self.said: Report | None = None
-        self.at_asking = [0, 0]
+        self.known, self.known_ranks = 0, [0, 0]
+        self.asked = False
+        self.most, self.most_ranks = 0, [0, 0]
+        self.page: list[int] | None = None
+        self.others_then = 0
 
     @rule(rank=st.integers(0, 1))
     def begin(self, rank: int) -> None:
         self.load.begin(rank)
         self.here[rank] += 1
+        self.most = max(self.most, sum(self.here))
+        self.most_ranks = [*map(max, self.most_ranks, self.here)]
 
     @precondition(lambda self: any(self.here))
     @rule()
@@ -47,29 +51,41 @@ class Accounts(RuleBasedStateMachine):
     def others(self, rank: int, requests: int) -> None:
         self.elsewhere[rank] = requests
 
-    @precondition(lambda self: self.said is None)
+    @precondition(lambda self: not self.asked)
     @rule()
     def ask(self) -> None:
         self._pass(1.2 * INTERVAL_S)
         assert self.load.report_due(self.now_s, 0.0)
         assert not self.load.report_due(self.now_s, 0.0)
-        self.at_asking = self.elsewhere.copy()
-        engines = {rank: self.here[rank] + self.elsewhere[rank] for rank in range(2)}
-        self.said = report(sum(engines.values()), engines)
+        self.asked, self.page = True, None
+        self.most, self.most_ranks = sum(self.here), self.here.copy()
 
-    @precondition(lambda self: self.said is not None)
+    @precondition(lambda self: self.asked and self.page is None)
+    @rule()
+    def count(self) -> None:
+        self.page = [*map(sum, zip(self.here, self.elsewhere, strict=True))]
+        self.others_then = sum(self.elsewhere)
+
+    @precondition(lambda self: self.page is not None)
     @rule()
     def answer(self) -> None:
-        self.load.reported(self.said, self.now_s, INTERVAL_S)
-        self.known = self.at_asking
+        assert self.page is not None
+        self.load.reported(
+            report(sum(self.page), dict(enumerate(self.page))), self.now_s, INTERVAL_S
+        )
+        self.known = max(0, sum(self.page) - self.most)
+        self.known_ranks = [
+            max(0, said - most) for said, most in zip(self.page, self.most_ranks, strict=True)
+        ]
+        assert self.known <= self.others_then
         self.until_s = self.now_s + KEPT_INTERVALS * INTERVAL_S
-        self.said = None
+        self.asked, self.page = False, None
 
-    @precondition(lambda self: self.said is not None)
+    @precondition(lambda self: self.asked)
     @rule()
     def fail(self) -> None:
         self.load.reported(None, self.now_s, INTERVAL_S)
-        self.said = None
+        self.asked, self.page = False, None
 
     @rule()
     def time_goes_by(self) -> None:
@@ -79,18 +95,18 @@ class Accounts(RuleBasedStateMachine):
         self.now_s += seconds
         self.load.expire(self.now_s)
         if self.now_s >= self.until_s:
-            self.known = [0, 0]
+            self.known, self.known_ranks = 0, [0, 0]
 
     @invariant()
     def it_is_what_is_here_and_what_was_elsewhere(self) -> None:
         assert self.load.under_way == sum(self.here)
-        assert self.load.value == sum(self.here) + sum(self.known)
+        assert self.load.value == sum(self.here) + self.known
         assert self.load.pressure == self.load.value
 
     @invariant()
     def the_next_rank_is_one_with_least_to_do(self) -> None:
         assert self.load.ranks is not None
-        totals = [self.here[rank] + self.known[rank] for rank in range(2)]
+        totals = [self.here[rank] + self.known_ranks[rank] for rank in range(2)]
         assert totals[self.load.ranks.next()] == min(totals)
 
 
@@ -117,7 +133,7 @@ def test_no_request_from_here_is_counted_twice_and_none_is_left_out(
             load.end()
     load.reported(report(said), 0.0, INTERVAL_S)
 
-    assert load.value == load.under_way + max(0, said - asked)
+    assert load.value == load.under_way + max(0, said - max(asked, asked + since))
     assert load.pressure == load.value / load.share
 
 
