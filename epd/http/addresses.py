@@ -27,6 +27,10 @@ class Addresses:
         self._flights: Flights[Host, Sequence[Address]] = Flights()
         self._kept: dict[Host, tuple[float, deque[Address]]] = {}
 
+    def __len__(self) -> int:
+        """How many hosts' answers are remembered."""
+        return len(self._kept)
+
     async def close(self) -> None:
         """Ask for nothing any more."""
         await self._flights.close()
@@ -41,10 +45,17 @@ class Addresses:
         if self._loop.time() >= until_s:
             found = await self._flights.join((host, port), lambda: self._look_up(host, port))
             addresses = deque(found)
-            self._kept[host, port] = self._loop.time() + KEPT_S, addresses
+            self._keep((host, port), addresses)
         tried = list(addresses)
         addresses.rotate(-1)
         return await start_connection(tried, happy_eyeballs_delay=NEXT_ADDRESS_S, interleave=1)
+
+    def _keep(self, host: Host, addresses: deque[Address]) -> None:
+        """Remember them. Who names hosts may name ever new ones: what is over is forgotten."""
+        now_s = self._loop.time()
+        if host not in self._kept:
+            self._kept = {one: kept for one, kept in self._kept.items() if now_s < kept[0]}
+        self._kept[host] = now_s + KEPT_S, addresses
 
     async def _look_up(self, host: str, port: int) -> Sequence[Address]:
         found = await self._loop.getaddrinfo(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from epd.http.addresses import Addresses
 from epd.http.connection import PIECE_BYTES, READ_BUFFER_BYTES, Broken, Connection, Unreachable
 from epd.http.http1 import Origin, request_head, target_of
 from epd.http.pool import Pool
@@ -208,6 +209,32 @@ async def test_a_name_is_looked_up_once_for_all(monkeypatch: pytest.MonkeyPatch)
         here.connections.append(await here.pool.connect(origin))
 
         assert asked == ["engine.test"]
+
+
+async def test_a_name_that_nobody_asks_for_any_more_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = asyncio.get_running_loop()
+    addresses, lookup, kept = Addresses(), loop.getaddrinfo, []
+
+    async def getaddrinfo(_: str, *args: Any, **more: Any) -> Any:
+        return await lookup("127.0.0.1", *args, **more)
+
+    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        for kept_s in (60.0, 0.0):
+            monkeypatch.setattr("epd.http.addresses.KEPT_S", kept_s)
+            for number in range(4):
+                name, port = f"engine-{kept_s}-{number}.test", server.sockets[0].getsockname()[1]
+                with await addresses.connect(name, port):
+                    kept.append(len(addresses))
+    await addresses.close()
+
+    assert kept == [1, 2, 3, 4, 5, 5, 5, 5]
 
 
 async def test_the_dot_at_the_end_of_a_name_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
