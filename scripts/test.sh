@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs every test: first those without engines, which mostly wait, in two processes; then the ones on
-# real vLLM. With arguments, which go to pytest, it is one run of what they choose.
+# Runs every test: first those without engines, which mostly wait, in four processes; then the ones on
+# real vLLM, in two. With arguments, which go to pytest, it is one run of what they choose.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 ./scripts/setup.sh
@@ -8,6 +8,6 @@ cd "$(dirname "$0")/.."
     echo "vLLM's source could not be fetched and unpacked, which a test in tests/e2e/test_conversations.py needs"
 [ $# = 0 ] || exec .venv/bin/python -m pytest "$@"
 failed=0
-.venv/bin/python -m pytest --ignore tests/e2e -n 2 --dist loadfile --no-loadscope-reorder || failed=$?
-.venv/bin/python -m pytest tests/e2e || failed=$?
+.venv/bin/python -m pytest --ignore tests/e2e -n 4 --dist loadfile --no-loadscope-reorder || failed=$?
+.venv/bin/python -m pytest tests/e2e -n 2 || failed=$?
 exit $failed

@@ -8,17 +8,19 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from xdist.scheduler import LoadScopeScheduling
 
 from ec_store import EntryInfo, open_store
 from epd.fleet import Engine, Stack, Topology
 from epd.routing.instances import Role
 from tests.collector import Collector, over_http
-from tests.e2e.stacks import AUDIO_STACKS, CLUSTER, REDIS, VISION_STACKS, Spec
+from tests.e2e.stacks import AUDIO_STACKS, CLUSTER, REDIS, STACKS, VISION_STACKS, Spec
 from tests.store.redis_server import RedisServer, cluster
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,6 +59,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("e2e")
             if find_spec("vllm") is None:
                 item.add_marker(pytest.mark.skip("vLLM is not installed: scripts/test.sh does it"))
+
+
+class WholeStacks(LoadScopeScheduling):  # type: ignore[misc]  # it has none
+    """Gives each of several test processes all tests of a stack, so that it is started once."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        named = [name for name in map(str, STACKS) if name in nodeid]
+        return max(named, key=len, default=nodeid)  # one's name may begin another's
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> WholeStacks:
+    return WholeStacks(config, log)
 
 
 @contextmanager

@@ -76,6 +76,7 @@ VISION_STACKS = [ON_DISK, ON_CLUSTER, ON_REDIS]
 TRACED = Spec(AUDIO, E_P_D, DISK, traced=True)
 CONVERSING = Spec(VISION, E_P_D, DISK, conversing=True)
 AUDIO_STACKS = [Spec(AUDIO, E_PD, DISK), TRACED]
+STACKS = [*VISION_STACKS, *AUDIO_STACKS, CONVERSING]
 
 
 def on(*stacks: Spec) -> pytest.MarkDecorator:

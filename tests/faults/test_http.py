@@ -287,7 +287,7 @@ async def test_a_client_that_says_nothing_is_left_without_a_word() -> None:
 
 @pytest.mark.fault(47)
 async def test_an_idle_connection_has_longer_than_a_head() -> None:
-    async with launch(header_timeout_s=0.2, keep_alive_s=0.8) as fleet:
+    async with launch(header_timeout_s=0.2, keep_alive_s=2) as fleet:
         async with connected(fleet.url) as (reader, writer):
             for _ in range(2):
                 writer.write(post(chat()))

@@ -41,7 +41,7 @@ def releases(instance: FakeInstance) -> list[dict[str, Any]]:
 @pytest.mark.fault(30)
 @pytest.mark.parametrize("fault", [refuses(500), refuses(503), drops, hangs])
 async def test_where_one_prefill_fails_another_prefills(launch: Launch, fault: Handler) -> None:
-    async with launch(prefill=2, prefill_timeout_s=0.3) as fleet:
+    async with launch(prefill=2, prefill_timeout_s=1 if fault is hangs else 30) as fleet:
         fleet.prefill[0].chat = fault
         async with fleet.post(request(text(), image())) as reply:
             assert reply.status == 200
@@ -79,7 +79,8 @@ async def test_where_all_prefills_fail_decode_prefills_and_it_is_said(launch: La
 async def test_where_decode_may_not_prefill_the_request_fails(
     launch: Launch, fault: Handler, status: int, slug: str
 ) -> None:
-    async with launch(prefill=2, prefill_timeout_s=0.2, **FAIL) as fleet:
+    timeout_s = 0.2 if fault is hangs else 30
+    async with launch(prefill=2, prefill_timeout_s=timeout_s, **FAIL) as fleet:
         for instance in fleet.prefill:
             instance.chat = fault
         async with fleet.post(request(text())) as reply:

@@ -160,6 +160,7 @@ async def test_instances_come_and_go_and_no_request_fails(workers: int, tmp_path
                     await load.more()
                     lines = await running.reload(**after)
                     await until(lambda: d1.open == 1)  # the stream
+                    await load.more()
                     old, new = len(d1.calls), len(d2.calls)
                     await load.more()
                     assert len(d1.calls) == old

@@ -162,7 +162,7 @@ LIES = {
 async def test_who_hangs_or_lies_about_its_load_is_served_as_without_a_report(
     launch: Launch, name: str
 ) -> None:
-    async with launch(decode=2, health_timeout_s=0.5, **OFTEN) as fleet:
+    async with launch(decode=2, health_timeout_s=1, **OFTEN) as fleet:
         fleet.d.metrics, lied = counting(LIES[name])
         fleet.decode[1].metrics, asked = counting(reports((0, 0)))
         await until(lambda: lied() >= 2)

@@ -376,7 +376,8 @@ async def test_one_picture_does_not_overload_its_instance(launch: Launch) -> Non
 @pytest.mark.parametrize("fault", [refuses(500), refuses(503), refuses(429), hangs])
 async def test_an_item_is_encoded_by_another_instance(launch: Launch, fault: Handler) -> None:
     """Rows 1 to 7."""
-    async with launch(encode=2, encode_timeout_s=0.3, encode_balance="round_robin") as fleet:
+    timeout_s = 1 if fault is hangs else 30
+    async with launch(encode=2, encode_timeout_s=timeout_s, encode_balance="round_robin") as fleet:
         fleet.encode[0].chat = fault
         assert await items_of(fleet, request(image())) == {"encoded": 1}
         assert [len(one.calls) for one in fleet.encode] == [1, 1]
