@@ -171,7 +171,7 @@ class Handovers:
                 prefilled = await self._stages.prefill(self._transfer, pair, sent, context)
         except ProxyError as error:
             if not _is_clients(error):
-                self._peers.forget(pair)
+                self._peers.forget(pair.prefill)
             if earlier is not None:
                 self._readbacks.ended(pair, earlier, error)
             raise
@@ -250,7 +250,7 @@ class Handovers:
             await answer.open()
         except ProxyError as error:
             if pair is not None and not _is_clients(error):
-                self._peers.forget(pair)
+                self._peers.forget(pair.prefill)
             raise
         if context.turn is not None:
             context.turn.decode = instance.url

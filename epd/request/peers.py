@@ -61,9 +61,9 @@ class Peers:
         if (learned := self._transfer.learned(pair, replied)) is not None:
             self._remember(_member(pair), learned)
 
-    def forget(self, pair: Pair) -> None:
-        """Ask, or learn, anew: the instance may have been replaced."""
-        self._known.pop(_member(pair), None)
+    def forget(self, instance: Instance) -> None:
+        """Ask, or learn, anew of all its ranks: it may have been replaced."""
+        self._known = {one: known for one, known in self._known.items() if one[0] != instance}
 
     async def _ask(self, member: Member, url: str) -> Params:
         try:

@@ -259,25 +259,31 @@ async def test_what_is_known_of_a_connector_does_not_hold_for_ever(
 
 
 @pytest.mark.fault(30)
-async def test_a_push_to_an_instance_that_was_replaced_is_tried_again(launch: Launch) -> None:
-    async with strict(launch, "nixl-push") as (fleet, wire):
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_a_push_to_an_instance_that_was_replaced_is_tried_again(
+    launch: Launch, ranks: int
+) -> None:
+    async with strict(launch, "nixl-push", ec_consumer_dp_size=ranks) as (fleet, wire):
         right = fleet.d.chat
 
         async def waits_for_the_old(
             request: web.Request, body: dict[str, Any]
         ) -> web.StreamResponse:
             engine_id = body["kv_transfer_params"]["remote_engine_id"]
-            waits = not engine_id.endswith(wire.generation)
+            waits = wire.generation not in engine_id
             return await (hangs if waits else right)(request, body)
 
-        async with fleet.post(request(text())) as reply:
-            assert reply.status == 200
+        for _ in range(ranks):
+            async with fleet.post(request(text())) as reply:
+                assert reply.status == 200
         fleet.d.chat, wire.generation = waits_for_the_old, "-new"
-        for _ in range(2):
+        for _ in range(2 * ranks):
             async with fleet.post(request(text())) as reply:
                 assert reply.status == 200, await reply.text()
                 assert "x-epd-degraded" not in reply.headers
 
-        assert wire.fetched == 3
+        assert wire.fetched == 3 * ranks
         assert fleet.d.aborted == 1
-        assert fleet.events.requests[1].retries == 1
+        assert [one.retries for one in fleet.events.requests] == [0] * ranks + [1] + [0] * (
+            2 * ranks - 1
+        )
