@@ -41,8 +41,8 @@ def check_suited(
             raise PolicyInvalid(f"{name} has media encoded, and there is no encode instance")
         if items and pushed and not course.encode:
             raise PolicyInvalid(
-                f"{name} has no media encoded, and with this --ec-transfer, or with "
-                "--ec-consumer-zmq-addrs, consumers wait for the encoder output of every item"
+                f"{name} has no media encoded, and with this --ec-transfer consumers wait for the "
+                "encoder output of every item; --ec-consumer-zmq-addrs by itself chooses it too"
             )
     names = [one.name for one in policies]
     if not served and OWN.keys() >= set(names):  # others may look at what the two do not have
