@@ -132,7 +132,7 @@ def prompt_of(body: Body, fields: Iterable[str]) -> Prompt | None:
         fields: what `/tokenize` makes tokens of, of this kind of request.
     """
     question = {name: body[name] for name in ("model", *fields) if name in body}
-    match body.get("prompt"):
+    match question.get("prompt"):
         case [str() | list() as alone]:  # a batch of one
             question["prompt"] = alone
     others = {name for name, value in body.items() if value is not None}  # null says nothing

@@ -85,12 +85,15 @@ class Conversations:
         return self._store.evicted
 
     async def begin(self, turn: Turn, decodes: Collection[str]) -> None:
-        """Have a turn go on with what the last one of its conversation has left: it alone.
+        """Have a turn go on with what the last one of its conversation has left: it alone, once.
 
         Args:
             turn: it.
             decodes: URLs of the instances that may still hold its blocks.
         """
+        if turn.begun:
+            return
+        turn.begun = True
         if not self._warned:
             self._warned = True
             logger.warning(

@@ -28,6 +28,7 @@ class Turn:
 
     Attributes:
         key: the conversation's.
+        begun: whether the last turn has been looked for.
         before: what the last turn has left, unless nobody knows.
         prefill: URL of the instance that prefilled this one.
         decode: URL of the one that answers it.
@@ -35,10 +36,11 @@ class Turn:
         heard: what decode has told; None where it is not listened to.
     """
 
-    __slots__ = ("_held", "basis", "before", "decode", "heard", "key", "prefill")
+    __slots__ = ("_held", "basis", "before", "begun", "decode", "heard", "key", "prefill")
 
     def __init__(self, key: str) -> None:
         self.key = key
+        self.begun = False
         self.before: Entry | None = None
         self._held: Held | None = None
         self.prefill: str | None = None

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, cast
 from urllib.parse import parse_qsl
 
+import orjson
 from pydantic import TypeAdapter, ValidationError
 
 from epd.policies.catalogue import PolicyInvalid, find
@@ -123,15 +124,12 @@ def _activated(written: str, settings: Settings) -> Active:
     return Active(written, name, built, common, options)
 
 
-def _shown(value: Any) -> str | float | None:
+def _shown(value: Any) -> Any:
     """An option as JSON can say it, whatever kind a policy of others has it be."""
-    match value:
-        case None | bool() | str() | float():
-            return value
-        case int() if abs(value) < 2**53:
-            return value
-        case _:
-            return str(value)
+    try:
+        return orjson.loads(orjson.dumps(value, default=str))
+    except TypeError:  # an integer of many digits
+        return str(value)
 
 
 def _parsed(written: str) -> tuple[str, dict[str, str]]:

@@ -80,16 +80,16 @@ class Pipeline:
         facts = self._facts(body, items, context)
         course = self._decoders.settled(self._course(facts, context), context)
         body, uuids = await self._keyed(body, items, context)
-        if context.turn is not None:  # not before: what is refused costs the next turn nothing
-            await self._conversations.begin(context.turn, self._there)
         attempts = Attempts(course, facts)
 
         async def attempt() -> Answer:
             self._do_without_prefill(attempts)
             if uuids and self._transfer.pushed:
+                await self._begin(context)
                 attempts.consumer = await self._handovers.consumer(attempts, body, context)
             with attempts.consumer or nullcontext():
                 await self._prepare(attempts, body, uuids, context)
+            await self._begin(context)
             return await self._handovers.answer(attempts, context)
 
         def again(error: ProxyError) -> float | None:
@@ -185,11 +185,12 @@ class Pipeline:
         ):
             attempts.without_prefill = True
 
-    @property
-    def _there(self) -> set[str]:
-        """URLs of the instances that may hold blocks of an earlier turn."""
-        table = self._table
-        return {one.url for one in table.of(*ANSWERING) if table.state(one) != State.DOWN}
+    async def _begin(self, context: RequestContext) -> None:
+        """Have a turn find the last one: as late as may be, as a request that fails costs it."""
+        if context.turn is not None:
+            some = self._table.of(*ANSWERING)
+            there = {one.url for one in some if self._table.state(one) != State.DOWN}
+            await self._conversations.begin(context.turn, there)
 
     def _facts(self, body: Body, items: tuple[MMItem, ...], context: RequestContext) -> Facts:
         return Facts(

@@ -20,6 +20,7 @@ class LMCache(KVTransfer):
     name = "lmcache"
     eager = True
     released = False
+    named_apart = True
     addressed = frozenset({Role.DECODE})
 
     def check(self, instance: Instance) -> None:

@@ -30,6 +30,14 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
+    def log_message(self, *_: object) -> None:
+        """Say nothing: what is shown of a log is its end."""
+
+
+class Server(ThreadingHTTPServer):
+    def handle_error(self, *_: object) -> None:
+        """Say nothing of who asks and does not wait."""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser()
@@ -50,7 +58,7 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if args.fake == "slow":
         time.sleep(600)
-    ThreadingHTTPServer(("127.0.0.1", args.port), Handler).serve_forever()
+    Server(("127.0.0.1", args.port), Handler).serve_forever()
 
 
 if __name__ == "__main__":

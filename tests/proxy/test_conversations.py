@@ -322,8 +322,25 @@ async def test_a_turn_that_is_refused_costs_the_next_one_nothing(launch: Launch)
         body = {"model": "m", "messages": talk.history, "conversation_id": "talk"}
         async with fleet.post(body, {"x-decoder-host-port": "nonsense"}) as reply:
             assert reply.status == 400
+        encodes, fleet.e.chat = fleet.e.chat, refuses(400, "no picture")
+        shown = {"role": "user", "content": [image(b"1")]}
+        async with fleet.post({**body, "messages": [*talk.history, shown]}) as reply:
+            assert reply.status == 400
+        fleet.e.chat = encodes
         assert await talk.ask(LONG) != WRONG
         assert len(turns.read) == 1
+
+
+async def test_a_prompt_beside_the_messages_is_not_taken_for_theirs(launch: Launch) -> None:
+    turns = Turns()
+    async with talking(launch, turns) as fleet:
+        talk = Talk(fleet)
+        await talk.ask(LONG)
+        last = [ord(one) for one in rendered({"messages": talk.history})]
+        other = {"model": "m", "messages": [{"role": "user", "content": "of something else"}]}
+        body = {**other, "conversation_id": "talk", "prompt": [last], "stream": False}
+        assert await heard(fleet, body) != WRONG
+        assert not turns.read
 
 
 async def test_fields_that_are_null_are_as_good_as_none(launch: Launch) -> None:

@@ -36,6 +36,13 @@ def test_addresses_go_with_urls_in_their_order() -> None:
     assert [one.kv_addr for one in config.instances] == ["", "", "p2:9", ""]
 
 
+def test_several_instances_may_have_none() -> None:
+    urls = {"decode_servers_urls": "http://d:1,http://d:2,http://d:3"}
+    config = configured(kv_transfer="lmcache", decode_kv_addrs=",,d3:1:2", **urls)
+
+    assert [one.kv_addr for one in config.instances][-3:] == ["", "", "d3:1:2"]
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -49,6 +56,22 @@ def test_addresses_go_with_urls_in_their_order() -> None:
                 "decode_kv_addrs": "p1:1",
             },
             "'p1:1' is named twice",
+        ),
+        (
+            {
+                "kv_transfer": "lmcache",
+                "decode_servers_urls": "http://d:1,http://d:2",
+                "decode_kv_addrs": "d:1:2,d:1:2",
+            },
+            "'d:1:2' is named twice",
+        ),
+        (
+            {
+                "prefill_servers_urls": "disable",
+                "ec_consumer_dp_size": "2",
+                "ec_consumer_zmq_addrs": "tcp://d:5,tcp://d:5",
+            },
+            "'tcp://d:5' is named twice",
         ),
         ({"kv_transfer": "nixl", "prefill_kv_addrs": "p1:9,p2:9"}, "nixl has no use for a kv_addr"),
         ({"kv_transfer": "mooncake", "prefill_kv_addrs": "p1:9,p2 9"}, "http://p2:1"),

@@ -66,7 +66,7 @@ async def test_decode_is_told_of_the_rank_that_prefills(
     settings |= {"ec_consumer_dp_size": 2} if said else {}
     async with strict(launch, transfer, prefill=2, decode=2, **settings) as (fleet, wire):
         if not said:
-            wire.own_ranks = itertools.cycle("01")
+            wire.own_ranks = itertools.cycle("0011")
 
         async def asks(number: int) -> None:
             async with fleet.post(request(text(str(number)))) as reply:

@@ -207,6 +207,11 @@ def test_of_a_field_that_nobody_knows_no_prompt_is_known(field: str) -> None:
     assert prompt_of({"messages": [], field: 1}, CHAT) is None
 
 
+@pytest.mark.parametrize("prompt", ["x", ["x"], [1], [[1]]])
+def test_of_a_chat_with_a_prompt_too_no_prompt_is_known(prompt: Any) -> None:
+    assert prompt_of({"messages": [], "prompt": prompt}, CHAT) is None
+
+
 @pytest.mark.parametrize("field", ["documents", "reasoning_effort", "functions", "x", "echo"])
 def test_a_field_that_is_null_says_nothing(field: str) -> None:
     assert prompt_of({"messages": [], field: None}, CHAT) == prompt_of({"messages": []}, CHAT)

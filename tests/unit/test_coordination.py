@@ -346,6 +346,7 @@ FEW = 3
 class NightShift:
     most_items: int = FEW
     days: frozenset[str] = frozenset({"sunday"})
+    hours: tuple[int, ...] = (22, 6)
 
     def course(self, facts: Facts) -> Course | None:
         return Course(prefill=False) if facts.items <= self.most_items else None
@@ -368,6 +369,7 @@ def test_whatever_an_option_is_can_be_shown(plugins: Path) -> None:
     assert policy.course(facts(E_PD, items=2)) == COURSE
     shown = orjson.loads(orjson.dumps(policy.options))
     assert (shown["most_items"], shown["days"]) == (str(most), "frozenset({'sunday'})")
+    assert shown["hours"] == [22, 6]
 
 
 COURSE = Course(True, False, None, "table", "late")

@@ -137,6 +137,15 @@ def test_no_request_from_here_is_counted_twice_and_none_is_left_out(
     assert load.pressure == load.value / load.share
 
 
+def test_a_rank_that_begins_more_while_it_is_asked_is_not_counted_twice() -> None:
+    ranks = Ranks(2)
+    ranks.asked()
+    ranks.begin(1, asking=True)
+    ranks.reported({0: 1, 1: 1})
+
+    assert [ranks.next() for _ in range(4)] == [0, 1, 0, 1]  # one each: 0's is from elsewhere
+
+
 def test_one_that_gives_no_report_is_asked_ever_less_often() -> None:
     load, asked = Load(URL), []
     for now_s in range(600):

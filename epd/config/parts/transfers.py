@@ -163,5 +163,5 @@ class TransferSettings(InstanceSettings):
 def _check_apart(flags: str, addresses: Sequence[str]) -> None:
     """Refuse an address that two would have: what is sent to the one came to the other."""
     for address in addresses:
-        if addresses.count(address) > 1:
+        if address and addresses.count(address) > 1:  # an empty one is none
             raise ValueError(f"{flags}: {address!r} is named twice")
