@@ -103,6 +103,7 @@ class Handovers:
         Raises:
             NoInstance: there is nobody.
         """
+        await self._readbacks.begin(context)
         if self._goes_to_prefill(attempts, body, context):
             return self._table.place(self._prefill(attempts, context))
         if not self._table.has(Role.PREFILL_DECODE):
@@ -121,6 +122,7 @@ class Handovers:
         """
         sent, course, consumer = attempts.sent.body, attempts.course, attempts.consumer
         attempts.prefilled = False
+        await self._readbacks.begin(context)
         if not self._goes_to_prefill(attempts, sent, context):
             return await self._decoded(attempts, context, sent)
         # What connectors remember of an attempt that failed must not be taken for the next one.

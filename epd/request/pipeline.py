@@ -10,7 +10,6 @@ from epd.bodies.prompt import prompt_tokens
 from epd.cache.encoder_cache import EncoderCache
 from epd.cache.keys import Keys
 from epd.config import ProxyConfig
-from epd.conversations.conversations import Conversations
 from epd.errors import NoInstance, ProxyError, UpstreamTimeout, UpstreamUnreachable
 from epd.media.fetch import MediaFetcher
 from epd.media.parts import inline_bytes
@@ -22,7 +21,6 @@ from epd.request.encoding import Encoder, raw_items
 from epd.request.handover import Answer, Handovers
 from epd.request.readbacks import may_be_blocks
 from epd.request.stages import Stages
-from epd.routing.health import State
 from epd.routing.instances import ANSWERING, Role
 from epd.routing.retries import Retries, is_instances_fault, retry_delay_s
 from epd.routing.table import InstanceTable
@@ -51,7 +49,6 @@ class Pipeline:
         transfer: ECTransfer,
         handovers: Handovers,
         decoders: Decoders,
-        conversations: Conversations,
         coordinate: Callable[[Facts], tuple[str, Course] | None],
         config: ProxyConfig,
     ) -> None:
@@ -59,7 +56,6 @@ class Pipeline:
         self._media = media
         self._handovers = handovers
         self._decoders = decoders
-        self._conversations = conversations
         self._transfer = transfer
         self._encoder = Encoder(stages, table, cache, transfer, config)
         self._keys = Keys(cache, config)
@@ -85,11 +81,9 @@ class Pipeline:
         async def attempt() -> Answer:
             self._do_without_prefill(attempts)
             if uuids and self._transfer.pushed:
-                await self._begin(context)
                 attempts.consumer = await self._handovers.consumer(attempts, body, context)
             with attempts.consumer or nullcontext():
                 await self._prepare(attempts, body, uuids, context)
-            await self._begin(context)
             return await self._handovers.answer(attempts, context)
 
         def again(error: ProxyError) -> float | None:
@@ -184,13 +178,6 @@ class Pipeline:
             and self._config.on_prefill_failure == "local"
         ):
             attempts.without_prefill = True
-
-    async def _begin(self, context: RequestContext) -> None:
-        """Have a turn find the last one: as late as may be, as a request that fails costs it."""
-        if context.turn is not None:
-            some = self._table.of(*ANSWERING)
-            there = {one.url for one in some if self._table.state(one) != State.DOWN}
-            await self._conversations.begin(context.turn, there)
 
     def _facts(self, body: Body, items: tuple[MMItem, ...], context: RequestContext) -> Facts:
         return Facts(

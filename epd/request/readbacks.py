@@ -14,7 +14,9 @@ from epd.errors import ProxyError, UpstreamFailed, UpstreamTimeout, UpstreamUnre
 from epd.request.attempts import Attempts
 from epd.request.context import RequestContext
 from epd.request.stages import Stages
-from epd.routing.instances import Instance
+from epd.routing.health import State
+from epd.routing.instances import ANSWERING, Instance
+from epd.routing.table import InstanceTable
 from epd.transfer.encoded import EncodedItem
 from epd.transfer.kv import KVTransfer, Pair
 from epd.transfer.params import Params
@@ -43,16 +45,27 @@ class Readbacks:
 
     def __init__(
         self,
+        table: InstanceTable,
         stages: Stages,
         transfer: KVTransfer,
         conversations: Conversations,
     ) -> None:
+        self._table = table
         self._stages = stages
         self._transfer = transfer
-        self._results = conversations.results
-        self._common = conversations.common
+        self._conversations = conversations
         self._rests = Rests()
         self._block_tokens: dict[str, int] = {}
+
+    async def begin(self, context: RequestContext) -> None:
+        """Have a turn find the last one, right before who is to go on with that is chosen.
+
+        What it has left is used once: a request that fails before leaves it for the next.
+        """
+        if context.turn is not None:
+            some = self._table.of(*ANSWERING)
+            there = {one.url for one in some if self._table.state(one) != State.DOWN}
+            await self._conversations.begin(context.turn, there)
 
     async def earlier(
         self, attempts: Attempts, prefill: Instance, context: RequestContext
@@ -73,14 +86,14 @@ class Readbacks:
         if held is None:
             return None
         if not self._rests.over(prefill.url, held.engine):
-            self._results["rested"] += 1
+            self._conversations.results["rested"] += 1
             return None
         params = None
         if prompt is not None and turn.basis is not None and turn.basis.continues(held):
             params = await self._params(held, prompt, turn, prefill, context)
         attempts.reads_back = params is not None
         if params is None:
-            self._results["changed"] += 1
+            self._conversations.results["changed"] += 1
         return params
 
     def ended(self, pair: Pair, earlier: Params, error: ProxyError | None = None) -> None:
@@ -91,7 +104,7 @@ class Readbacks:
             earlier: which.
             error: its failure; None: it has answered.
         """
-        self._results["hit" if error is None else "failed"] += 1
+        self._conversations.results["hit" if error is None else "failed"] += 1
         if error is None:
             self._rests.read(pair.prefill.url)
         elif may_be_blocks(error):
@@ -106,7 +119,7 @@ class Readbacks:
         """Those of the tokens that a prompt begins with; None: of too few, or nobody can tell."""
         try:
             tokens = prompt.tokens or await self._stages.tokens(prefill, prompt.question, context)
-            shared = self._common(held, tokens)
+            shared = self._conversations.common(held, tokens)
             if shared < LEAST:
                 return None
             if shared >= held.params["remote_num_tokens"]:

@@ -83,20 +83,11 @@ async def connections(app: web.Application) -> AsyncIterator[None]:
     ):
         decoders = Decoders(table, Picker(upstream, config), config)
         peers = Peers(table, transfer, upstream, config)
-        readbacks = Readbacks(stages, transfer, conversations)
+        readbacks = Readbacks(table, stages, transfer, conversations)
         handovers = Handovers(table, stages, transfer, peers, decoders, releases, readbacks, config)
         encoded = EC_TRANSFERS[config.ec_transfer]()
         app[PIPELINE] = Pipeline(
-            table,
-            stages,
-            media,
-            cache,
-            encoded,
-            handovers,
-            decoders,
-            conversations,
-            app[POLICIES].decide,
-            config,
+            table, stages, media, cache, encoded, handovers, decoders, app[POLICIES].decide, config
         )
         app[WARMUP] = Warmup(app[PIPELINE], cache)
         app[ADMIN] = Admin(table, upstream, config, app[METRICS])

@@ -37,7 +37,7 @@ class Nixl(KVTransfer):
 
     def decode_params(self, pair: Pair, replied: Params) -> Params | None:
         """What prefill has replied, with a host that decode can reach."""
-        return _of(pair, super().decode_params(pair, replied))
+        return _with_host(pair, super().decode_params(pair, replied))
 
 
 class NixlPush(KVTransfer):
@@ -87,7 +87,7 @@ class NixlPush(KVTransfer):
             UpstreamFailed: the instance said nothing, or is not whom decode has been told of.
         """
         if pair.peer is None:
-            return _of(pair, super().decode_params(pair, replied))
+            return _with_host(pair, super().decode_params(pair, replied))
         if replied and self.learned(pair, replied) != pair.peer:
             raise UpstreamFailed(
                 "the prefill instance has been replaced", slug="prefill_replaced", stage="prefill"
@@ -110,6 +110,6 @@ class Multi(Nixl):
         return super().decode_params(pair, replied) if replied else None
 
 
-def _of(pair: Pair, said: Params | None) -> Params | None:
+def _with_host(pair: Pair, said: Params | None) -> Params | None:
     """What a pair's prefill has said, with a host that decode can reach."""
     return None if said is None else reachable(said, pair.prefill.url)

@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip("vLLM is not installed: scripts/test.sh does it"))
 
 
-class WholeStacks(LoadScopeScheduling):  # type: ignore[misc]  # it has none
+class WholeStacks(LoadScopeScheduling):  # type: ignore[misc]  # of no known type
     """Gives each of several test processes all tests of a stack, so that it is started once."""
 
     def _split_scope(self, nodeid: str) -> str:
