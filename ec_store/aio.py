@@ -28,7 +28,11 @@ CLOSE_S = 2.0
 
 
 class AsyncStore:
-    """A store whose calls are awaited; what they return and raise is `Store`'s."""
+    """A store whose calls are awaited; what they return and raise is `Store`'s.
+
+    Attributes:
+        counts: the store's.
+    """
 
     def __init__(self, store: Store, pool: DaemonPool | None = None) -> None:
         """Wrap a store, which is closed with this one.
@@ -37,18 +41,24 @@ class AsyncStore:
             store: the store.
             pool: where its calls are made; closed with it.
         """
+        self.counts = store.counts
         self._store = store
         self._pool = pool or DaemonPool(THREADS, "ec-store")
 
     @classmethod
-    async def open(cls, url: str) -> Self:
+    async def open(cls, url: str, *, create: bool = True, lazy: bool = False) -> Self:
         """Open a store by its URL, as `open_store` does."""
         pool = DaemonPool(THREADS, "ec-store")
         try:
-            return cls(await on_thread(pool, lambda: open_store(url)), pool)
+            store = await on_thread(pool, lambda: open_store(url, create=create, lazy=lazy))
+            return cls(store, pool)
         except BaseException:
             pool.close()
             raise
+
+    async def check(self) -> None:
+        """As `Store.check`."""
+        await self._call(self._store.check)
 
     async def put(self, key: EntryKey, entry: Entry, *, replace: bool = False) -> bool:
         """As `Store.put`."""
@@ -84,6 +94,15 @@ class AsyncStore:
         """Several calls in one go, on one thread: each hop there and back costs as much as one."""
         return on_thread(self._pool, lambda: visit(self._store))
 
+    @property
+    def in_memory(self) -> bool:
+        """As `Store.in_memory`."""
+        return self._store.in_memory
+
+    def at_once(self, visit: Callable[[Store], T]) -> T:
+        """Make calls on the event loop, which does nothing else until they have returned."""
+        return visit(self._store)
+
     async def delete(self, keys: Sequence[EntryKey]) -> int:
         """As `Store.delete`."""
         return await self._call(self._store.delete, keys)
@@ -103,6 +122,10 @@ class AsyncStore:
     async def evict(self) -> int:
         """As `Store.evict`."""
         return await self._call(self._store.evict)
+
+    async def sweep(self, every_s: float = 0.0) -> int:
+        """As `Store.sweep`."""
+        return await self._call(self._store.sweep, every_s)
 
     async def stats(self) -> StoreStats:
         """As `Store.stats`."""

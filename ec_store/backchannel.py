@@ -7,6 +7,9 @@ scheduler: what a worker sent before it returned a step's output is there when t
 
 The socket's name is abstract (unix(7)): it leaves nothing behind, and is gone with its process.
 Messages of other users are dropped.
+
+Abstract names belong to a network namespace: a worker on another host or in another container is
+not heard (docs/configuration.md).
 """
 
 import hashlib

@@ -20,7 +20,7 @@ class StoreStats:
     Attributes:
         entries: how many there are; None in Redis, which would have to go through its keys.
         bytes: what they take, headers included; in Redis all that the server uses.
-        max_bytes: the quota; None where Redis has no `maxmemory`.
+        max_bytes: the quota that is in force; None where Redis has no `maxmemory`.
         hits, misses: of `get` in this process.
         puts: entries written by this process.
         drops: entries this process could not write, because the store was full or away.
@@ -66,10 +66,16 @@ class Store(Protocol):
     `StoreUnavailable` by every method where the store cannot be reached.
 
     Attributes:
-        counts: what happened in this process: `hits`, `misses`, `puts`, `drops`, `corrupt`.
+        counts: what happened in this process: `hits`, `misses`, `puts`, `drops`, `corrupt`. Where
+            this process evicts, it observes `eviction_seconds`, of each time that room was needed.
     """
 
     counts: Counts
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether it is kept in this machine's memory: a look-up waits for no device or server."""
+        return False
 
     def put(self, key: EntryKey, entry: Entry, *, replace: bool = False) -> bool:
         """Keep an entry. It appears whole or not at all; of two writers either may win.
@@ -170,11 +176,24 @@ class Store(Protocol):
         """Read every entry whole; the corrupt ones have a `problem`, and are deleted with `fix`."""
 
     def evict(self) -> int:
-        """Bring the store under its quota and remove what has expired or was left by a crash.
+        """Bring the store under its quota. What this costs depends on what has to go.
 
         Returns:
             How many entries were removed. 0 where the backend does this by itself.
         """
+
+    def sweep(self, every_s: float = 0.0) -> int:  # noqa: ARG002 - for backends that need it
+        """As `evict`, and remove all that has expired or was left by a crash.
+
+        This may look at every entry.
+
+        Args:
+            every_s: do nothing but `evict` where any process began a sweep so lately.
+
+        Returns:
+            How many entries were removed. 0 where the backend does this by itself.
+        """
+        return self.evict()
 
     def stats(self) -> StoreStats:
         """Figures."""
@@ -184,6 +203,14 @@ class Store(Protocol):
 
     def namespaces(self) -> Mapping[str, str]:
         """The namespace of each served model that registered one."""
+
+    def check(self) -> None:
+        """Open the directory of a store that was opened lazily; a server has nothing to open.
+
+        Raises:
+            StoreMissing: it is not there, and is not made.
+            StoreUnavailable: it cannot be made, written to or read from.
+        """
 
     def close(self) -> None:
         """Let go of connections and files. Entries that were returned stay valid."""

@@ -14,7 +14,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ STALE_S = 5.0
 when it is removed as such, two may hold a claim: an entry is encoded twice."""
 
 WAIT_S = 1.0
-"""How long somebody else's change is waited for."""
+"""How long one call waits for changes that others make, however many entries it is about."""
 
 SLACK_S = 60.0
 """A claim that begins later than this from now was written when the store's clock was ahead."""
@@ -50,14 +50,21 @@ class _Claim(NamedTuple):
 class Claims:
     """The claims of a store, in one folder. Every method raises OSError where it cannot write."""
 
-    def take(self, folder: Folder, digest: str, owner: bytes, seconds: float, now: Clock) -> bool:
-        """Claim an entry, or go on claiming it; False where another does.
+    def take(
+        self, folder: Folder, digests: Iterable[str], owner: bytes, seconds: float, now: Clock
+    ) -> list[bool]:
+        """Claim entries, or go on claiming them; False for each that another claims.
 
         Where there are no links there are no claims either, and nobody waits for anybody.
         """
-        ours = _signed(owner)
+        ours, deadline_s = _signed(owner), time.monotonic() + WAIT_S
         claim = f"{seconds:.3f} {ours}"
-        deadline = time.monotonic() + WAIT_S
+        return [self._take(folder, digest, ours, claim, deadline_s, now) for digest in digests]
+
+    @staticmethod
+    def _take(  # noqa: PLR0913, PLR0917
+        folder: Folder, digest: str, ours: str, claim: str, deadline_s: float, now: Clock
+    ) -> bool:
         try:
             while not folder.link(digest, claim):
                 holder = _holder(folder, digest, now())
@@ -65,7 +72,7 @@ class Claims:
                     return False
                 if _changed(folder, digest, {None, ours}, claim, now):
                     return True
-                if time.monotonic() > deadline:
+                if time.monotonic() > deadline_s:
                     return holder == ours
         except OSError as error:
             if error.errno not in NO_LINKS:

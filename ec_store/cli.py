@@ -16,12 +16,12 @@ from rich.progress import track
 
 from ec_store.aio import AsyncStore
 from ec_store.base import Listed, Store
+from ec_store.config import duration_s, octal, size_bytes, size_text
+from ec_store.disk_settings import GivenSettings
 from ec_store.errors import StoreError
 from ec_store.opening import open_store
 from ec_store.service import create_app
-
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-STEP = 1024
+from ec_store.shared_disk import SharedDiskStore
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     args = make_parser().parse_args(argv)
     try:
-        with open_store(args.url) as store:
+        with open_store(args.url, create=args.create, lazy=args.lazy) as store:
             sys.exit(args.run(store, args))
     except ValueError as error:
         print(f"ec-store: error: {error}", file=sys.stderr)
@@ -49,11 +49,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ec-store {version('epd-proxy')}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    def command(name: str, run: Callable[..., int], text: str) -> argparse.ArgumentParser:
+    def command(
+        name: str, run: Callable[..., int], text: str, *, create: bool = False
+    ) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         added.add_argument("url", metavar="URL", help="file:///path, redis://…, rediss://…")
         added.add_argument("--json", action="store_true", help="JSON, an object a line")
-        added.set_defaults(run=run)
+        added.set_defaults(run=run, create=create, lazy=False)
         return added
 
     command("stat", _stat, "figures of a store, and the models that use it")
@@ -63,7 +65,33 @@ def make_parser() -> argparse.ArgumentParser:
     command("gc", _gc, "bring a store under its quota now, and clear away what crashes left")
     purge = command("purge", _purge, "delete all entries of a namespace")
     purge.add_argument("--namespace", required=True, help="see `ec-store stat`")
-    serve = command("serve", _serve, "keep a store within its quota, and show it over HTTP")
+    configure = command(
+        "configure",
+        _configure,
+        "show or change the settings of a store in a directory, which hold for every process that "
+        "opens it",
+        create=True,
+    )
+    configure.set_defaults(lazy=True)  # it mends settings that keep a store from being opened
+    configure.add_argument("--max-bytes", type=size_bytes, metavar="SIZE", help="quota, as 64GiB")
+    configure.add_argument(
+        "--max-share",
+        type=float,
+        metavar="SHARE",
+        help="how much of its file system the store may take, from 0 to 1",
+    )
+    configure.add_argument(
+        "--ttl", type=duration_s, metavar="TIME", help="how long an unused entry is kept, as 7d"
+    )
+    configure.add_argument(
+        "--dir-mode", type=octal, metavar="MODE", help="permissions of new folders, as 2770"
+    )
+    configure.add_argument(
+        "--file-mode", type=octal, metavar="MODE", help="permissions of new files, as 0660"
+    )
+    serve = command(
+        "serve", _serve, "keep a store within its quota, and show it over HTTP", create=True
+    )
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     serve.add_argument("--port", type=int, default=8100, help="port to listen on (8100)")
     serve.add_argument(
@@ -79,7 +107,9 @@ def _stat(store: Store, args: argparse.Namespace) -> int:
         return 0
     for name in ("entries", "bytes", "max_bytes"):
         value = figures[name]
-        shown = "unknown" if value is None else _size(value) if "bytes" in name else f"{value:,}"
+        shown = (
+            "unknown" if value is None else size_text(value) if "bytes" in name else f"{value:,}"
+        )
         print(f"{name:10} {shown}")
     for model, namespace in figures["namespaces"].items():
         print(f"{'model':10} {model}: {namespace}")
@@ -109,7 +139,7 @@ def _verify(store: Store, args: argparse.Namespace) -> int:
 
 
 def _gc(store: Store, args: argparse.Namespace) -> int:
-    removed = store.evict()
+    removed = store.sweep()
     if args.json:
         _print_json({"removed": removed})
     else:
@@ -123,6 +153,29 @@ def _purge(store: Store, args: argparse.Namespace) -> int:
         _print_json({"removed": removed})
     else:
         print(f"{removed:,} entries of {args.namespace} removed")
+    return 0
+
+
+def _configure(store: Store, args: argparse.Namespace) -> int:
+    if not isinstance(store, SharedDiskStore):
+        text = "ec-store: error: Redis has settings of its own: maxmemory and maxmemory-policy"
+        print(text, file=sys.stderr)
+        return 2
+    given = GivenSettings(
+        max_bytes=args.max_bytes,
+        max_share=args.max_share,
+        ttl=args.ttl,
+        dir_mode=args.dir_mode,
+        file_mode=args.file_mode,
+    )
+    if given == GivenSettings():
+        store.check()
+    settings = store.settings if given == GivenSettings() else store.configure(given)
+    if args.json:
+        _print_json(asdict(settings))
+        return 0
+    for name, value in settings.shown().items():
+        print(f"{name:10} {value}")
     return 0
 
 
@@ -170,7 +223,7 @@ def _as_text(row: Listed) -> str:
     what = "" if info is None else f"{info.modality:5} {info.dtype:4} {_shape(info.shape):>12}  "
     name = "" if info is None else f"{info.key.namespace}  {info.key.identifier!r}"
     problem = f"  CORRUPT: {row.problem}" if row.problem else ""
-    return f"{row.digest[:16]}  {what}{_size(row.size_bytes):>10}  {used}  {name}{problem}"
+    return f"{row.digest[:16]}  {what}{size_text(row.size_bytes):>10}  {used}  {name}{problem}"
 
 
 def _shape(shape: Sequence[int]) -> str:
@@ -179,14 +232,6 @@ def _shape(shape: Sequence[int]) -> str:
 
 def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
-
-
-def _size(size: float) -> str:
-    for unit in UNITS[:-1]:
-        if size < STEP:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= STEP
-    return f"{size:.1f} {UNITS[-1]}"
 
 
 def _print_json(value: Any) -> None:

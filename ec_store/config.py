@@ -7,6 +7,9 @@ from urllib.parse import parse_qsl, urlsplit
 
 UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+SIZES = ("B", "KiB", "MiB", "GiB", "TiB")
+STEP = 1024
+ALL_MODE_BITS = 0o7777
 SECONDS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?) ?([a-z]*)")
 
@@ -38,6 +41,27 @@ def size_bytes(text: str) -> int:
 def duration_s(text: str) -> float:
     """A duration such as `7d`, `90s` or `20ms`, in seconds."""
     return _quantity(text, SECONDS, "a duration such as 7d or 90s")
+
+
+def octal(text: str) -> int:
+    """Permissions such as `2770`.
+
+    Raises:
+        ValueError: the text is not of that form.
+    """
+    mode = int(text, 8)
+    if not 0 <= mode <= ALL_MODE_BITS:
+        raise ValueError(f"{text!r} is not a mode such as 0750")
+    return mode
+
+
+def size_text(size: float) -> str:
+    """Return a size for people, such as `64.0 GiB`."""
+    for unit in SIZES[:-1]:
+        if size < STEP:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= STEP
+    return f"{size:.1f} {SIZES[-1]}"
 
 
 def _quantity(text: str, units: Mapping[str, float], what: str) -> float:

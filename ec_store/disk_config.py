@@ -1,37 +1,34 @@
 """What the URL of a shared directory says."""
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Literal, Self
 from urllib.parse import unquote, urlsplit
 
-from ec_store.config import duration_s, parameters, size_bytes
+from ec_store.config import duration_s, octal, parameters, size_bytes
+from ec_store.disk_settings import GivenSettings, StoreSettings
 
 
 @dataclass(frozen=True, slots=True)
 class DiskConfig:
-    """Where a shared directory is and what it may hold.
+    """Where a shared directory is, and how this process uses it.
 
     Attributes:
-        path: the directory; made where it is missing.
-        max_bytes: the quota, headers included.
-        ttl: seconds after which an entry that was not used is forgotten.
+        path: the directory.
+        given: settings for a store that is made, or that has none yet. Those of a store that has
+            some win.
         durability: `fsync` to have an entry survive a power cut once `put` has returned.
-        dir_mode, file_mode: permissions. Users that share a store need the same group, and
-            2770 and 0660.
         max_entry_bytes: the largest entry that is written or read.
-
-    Raises:
-        ValueError: a value is out of range.
+        require_mount: whether the directory has to be on a file system that is mounted at it or
+            above it: without its mount, `/mnt/ec` is a folder of the root disk.
     """
 
     path: str
-    max_bytes: int = 64 * 2**30
-    ttl: float = 7 * 86400.0
+    given: GivenSettings = field(default_factory=GivenSettings)
     durability: Literal["none", "fsync"] = "none"
-    dir_mode: int = 0o750
-    file_mode: int = 0o640
     max_entry_bytes: int = 4 * 2**30
+    require_mount: bool = False
 
     @classmethod
     def from_url(cls, url: str) -> Self:
@@ -43,15 +40,28 @@ class DiskConfig:
         parts = urlsplit(url)
         if parts.scheme != "file" or parts.netloc not in {"", "localhost"} or parts.fragment:
             raise ValueError(f"{url!r} is not file:///path")
+        said = parameters(url, _PARAMETERS)
+        given = {each.name: said.pop(each.name, None) for each in fields(GivenSettings)}
         config = cls(os.path.normpath(unquote(parts.path)) if parts.path else "")
-        return replace(config, **parameters(url, _PARAMETERS))
+        return replace(config, given=GivenSettings(**given), **said)
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Refuse what cannot work.
+
+        Raises:
+            ValueError: a value is out of range.
+        """
         if not os.path.isabs(self.path) or "\0" in self.path:  # noqa: PTH117
             raise ValueError(f"{self.path!r} is no absolute path: file:///mnt/store")
-        if self.max_bytes <= 0 or self.max_entry_bytes <= 0 or self.ttl <= 0:
-            raise ValueError("max_bytes, max_entry_bytes and ttl are greater than 0")
+        if self.max_entry_bytes <= 0:
+            raise ValueError("max_entry_bytes is greater than 0")
+        self.given.over(StoreSettings())
+
+    @property
+    def mounted(self) -> bool:
+        """Whether a file system is mounted at the directory or above it, below the root's."""
+        path = Path(self.path).resolve()
+        return any(folder.is_mount() for folder in (path, *path.parents) if folder.name)
 
 
 def _durability(text: str) -> str:
@@ -60,18 +70,19 @@ def _durability(text: str) -> str:
     return text
 
 
-def _mode(text: str) -> int:
-    mode = int(text, 8)
-    if not 0 <= mode <= 0o7777:  # noqa: PLR2004 - all the bits there are
-        raise ValueError(f"{text!r} is not a mode such as 0750")
-    return mode
+def _switch(text: str) -> bool:
+    if text not in {"0", "1"}:
+        raise ValueError(f"{text!r} is not 0 or 1")
+    return text == "1"
 
 
 _PARAMETERS = {
     "max_bytes": size_bytes,
+    "max_share": float,
     "ttl": duration_s,
     "durability": _durability,
-    "dir_mode": _mode,
-    "file_mode": _mode,
+    "dir_mode": octal,
+    "file_mode": octal,
     "max_entry_bytes": size_bytes,
+    "require_mount": _switch,
 }

@@ -7,16 +7,15 @@ tensor that was verified. An engine must never die of its cache.
 """
 
 import functools
-import mmap
 import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import TypeVar
 
 import xxhash
 
+from ec_store.buffers import Buffers
 from ec_store.entry import (
     MAX_HEADER_BYTES,
     Entry,
@@ -37,17 +36,12 @@ T = TypeVar("T")
 LARGE_BYTES = 2**20
 """From here on hashing in pieces, a second thread, and keeping the memory are worth it."""
 
-KEPT_BYTES = 384 * 2**20
-"""Memory in use counts: what the connector holds by default (`keep_bytes`), and half as much again.
-With less than it holds, most entries would be read into new memory."""
-
 _HEAD_BYTES = 4096
 """Most headers are shorter; a longer one is read a second time."""
 
 _PIECE_BYTES = 2**20
 """Still in a core's cache when it is hashed, and long enough that two threads seldom meet."""
 
-_HUGE_PAGE = 2 * 2**20
 _NO_CHECKSUM = "0" * 16
 
 
@@ -86,10 +80,15 @@ class EntryFiles:
     """Loads and stores whole entries. Safe to use from many threads."""
 
     def __init__(self) -> None:
-        self._buffers = _Buffers()
+        self._buffers = Buffers()
         self._pid = 0
         self._helpers: DaemonPool | None = None
+        self.renew_locks()
+
+    def renew_locks(self) -> None:
+        """Begin with free locks, in a child of `fork`."""
         self._lock = threading.Lock()
+        self._buffers.renew_locks()
 
     def load(self, key: EntryKey, fd: int, size: int) -> Entry:
         """The entry in a file of `size` bytes.
@@ -161,7 +160,7 @@ class EntryFiles:
             if self._helpers and self._pid == os.getpid():
                 self._helpers.close()
             self._helpers = None
-            self._buffers = _Buffers()
+            self._buffers = Buffers()
 
     def _beside(self, call: Callable[..., T], *args: object) -> Future[T]:
         """Have another thread do something. Who can cancel it later does it without help."""
@@ -179,47 +178,3 @@ def _read(into: memoryview, fd: int, offset: int) -> None:
         if not count:
             raise CorruptEntry("it was cut while it was read")
         done += count
-
-
-class _Buffers:
-    """Memory that large entries are read into, and that is used again when nobody refers to it.
-
-    The kernel clears new memory before it lends it, page by page. That takes longer than reading an
-    entry into it.
-    """
-
-    def __init__(self) -> None:
-        self._kept: list[mmap.mmap] = []
-        self._lock = threading.Lock()
-
-    def take(self, size: int) -> memoryview:
-        """Memory of that size. It is given back by forgetting it and every view of it."""
-        whole = max(1, -(-size // _HUGE_PAGE)) * _HUGE_PAGE
-        with self._lock:
-            for buffer in self._kept:
-                if whole <= len(buffer) <= 2 * whole and _unused(buffer):
-                    return memoryview(buffer)[:size]
-            buffer = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with suppress(OSError):  # a kernel without them
-                buffer.madvise(mmap.MADV_HUGEPAGE)
-            self._keep(buffer)
-            return memoryview(buffer)[:size]
-
-    def _keep(self, buffer: mmap.mmap) -> None:
-        """Keep it for later, in place of unused ones of another size."""
-        over = sum(map(len, self._kept)) + len(buffer) - KEPT_BYTES
-        for other in list(self._kept):
-            if over > 0 and _unused(other):
-                over -= len(other)
-                self._kept.remove(other)
-        if over <= 0:
-            self._kept.append(buffer)
-
-
-def _unused(buffer: mmap.mmap) -> bool:
-    """Whether no view of it is left: memory with views refuses to be resized, even to its size."""
-    try:
-        buffer.resize(len(buffer))
-    except BufferError:
-        return False
-    return True

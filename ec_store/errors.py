@@ -9,6 +9,10 @@ class StoreUnavailable(StoreError):
     """The store cannot be reached, or cannot be written, now. Trying again later may help."""
 
 
+class StoreMissing(StoreUnavailable):
+    """There is no store at the path, and the caller does not make one."""
+
+
 class CorruptEntry(StoreError):
     """Bytes that are not the entry they should be: cut, changed, foreign, or of another format."""
 

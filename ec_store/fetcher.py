@@ -1,25 +1,35 @@
-"""Entries on their way from a store into this process's memory, without anybody waiting."""
+"""Fetches entries on threads into this process's memory. The caller never waits."""
 
 import enum
-import functools
-import math
+import heapq
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from itertools import count
+from typing import Protocol
 
-from ec_store.base import Store
 from ec_store.breaker import Breaker
 from ec_store.counts import Counts
 from ec_store.entry import Entry
+from ec_store.fetch_queue import Fetch, FetchQueue, Phase, Want
 from ec_store.keys import EntryKey, key_or_none
+from ec_store.memory import Memory, buffer_bytes
 from ec_store.threads import DaemonPool
 
 THREADS = 4
+MEMORY_BYTES = 1024**3
 RETRY_S = (0.002, 0.005, 0.01, 0.02, 0.05)
-"""Waits between two looks for an entry that was promised; the last one goes on."""
+"""Waits between two looks for an entry that was promised; the last one is repeated."""
+
+CHECK_EVERY_S = 0.005
+"""How long running fetches are not compared with their deadlines after they were."""
+
+
+class Source(Protocol):
+    """What entries come from: a store, or what puts a store's entries somewhere."""
+
+    def get(self, key: EntryKey) -> Entry | None:
+        """Read an entry, as `Store.get`."""
 
 
 class State(enum.Enum):
@@ -30,51 +40,27 @@ class State(enum.Enum):
     MISSING = "missing"
 
 
-class _Got(NamedTuple):
-    entry: Entry | None
-    seconds: float
-
-
-@dataclass(slots=True)
-class _Fetch:
-    """One entry on its way.
-
-    Attributes:
-        key: its key.
-        future: what a thread finds; None between two looks for an entry that was promised.
-        asked_s: when it was first asked for.
-        deadline_s: when it counts as missing.
-        looks: how many looks for a promised entry have found nothing; None: one is enough.
-        again_s: when to look again.
-    """
-
-    key: EntryKey
-    future: Future[_Got] | None
-    asked_s: float
-    deadline_s: float
-    looks: int | None
-    again_s: float = 0.0
-
-
 class Fetcher:
-    """Fetches entries on threads and holds them until they were used.
+    """Fetches entries on threads, and holds them within a budget of memory.
 
-    `poll`, `drop`, `entry`, `pin` and `unpin` touch no disk and no network: they are for the
-    engine's scheduler, which calls them from one thread. What they ask for is fetched by others.
+    All methods are for one thread, the engine's scheduler, and touch neither disk nor network.
 
-    An entry that is pinned stays, whatever happens to the store. The others are kept for as long as
-    they fit, the most recently used ones.
+    The time in the queue counts for nothing: a fetch's deadline begins when a thread takes it. A
+    fetch that is not back by then is missing, and a failure for the breaker; its entry is kept if
+    it comes after all. Where the breaker opens, or where all threads hang, what waits is missing at
+    once.
     """
 
     def __init__(  # noqa: PLR0913 - what an operator may set
         self,
-        store: Store,
+        store: Source,
         namespace: str,
         *,
         counts: Counts | None = None,
         timeout_s: float = 1.0,
         promise_timeout_s: float = 5.0,
-        keep_bytes: int = 256 * 1024**2,
+        memory_bytes: int = MEMORY_BYTES,
+        threads: int = THREADS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start nothing yet.
@@ -82,10 +68,15 @@ class Fetcher:
         Args:
             store: where entries come from.
             namespace: the namespace of all of them.
-            counts: gets `hits`, `misses`, `timeouts`, `bypassed`, `errors`, `bytes`, `seconds`.
-            timeout_s: after it an entry counts as missing.
-            promise_timeout_s: the same for an entry that an encode instance said it writes.
-            keep_bytes: host memory for entries that nobody has pinned.
+            counts: gets `hits`, `misses`, `timeouts`, `late`, `bypassed`, `errors`, `bytes`. What
+                `Want.accept` refuses is a miss. Observes of each fetch `fetch_wait_seconds`, in
+                the queue, and `fetch_seconds`, on a thread.
+            timeout_s: how long a thread may take for an entry.
+            promise_timeout_s: how long an entry that was promised is looked for, from the first
+                look on. The last look begins then, or when a thread is free, and may take
+                `timeout_s` more.
+            memory_bytes: for entries that are claimed, kept, and on their way.
+            threads: how many entries are fetched at once.
             clock: monotonic.
         """
         self.counts = counts or Counts()
@@ -93,134 +84,229 @@ class Fetcher:
         self._namespace = namespace
         self._timeout_s = timeout_s
         self._promise_timeout_s = promise_timeout_s
-        self._keep_bytes = keep_bytes
+        self._threads = threads
         self._clock = clock
-        self._pool = DaemonPool(THREADS, "ec-fetch")
-        self._fetches: dict[str, _Fetch] = {}
-        self._held: OrderedDict[str, Entry] = OrderedDict()
-        self._held_bytes = 0
-        self._pins: Counter[str] = Counter()
+        self._pool = DaemonPool(threads, "ec-fetch")
+        self._memory = Memory(memory_bytes)
+        self._queue = FetchQueue()
+        self._fetches: dict[str, Fetch] = {}
+        self._answers: deque[Fetch] = deque()
+        self._timers: list[tuple[float, int, Fetch]] = []
+        self._numbers = count()
+        self._hanging = 0
+        self._check_s = 0.0
         self._breaker = Breaker("reading from the encoder cache", clock=clock)
-        self._answered_s = -math.inf
 
-    def poll(self, identifier: str, *, promised: bool = False) -> State:
-        """How far an entry is; the first call for one that is not held starts a fetch.
+    def admits(self, wants: Mapping[str, Want]) -> bool:
+        """Tell whether the budget has room for all of these at once.
 
-        `MISSING` is said once: the next call starts over.
+        Anything is admitted where nothing is claimed. What is not going to be fetched takes none.
         """
-        if identifier in self._held:
-            self._held.move_to_end(identifier)
+        sizes = {
+            identifier: buffer_bytes(want.size_bytes)
+            for identifier, want in wants.items()
+            if self.entry(identifier) is not None or not self._bypasses(want.promised)
+        }
+        return self._memory.admits(sizes)
+
+    def acquire(self, identifier: str, want: Want) -> State:
+        """Claim an entry, and fetch it if it is neither held nor on its way.
+
+        Returns:
+            READY: it is held, until `release`. PENDING: it is on its way, and `advance` will tell;
+            `release` ends that, too. MISSING: it was not claimed.
+        """
+        if self._memory.entry(identifier) is not None:
+            self._memory.claim(identifier)
             return State.READY
         fetch = self._fetches.get(identifier)
         if fetch is None:
-            return self._start(identifier, promised=promised)
-        if promised and fetch.looks is None:
-            fetch.looks = 0
-            fetch.deadline_s = self._clock() + self._promise_timeout_s
-        if fetch.future is not None and fetch.future.done():
-            return self._finish(identifier, fetch, fetch.future)
-        if self._clock() >= fetch.deadline_s:
-            return self._give_up(identifier, fetch)
-        if fetch.future is None and self._clock() >= fetch.again_s:
-            fetch.future = self._submit(fetch.key)
-        return State.PENDING
-
-    def drop(self, identifier: str) -> None:
-        """Forget a fetch that nobody will poll again."""
-        fetch = self._fetches.pop(identifier, None)
-        if fetch is not None and fetch.future is not None:
-            fetch.future.cancel()
-
-    def entry(self, identifier: str) -> Entry | None:
-        """An entry that is held."""
-        return self._held.get(identifier)
-
-    def pin(self, identifier: str) -> None:
-        """Hold an entry that is ready until `unpin`."""
-        self._pins[identifier] += 1
-
-    def is_pinned(self, identifier: str) -> bool:
-        """Whether somebody holds the entry."""
-        return identifier in self._pins
-
-    def unpin(self, identifier: str) -> None:
-        """Take one pin back."""
-        self._pins[identifier] -= 1
-        if self._pins[identifier] <= 0:
-            del self._pins[identifier]
-            self._trim()
-
-    def close(self) -> None:
-        """Let running fetches end by themselves; no further one is started."""
-        self._pool.close()
-
-    def _start(self, identifier: str, *, promised: bool) -> State:
-        if self._breaker.open and not promised:
+            fetch = self._start(identifier, want)
+        elif fetch.overdue:
             self.counts.add(bypassed=1)
             return State.MISSING
+        if fetch is None:
+            return State.MISSING
+        fetch.promised |= want.promised
+        self._memory.claim(identifier)
+        return State.PENDING
+
+    def release(self, identifier: str) -> None:
+        """Take one claim back. A fetch that waits and that nothing else claims is cancelled."""
+        self._memory.release(identifier)
+        fetch = self._fetches.get(identifier)
+        if fetch is None or self._memory.is_claimed(identifier):
+            return
+        if self._queue.cancel(fetch):
+            self._forget(fetch)
+
+    def advance(self) -> list[tuple[str, State]]:
+        """Look at what threads have brought, and at deadlines.
+
+        Returns:
+            Identifiers of claimed entries that were pending: READY, still claimed, or MISSING,
+            claimed no longer.
+        """
+        now = self._clock()
+        if not self._answers and now < self._check_s:
+            return []
+        settled: list[tuple[str, State]] = []
+        before = self._refusals()
+        while self._answers:
+            settled += self._finish(self._answers.popleft(), now)
+        for fetch in self._queue.late(lambda one: not one.overdue and now >= self._deadline(one)):
+            settled += self._time_out(fetch)
+        while self._timers and self._timers[0][0] <= now:
+            fetch = heapq.heappop(self._timers)[-1]
+            if fetch.phase is Phase.RESTING:  # neither cancelled nor bypassed meanwhile
+                self._submit(fetch)
+        if self._refusals() != before:
+            settled += self._bypass()
+        first = self._timers[0][0] if self._timers else now + CHECK_EVERY_S
+        self._check_s = min(first, now + CHECK_EVERY_S)
+        return settled
+
+    def entry(self, identifier: str) -> Entry | None:
+        """Return an entry that is held."""
+        return self._memory.entry(identifier)
+
+    def discard(self, identifier: str) -> None:
+        """Forget an entry that is held and not claimed: it is fetched again when it is wanted."""
+        self._memory.discard(identifier)
+
+    def gauges(self) -> dict[str, float]:
+        """Return memory by use, the depth of the queue, and whether the breaker is open."""
+        waiting_bytes = self._queue.waiting_bytes
+        return {
+            "held_bytes": self._memory.held_bytes,
+            "pinned_bytes": self._memory.pinned_bytes,
+            "queued_bytes": waiting_bytes,
+            "inflight_bytes": self._memory.reserved_bytes - waiting_bytes,
+            "queue_depth": self._queue.depth,
+            "breaker_open": float(self._bypasses(promised=False)),
+        }
+
+    def close(self) -> None:
+        """Start no further fetch; those that run end by themselves."""
+        self._pool.close()
+
+    def _refusals(self) -> tuple[bool, bool]:
+        """Tell whether all threads hang, and whether the breaker is open."""
+        return self._hanging >= self._threads, self._breaker.open
+
+    def _bypasses(self, promised: bool) -> bool:
+        """Tell whether the store is not asked for the time being."""
+        hanging, opened = self._refusals()
+        return hanging or (opened and not promised)
+
+    def _start(self, identifier: str, want: Want) -> Fetch | None:
+        if self._bypasses(want.promised):
+            self.counts.add(bypassed=1)
+            return None
         key = key_or_none(self._namespace, identifier)
         if key is None:
             self.counts.add(misses=1)
-            return State.MISSING
-        timeout_s = self._promise_timeout_s if promised else self._timeout_s
-        now = self._clock()
-        looks = 0 if promised else None
-        self._fetches[identifier] = _Fetch(key, self._submit(key), now, now + timeout_s, looks)
-        return State.PENDING
+            return None
+        asked_s = self._clock() if want.asked_s is None else want.asked_s
+        fetch = Fetch(identifier, key, want, want.promised, asked_s)
+        self._fetches[identifier] = fetch
+        self._memory.reserve(identifier, buffer_bytes(want.size_bytes))
+        self._submit(fetch)
+        return fetch
 
-    def _submit(self, key: EntryKey) -> Future[_Got]:
-        return self._pool.submit(functools.partial(self._get, key))
+    def _submit(self, fetch: Fetch) -> None:
+        # Another look comes behind first looks until the promise ends, and before later ones.
+        due_s = self._promise_s(fetch) if fetch.looks else self._clock()
+        self._queue.put(fetch, due_s)
+        self._pool.begin(self._work, lambda: None)
 
-    def _get(self, key: EntryKey) -> _Got:
-        started = time.perf_counter()
-        entry = self._store.get(key)
-        seconds = time.perf_counter() - started
-        if seconds < self._timeout_s:
-            self._answered_s = self._clock()
-        return _Got(entry, seconds)
-
-    def _finish(self, identifier: str, fetch: _Fetch, future: Future[_Got]) -> State:
+    def _work(self) -> None:
+        """Fetch whatever is first in the queue. Runs on a thread."""
+        fetch = self._queue.take(self._clock)
+        if fetch is None:
+            return
         try:
-            entry, seconds = future.result()
+            entry = self._store.get(fetch.key)
+            fetch.refused = entry is not None and not fetch.want.accept(entry)
+            fetch.entry = None if fetch.refused else entry
         except Exception as error:  # noqa: BLE001 - whatever a store raises is its failure
-            del self._fetches[identifier]
+            fetch.error = error
+        fetch.ended_s = self._clock()
+        self._answers.append(fetch)
+
+    def _finish(self, fetch: Fetch, now: float) -> Iterator[tuple[str, State]]:
+        self._queue.end(fetch)
+        if not fetch.looks:
+            self.counts.observe("fetch_wait_seconds", fetch.first_s - fetch.asked_s)
+        self.counts.observe("fetch_seconds", fetch.ended_s - fetch.taken_s)
+        if fetch.overdue:
+            self._hanging -= 1
+            self.counts.add(late=1)
+        elif fetch.error is not None:
             self.counts.add(errors=1)
-            self._breaker.failed(error)
-            return State.MISSING
-        self._breaker.succeeded()
-        self.counts.add(seconds=seconds)
-        if entry is None and fetch.looks is not None and self._clock() < fetch.deadline_s:
-            # No thread waits for what may never come: others are to be fetched meanwhile.
-            fetch.future = None
-            fetch.again_s = self._clock() + RETRY_S[min(fetch.looks, len(RETRY_S) - 1)]
-            fetch.looks += 1
-            return State.PENDING
-        del self._fetches[identifier]
-        if entry is None:
-            self.counts.add(misses=1)
-            return State.MISSING
-        self.counts.add(hits=1, bytes=entry.data.nbytes)
-        self._held[identifier] = entry
-        self._held_bytes += entry.data.nbytes
-        # The one just fetched is about to be used: it stays, if need be alone.
-        self._trim(keep=identifier)
-        return State.READY
-
-    def _give_up(self, identifier: str, fetch: _Fetch) -> State:
-        del self._fetches[identifier]
-        if fetch.future is None:
-            self.counts.add(misses=1)  # the store did answer: it is not there
+            self._breaker.failed(fetch.error)
         else:
-            fetch.future.cancel()
-            self.counts.add(timeouts=1)
-            # A store that meanwhile answered others in time is well: too much was asked of it.
-            if self._answered_s < fetch.asked_s:
-                self._breaker.failed("no answer in time")
-        return State.MISSING
-
-    def _trim(self, keep: str | None = None) -> None:
-        for identifier in list(self._held):
-            if self._held_bytes <= self._keep_bytes:
+            self._breaker.succeeded()
+            if fetch.entry is None and self._looks_again(fetch, now):
                 return
-            if identifier != keep and identifier not in self._pins:
-                self._held_bytes -= self._held.pop(identifier).data.nbytes
+            self.counts.add(**{"misses" if fetch.entry is None else "hits": 1})
+        if fetch.entry is not None:
+            self.counts.add(bytes=fetch.entry.data.nbytes)
+        yield from self._settle(fetch, fetch.entry)
+
+    def _looks_again(self, fetch: Fetch, now: float) -> bool:
+        """Have an entry that was promised looked for again, unless that is of no use.
+
+        The time in the queue does not end a promise: in a burst, an entry's second look comes after
+        the first looks of all others. So the last look is the one that a thread begins at the end
+        of the promise or later.
+        """
+        claimed = self._memory.is_claimed(fetch.identifier)
+        if fetch.refused or not fetch.promised or not claimed or self._is_last(fetch):
+            return False
+        # It holds no thread meanwhile: others are to be fetched.
+        fetch.phase = Phase.RESTING
+        rest_s = RETRY_S[min(fetch.looks, len(RETRY_S) - 1)]
+        fetch.looks += 1
+        due_s = min(now + rest_s, self._promise_s(fetch))
+        heapq.heappush(self._timers, (due_s, next(self._numbers), fetch))
+        return True
+
+    def _time_out(self, fetch: Fetch) -> Iterator[tuple[str, State]]:
+        fetch.overdue = True
+        self._hanging += 1
+        self.counts.add(timeouts=1)
+        self._breaker.failed(f"no answer within {self._deadline(fetch) - fetch.taken_s:g} s")
+        if self._memory.is_claimed(fetch.identifier):
+            self._memory.release_all(fetch.identifier)
+            yield fetch.identifier, State.MISSING
+
+    def _bypass(self) -> Iterator[tuple[str, State]]:
+        """End what waits for a store that is not asked any longer."""
+        for fetch in list(self._fetches.values()):
+            if self._bypasses(fetch.promised) and self._queue.cancel(fetch):
+                self.counts.add(bypassed=1)
+                yield from self._settle(fetch, None)
+
+    def _settle(self, fetch: Fetch, entry: Entry | None) -> Iterator[tuple[str, State]]:
+        claimed = self._memory.is_claimed(fetch.identifier)
+        if entry is None:
+            self._memory.release_all(fetch.identifier)
+        self._forget(fetch, entry)
+        if claimed:
+            yield fetch.identifier, State.MISSING if entry is None else State.READY
+
+    def _forget(self, fetch: Fetch, entry: Entry | None = None) -> None:
+        del self._fetches[fetch.identifier]
+        self._memory.arrive(fetch.identifier, entry)
+
+    def _is_last(self, fetch: Fetch) -> bool:
+        """Tell whether a look began after the end of the promise."""
+        return fetch.taken_s >= self._promise_s(fetch)
+
+    def _promise_s(self, fetch: Fetch) -> float:
+        return fetch.first_s + self._promise_timeout_s
+
+    def _deadline(self, fetch: Fetch) -> float:
+        promise_s = self._promise_s(fetch) if fetch.promised else 0.0
+        return max(promise_s, fetch.taken_s + self._timeout_s)

@@ -1,186 +1,230 @@
 """Keeps a shared directory within its quota, and free of what crashes leave."""
 
-import os
+import logging
 import random
 import secrets
-import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
+from os.path import ismount
 
 from ec_store.claims import Claims
-from ec_store.errors import StoreUnavailable
-from ec_store.eviction import HIGH_WATER, Kept, excess_bytes, victims
-from ec_store.files import Folder, StoreClock, regular
+from ec_store.counts import Counts
+from ec_store.disk_settings import StoreSettings
+from ec_store.errors import EntryTooLarge, StoreUnavailable
+from ec_store.eviction import HIGH_WATER, FileSystem, excess_bytes, taken_bytes
+from ec_store.evictor import STAGING_S, Evictor, Freed
+from ec_store.files import StoreClock, regular
 from ec_store.leases import Leases
 from ec_store.ledger import Ledger
-from ec_store.lock import EvictionLock
-from ec_store.tree import Found, Tree, staging_name
+from ec_store.lock import FileLock
+from ec_store.tree import Tree
 
-STAGING_S = 3600.0
-"""A staging file that was not written to for so long was left by a crash."""
+logger = logging.getLogger("vllm.ec_store")
 
 QUARANTINE_S = 86400.0
 QUARANTINED = 64
-SWEEP_EVERY_S = 900.0
-WAIT_S = 10.0
-"""How long a writer waits for room that another process is making."""
+TIDY_EVERY_S = 900.0
+WAIT_S = 5.0
+"""How long a writer waits for room that another process is making, before it drops its entry."""
+
+PAUSES_S = (0.002, 0.1)
+"""The first and the longest pause of a writer that waits; each is twice the one before."""
 
 FRUITLESS_S = 1.0
 """How long a store that nothing can be removed from is taken for full without looking again."""
 
-_BATCH = 64
+AHEAD = 8
+"""A writer frees room for so many entries of its own size, so that the next ones find some."""
 
 
 class Housekeeping:
-    """Evicts and sweeps. Any process may, one does at a time, and none has to."""
+    """Makes room, and removes leftovers. Any process may, one does at a time, and none has to.
 
-    def __init__(self, max_bytes: int, ttl_s: float) -> None:
+    What a call costs does not depend on how many entries there are, but for `sweep`.
+
+    Attributes:
+        settings: the store's, as they were last read.
+    """
+
+    def __init__(self, counts: Counts) -> None:
+        """Look at nothing yet.
+
+        Args:
+            counts: observes `eviction_seconds`.
+        """
         self.clock = StoreClock()
         self.ledger = Ledger()
         self.leases = Leases()
         self.claims = Claims()
-        self.evictions = 0
-        self._max_bytes = max_bytes
-        self._ttl_s = ttl_s
-        self._lock = EvictionLock()
-        self._counting = threading.Lock()
+        self.settings = StoreSettings()
+        self._evictor = Evictor(self.clock, self.ledger, self.leases, counts)
+        self._sweeping = FileLock("sweeping")
         self._fruitless_until_s = float("-inf")
-        self._look_s = float("-inf")
+        self._tidy_looked_s = float("-inf")
+        self._reserve_kept = True
 
-    def make_room(self, tree: Tree) -> None:
-        """Bring the usage, with what is charged already, under the quota.
+    def renew_locks(self) -> None:
+        """Begin with free locks, in a child of `fork`."""
+        self._evictor.renew_locks()
+        self.ledger.renew_locks()
+        self.clock.renew_locks()
+
+    @property
+    def evictions(self) -> int:
+        """How many entries this process removed."""
+        return self._evictor.evictions
+
+    def quota_bytes(self, tree: Tree) -> int:
+        """What the store may take at the moment."""
+        return self._quota_bytes(tree.file_system())
+
+    def _quota_bytes(self, file_system: FileSystem) -> int:
+        return file_system.quota_bytes(self.settings.max_bytes, self.settings.max_share)
+
+    def log_limits(self, tree: Tree, path: str) -> None:
+        """Log what is left to others, where the store is in a file system that others use."""
+        file_system = tree.file_system()
+        if file_system.size_bytes and not ismount(path):
+            logger.info(
+                "the encoder cache in %s takes at most %.2f GiB of a file system of %.2f GiB, and "
+                "leaves %.2f GiB of it free for others",
+                path,
+                self._quota_bytes(file_system) / 2**30,
+                file_system.size_bytes / 2**30,
+                file_system.reserve_bytes / 2**30,
+            )
+
+    def make_room(self, tree: Tree, coming_bytes: int) -> None:
+        """Free room for an entry that is charged and not written yet.
+
+        Afterwards the usage is within the quota, and the file system will keep its reserve.
 
         Raises:
-            StoreUnavailable: nothing more can be removed, or somebody takes long to.
+            EntryTooLarge: it takes more than the whole quota.
+            StoreUnavailable: nothing more can be removed, or another process takes long to.
         """
-        deadline = time.monotonic() + WAIT_S
-        while (used := self.ledger.total(tree.usage).bytes) > self._max_bytes:
+        patience = _Patience()
+        while True:
+            file_system = tree.file_system()
+            quota = self._quota_bytes(file_system)
+            if coming_bytes > quota:
+                raise EntryTooLarge(f"it takes {coming_bytes} bytes of a quota of {quota}")
+            reserved = file_system.lacking_bytes(coming_bytes)
+            lacking = max(reserved, self.ledger.total(tree.usage).bytes - quota)
+            if lacking <= 0:
+                self._reserve_kept = True
+                break
             if time.monotonic() < self._fruitless_until_s:
+                if reserved:
+                    self._warn(file_system)
                 raise StoreUnavailable("the store is full of what cannot be evicted")
-            if self.evict(tree) is None:
-                if time.monotonic() > deadline:
-                    raise StoreUnavailable("the store is full and still being evicted from")
-                time.sleep(random.uniform(0.001, 0.01))  # noqa: S311
-        if self._due(tree) or used > self._max_bytes * HIGH_WATER:
-            self._evict_quietly(tree)
+            ahead = min(AHEAD * coming_bytes, int(quota * (1 - HIGH_WATER)))
+            if self._free_or_wait(tree, lacking + ahead, coming_bytes, patience).full:
+                self._fruitless_until_s = time.monotonic() + FRUITLESS_S
+        self._tidy_if_due(tree)
 
-    def evict(self, tree: Tree, free_bytes: int = 0) -> int | None:
-        """Evict and sweep.
+    def free(self, tree: Tree, size_bytes: int) -> None:
+        """Evict entries of `size_bytes`: the file system has no room for one, whatever it says.
+
+        Raises:
+            StoreUnavailable: another process is evicting, and takes long.
+        """
+        patience = _Patience()
+        while self._free_or_wait(tree, size_bytes, size_bytes, patience) == (0, False):
+            pass
+
+    def evict(self, tree: Tree) -> int | None:
+        """Free room ahead of writers, and remove what is expired among a few entries.
+
+        Returns:
+            How many entries were removed; None where another process is evicting.
+        """
+        file_system = tree.file_system()
+        quota = self._quota_bytes(file_system)
+        used = self.ledger.total(tree.usage).bytes
+        excess = max(excess_bytes(used, quota), file_system.lacking_bytes(0))
+        before = self.evictions
+        if self._evictor.free(tree, excess, self.settings.ttl) is None:
+            return None
+        self._tidy_if_due(tree)
+        return self.evictions - before
+
+    def sweep(self, tree: Tree, every_s: float) -> int:
+        """Look at all entries: remove the expired ones, and correct the ledger.
+
+        This takes as long as there are entries. Writers are not held up.
 
         Args:
             tree: the store.
-            free_bytes: how much to free even where the quota is kept: the disk is full.
+            every_s: a sweep that began so lately, in any process, is enough.
 
         Returns:
-            How many entries were removed; None where somebody else is at it.
+            How many entries were removed; 0 where another process is at it.
         """
-        if not self._lock.acquire(tree.root, lambda: self.clock.now(tree.root)):
-            return None
-        try:
-            removed = self._evict(tree, free_bytes)
-        finally:
-            self._lock.release(tree.root)
-        with self._counting:
-            self.evictions += removed
-        return removed
-
-    def _evict_quietly(self, tree: Tree) -> None:
-        if time.monotonic() >= self._fruitless_until_s:
-            with suppress(OSError):
-                self.evict(tree)
-
-    def _due(self, tree: Tree) -> bool:
-        """Whether the last sweep, by whomever, is long ago."""
-        every_s = min(SWEEP_EVERY_S, self._ttl_s / 4)
-        if time.monotonic() < self._look_s:
-            return False
-        self._look_s = time.monotonic() + every_s / 4
-        try:
-            swept_s = tree.root.stat("swept").st_mtime
-        except OSError:
-            return True
-        return self.clock.now(tree.root) - swept_s > every_s
-
-    def _evict(self, tree: Tree, free_bytes: int) -> int:
-        now = self.clock.now(tree.root)
-        kept = self._count(tree, now)
-        if kept is None:
+        if not self._due(tree, "swept", min(every_s, self.settings.ttl)):
             return 0
-        used = self.ledger.total(tree.usage).bytes
-        excess = max(free_bytes, excess_bytes(used, self._max_bytes))
-        leased = self.leases.live(tree.leases, now)
-        going = victims(kept, now_s=now, ttl_s=self._ttl_s, leased=leased, excess=excess)
-        removed = 0
-        for begin in range(0, len(going), _BATCH):
-            if not self._lock.held(tree.root):
-                break
-            removed += self._remove(tree, going[begin : begin + _BATCH], now)
-        if excess and not removed:
-            self._fruitless_until_s = time.monotonic() + FRUITLESS_S
-        self._sweep(tree, now)
-        return removed
+        if not self._sweeping.acquire(tree.root, lambda: self.clock.now(tree.root)):
+            return 0
+        before = self.evictions
+        try:
+            _mark(tree, "swept")
+            self._evictor.sweep(tree, self.settings.ttl, lambda: self._sweeping.held(tree.root))
+            self._tidy(tree)
+        finally:
+            self._sweeping.release(tree.root)
+        return self.evictions - before
 
-    def _count(self, tree: Tree, now: float) -> list[Kept] | None:
-        """All entries, and correct the ledger by them; None where the lock was lost meanwhile."""
-        before = self.ledger.total(tree.usage)
-        kept: list[Kept] = []
-        size, count = 0, 0
-        beat = time.monotonic()
-        unread: list[OSError] = []
-        for found in tree.scan(unread):
-            if time.monotonic() - beat > 1:
-                beat = time.monotonic()
-                if not self._lock.held(tree.root):
-                    return None
-            if found.staging and now - found.modified_s > STAGING_S:
-                found.folder.remove(found.name)
-                continue
-            size += found.size_bytes
-            count += 1
-            if not found.staging:
-                kept.append(Kept(found.digest, found.size_bytes, _used_s(found, now)))
-        after = self.ledger.total(tree.usage)
-        # Whatever was charged before and is not released yet has been seen, so this corrects what
-        # crashes left in the sum and never takes off what others are just writing.
-        missing = size - (before.charged_bytes - after.released_bytes)
-        missing_count = count - (before.charged - after.released)
-        if missing > 0 or missing_count > 0:
-            self.ledger.charge(tree.usage, max(0, missing), max(0, missing_count))
-        # What could not be read is there, and takes room.
-        if not unread and (missing < 0 or missing_count < 0):
-            self.ledger.release(tree.usage, max(0, -missing), max(0, -missing_count))
-        return kept
+    def _free_or_wait(
+        self, tree: Tree, size_bytes: int, own_bytes: int, patience: "_Patience"
+    ) -> Freed:
+        """Free `size_bytes`, or `own_bytes` where another process is evicting.
 
-    def _remove(self, tree: Tree, going: Sequence[Kept], now: float) -> int:
-        """Remove entries, but for those that were leased in the last moment.
-
-        They are renamed, then the leases are read again, then they are removed. Who leases writes
-        the lease, then looks whether the entry is there. So either the lease is seen here and the
-        entry gets its name back, or the entry is seen to be gone there.
+        There is a pause where other processes were faster. A store is only full when no other
+        process is evicting from it.
         """
-        aside: list[tuple[Folder, str, Kept]] = []
-        for kept in going:
-            with suppress(OSError):
-                folder = tree.folder(kept.digest)
-                name = staging_name(kept.digest, kept.size_bytes)
-                folder.rename(kept.digest, name)
-                aside.append((folder, name, kept))
-        leased = self.leases.live(tree.leases, now)
-        removed = 0
-        for folder, name, kept in aside:
-            if kept.digest in leased:
-                with suppress(OSError):
-                    if folder.publish(name, kept.digest):
-                        folder.remove(name)
-                        continue
-            if folder.remove(name):
-                self.ledger.release(tree.usage, kept.size_bytes)
-                removed += 1
-        return removed
+        freed = self._evictor.free(tree, size_bytes, self.settings.ttl)
+        if freed is None:
+            patience.check()
+            beside = self._evictor.free_beside(tree, own_bytes, self.settings.ttl)
+            freed = Freed(beside.bytes, full=False)
+        if freed == (0, False):
+            patience.pause()
+        return freed
 
-    def _sweep(self, tree: Tree, now: float) -> None:
-        """Remove what is neither entry nor needed."""
+    def _warn(self, file_system: FileSystem) -> None:
+        """Say once, until it is mended, that others leave less than the reserve."""
+        if self._reserve_kept:
+            logger.warning(
+                "the encoder cache drops entries: its file system has %d bytes free, %d are "
+                "reserved for others, and nothing more can be evicted. Free some, or give the "
+                "store a file system of its own",
+                file_system.free_bytes,
+                file_system.reserve_bytes,
+            )
+        self._reserve_kept = False
+
+    def _tidy_if_due(self, tree: Tree) -> None:
+        every_s = min(TIDY_EVERY_S, self.settings.ttl / 4)
+        if time.monotonic() < self._tidy_looked_s + every_s / 4:
+            return
+        self._tidy_looked_s = time.monotonic()
+        with suppress(OSError):
+            if self._due(tree, "tidied", every_s):
+                _mark(tree, "tidied")
+                self._evictor.free(tree, 0, self.settings.ttl)
+                self._tidy(tree)
+
+    def _due(self, tree: Tree, mark: str, every_s: float) -> bool:
+        """Whether what leaves this mark was done long ago, by any process."""
+        try:
+            age_s = self.clock.now(tree.root) - tree.root.stat(mark).st_mtime
+        except FileNotFoundError:
+            return True
+        return every_s <= 0 or age_s >= every_s  # a mark just left may be ahead of the clock
+
+    def _tidy(self, tree: Tree) -> None:
+        """Remove what is neither entry nor needed; entries are not looked at."""
+        now = self.clock.now(tree.root)
         self.leases.sweep(tree.leases, now)
         self.claims.sweep(tree.claims, lambda: self.clock.now(tree.root))
         self.ledger.merge(tree.usage, now)
@@ -194,8 +238,6 @@ class Housekeeping:
                     with suppress(OSError):
                         if now - folder.stat(name).st_ctime > age_s:
                             folder.remove(name)
-        with suppress(OSError):
-            tree.root.replace("swept", b"")
 
     def quarantine(self, tree: Tree, digest: str, inode: int | None) -> bool:
         """Move a corrupt entry aside; False where it is gone, or another by now.
@@ -210,23 +252,38 @@ class Housekeeping:
         for name in tree.quarantine.names():
             with suppress(OSError):
                 sizes.append(tree.quarantine.stat(name).st_size)
-        full = len(sizes) >= QUARANTINED or sum(sizes) + status.st_size > self._max_bytes // 16
+        full = (
+            len(sizes) >= QUARANTINED or sum(sizes) + status.st_size > self.settings.max_bytes // 16
+        )
         if full and regular(status):
             gone = folder.remove(digest)
         else:
             folder.rename(digest, f"{digest}.{secrets.token_hex(8)}", tree.quarantine)
             gone = True
         if gone and regular(status):
-            self.ledger.release(tree.usage, status.st_size)
+            self.ledger.release(tree.usage, taken_bytes(status.st_size))
         return gone
 
 
-def _used_s(found: Found, now: float) -> float:
-    """When an entry was last used.
+class _Patience:
+    """How long a writer goes on while another process is evicting."""
 
-    A time in the future, from when the store's clock was ahead, would keep it for ever.
-    """
-    if found.modified_s > now + 60:
-        with suppress(OSError):
-            os.utime(found.name, dir_fd=found.folder.fd, follow_symlinks=False)
-    return min(found.modified_s, now)
+    def __init__(self) -> None:
+        self._deadline_s = time.monotonic() + WAIT_S
+        self._pause_s, self._longest_s = PAUSES_S
+
+    def check(self) -> None:
+        """Raise StoreUnavailable where it has taken too long."""
+        if time.monotonic() >= self._deadline_s:
+            raise StoreUnavailable("the store is full and still being evicted from")
+
+    def pause(self) -> None:
+        """Wait, each time longer. Raises StoreUnavailable where it has taken too long."""
+        self.check()
+        time.sleep(random.uniform(self._pause_s / 2, self._pause_s))  # noqa: S311
+        self._pause_s = min(2 * self._pause_s, self._longest_s)
+
+
+def _mark(tree: Tree, name: str) -> None:
+    with suppress(OSError):
+        tree.root.replace(name, b"")

@@ -7,7 +7,7 @@ lease file never changes, so none of that can race.
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 
 from ec_store.files import Folder
@@ -33,18 +33,18 @@ class Leases:
             with suppress(FileExistsError):
                 os.close(ending.create(digest))
 
-    def live(self, folder: Folder, now_s: float) -> set[str]:
-        """Digests that are leased now.
+    def leased(self, folder: Folder, digests: Collection[str], now_s: float) -> set[str]:
+        """Which of `digests` are leased now. Each is asked for: there may be very many leases.
 
-        On NFS a listing may be some seconds old. A lease counts as use, so what was leased that
-        lately is the last that is evicted.
+        On NFS the listing of endings may be some seconds old. A lease counts as use, so an entry
+        that was leased that lately is the last that is evicted.
         """
-        leased: set[str] = set()
-        for name, ending in _endings(folder):
-            if now_s <= ending <= now_s + 1.25 * LONGEST_S:
-                with suppress(OSError):
-                    leased.update(folder.folder(name).names())
-        return leased
+        names = [
+            name for name, ending in _endings(folder) if now_s <= ending <= now_s + 1.25 * LONGEST_S
+        ]
+        return {
+            digest for digest in digests if any(folder.has(f"{name}/{digest}") for name in names)
+        }
 
     def sweep(self, folder: Folder, now_s: float) -> None:
         """Remove leases that ended."""
@@ -54,7 +54,7 @@ class Leases:
                     ended = folder.folder(name)
                     for digest in ended.names():
                         ended.remove(digest)
-                    os.rmdir(name, dir_fd=folder.fd)
+                    folder.remove_folder(name)
 
 
 def _endings(folder: Folder) -> Iterator[tuple[str, int]]:

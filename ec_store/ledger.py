@@ -1,19 +1,24 @@
 """How full a shared directory is, without counting it at every put."""
 
 import os
+import re
 import secrets
-import struct
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ec_store.files import CREATE, Folder
+import xxhash
+
+from ec_store.files import Folder
 
 IDLE_S = 3600.0
-"""A writer that wrote nothing for so long is taken for gone, and its line is merged."""
+"""A process that wrote nothing for so long is taken for gone, and its line is merged."""
 
-_LINE = struct.Struct("<4q")
-_WRITE = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+_LINE = re.compile(
+    r"((?P<writer>[0-9a-f]{16})\.([0-9a-f]{1,15})\.([0-9a-f]{1,15})\.([0-9a-f]{1,15})\."
+    r"([0-9a-f]{1,15}))\.(?P<digest>[0-9a-f]{8})"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,70 +49,150 @@ class Usage:
         return self.charged - self.released
 
 
-class Ledger:
-    """One small file for each process, which only that process writes; the sum is the usage.
+@dataclass(slots=True)
+class Count:
+    """A count of all files, which takes a while: others write and remove meanwhile.
 
-    So no lock is taken for a put. A process charges before an entry appears and releases after one
-    went, so that one that dies in between leaves the sum too high, never too low, until the next
-    eviction counts the files and corrects it.
+    Attributes:
+        before: the sum of the ledger when it began.
+        bytes, entries: what was seen, with what was removed in the course of it.
+        removed_bytes, removed: of these, what this process removed and released itself.
+    """
+
+    before: Usage
+    bytes: int = 0
+    entries: int = 0
+    removed_bytes: int = 0
+    removed: int = 0
+
+    def add(self, size_bytes: int) -> None:
+        """Count a file."""
+        self.bytes += size_bytes
+        self.entries += 1
+
+    def remove(self, size_bytes: int, entries: int = 1) -> None:
+        """Say that files that were counted are removed and released."""
+        self.removed_bytes += size_bytes
+        self.removed += entries
+
+    def correction(self, after: Usage) -> Usage:
+        """What the ledger lacks, or has too much, for certain.
+
+        A file that came or went meanwhile may have been seen or not. So the files there were at the
+        beginning are as many as were seen, less at most what came, and more at most what others
+        removed; the ledger is wrong by no less than its distance from that range.
+
+        Args:
+            after: the sum of the ledger when the count ended.
+        """
+        size = _beyond(
+            self.before.bytes,
+            self.bytes - (after.charged_bytes - self.before.charged_bytes),
+            self.bytes + after.released_bytes - self.before.released_bytes - self.removed_bytes,
+        )
+        number = _beyond(
+            self.before.entries,
+            self.entries - (after.charged - self.before.charged),
+            self.entries + after.released - self.before.released - self.removed,
+        )
+        return Usage(max(0, size), max(0, number), max(0, -size), max(0, -number))
+
+
+class Ledger:
+    """One empty file for each process, whose name says what it charged and released in all.
+
+    The sum of the names is the usage: one listing, however many processes write, and no lock. Only
+    its process renames a file, so that no change is lost, and none is read in halves. A process
+    charges before an entry appears and releases after one went: one that dies in between leaves the
+    sum too high, until the next count of the files corrects it.
     """
 
     def __init__(self) -> None:
         self._begin()
 
     def _begin(self) -> None:
-        self._pid = os.getpid()
-        self._name = secrets.token_hex(8)
+        self._writer = secrets.token_hex(8)
         self._own = Usage()
+        self._name = ""
         self._lock = threading.Lock()
+
+    def renew_locks(self) -> None:
+        """Begin a line of its own, in a child of `fork`: the present one is the parent's."""
+        self._begin()
 
     def charge(self, folder: Folder, size_bytes: int, entries: int = 1) -> None:
         """Count an entry that will appear."""
-        self._add(folder, Usage(charged_bytes=size_bytes, charged=entries))
+        self.add(folder, Usage(charged_bytes=size_bytes, charged=entries))
 
     def release(self, folder: Folder, size_bytes: int, entries: int = 1) -> None:
         """Count an entry that is gone."""
-        self._add(folder, Usage(released_bytes=size_bytes, released=entries))
+        self.add(folder, Usage(released_bytes=size_bytes, released=entries))
 
-    def _add(self, folder: Folder, change: Usage) -> None:
-        if self._pid != os.getpid():  # forked: that line is the parent's
-            self._begin()
+    def add(self, folder: Folder, change: Usage) -> None:
+        """Count both. Raises OSError, and then nothing is counted."""
         with self._lock:
-            self._own += change
-            try:
-                fd = os.open(self._name, _WRITE, dir_fd=folder.fd)
-            except FileNotFoundError:
+            own = self._own + change
+            name = _line(self._writer, own)
+            if not self._name or not self._renamed(folder, name):
                 # The first change, or the line was merged into another's: it begins again.
-                self._own = change
-                fd = os.open(self._name, CREATE, folder.modes.file, dir_fd=folder.fd)
-                os.fchmod(fd, folder.modes.file)
-            try:
-                own = self._own
-                line = _LINE.pack(own.charged_bytes, own.charged, own.released_bytes, own.released)
-                os.pwrite(fd, line, 0)
-            finally:
-                os.close(fd)  # what is closed is seen by other NFS clients
+                own, self._writer = change, secrets.token_hex(8)
+                name = _line(self._writer, own)
+                os.close(folder.create(name))
+            self._own, self._name = own, name
+
+    def _renamed(self, folder: Folder, name: str) -> bool:
+        try:
+            folder.rename(self._name, name)
+        except FileNotFoundError:
+            # An NFS client repeats a call whose answer was lost: it may be renamed already.
+            return folder.has(name)
+        return True
 
     def total(self, folder: Folder) -> Usage:
         """What all processes charged and released."""
-        total = Usage()
-        for name in folder.names():
-            total += _line(folder, name)
-        return total
+        return sum(_lines(folder).values(), Usage())
+
+    def empty(self, folder: Folder) -> bool:
+        """Whether it says nothing: of a new store, or of one whose files have to be counted."""
+        return not _lines(folder)
 
     def merge(self, folder: Folder, now_s: float) -> None:
-        """Take over the lines of processes that are gone. For the evictor alone."""
+        """Take over the lines of processes that are gone, and remove what is no line."""
         for name in folder.names():
             with suppress(OSError):
-                if name != self._name and now_s - folder.stat(name).st_mtime > IDLE_S:
-                    line = _line(folder, name)
-                    if folder.remove(name):
-                        self._add(folder, line)
+                # The time of the last renaming; the file itself never changes.
+                if name == self._name or now_s - folder.stat(name).st_ctime <= IDLE_S:
+                    continue
+                # Where its process renamed it meanwhile, it is not removed, and not taken over.
+                if folder.remove(name) and (line := _read(name)):
+                    self.add(folder, line[1])
 
 
-def _line(folder: Folder, name: str) -> Usage:
-    try:
-        raw = folder.read(name, _LINE.size)
-    except OSError:
-        return Usage()
-    return Usage(*_LINE.unpack(raw)) if len(raw) == _LINE.size else Usage()
+def _line(writer: str, usage: Usage) -> str:
+    figures = f"{usage.charged_bytes:x}.{usage.charged:x}.{usage.released_bytes:x}"
+    text = f"{writer}.{figures}.{usage.released:x}"
+    return f"{text}.{xxhash.xxh32_hexdigest(text.encode())}"
+
+
+def _read(name: str) -> tuple[str, Usage] | None:
+    """Whose line it is, and what it says; None where the name is no line."""
+    match = _LINE.fullmatch(name)
+    if match is None or xxhash.xxh32_hexdigest(match[1].encode()) != match["digest"]:
+        return None
+    return match["writer"], Usage(*(int(match[group], 16) for group in range(3, 7)))
+
+
+def _lines(folder: Folder) -> Mapping[str, Usage]:
+    lines: dict[str, Usage] = {}
+    for name in folder.names():
+        if line := _read(name):
+            writer, usage = line
+            # One that was renamed while it was listed may be seen twice: the later one is right.
+            known = lines.get(writer, usage)
+            lines[writer] = max(usage, known, key=lambda one: one.charged + one.released)
+    return lines
+
+
+def _beyond(value: int, low: int, high: int) -> int:
+    """How far a value has to go to be in a range."""
+    return max(0, low - value) + min(0, high - value)

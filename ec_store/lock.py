@@ -11,8 +11,6 @@ from ec_store.files import Folder, write
 STALE_S = 30.0
 """A holder that gave no sign of life for so long has lost its lock."""
 
-NAME = "evicting"
-
 
 def _machine() -> str:
     """Names the processes among which a process id means something."""
@@ -24,47 +22,51 @@ def _machine() -> str:
         return secrets.token_hex(8)
 
 
-class EvictionLock:
-    """A file that exists while somebody evicts. No two should, and nothing breaks if they do.
+class FileLock:
+    """A file that exists while one process does something, as evicting entries.
 
-    Each holder looks whether the lock is still its own before each batch it removes. So a holder
-    that was taken for dead and was only slow ends its work, and one entry is never counted twice:
-    of two that remove it, one is told that it was not there.
+    No two processes should, and nothing breaks if they do. Each holder looks whether the lock is
+    still its own before each batch it removes. So a holder that was taken for dead and was only
+    slow ends its work, and one entry is never counted twice: of two that remove it, one is told
+    that it was not there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        """A lock with this file name. Threads may share it: one at a time gets it."""
+        self._file = name
         self._machine = _machine()
         self._token = ""
 
     def acquire(self, folder: Folder, now: Callable[[], float]) -> bool:
-        """Take the lock; False where somebody has it."""
+        """Take the lock; False where another holds it, which writes nothing. Raises OSError."""
         token = f"{self._machine} {os.getpid()} {secrets.token_hex(8)}"
         for _ in range(2):
+            if not self._break(folder, now()):
+                return False
             if self._create(folder, token):
                 self._token = token
                 return True
-            if not self._break(folder, now()):
-                return False
         return False
 
-    @staticmethod
-    def _create(folder: Folder, token: str) -> bool:
+    def _create(self, folder: Folder, token: str) -> bool:
         # Linked, not created: it must never be seen without saying whose it is.
         staging = f".{secrets.token_hex(8)}.tmp"
         fd = folder.create(staging)
         try:
-            write(fd, [memoryview(token.encode())])
-            return folder.publish(staging, NAME)
+            try:
+                write(fd, [memoryview(token.encode())])
+            finally:
+                os.close(fd)  # what is closed is seen by other NFS clients
+            return folder.publish(staging, self._file)
         finally:
-            os.close(fd)
             folder.remove(staging)
 
     def held(self, folder: Folder) -> bool:
         """Whether the lock is still this holder's; also the sign of life."""
         try:
-            if folder.read(NAME, 512).decode(errors="replace") != self._token:
+            if folder.read(self._file, 512).decode(errors="replace") != self._token:
                 return False
-            os.utime(NAME, dir_fd=folder.fd, follow_symlinks=False)
+            os.utime(self._file, dir_fd=folder.fd, follow_symlinks=False)
         except OSError:
             return False
         return True
@@ -72,25 +74,25 @@ class EvictionLock:
     def release(self, folder: Folder) -> None:
         """Let go."""
         if self.held(folder):
-            folder.remove(NAME)
-        self._token = ""
+            self._token = ""  # before another thread may take the lock
+            folder.remove(self._file)
 
     def _break(self, folder: Folder, now_s: float) -> bool:
-        """Remove the lock of a holder that is gone."""
+        """Remove the lock of a holder that is gone; whether there is none now."""
         try:
-            holder = folder.read(NAME, 512).decode(errors="replace")
-            if now_s - folder.stat(NAME).st_mtime <= STALE_S and not self._dead(holder):
+            holder = folder.read(self._file, 512).decode(errors="replace")
+            if now_s - folder.stat(self._file).st_mtime <= STALE_S and not self._dead(holder):
                 return False
             aside = f".{secrets.token_hex(8)}.tmp"
-            folder.rename(NAME, aside)
+            folder.rename(self._file, aside)
         except FileNotFoundError:
             return True
-        except OSError:
+        except PermissionError:
             return False
         # Somebody else may have broken and taken it since it was read: theirs is given back.
         with suppress(OSError):
             if folder.read(aside, 512).decode(errors="replace") != holder:
-                folder.publish(aside, NAME)
+                folder.publish(aside, self._file)
         folder.remove(aside)
         return True
 

@@ -8,8 +8,8 @@ worst an entry is encoded twice, and a claim whose holder is gone ends later, by
 from collections.abc import Sequence
 
 from ec_store.redis_client import RedisClient
-from ec_store.redis_layout import Names
 from ec_store.redis_link import Command, Reply
+from ec_store.redis_names import Names
 
 
 class RedisClaims:

@@ -7,7 +7,7 @@ a narrow ACL user has not.
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import redis
 from redis.crc import key_slot
@@ -17,6 +17,13 @@ from ec_store.redis_link import Command, Link, Node, Reply
 from ec_store.redis_url import Address, RedisOptions
 
 ALL = 2**31
+
+MOST_MOVES = 5
+"""How often a call follows keys that have moved to other nodes of a cluster."""
+
+RELOAD_S = 1.0
+"""Time between two loads of the slot map because keys have moved. Each move is learnt at once: the
+map is loaded for the slots that were not asked for."""
 
 
 class Refused(StoreUnavailable):
@@ -28,12 +35,14 @@ class OutOfMemory(Refused):
 
 
 class RedisClient:
-    """Runs commands, each at the node that has its key; tries what fails once more."""
+    """Runs commands, each at the node that has its key, and retries what fails once."""
 
     def __init__(self, options: RedisOptions) -> None:
         self._options = options
         self._nodes = {address: Node(address, options) for address in options.addresses}
-        self._slots: Sequence[Node | None] = ()
+        self._slots: list[Node | None] = []
+        self._moved = False
+        self._loaded_s = 0.0
         self._bound = _Bound()
         self._closed = False
 
@@ -56,8 +65,9 @@ class RedisClient:
         """The reply to each command, in order.
 
         Where a connection breaks or the server is failing over, what has no reply yet is sent once
-        more over new connections; what has timed out is not. All of it, with connecting, takes no
-        longer than `timeout_s`. `WRONGTYPE` is read as an empty value.
+        more over new connections; what has timed out is not. Keys that have moved are followed. All
+        of it, with connecting, takes no longer than `timeout_s`. `WRONGTYPE` is read as an empty
+        value.
 
         Args:
             commands: sent at once to each node, so that this takes one round trip.
@@ -68,20 +78,25 @@ class RedisClient:
             Refused: a server could not do it now.
             StoreUnavailable: a server could not be reached.
         """
+        if not commands:
+            return []
         replies: dict[int, Reply] = {}
         deadline_s = self._deadline_s()
-        for attempt in (1, 2):
+        self._reload(deadline_s)
+        moves = failures = 0
+        while True:
             todo = {
                 number: command for number, command in enumerate(commands) if number not in replies
             }
             problem = self._round(todo, replies, window, into, deadline_s)
             if problem is None:
                 return [replies[number] for number in range(len(commands))]
-            if isinstance(problem, (*_FAILING_OVER, *_AWAY)):
-                self._renew()
-            if attempt == 2 or not _worth_a_retry(problem):  # noqa: PLR2004
+            if isinstance(problem, redis.exceptions.AskError):
+                moves += 1
+            else:
+                failures += 1
+            if moves > MOST_MOVES or failures > 1 or not _worth_a_retry(problem):
                 raise _translated(problem) from None
-        raise AssertionError
 
     def masters(self, command: Command) -> list[Reply]:
         """The reply of every master to a command without a key."""
@@ -102,10 +117,25 @@ class RedisClient:
             try:
                 return _checked(self._exchange(node, [command], deadline_s)[0])
             except redis.RedisError as error:
+                self._failed(node, error)
                 if attempt == 2 or not _worth_a_retry(error):  # noqa: PLR2004
                     raise _translated(error, node.address) from None
-                node.forget()
         raise AssertionError
+
+    def scan(self, pattern: bytes, count: int) -> Iterator[list[bytes]]:
+        """The names of keys, in batches, some more than once. Goes over all keys of every master.
+
+        Args:
+            pattern: as `SCAN` takes it.
+            count: keys that a server looks at in one step.
+        """
+        rest = ("MATCH", pattern, "COUNT", count)
+        for node, first in self.each_master(("SCAN", 0, *rest)):
+            reply = first
+            yield reply[1]
+            while int(reply[0]):
+                reply = self.ask(node, ("SCAN", reply[0], *rest))
+                yield reply[1]
 
     def close(self) -> None:
         """Let go of connections: those of calls that are under way are closed after them."""
@@ -126,46 +156,66 @@ class RedisClient:
         deadline_s: float,
     ) -> redis.RedisError | None:
         """Send commands to all nodes, then read; what went wrong, if anything did."""
-        problem: redis.RedisError | None = None
+        try:
+            groups = self._routed(commands, deadline_s)
+        except redis.RedisError as error:
+            self._slots = []
+            return error
+        problems: list[redis.RedisError] = []
         with ExitStack() as stack:
-            sent: list[tuple[Link, list[int]]] = []
-            try:
-                for node, numbers in self._routed(commands, deadline_s):
+            sent: list[tuple[Node, Link, list[int]]] = []
+            for node, numbers in groups:
+                try:
                     link = stack.enter_context(node.link(deadline_s))
                     link.send([commands[number] for number in numbers[:window]])
-                    sent.append((link, numbers))
-            except redis.RedisError as error:
-                problem = error
-            for link, numbers in sent:
+                except redis.RedisError as error:
+                    problems.append(self._failed(node, error))
+                else:
+                    sent.append((node, link, numbers))
+            for node, link, numbers in sent:
                 try:
                     for place, number in enumerate(numbers):
-                        reply = link.read_into(into[number]) if into else link.read()
+                        room = into[number] if into else None
+                        reply = link.read() if room is None else link.read_into(room)
                         if place + window < len(numbers):
                             link.send([commands[numbers[place + window]]])
-                        room = into[number] if into else None
                         try:
                             replies[number] = self._settled(
                                 commands[number], reply, room, deadline_s
                             )
                         except redis.RedisError as error:
-                            problem = error
+                            problems.append(self._failed(node, error))
                 except redis.RedisError as error:
-                    problem = error
-        return problem
+                    problems.append(self._failed(node, error))
+        # What moved is found by the next round, unless there is worse.
+        problems.sort(key=lambda problem: isinstance(problem, redis.exceptions.AskError))
+        return problems[0] if problems else None
 
     def _settled(
         self, command: Command, reply: Reply, room: memoryview | None, deadline_s: float
     ) -> Reply:
-        """A reply that is one, from where the key is now."""
-        if not isinstance(reply, redis.exceptions.AskError):
+        """A reply that is one, from where the key is now if its slot is moving."""
+        if type(reply) is not redis.exceptions.AskError:
             return _checked(reply)
-        # The slot is moving, and this key has moved already.
         node = self._node(Address(reply.host, reply.port))
         value = _checked(self._exchange(node, [("ASKING",), command], deadline_s)[1])
-        if room is None or value is None:
+        if room is None:
             return value
         room[: len(value)] = value[: len(room)]
         return len(value)
+
+    def _failed(self, node: Node, error: redis.RedisError) -> redis.RedisError:
+        """Forget what an error of a node shows to be out of date; the error."""
+        if isinstance(error, redis.exceptions.MovedError):
+            # An empty host is the one that answered.
+            address = Address(error.host or node.address.host, error.port)
+            if slots := self._slots:
+                slots[error.slot_id] = self._node(address)
+            self._moved = True
+        elif _is_stale(error):
+            node.forget()
+            self._slots = []
+        return error
 
     @staticmethod
     def _exchange(node: Node, commands: Sequence[Command], deadline_s: float) -> list[Reply]:
@@ -178,8 +228,8 @@ class RedisClient:
     ) -> list[tuple[Node, list[int]]]:
         if not self._options.cluster:
             return [(self._masters(deadline_s)[0], list(commands))]
-        # Held on to: another thread may let go of them meanwhile.
-        slots = self._slots or self._refresh(deadline_s)
+        # Held on to: another thread may load the map meanwhile.
+        slots = self._slots or self._loaded(deadline_s)
         groups: dict[Node, list[int]] = {}
         for number, command in commands.items():
             node = slots[key_slot(_key(command))]
@@ -191,17 +241,21 @@ class RedisClient:
     def _masters(self, deadline_s: float) -> list[Node]:
         if not self._options.cluster:
             return [self._nodes[self._options.addresses[0]]]
-        slots = self._slots or self._refresh(deadline_s)
+        slots = self._slots or self._loaded(deadline_s)
         return list(dict.fromkeys(node for node in slots if node))
 
-    def _renew(self) -> None:
-        """Let go of what may be out of date: connections, and which node has which slot."""
-        for node in list(self._nodes.values()):
-            node.forget()
-        self._slots = ()
+    def _reload(self, deadline_s: float) -> None:
+        """Load the slot map where keys have moved, at most once in `RELOAD_S`.
 
-    def _refresh(self, deadline_s: float) -> Sequence[Node | None]:
+        Before a call, not within one: the node that is asked may know less than `MOVED` said.
+        """
+        if self._moved and time.monotonic() - self._loaded_s >= RELOAD_S:
+            with suppress(redis.RedisError):  # the map that there is leads to the nodes as well
+                self._loaded(deadline_s)
+
+    def _loaded(self, deadline_s: float) -> list[Node | None]:
         """Ask the nodes, one after the other, which of them has which slots."""
+        self._moved, self._loaded_s = False, time.monotonic()
         problem: redis.RedisError = redis.ConnectionError("no node is known")
         for node in sorted(self._nodes.values(), key=lambda node: node.failed_s):
             # Not all the time there is: where one hangs, the next one knows it too.
@@ -259,7 +313,11 @@ _FAILING_OVER = (
     redis.exceptions.MasterDownError,
 )
 
-_AWAY = (redis.ConnectionError, redis.TimeoutError)
+
+def _is_stale(error: redis.RedisError) -> bool:
+    """Whether connections may lead to a server that is not the master any more."""
+    kinds = (*_FAILING_OVER, redis.ConnectionError, redis.TimeoutError)
+    return isinstance(error, kinds) and not isinstance(error, redis.exceptions.AskError)
 
 
 def _worth_a_retry(error: redis.RedisError) -> bool:

@@ -1,191 +1,270 @@
-"""Writing, reading and removing the parts of an entry in Redis."""
+"""Reading, writing and removing entries in Redis, each of which is one value.
 
-from collections.abc import Iterator, Mapping, Sequence
+Redis evicts and expires values, never parts of one: an entry is there whole or not at all. A large
+one is read by `GETRANGE`, window after window, into memory that is used again.
+"""
+
+import secrets
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
-from ec_store.entry import Entry, decode, header_length
-from ec_store.errors import CorruptEntry, StoreUnavailable
-from ec_store.redis_client import RedisClient, Refused
-from ec_store.redis_layout import FRAME_BYTES, Frame, Manifest, Names
-from ec_store.redis_link import Command
+from ec_store.buffers import Buffers
+from ec_store.entry import Entry, EntryInfo, checksum, decode, header_length, read_header
+from ec_store.errors import CorruptEntry
+from ec_store.forks import after_fork
+from ec_store.keys import EntryKey
+from ec_store.redis_client import RedisClient
+from ec_store.redis_link import Command, Reply
+from ec_store.redis_names import Names, entry_digest
+
+ID_BYTES = 16
+"""Random bytes before each entry, different for every write. A reader sees by them that an entry
+was replaced between two windows, also by an equal one, and a writer that an entry is its own."""
 
 HEAD_BYTES = 2048
-"""What is read of a manifest to see its header; a header that is longer costs a second look."""
+"""Bytes that are read of an entry to see its header; a longer header costs a second round trip."""
 
-WINDOW = 3
-"""Chunks on their way at a time: enough to keep the connection busy, and a bound on what the server
-holds for a client, which counts towards `maxmemory`."""
+FIRST_BYTES = 2**20
+"""Bytes that a `get` reads in its first round trip: all of a small entry."""
 
-STAGING_MS = 60_000
-"""How long a chunk lives that no manifest names: what a writer leaves that was killed."""
+WINDOW_BYTES = 2**20
+"""Bytes of a reply. The allocator of Redis returns buffers from 8 MiB on to the system at once, so
+that each would be cleared again by the kernel."""
 
-CHUNK_SLACK_MS = 60_000
-"""Chunks outlive their manifest by this, so that no expiry leaves half an entry."""
+WINDOWS = 4
+"""Replies on their way at a time: enough to keep the connection busy, and a bound on what the
+server holds for a client, which counts towards `maxmemory`."""
+
+REFRESH_BELOW = 0.9
+"""A use sets the time to live again when less than this part of it is left. So it is between 0.9
+and 1 of `ttl` after the last use, for one more round trip in thousands."""
+
+SCAN_BATCH = 512
+"""Keys that SCAN looks at in one step: some 0.1 ms, in which Redis answers no other client."""
+
+NO_KEY = -2
 
 
-class PartMissing(CorruptEntry):
-    """A chunk is gone: Redis evicted it, or someone deleted the entry. Nobody wrote nonsense."""
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """The beginning of an entry.
+
+    Attributes:
+        write_id: the random bytes of its write.
+        blob: up to `FIRST_BYTES` of it, or its header where that is longer.
+        left_ms: its time to live.
+    """
+
+    write_id: bytes
+    blob: bytes
+    left_ms: int
 
 
 class RedisEntries:
-    """The parts of entries."""
+    """The entries of a store. Every method raises StoreUnavailable."""
 
-    def __init__(self, client: RedisClient, names: Names, chunk_bytes: int) -> None:
+    def __init__(self, client: RedisClient, names: Names, ttl_ms: int) -> None:
         self._client = client
         self._names = names
-        self._chunk_bytes = chunk_bytes
+        self._ttl_ms = ttl_ms
+        self._buffers = Buffers()
+        after_fork(self._renew_locks)
+
+    def _renew_locks(self) -> None:
+        self._buffers.renew_locks()
 
     def write(
-        self, digest: str, header: bytes, payload: memoryview, ms: int, *, replace: bool = False
+        self, digest: str, header: bytes, payload: memoryview, *, replace: bool = False
     ) -> bool:
-        """Write an entry that lives for `ms`; False where another one is there.
+        """Write an entry; False where a sound one was there already: it is kept, and used.
 
-        With `replace` it takes the other's place, whose chunks expire by themselves.
-
-        Raises:
-            StoreUnavailable: it could not be written.
+        One round trip; one more to refresh the other's time to live, or to replace what is no
+        entry.
         """
-        frame = Frame.new(payload.nbytes, self._chunk_bytes)
-        chunks = self._names.chunks(digest, frame, payload.nbytes)
-        manifest = self._names.manifest(digest)
-        value = frame.encode() + header + (b"" if chunks else payload)
-        try:
-            self._write_chunks(chunks, payload)
-            *kept, written = self._client.run(
-                [
-                    *(("PEXPIRE", chunk, ms + CHUNK_SLACK_MS) for chunk in chunks),
-                    ("SET", manifest, value, *(() if replace else ("NX",)), "PX", ms),
-                ]
-            )
-        except Refused:
-            # Of a server that cannot be reached nothing more is asked: what it has of this expires.
-            self._unlink(chunks)
-            raise
-        # What was sent again after a reply was lost finds the manifest that it wrote itself.
-        if written is None and self.frame(digest) != frame:
-            self._unlink(chunks)
-            return False
-        if not all(kept):
-            self._unlink([manifest, *chunks])
-            raise StoreUnavailable("Redis is full: it evicts what is being written")
-        return True
-
-    def _write_chunks(self, names: Sequence[bytes], payload: memoryview) -> None:
-        size = self._chunk_bytes
-        self._client.run(
+        name, write_id = self._names.entry(digest), secrets.token_bytes(ID_BYTES)
+        value = (write_id + header, payload)
+        if replace:
+            self._client.run([("SET", name, value, "PX", self._ttl_ms)])
+            return True
+        written, there, *found = self._client.run(
             [
-                ("SET", name, payload[place * size : (place + 1) * size], "PX", STAGING_MS)
-                for place, name in enumerate(names)
-            ],
-            window=WINDOW,
+                ("SET", name, value, "NX", "PX", self._ttl_ms),
+                self._id(digest),
+                *self.look([digest]),
+                ("PTTL", name),
+            ]
         )
+        # What was sent again because the reply was lost finds what it wrote itself.
+        if written is not None or there == write_id:
+            return True
+        if self._used([digest], found, 0)[0] is not None:
+            return False
+        return self.write(digest, header, payload, replace=True)
 
-    def _unlink(self, names: Sequence[bytes]) -> None:
-        with suppress(StoreUnavailable):
-            self._client.run([("UNLINK", name) for name in names])
+    def use(self, digests: Sequence[str], seconds: float) -> list[EntryInfo | None]:
+        """What the headers say of entries that do not expire for `seconds` from now.
 
-    def read(self, manifest: Manifest, value: bytes) -> Entry:
-        """The entry of a manifest, whose value is `value`.
-
-        Raises:
-            CorruptEntry: a part of it is missing or not what it was.
+        One round trip, and one more where the time to live of any has to be set.
         """
-        info, size = manifest.info, manifest.frame.chunk_bytes
-        body = memoryview(value)[FRAME_BYTES:]
-        if not size:
-            return decode(info.key, body)
-        if len(body) != info.header_bytes:
-            raise CorruptEntry("its manifest has another length")
-        blob = memoryview(bytearray(info.size_bytes))
-        blob[: info.header_bytes] = body
-        payload = blob[info.header_bytes :]
-        names = self._names.chunks(info.key.digest, manifest.frame, info.payload_bytes)
-        rooms = [payload[place * size : (place + 1) * size] for place in range(len(names))]
-        lengths = self._client.run([("GET", name) for name in names], window=WINDOW, into=rooms)
-        for place, (length, room) in enumerate(zip(lengths, rooms, strict=True)):
-            if length is None:
-                raise PartMissing(f"chunk {place} is missing")
-            if length != len(room):
-                raise CorruptEntry(f"chunk {place} has another length")
-        return decode(info.key, blob)
+        ages: list[Command] = [("PTTL", self._names.entry(digest)) for digest in digests]
+        return self._used(digests, self._client.run([*self.look(digests), *ages]), seconds)
 
-    def heads(self, digests: Sequence[str]) -> list[bytes]:
-        """Manifests up to the end of the header, empty where there is none."""
-        return self._completed(digests, self._client.run(self.look(digests)))
+    def _used(
+        self, digests: Sequence[str], replies: Sequence[Reply], seconds: float
+    ) -> list[EntryInfo | None]:
+        """As `use`, from the replies to `look` and, behind them, `PTTL`."""
+        infos = self.infos(digests, replies[: len(digests)])
+        least_ms = max(int(seconds * 1000), int(REFRESH_BELOW * self._ttl_ms))
+        short = [
+            place
+            for place, (info, left_ms) in enumerate(
+                zip(infos, replies[len(digests) :], strict=True)
+            )
+            if info and left_ms < least_ms
+        ]
+        ms = max(int(seconds * 1000), self._ttl_ms)
+        kept = self._client.run(
+            [("PEXPIRE", self._names.entry(digests[place]), ms) for place in short]
+        )
+        for place, done in zip(short, kept, strict=True):
+            if not done:  # evicted between the two
+                infos[place] = None
+        return infos
+
+    def infos(
+        self, digests: Sequence[str], looked: Sequence[bytes] | None = None
+    ) -> list[EntryInfo | None]:
+        """What the headers say; None where there is no entry with a valid header.
+
+        Args:
+            digests: of which entries.
+            looked: the replies to `look`, where they are there already.
+        """
+        heads = self._client.run(self.look(digests)) if looked is None else list(looked)
+        pairs = zip(digests, self._completed(digests, heads), strict=True)
+        return [info_or_none(digest, head) for digest, head in pairs]
 
     def look(self, digests: Sequence[str]) -> list[Command]:
-        """What to ask for their manifests; the replies are for `manifests`."""
-        names = [self._names.manifest(digest) for digest in digests]
-        return [("GETRANGE", name, 0, HEAD_BYTES - 1) for name in names]
+        """The commands whose replies `infos` reads."""
+        return [self._range(digest, 0, HEAD_BYTES) for digest in digests]
+
+    def _range(self, digest: str, start: int, size: int) -> Command:
+        """The command that reads `size` bytes from byte `start` of an entry on."""
+        first = ID_BYTES + start
+        return ("GETRANGE", self._names.entry(digest), first, first + size - 1)
+
+    def _id(self, digest: str) -> Command:
+        return ("GETRANGE", self._names.entry(digest), 0, ID_BYTES - 1)
+
+    def heads(self, digests: Sequence[str]) -> list[bytes]:
+        """Entries up to the end of the header at least, empty where there is none."""
+        return self._completed(digests, self._client.run(self.look(digests)))
 
     def _completed(self, digests: Sequence[str], heads: list[bytes]) -> list[bytes]:
-        """Heads that may end within a long header, whole."""
+        """Heads that end within a long header, up to its end."""
         longer: dict[int, Command] = {}
         for place, head in enumerate(heads):
             with suppress(CorruptEntry):
-                end = FRAME_BYTES + header_length(memoryview(head)[FRAME_BYTES:])
-                if end > HEAD_BYTES == len(head):
-                    name = self._names.manifest(digests[place])
-                    longer[place] = ("GETRANGE", name, 0, end - 1)
+                end = header_length(memoryview(head))
+                if end > len(head) > 0:
+                    longer[place] = self._range(digests[place], 0, end)
         for place, head in zip(longer, self._client.run(list(longer.values())), strict=True):
             heads[place] = head
         return heads
 
-    def manifests(
-        self, digests: Sequence[str], looked: list[bytes] | None = None
-    ) -> list[Manifest | None]:
-        """Manifests; None where there is none that can be trusted.
+    def begin(self, digest: str) -> Beginning | None:
+        """The beginning of what is kept under the name of an entry; None where there is nothing."""
+        write_id, first, left_ms = self._client.run(
+            [
+                self._id(digest),
+                self._range(digest, 0, FIRST_BYTES),
+                ("PTTL", self._names.entry(digest)),
+            ]
+        )
+        if left_ms == NO_KEY:
+            return None
+        return Beginning(write_id, self._completed([digest], [first])[0], left_ms)
 
-        Args:
-            digests: of which entries.
-            looked: the replies to `look`, where it was asked already.
+    def read(self, key: EntryKey, beginning: Beginning) -> Entry:
+        """An entry of which `begin` has read the beginning.
+
+        Raises:
+            CorruptEntry: this is not the entry of this key, or was replaced or evicted meanwhile.
         """
-        heads = self.heads(digests) if looked is None else self._completed(digests, looked)
-        pairs = zip(digests, heads, strict=True)
-        return [manifest_or_none(head, digest) for digest, head in pairs]
+        first = beginning.blob
+        if len(first) < FIRST_BYTES:
+            return decode(key, memoryview(first))
+        info = read_header(memoryview(first))
+        if info.key != key:
+            raise CorruptEntry("it is another key's entry")
+        payload = self._buffers.take(info.payload_bytes)
+        there = min(len(first) - info.header_bytes, len(payload))
+        payload[:there] = memoryview(first)[info.header_bytes :][:there]
+        self._fill(payload[there:], key.digest, info.header_bytes + there)
+        if checksum(payload) != info.checksum:
+            raise CorruptEntry("its checksum does not fit its payload")
+        return Entry(payload.toreadonly(), info.dtype, info.shape, info.modality, info.metadata)
 
-    def frame(self, digest: str) -> Frame | None:
-        """How an entry is kept that is there now."""
-        name = self._names.manifest(digest)
-        [head] = self._client.run([("GETRANGE", name, 0, FRAME_BYTES - 1)])
-        with suppress(CorruptEntry):
-            return Frame.read(memoryview(head))
-        return None
-
-    def expire(self, wanted: Sequence[tuple[Manifest, int]]) -> Iterator[bool]:
-        """Set times to live, in milliseconds; whether each entry is there with all its parts."""
-        commands: list[Command] = []
-        ends = []
-        for manifest, ms in wanted:
-            *chunks, name = self._parts(manifest)
-            commands += [("PEXPIRE", chunk, ms + CHUNK_SLACK_MS) for chunk in chunks]
-            commands.append(("PEXPIRE", name, ms))
-            ends.append(len(commands))
-        replies = self._client.run(commands)
-        return (all(replies[start:end]) for start, end in zip([0, *ends], ends, strict=False))
-
-    def forget(self, heads: Mapping[str, bytes]) -> int:
-        """Remove entries with all their parts, as far as their heads tell; how many there were."""
-        manifests = [self._names.manifest(digest) for digest in heads]
-        chunks = [
-            chunk
-            for digest, head in heads.items()
-            if (manifest := manifest_or_none(head, digest))
-            for chunk in self._parts(manifest)[:-1]
+    def _fill(self, room: memoryview, digest: str, offset: int) -> None:
+        starts = range(0, len(room), WINDOW_BYTES)
+        rooms = [room[start : start + WINDOW_BYTES] for start in starts]
+        commands: list[Command] = [
+            self._range(digest, offset + start, len(piece))
+            for start, piece in zip(starts, rooms, strict=True)
         ]
-        replies = self._client.run([("UNLINK", name) for name in [*manifests, *chunks]])
-        return sum(replies[: len(manifests)])
+        lengths = self._client.run(commands, window=WINDOWS, into=rooms)
+        if lengths != list(map(len, rooms)):
+            raise CorruptEntry("it is shorter than its header says")
 
-    def _parts(self, manifest: Manifest) -> list[bytes]:
-        """Names of the chunks and, last, the manifest."""
-        info, digest = manifest.info, manifest.info.key.digest
-        chunks = self._names.chunks(digest, manifest.frame, info.payload_bytes)
-        return [*chunks, self._names.manifest(digest)]
+    def is_still(self, digest: str, beginning: Beginning) -> bool:
+        """Whether an entry is neither replaced nor gone since its beginning was read."""
+        [write_id] = self._client.run([self._id(digest)])
+        return bool(write_id == beginning.write_id)
+
+    def refresh(self, digest: str, left_ms: int) -> None:
+        """Set the time to live of an entry that was used, where much of it is over."""
+        if left_ms < REFRESH_BELOW * self._ttl_ms:
+            self._client.run([("PEXPIRE", self._names.entry(digest), self._ttl_ms)])
+
+    def forget(self, digests: Sequence[str]) -> int:
+        """Remove entries; how many there were."""
+        return sum(self._client.run([("UNLINK", self._names.entry(each)) for each in digests]))
+
+    def scan(self) -> Iterator[dict[str, bytes]]:
+        """Digest and head of every entry, each once, in batches."""
+        seen: set[str] = set()
+        for found in self._client.scan(self._names.entries, SCAN_BATCH):
+            new = list({digest for name in found if (digest := entry_digest(name))} - seen)
+            seen.update(new)
+            heads = self.heads(new)
+            yield {digest: head for digest, head in zip(new, heads, strict=True) if head}
+
+    def sizes(self, digests: Sequence[str]) -> list[int]:
+        """Bytes of each entry, header included; 0 where there is none."""
+        values = self._client.run([("STRLEN", self._names.entry(digest)) for digest in digests])
+        return [max(0, size - ID_BYTES) for size in values]
+
+    def close(self) -> None:
+        """Release the memory that is not in use."""
+        self._buffers = Buffers()
 
 
-def manifest_or_none(head: bytes, digest: str) -> Manifest | None:
-    """The manifest of this entry, None where this is not it."""
+def info_of(digest: str, head: bytes) -> EntryInfo:
+    """What the header at the beginning of an entry says.
+
+    Raises:
+        CorruptEntry: it is not a header of the entry of this digest.
+    """
+    info = read_header(memoryview(head))
+    if info.key.digest != digest:
+        raise CorruptEntry("it is another key's entry")
+    return info
+
+
+def info_or_none(digest: str, head: bytes) -> EntryInfo | None:
+    """As `info_of`, None in place of the error."""
     try:
-        return Manifest.read(memoryview(head), digest)
+        return info_of(digest, head)
     except CorruptEntry:
         return None

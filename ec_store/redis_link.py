@@ -1,85 +1,82 @@
 """Connections to Redis servers, each used by one caller at a time.
 
-redis-py makes the connections and speaks the protocol. The pool is here, because its own lets a
-connection be used again whose caller was interrupted between two replies
-(https://nvd.nist.gov/vuln/detail/CVE-2023-28859).
+hiredis parses replies, and redis-py names the errors; both by what they publish. The sockets are
+here because a call has one deadline over all that it sends and receives, and because the value of
+an entry is received where it belongs.
 """
 
 import os
+import socket
+import ssl
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Final, TypeVar
 
+import hiredis
 import redis
-from redis._parsers import BaseParser
-from redis.backoff import NoBackoff
-from redis.connection import Connection, PythonRespSerializer, SSLConnection
-from redis.retry import Retry
 
 from ec_store.redis_url import Address, RedisOptions
 
-Command = tuple[str | bytes | int | memoryview, ...]
+T = TypeVar("T")
+R = TypeVar("R")
+
+Piece = bytes | memoryview
+Argument = str | int | Piece | tuple[Piece, ...]
+"""A tuple is one argument in several pieces, which are sent from where they lie."""
+
+Command = tuple[Argument, ...]
 """Name, key, and what else."""
 
 Reply = Any
 
-SEND_PIECE_BYTES = 6000
-"""Arguments larger than this are sent from where they lie (redis-py's own figure)."""
-
 JOIN_BYTES = 64 * 1024
-"""What is not more than this all together is sent in one piece, so that the server reads it so."""
+"""Pieces up to this are joined before they are sent: it costs less than a system call each."""
+
+RECEIVE_BYTES = 64 * 1024
 
 LINE_BYTES = 64
 """What is received at a time to find the length of a value; the start of the value comes along."""
 
-SKIP_BYTES = 64 * 1024
-
 MAX_IDLE = 16
 """Connections that one server is kept for later."""
 
+_NOTHING: Final = object()
+"""What hiredis returns where no reply is complete."""
 
-class _Socket:
-    """A socket whose sending and receiving end at one time, however many calls there are.
+_ERRORS: Final = {
+    "ASK": redis.exceptions.AskError,
+    "CLUSTERDOWN": redis.exceptions.ClusterDownError,
+    "LOADING": redis.BusyLoadingError,
+    "MASTERDOWN": redis.exceptions.MasterDownError,
+    "MOVED": redis.exceptions.MovedError,
+    "NOAUTH": redis.AuthenticationError,
+    "OOM": redis.OutOfMemoryError,
+    "READONLY": redis.ReadOnlyError,
+    "TRYAGAIN": redis.exceptions.TryAgainError,
+    "WRONGPASS": redis.AuthenticationError,
+}
 
-    A timeout of its own bounds each call alone: a server that sends a byte now and then would hold
-    its caller for as long as it likes.
-    """
 
-    def __init__(self, sock: Any, deadline_s: float) -> None:
-        self._sock = sock
-        self.deadline_s = deadline_s
-
-    def recv(self, size: int) -> Any:
-        self._limit()
-        return self._sock.recv(size)
-
-    def recv_into(self, room: Any) -> Any:
-        self._limit()
-        return self._sock.recv_into(room)
-
-    def sendall(self, data: Any) -> None:
-        left = memoryview(data).cast("B")
-        while left:
-            self._limit()
-            left = left[self._sock.send(left) :]
-
-    def _limit(self) -> None:
-        left_s = self.deadline_s - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError
-        self._sock.settimeout(left_s)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sock, name)
+def reply_error(text: str) -> redis.RedisError:
+    """The error of an error reply, by its first word."""
+    code, _, rest = text.partition(" ")
+    kind = _ERRORS.get(code)
+    return kind(rest) if kind else redis.ResponseError(text)
 
 
 class Link:
     """One connection. It is as good as new exactly when `owed` is 0."""
 
-    def __init__(self, connection: Any, generation: int) -> None:
-        self._connection = connection
+    def __init__(self, sock: socket.socket, deadline_s: float, generation: int) -> None:
+        self._sock = sock
+        self._deadline_s = deadline_s
+        self._reader = hiredis.Reader(
+            replyError=reply_error,
+            protocolError=redis.InvalidResponse,
+            notEnoughData=_NOTHING,
+        )
         self._ahead = bytearray()
         self.owed = 0
         self.generation = generation
@@ -88,60 +85,59 @@ class Link:
     def open(self) -> bool:
         """Whether it has a socket.
 
-        An interrupted call can become garbage in a cycle: then redis-py closes the connection, and
-        the call's own end keeps it, in either order.
+        An interrupted call can become garbage in a cycle: then the socket is closed, and the call's
+        own end keeps the connection, in either order.
         """
-        return self._connection._sock is not None  # noqa: SLF001 - it has no public name
+        return self._sock.fileno() >= 0
 
     def until(self, deadline_s: float) -> None:
         """When what is sent and received from now on ends, by the monotonic clock."""
-        self._connection._sock.deadline_s = deadline_s  # noqa: SLF001 - it has no public name
+        self._deadline_s = deadline_s
 
     def send(self, commands: Sequence[Command]) -> None:
         """Send commands in one go."""
         self.owed += len(commands)
-        pieces = self._connection.pack_commands(commands)
-        if sum(map(len, pieces)) <= JOIN_BYTES:
-            pieces = [b"".join(pieces)]
-        self._connection.send_packed_command(pieces)
+        for piece in packed(commands):
+            left = memoryview(piece).cast("B")
+            while left:
+                left = left[self._in_time(self._sock.send, left) :]
 
     def read(self) -> Reply:
         """The next reply; an error that Redis replied is returned."""
-        try:
-            reply = self._connection.read_response(disable_decoding=True)
-        except redis.ResponseError as error:
-            reply = error
-        self.owed -= 1
-        return reply
+        while (reply := self._reader.gets()) is _NOTHING:
+            self._reader.feed(self._received(RECEIVE_BYTES))
+        return self._read(reply)
 
     def read_into(self, room: memoryview) -> Reply:
         """The next reply, a value: its bytes go to `room`, and this returns how many they are.
 
         The value is received where it belongs; hiredis would make bytes of it, by way of two
         buffers of its own, at two thirds of the speed. Of replies that were asked for together all
-        are read like this, or none. A value longer than `room` is not kept.
+        are read like this, or none.
+
+        Raises:
+            redis.InvalidResponse: the value is longer than `room`.
         """
         line = self._line()
         kind, rest = line[:1], line[1:]
         if kind == b"-":
-            parser: Any = BaseParser
-            reply: Reply = parser.parse_error(rest.decode(errors="replace"))
-        elif kind != b"$":
-            raise redis.InvalidResponse(f"a value begins with {kind!r}")
-        elif rest == b"-1":
-            reply = None
-        else:
-            reply = int(rest)
-            self._receive(room[: min(reply, len(room))])
-            self._skip(max(0, reply - len(room)) + 2)
-        self.owed -= 1
+            return self._read(reply_error(rest.decode(errors="replace")))
+        if kind != b"$" or not rest.isdigit() or int(rest) > len(room):
+            raise redis.InvalidResponse(f"not a value of at most {len(room)} bytes: {line!r}")
+        self._receive(room[: int(rest)])
+        self._receive(memoryview(bytearray(2)))
+        return self._read(int(rest))
+
+    def _read(self, reply: Reply) -> Reply:
+        """A reply, read. With one that the server cannot serve, the connection is not kept."""
         if isinstance(reply, redis.ConnectionError):
             raise reply
+        self.owed -= 1
         return reply
 
     def _line(self) -> bytes:
         while (end := self._ahead.find(b"\r\n")) < 0:
-            self._ahead += self._socket_call("recv", LINE_BYTES)
+            self._ahead += self._received(LINE_BYTES)
         line = bytes(self._ahead[:end])
         del self._ahead[: end + 2]
         return line
@@ -151,30 +147,59 @@ class Link:
         room[:done] = self._ahead[:done]
         del self._ahead[:done]
         while done < len(room):
-            done += self._socket_call("recv_into", room[done:])
+            done += _some(self._in_time(self._sock.recv_into, room[done:]))
 
-    def _skip(self, count: int) -> None:
-        left = count
-        while left:
-            piece = min(left, SKIP_BYTES)
-            self._receive(memoryview(bytearray(piece)))
-            left -= piece
+    def _received(self, size: int) -> bytes:
+        return _some(self._in_time(self._sock.recv, size))
 
-    def _socket_call(self, name: str, argument: object) -> Any:
-        """Receive from redis-py's socket; it has no public name."""
+    def _in_time(self, call: Callable[[T], R], argument: T) -> R:
+        """Send or receive some bytes, before the deadline."""
+        left_s = self._deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise redis.TimeoutError("the server did not answer in time")
         try:
-            received = getattr(self._connection._sock, name)(argument)  # noqa: SLF001
+            self._sock.settimeout(left_s)
+            return call(argument)
         except TimeoutError:
-            raise redis.TimeoutError("Timeout reading from socket") from None
+            raise redis.TimeoutError("the server did not answer in time") from None
         except OSError as error:
-            raise redis.ConnectionError(f"Error while reading from socket: {error}") from None
-        if not received:
-            raise redis.ConnectionError("Connection closed by server.")
-        return received
+            raise redis.ConnectionError(f"the connection broke: {error}") from None
 
     def close(self) -> None:
-        """Let go of the connection."""
-        self._connection.disconnect()
+        """Close the connection."""
+        self._sock.close()
+
+
+def _some(received: R) -> R:
+    """What was received; nothing is the end of the connection."""
+    if not received:
+        raise redis.ConnectionError("the server closed the connection")
+    return received
+
+
+def packed(commands: Sequence[Command]) -> list[Piece]:
+    """Commands as the bytes that are sent: small pieces joined, large ones as they are."""
+    pieces: list[Piece] = []
+    small = bytearray()
+    for command in commands:
+        small += b"*%d\r\n" % len(command)
+        for argument in command:
+            parts = argument if isinstance(argument, tuple) else (_encoded(argument),)
+            small += b"$%d\r\n" % sum(map(len, parts))
+            for part in parts:
+                if len(part) <= JOIN_BYTES:
+                    small += part
+                else:
+                    pieces += (bytes(small), part)
+                    small.clear()
+            small += b"\r\n"
+    return [*pieces, bytes(small)]
+
+
+def _encoded(argument: str | int | Piece) -> Piece:
+    if isinstance(argument, bytes | memoryview):
+        return argument
+    return str(argument).encode()
 
 
 class Node:
@@ -242,7 +267,7 @@ class Node:
             try:
                 link = self._idle.pop()
             except IndexError:
-                return Link(self._connect(deadline_s), generation)
+                return self._connect(deadline_s, generation)
             if link.open:
                 link.until(deadline_s)
                 return link
@@ -251,60 +276,64 @@ class Node:
         if self._pid != os.getpid():
             self._idle, self._pid = deque(), os.getpid()
 
-    def _connect(self, deadline_s: float) -> Any:
-        connection = _connection(self.address, self._options, deadline_s)
+    def _connect(self, deadline_s: float, generation: int) -> Link:
+        sock = _connected(self.address, self._options, deadline_s)
         try:
-            connection.connect()
+            link = Link(sock, deadline_s, generation)
+            _greet(link, self._options)
         except BaseException:
-            connection.disconnect()
+            sock.close()
             raise
-        return connection
+        return link
 
 
-def _connection(address: Address, options: RedisOptions, deadline_s: float) -> Any:
-    """A connection that is not made yet; its methods have no types in redis-py."""
-    plain: Any = Connection
+def _connected(address: Address, options: RedisOptions, deadline_s: float) -> socket.socket:
     left_s = deadline_s - time.monotonic()
     if left_s <= 0:
-        raise redis.TimeoutError("Timeout connecting to server")
+        raise redis.TimeoutError("no time was left to connect")
+    try:
+        sock = socket.create_connection(
+            (address.host, address.port), min(options.connect_timeout_s, left_s)
+        )
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return _secured(sock, address, options)
+        except BaseException:
+            sock.close()
+            raise
+    except TimeoutError:
+        raise redis.TimeoutError("the server did not accept a connection in time") from None
+    except (OSError, UnicodeError) as error:
+        raise redis.ConnectionError(f"no connection: {error}") from None
 
-    def greet(connection: Any) -> None:
-        connection._sock = _Socket(connection._sock, deadline_s)  # noqa: SLF001 - before its first use
-        connection.on_connect()
 
-    settings: dict[str, Any] = {
-        "host": address.host,
-        "port": address.port,
-        "db": options.db,
-        "protocol": 2,
-        "socket_timeout": left_s,
-        "socket_connect_timeout": min(options.connect_timeout_s, left_s),
-        "redis_connect_func": greet,
-        "retry": Retry(NoBackoff(), 0),
-        # hiredis' packer would copy every value first.
-        "command_packer": PythonRespSerializer(SEND_PIECE_BYTES, _encode),
-    }
+def _secured(sock: socket.socket, address: Address, options: RedisOptions) -> socket.socket:
+    """The socket, with TLS where that is wanted. The certificates are read for each connection."""
+    tls = options.tls
+    if tls is None:
+        return sock
+    context = ssl.create_default_context(cafile=tls.ca_certs)
+    if tls.certfile is not None:
+        context.load_cert_chain(tls.certfile, tls.keyfile)
+    return context.wrap_socket(sock, server_hostname=address.host)
+
+
+def _greet(link: Link, options: RedisOptions) -> None:
+    """Say who this is, and choose the database."""
     password = options.password
     if options.password_file is not None:
         try:
             password = options.password_file.read_text().strip()
         except (OSError, UnicodeError) as error:
             raise redis.ConnectionError(f"the password file cannot be read: {error}") from None
+    commands: list[Command] = []
     if password is not None:
-        settings |= {"username": options.username, "password": password}
-    if options.tls is None:
-        return plain(**settings)
-    return SSLConnection(
-        ssl_cert_reqs="required",
-        ssl_check_hostname=True,
-        ssl_ca_certs=options.tls.ca_certs,
-        ssl_certfile=options.tls.certfile,
-        ssl_keyfile=options.tls.keyfile,
-        **settings,
-    )
-
-
-def _encode(argument: str | bytes | float | memoryview) -> bytes | memoryview:
-    if isinstance(argument, bytes | memoryview):
-        return argument
-    return str(argument).encode()
+        user = () if options.username is None else (options.username,)
+        commands.append(("AUTH", *user, password))
+    if options.db:
+        commands.append(("SELECT", options.db))
+    link.send(commands)
+    for _ in commands:
+        reply = link.read()
+        if isinstance(reply, redis.ResponseError):
+            raise redis.AuthenticationError(str(reply))

@@ -13,23 +13,15 @@ from ec_store.errors import CorruptEntry, EntryTooLarge, StoreUnavailable
 from ec_store.keys import EntryKey, owner_bytes
 from ec_store.redis_claims import RedisClaims
 from ec_store.redis_client import OutOfMemory, RedisClient, Refused
-from ec_store.redis_entries import STAGING_MS, PartMissing, RedisEntries, manifest_or_none
-from ec_store.redis_layout import Frame, Manifest, Names
-from ec_store.redis_scan import orphans, scanned
+from ec_store.redis_entries import Beginning, RedisEntries, info_of, info_or_none
+from ec_store.redis_names import Names
 from ec_store.redis_url import RedisOptions, redis_options
-
-PROBE_BYTES = 256 * 1024
-"""A payload up to this is sent without asking whether the entry is there already."""
 
 WRITES_OFF_S = 5.0
 """How long nothing is written after Redis has said that it is full."""
 
-REFRESH_BELOW = 0.9
-"""A read sets the time to live again when less than this part of it is left. So it is between 0.9
-and 1 of `ttl` after the last use, for one more round trip in thousands."""
-
 ATTEMPTS = 3
-NO_KEY = -2
+"""How often an entry is read that is replaced while it is read."""
 
 
 class RedisStore(Store):
@@ -44,9 +36,8 @@ class RedisStore(Store):
         self._options = options
         self._names = Names(options.prefix)
         self._client = RedisClient(options)
-        self._entries = RedisEntries(self._client, self._names, options.chunk_bytes)
+        self._entries = RedisEntries(self._client, self._names, int(options.ttl_s * 1000))
         self._claims = RedisClaims(self._client, self._names)
-        self._ttl_ms = int(options.ttl_s * 1000)
         self._writes_off_until = 0.0
         self.counts = Counts()
 
@@ -63,7 +54,11 @@ class RedisStore(Store):
         return f"RedisStore({', '.join(map(str, self._options.addresses))})"
 
     def put(self, key: EntryKey, entry: Entry, *, replace: bool = False) -> bool:
-        """Keep an entry (see `Store.put`). After "out of memory" nothing is written for 5 s."""
+        """Keep an entry (see `Store.put`). After "out of memory" nothing is written for 5 s.
+
+        One round trip, in which the tensor is sent even where the entry is there already: a caller
+        who makes it only if it is needed asks `lease` first, as the connector does.
+        """
         header = encode_header(key, entry)
         size = len(header) + entry.data.nbytes
         if size > self._options.max_entry_bytes:
@@ -90,30 +85,19 @@ class RedisStore(Store):
     def lookup(self, keys: Sequence[EntryKey]) -> list[EntryInfo | None]:
         """What the headers say (see `Store.lookup`).
 
-        One round trip, and a second where a header is longer than `HEAD_BYTES`. Chunks are not
-        looked at.
+        One round trip, and a second where a header is longer than `HEAD_BYTES`.
         """
         with self._client.bounded():
-            manifests = self._entries.manifests([key.digest for key in keys])
-        return [manifest.info if manifest else None for manifest in manifests]
+            return self._entries.infos([key.digest for key in keys])
 
     def lease(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
-        """As `lookup`, and what is there whole does not expire for `seconds`.
+        """As `lookup`, and what is there does not expire for `seconds`.
 
-        It may be evicted all the same, see the class. Two round trips more than `lookup`.
+        It may be evicted all the same, see the class. One round trip, and one more where the time
+        to live of an entry has to be set.
         """
         with self._client.bounded():
-            manifests = self._entries.manifests([key.digest for key in keys])
-            left = self._client.run([("PTTL", self._names.manifest(key.digest)) for key in keys])
-            wanted = max(self._ttl_ms, int(seconds * 1000))
-            kept = self._entries.expire(
-                [
-                    (manifest, max(wanted, ms))
-                    for manifest, ms in zip(manifests, left, strict=True)
-                    if manifest
-                ]
-            )
-            return [manifest.info if manifest and next(kept) else None for manifest in manifests]
+            return self._entries.use([key.digest for key in keys], seconds)
 
     def claim(self, keys: Sequence[EntryKey], owner: str, seconds: float) -> list[bool]:
         """Say who makes entries (see `Store.claim`). One round trip, two where some are renewed."""
@@ -129,8 +113,7 @@ class RedisStore(Store):
             claims, heads = self._claims.take_and_ask(
                 digests, owner_bytes(owner), _claim_ms(seconds), self._entries.look(digests)
             )
-            manifests = self._entries.manifests(digests, heads)
-        infos = [manifest.info if manifest else None for manifest in manifests]
+            infos = self._entries.infos(digests, heads)
         self.release(
             [
                 key
@@ -149,20 +132,15 @@ class RedisStore(Store):
         """Forget entries; how many were there."""
         digests = list(dict.fromkeys(key.digest for key in keys))
         with self._client.bounded():
-            heads = self._entries.heads(digests)
-            return self._entries.forget(dict(zip(digests, heads, strict=True)))
+            return self._entries.forget(digests)
 
     def purge(self, namespace: str) -> int:
         """Forget a namespace and its entries. Reads the headers of all entries of the store."""
         count = 0
-        for heads in self._scanned_heads():
+        for heads in self._entries.scan():
+            infos = [info_or_none(digest, head) for digest, head in heads.items()]
             count += self._entries.forget(
-                {
-                    digest: head
-                    for digest, head in heads.items()
-                    if (manifest := manifest_or_none(head, digest))
-                    and manifest.info.key.namespace == namespace
-                }
+                [info.key.digest for info in infos if info and info.key.namespace == namespace]
             )
         gone = [name for name, value in self.namespaces().items() if value == namespace]
         if gone:
@@ -171,43 +149,35 @@ class RedisStore(Store):
 
     def ls(self) -> Iterator[Listed]:
         """Every entry; Redis does not tell when one was used."""
-        for heads in self._scanned_heads():
-            sizes = self._client.run([("STRLEN", self._names.manifest(digest)) for digest in heads])
+        for heads in self._entries.scan():
+            sizes = self._entries.sizes(list(heads))
             for (digest, head), size in zip(heads.items(), sizes, strict=True):
-                if not size:
-                    continue
-                try:
-                    manifest = Manifest.read(memoryview(head), digest)
-                except CorruptEntry as error:
-                    yield Listed(digest, None, size, None, str(error))
-                    continue
-                chunked = manifest.info.payload_bytes if manifest.frame.chunk_bytes else 0
-                yield Listed(digest, manifest.info, size + chunked, None)
+                if size:
+                    yield _listed(digest, head, size)
 
     def verify(self, *, fix: bool = False) -> Iterator[Listed]:
         """Read every entry whole; the corrupt ones have a `problem`, and are deleted with `fix`."""
         for row in self.ls():
             problem = row.problem
-            if row.info is not None:
-                [value] = self._client.run([("GET", self._names.manifest(row.digest))])
-                if value is None:
-                    continue
-                problem = self._problem(row.digest, value)
+            if row.info and not problem:
+                problem = self._problem(row.info.key)
             if problem and fix:
-                self._entries.forget({row.digest: self._entries.heads([row.digest])[0]})
+                self._entries.forget([row.digest])
             yield replace(row, problem=problem)
 
-    def _problem(self, digest: str, value: bytes) -> str | None:
+    def _problem(self, key: EntryKey) -> str | None:
+        """Why an entry is corrupt; None where it is not, or is not there any more."""
+        beginning = self._entries.begin(key.digest)
+        if beginning is None:
+            return None
         try:
-            self._entries.read(Manifest.read(memoryview(value), digest), value)
+            self._entries.read(key, beginning)
         except CorruptEntry as error:
-            return str(error)
+            return str(error) if self._entries.is_still(key.digest, beginning) else None
         return None
 
     def evict(self) -> int:
-        """Remove chunks that no manifest names; 0, for they are no entries, and Redis evicts."""
-        for names in orphans(self._client, self._names, STAGING_MS):
-            self._client.run([("UNLINK", name) for name in names])
+        """0, and no command: Redis evicts and expires, and no entry is ever left in part."""
         return 0
 
     def stats(self) -> StoreStats:
@@ -245,73 +215,47 @@ class RedisStore(Store):
     def close(self) -> None:
         """Let go of connections. Entries that were returned stay valid."""
         self._client.close()
+        self._entries.close()
 
     def _put(self, key: EntryKey, header: bytes, payload: memoryview, *, replace: bool) -> bool:
         if time.monotonic() < self._writes_off_until:
             raise StoreUnavailable("Redis was full a moment ago")
-        if replace:
-            return self._entries.write(key.digest, header, payload, self._ttl_ms, replace=True)
-        ask_first = payload.nbytes > PROBE_BYTES
-        for _ in range(ATTEMPTS):
-            if ask_first and self._use(key.digest):
-                return False
-            if self._entries.write(key.digest, header, payload, self._ttl_ms):
-                return True
-            ask_first = True
-        # Each time another writer's entry was there, and soon after it was not: deleted, evicted.
-        return False
-
-    def _use(self, digest: str) -> bool:
-        """Whether the entry is there, whole. It counts as used; what is left of one is removed."""
-        [head] = self._entries.heads([digest])
-        [left] = self._client.run([("PTTL", self._names.manifest(digest))])
-        if left == NO_KEY:
-            return False
-        manifest = manifest_or_none(head, digest)
-        if manifest and next(self._entries.expire([(manifest, max(self._ttl_ms, left))])):
-            return True
-        self._entries.forget({digest: head})
-        return False
+        return self._entries.write(key.digest, header, payload, replace=replace)
 
     def _get(self, key: EntryKey) -> Entry | None:
-        name = self._names.manifest(key.digest)
         for _ in range(ATTEMPTS):
-            value, left = self._client.run([("GET", name), ("PTTL", name)])
-            if value is None:
+            beginning = self._entries.begin(key.digest)
+            if beginning is None:
                 return None
             try:
-                return self._read(key.digest, value, left)
-            except CorruptEntry as error:
-                if self._replaced(key.digest, value):
-                    continue
-                self.counts.add(corrupt=not isinstance(error, PartMissing))
-                with suppress(StoreUnavailable):
-                    self._entries.forget({key.digest: value})
-                return None
-        return None
-
-    def _read(self, digest: str, value: bytes, left_ms: int) -> Entry | None:
-        """The entry, used; None where it is larger than this store takes."""
-        manifest = Manifest.read(memoryview(value), digest)
-        if manifest.info.size_bytes > self._options.max_entry_bytes:
-            return None
-        entry = self._entries.read(manifest, value)
-        if left_ms < REFRESH_BELOW * self._ttl_ms:
+                entry = self._read(key, beginning)
+            except CorruptEntry:
+                if self._entries.is_still(key.digest, beginning):
+                    self.counts.add(corrupt=1)
+                    with suppress(StoreUnavailable):
+                        self._entries.forget([key.digest])
+                    return None
+                continue  # replaced or evicted while it was read
             # A replica and a user who may only read serve reads all the same.
             with suppress(StoreUnavailable):
-                self._entries.expire([(manifest, self._ttl_ms)])
-        return entry
+                self._entries.refresh(key.digest, beginning.left_ms)
+            return entry
+        return None
 
-    def _replaced(self, digest: str, value: bytes) -> bool:
-        """Whether an entry was written again while it was read."""
-        with suppress(CorruptEntry):
-            frame = self._entries.frame(digest)
-            return frame is not None and frame != Frame.read(memoryview(value))
-        return False
+    def _read(self, key: EntryKey, beginning: Beginning) -> Entry | None:
+        """The entry; None where it is larger than this store takes."""
+        if info_of(key.digest, beginning.blob).size_bytes > self._options.max_entry_bytes:
+            return None
+        return self._entries.read(key, beginning)
 
-    def _scanned_heads(self) -> Iterator[dict[str, bytes]]:
-        for digests in scanned(self._client, self._names):
-            yield dict(zip(digests, self._entries.heads(digests), strict=True))
+
+def _listed(digest: str, head: bytes, size: int) -> Listed:
+    try:
+        info = info_of(digest, head)
+    except CorruptEntry as error:
+        return Listed(digest, None, size, None, str(error))
+    problem = None if size == info.size_bytes else f"{size} bytes, not {info.size_bytes}"
+    return Listed(digest, info, size, None, problem)
 
 
 def _claim_ms(seconds: float) -> int:

@@ -14,10 +14,6 @@ USERNAME_VARIABLE = "EC_STORE_REDIS_USERNAME"
 PASSWORD_VARIABLE = "EC_STORE_REDIS_PASSWORD"  # noqa: S105 - a name
 DEFAULT_PORT = 6379
 
-MIN_CHUNK_BYTES = 64
-MAX_CHUNK_BYTES = 256 * 2**20
-"""Half of what Redis takes in one value by default (`proto-max-bulk-len`)."""
-
 _PREFIX = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 """No braces, which would choose the cluster slot, and nothing SCAN reads as a pattern."""
 
@@ -59,8 +55,8 @@ class RedisOptions:
         password_file: read at every connection, so that a password can be rotated.
         prefix: what every key begins with.
         ttl_s: how long an entry is kept after its last use.
-        chunk_bytes: largest value an entry is split into.
-        max_entry_bytes: largest entry, header included.
+        max_entry_bytes: largest entry, header included; by default the largest value that a server
+            takes by default (`proto-max-bulk-len`).
         timeout_s: longest time of a call, or of each step of one that goes over all entries.
         connect_timeout_s: longest wait for a connection.
     """
@@ -74,17 +70,12 @@ class RedisOptions:
     password_file: Path | None = None
     prefix: str = "epd:ec"
     ttl_s: float = 7 * 86400.0
-    chunk_bytes: int = 8 * 2**20
-    max_entry_bytes: int = 2**30
+    max_entry_bytes: int = 512 * 2**20
     timeout_s: float = 5.0
     connect_timeout_s: float = 1.0
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        if not MIN_CHUNK_BYTES <= self.chunk_bytes <= MAX_CHUNK_BYTES:
-            raise ValueError(
-                f"chunk_bytes is not between {MIN_CHUNK_BYTES} and {MAX_CHUNK_BYTES} bytes"
-            )
         if min(self.ttl_s, self.timeout_s, self.connect_timeout_s) < 0.001:  # noqa: PLR2004
             raise ValueError("ttl, timeout and connect_timeout are at least 1ms")
         if not _PREFIX.fullmatch(self.prefix):
@@ -128,7 +119,6 @@ def redis_options(url: str, environment: Mapping[str, str] = os.environ) -> Redi
 
 
 _PARAMETERS: Mapping[str, Any] = {
-    "chunk_bytes": size_bytes,
     "max_entry_bytes": size_bytes,
     "ttl": duration_s,
     "timeout": duration_s,

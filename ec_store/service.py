@@ -2,6 +2,8 @@
 
 import asyncio
 import hmac
+import logging
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -10,7 +12,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
@@ -20,17 +22,23 @@ from ec_store.entry import EntryInfo
 from ec_store.errors import StoreUnavailable
 from ec_store.keys import EntryKey
 
+logger = logging.getLogger("vllm.ec_store")
+
 STORE = web.AppKey("store", AsyncStore)
-INTERVAL = web.AppKey("interval", float)
 API_KEY = web.AppKey("api_key", str)
+
+SWEEP_EVERY_S = 86400.0
+"""How often all entries are looked at. Eviction finds the expired ones that are in the way."""
+
+BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0, 600.0)
 
 MAX_LOOKUP_KEYS = 1024
 OPEN_PATHS = frozenset({"/health"})
 
 GAUGES = {
     "entries": "Entries in the store.",
-    "bytes": "Bytes that they take.",
-    "max_bytes": "The store's quota.",
+    "bytes": "Bytes that they take, in whole blocks of 4 KiB in a directory.",
+    "max_bytes": "The store's quota, as it is in force.",
 }
 COUNTERS = {
     "corrupt": "Entries that this service found corrupt.",
@@ -48,7 +56,7 @@ def create_app(store: AsyncStore, *, interval_s: float, api_key: str = "") -> we
     """
     app = web.Application(middlewares=[_render_errors, _require_key])
     app[STORE] = store
-    app[INTERVAL] = interval_s
+    app[MAINTENANCE] = Maintenance(store, interval_s)
     app[API_KEY] = api_key
     app.cleanup_ctx.append(_housekeeping)
     app.add_routes(
@@ -63,7 +71,7 @@ def create_app(store: AsyncStore, *, interval_s: float, api_key: str = "") -> we
 
 
 async def _housekeeping(app: web.Application) -> AsyncIterator[None]:
-    task = asyncio.create_task(_keep_quota(app[STORE], app[INTERVAL]))
+    task = asyncio.create_task(app[MAINTENANCE].run())
     yield
     task.cancel()
     with suppress(asyncio.CancelledError):
@@ -71,12 +79,78 @@ async def _housekeeping(app: web.Application) -> AsyncIterator[None]:
     await app[STORE].close()
 
 
-async def _keep_quota(store: AsyncStore, interval_s: float) -> None:
-    while True:
-        # A store that is away now may be back at the next look.
-        with suppress(StoreUnavailable):
-            await store.evict()
-        await asyncio.sleep(interval_s)
+class Maintenance:
+    """Evicts now and then, and sweeps once a day, whatever fails.
+
+    Attributes:
+        registry: its metrics.
+    """
+
+    def __init__(self, store: AsyncStore, interval_s: float) -> None:
+        """Do nothing yet.
+
+        Args:
+            store: the store.
+            interval_s: seconds between two looks at the quota.
+        """
+        self.registry = CollectorRegistry()
+        self._store = store
+        self._interval_s = interval_s
+        self._succeeded_s: float | None = None
+        self._failing = False
+        self._seconds = Histogram(
+            "ec_store_maintenance_seconds",
+            "Seconds that one look at the quota takes, with what it evicts and sweeps.",
+            buckets=BUCKETS_S,
+            registry=self.registry,
+        )
+        self._evictions = Histogram(
+            "ec_store_eviction_seconds",
+            "Seconds that one eviction of entries above the quota takes, by this service.",
+            buckets=BUCKETS_S,
+            registry=self.registry,
+        )
+        self._failures = Counter(
+            "ec_store_maintenance_failures",
+            "Looks at the quota that failed. Entries are not evicted ahead of writers then.",
+            registry=self.registry,
+        )
+        self._last = Gauge(
+            "ec_store_maintenance_last_success_timestamp_seconds",
+            "Unix time of the last look at the quota that succeeded; 0 before the first.",
+            registry=self.registry,
+        )
+
+    @property
+    def age_s(self) -> float | None:
+        """Seconds since it last succeeded; None before the first time."""
+        return None if self._succeeded_s is None else time.monotonic() - self._succeeded_s
+
+    async def run(self) -> None:
+        """Go on until this is cancelled."""
+        while True:
+            await self._once()
+            await asyncio.sleep(self._interval_s)
+
+    async def _once(self) -> None:
+        try:
+            with self._seconds.time():
+                await self._store.sweep(SWEEP_EVERY_S)
+        except Exception:  # without a next look, the store would fill up
+            self._failures.inc()
+            # Once until it succeeds again: a store that is down stays down for many looks.
+            if not self._failing:
+                logger.exception("maintenance of the encoder cache failed; it is repeated")
+            self._failing = True
+        else:
+            self._failing = False
+            self._succeeded_s = time.monotonic()
+            self._last.set_to_current_time()
+        for seconds in self._store.counts.take_observations().get("eviction_seconds", ()):
+            self._evictions.observe(seconds)
+
+
+MAINTENANCE = web.AppKey("maintenance", Maintenance)
 
 
 @web.middleware
@@ -95,7 +169,11 @@ async def _require_key(request: web.Request, handler: Handler) -> web.StreamResp
     given = request.headers.get("Authorization", "").removeprefix("Bearer ")
     if key and request.path not in OPEN_PATHS:
         # Digests of one length: a comparison of the keys themselves could tell their length.
-        digests = [hmac.digest(b"", text.encode(), "sha256") for text in (key, given)]
+        # aiohttp makes surrogates of bytes that are no UTF-8.
+        digests = [
+            hmac.digest(b"", text.encode(errors="surrogateescape"), "sha256")
+            for text in (key, given)
+        ]
         if not hmac.compare_digest(*digests):
             raise web.HTTPUnauthorized
     return await handler(request)
@@ -103,7 +181,7 @@ async def _require_key(request: web.Request, handler: Handler) -> web.StreamResp
 
 async def _health(request: web.Request) -> web.Response:
     await request.app[STORE].lookup([EntryKey("", "health")])
-    return _json({"status": "healthy"})
+    return _json({"status": "healthy", "maintenance_age_s": request.app[MAINTENANCE].age_s})
 
 
 async def _stats(request: web.Request) -> web.Response:
@@ -114,9 +192,8 @@ async def _stats(request: web.Request) -> web.Response:
 async def _metrics(request: web.Request) -> web.Response:
     registry = CollectorRegistry()
     registry.register(_Collector(await request.app[STORE].stats()))
-    return web.Response(
-        body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
-    )
+    body = generate_latest(registry) + generate_latest(request.app[MAINTENANCE].registry)
+    return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 class _Collector:

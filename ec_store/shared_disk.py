@@ -1,8 +1,9 @@
-"""A store in a directory that its users share: tmpfs, a local disk or NFS. There is no server."""
+"""A store in a directory that its users share, on tmpfs or a disk. There is no server."""
 
 import errno
 import hashlib
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,22 +13,28 @@ from typing import Self, TypeVar
 from ec_store.base import Listed, Store, StoreStats
 from ec_store.counts import Counts
 from ec_store.disk_config import DiskConfig
+from ec_store.disk_opening import DiskOpening
+from ec_store.disk_settings import (
+    GivenSettings,
+    StoreSettings,
+)
 from ec_store.entry import MAX_HEADER_BYTES, Entry, EntryInfo
 from ec_store.entry_files import EntryFiles, blob_bytes, load_header
-from ec_store.errors import CorruptEntry, EntryTooLarge, StoreUnavailable
-from ec_store.files import NO_ROOM, Folder, Modes, regular
+from ec_store.errors import CorruptEntry, EntryTooLarge, StoreMissing, StoreUnavailable
+from ec_store.eviction import taken_bytes
+from ec_store.files import NO_ROOM, Folder, regular
+from ec_store.forks import after_fork
 from ec_store.housekeeping import Housekeeping
 from ec_store.keys import EntryKey, owner_bytes
 from ec_store.listing import listed, registered
 from ec_store.tree import Tree, staging_name
 
+logger = logging.getLogger("vllm.ec_store")
+
 T = TypeVar("T")
 
 TOUCH_EVERY_S = 1.0
 """An entry that was used so lately is not marked as used again."""
-
-LOOK_EVERY_S = 1.0
-"""How often a store looks whether its path still leads to the directory it has open."""
 
 MODES_S = 0.05
 """How long another user who has just made a folder may need to give it its permissions, which
@@ -39,46 +46,69 @@ SHARING = "; users who share a store need its group, and dir_mode=2770 and file_
 class SharedDiskStore(Store):
     """See `Store`. Entries are files, found and renamed by their keys' digests alone."""
 
-    def __init__(self, config: DiskConfig) -> None:
-        """Open a directory.
+    def __init__(self, config: DiskConfig, *, create: bool = True) -> None:
+        """Open nothing yet: the first use does.
 
-        Raises:
-            StoreUnavailable: it cannot be made, written to or read from.
+        Args:
+            config: where the directory is.
+            create: whether it is made where it is missing.
         """
         self._config = config
-        self._modes = Modes(config.dir_mode, config.file_mode)
-        self._keeper = Housekeeping(config.max_bytes, config.ttl)
-        self._touch_s = min(TOUCH_EVERY_S, config.ttl / 4)
-        self._files = EntryFiles()
+        self._create = create
         self.counts = Counts()
-        self._opened: Tree | None = None
-        self._looked_s = 0.0
-        self._closed = False
-        try:
-            tree = self._tree(create=True)
-            self._probe(tree)
-            if not tree.usage.names():
-                self._keeper.evict(tree)
-        except OSError as error:
-            message = f"{config.path} cannot be used: {error.strerror or error}"
-            if isinstance(error, PermissionError):
-                message += SHARING
-            raise StoreUnavailable(message) from error
+        self._keeper = Housekeeping(self.counts)
+        self._opening = DiskOpening(config, self._keeper, create=create)
+        self._files = EntryFiles()
+        after_fork(self._renew_locks)
 
     @classmethod
-    def from_url(cls, url: str) -> Self:
+    def from_url(cls, url: str, *, create: bool = True) -> Self:
         """Open `file:///path?max_bytes=64GiB&ttl=7d&…`, each parameter as in `DiskConfig`.
 
         Raises:
             ValueError: the URL has an unknown or wrong parameter, or no path.
             StoreUnavailable: the directory cannot be used.
         """
-        return cls(DiskConfig.from_url(url))
+        store = cls(DiskConfig.from_url(url), create=create)
+        store.check()
+        return store
+
+    def check(self) -> None:
+        """See `Store`. Where this process may make the directory, it tries to write to it."""
+        try:
+            self._opening.probe()
+        except OSError as error:
+            raise self._problem(
+                f"{self._config.path} cannot be used",
+                error,
+                SHARING if isinstance(error, PermissionError) else "",
+            ) from error
+
+    @property
+    def settings(self) -> StoreSettings:
+        """What holds for every process that opens the store."""
+        return self._opening.settings
+
+    @property
+    def in_memory(self) -> bool:
+        """See `Store`. The directory that was opened last is meant."""
+        return self._opening.in_memory
+
+    def configure(self, given: GivenSettings) -> StoreSettings:
+        """Change what holds for every process that opens the store; they follow within a second.
+
+        Raises:
+            StoreUnavailable: the store cannot be used or written.
+            ValueError: a value is out of range.
+        """
+        with self._unavailable("the store cannot be configured"):
+            self._opening.configure(given)
+        return self.settings
 
     def put(self, key: EntryKey, entry: Entry, *, replace: bool = False) -> bool:
         """See `Store`."""
         size = blob_bytes(key, entry)
-        limit = min(self._config.max_entry_bytes, self._config.max_bytes)
+        limit = min(self._config.max_entry_bytes, self.settings.max_bytes)
         if size > limit:
             raise EntryTooLarge(f"{size} bytes, and the store takes {limit}")
         try:
@@ -112,10 +142,10 @@ class SharedDiskStore(Store):
         if not there:
             return found
         try:
-            tree = self._tree()
+            tree = self._opening.tree()
             self._keeper.leases.add(tree.leases, there, seconds, self._now(tree))
         except OSError as error:
-            self._lost(error)
+            self._opening.lost(error)
             return [None] * len(keys)
         # Looked at again, for an evictor may have taken it before it saw the lease.
         return [
@@ -124,22 +154,20 @@ class SharedDiskStore(Store):
         ]
 
     def claim(self, keys: Sequence[EntryKey], owner: str, seconds: float) -> list[bool]:
-        """See `Store`. Exactly one of several owners gets a claim, on NFS too."""
+        """See `Store`. Exactly one of several owners gets a claim."""
         name = owner_bytes(owner)
         with self._unavailable("claims could not be written"):
-            tree = self._tree(create=True)
-            return [
-                self._keeper.claims.take(
-                    tree.claims, key.digest, name, seconds, lambda: self._now(tree)
-                )
-                for key in keys
-            ]
+            tree = self._opening.tree(create=True)
+            digests = [key.digest for key in keys]
+            return self._keeper.claims.take(
+                tree.claims, digests, name, seconds, lambda: self._now(tree)
+            )
 
     def release(self, keys: Sequence[EntryKey], owner: str) -> None:
         """See `Store`."""
         name = owner_bytes(owner)
         with self._unavailable("claims could not be given back"):
-            tree = self._tree()
+            tree = self._opening.tree()
             for key in keys:
                 self._keeper.claims.give_back(
                     tree.claims, key.digest, name, lambda: self._now(tree)
@@ -148,14 +176,14 @@ class SharedDiskStore(Store):
     def delete(self, keys: Sequence[EntryKey]) -> int:
         """See `Store`."""
         with self._unavailable("entries could not be deleted"):
-            tree = self._tree()
+            tree = self._opening.tree()
             return sum(self._delete(tree, key.digest) for key in keys)
 
     def purge(self, namespace: str) -> int:
         """See `Store`."""
         purged = 0
         with self._unavailable("the namespace could not be purged"):
-            tree = self._tree()
+            tree = self._opening.tree()
             for row in listed(tree):
                 if row.info and row.info.key.namespace == namespace:
                     purged += self._delete(tree, row.digest)
@@ -167,30 +195,37 @@ class SharedDiskStore(Store):
     def ls(self) -> Iterator[Listed]:
         """See `Store`."""
         with self._unavailable("the store cannot be listed"):
-            yield from listed(self._tree())
+            yield from listed(self._opening.tree())
 
     def verify(self, *, fix: bool = False) -> Iterator[Listed]:
         """See `Store`."""
         with self._unavailable("the store cannot be verified"):
-            for row in listed(self._tree(), self._files):
+            for row in listed(self._opening.tree(), self._files):
                 if row.problem and fix:
-                    self._delete(self._tree(), row.digest)
+                    self._delete(self._opening.tree(), row.digest)
                 yield row
 
     def evict(self) -> int:
-        """See `Store`. Where another process is at it, it is left to that."""
+        """See `Store`. Where another process is evicting, that is enough."""
         with self._unavailable("the store cannot be evicted from"):
-            return self._keeper.evict(self._tree()) or 0
+            return self._keeper.evict(self._opening.tree()) or 0
+
+    def sweep(self, every_s: float = 0.0) -> int:
+        """See `Store`. Where another process is sweeping, that is enough."""
+        with self._unavailable("the store cannot be swept"):
+            tree = self._opening.tree()
+            return self._keeper.sweep(tree, every_s) + (self._keeper.evict(tree) or 0)
 
     def stats(self) -> StoreStats:
         """See `Store`."""
         with self._unavailable("the store cannot be read"):
-            tree = self._tree()
+            tree = self._opening.tree()
             usage = self._keeper.ledger.total(tree.usage)
+            quota_bytes = self._keeper.quota_bytes(tree)
         return StoreStats(
             entries=max(0, usage.entries),
             bytes=max(0, usage.bytes),
-            max_bytes=self._config.max_bytes,
+            max_bytes=quota_bytes,
             hits=self.counts["hits"],
             misses=self.counts["misses"],
             puts=self.counts["puts"],
@@ -205,58 +240,39 @@ class SharedDiskStore(Store):
         # Not orjson: it refuses the lone surrogates that a name may have.
         content = json.dumps({"model": model, "namespace": namespace}).encode()
         with self._unavailable("the namespace could not be registered"):
-            self._tree(create=True).namespaces.replace(name, content)
+            self._opening.tree(create=True).namespaces.replace(name, content)
 
     def namespaces(self) -> Mapping[str, str]:
         """See `Store`."""
         with self._unavailable("the namespaces cannot be read"):
-            return {model: name for _, model, name in registered(self._tree().namespaces)}
+            # A store that is opened late may be new: engines ask this first, and then register.
+            tree = self._opening.tree(create=True)
+            return {model: name for _, model, name in registered(tree.namespaces)}
 
     def close(self) -> None:
         """See `Store`."""
-        self._closed = True
-        self._opened = None
+        self._opening.close()
         self._files.close()
-
-    def _tree(self, *, create: bool = False) -> Tree:
-        """The open directory; another one where its path leads to another by now."""
-        if self._closed:
-            raise StoreUnavailable("the store is closed")
-        tree, now = self._opened, time.monotonic()
-        if tree is None or (now - self._looked_s > LOOK_EVERY_S and not tree.current()):
-            tree = self._opened = Tree(self._config.path, self._modes, create=create)
-        if now - self._looked_s > LOOK_EVERY_S:
-            self._looked_s = now
-        return tree
 
     @contextmanager
     def _unavailable(self, what: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            self._lost(error)
-            raise StoreUnavailable(f"{what}: {error.strerror or error}") from error
+            self._opening.lost(error)
+            raise self._problem(what, error) from error
+
+    def _problem(self, what: str, error: OSError, advice: str = "") -> StoreUnavailable:
+        if isinstance(error, FileNotFoundError) and not self._create:
+            return StoreMissing(f"there is no store in {self._config.path}")
+        return StoreUnavailable(f"{what}: {error.strerror or error}{advice}")
+
+    def _renew_locks(self) -> None:
+        self._files.renew_locks()
+        self._keeper.renew_locks()
 
     def _now(self, tree: Tree) -> float:
         return self._keeper.clock.now(tree.root)
-
-    def _lost(self, error: OSError) -> None:
-        """After an error that says more than that an entry is missing, begin with a new tree."""
-        if error.errno in {errno.ESTALE, errno.EBADF}:
-            self._opened = None
-
-    def _probe(self, tree: Tree) -> None:
-        """See whether a file can be written and read back. A full disk can still be read."""
-        name, content = staging_name("probe", 0), os.urandom(16)
-        try:
-            tree.root.replace(name, content)
-            if tree.root.read(name, 64) != content:
-                raise StoreUnavailable("what was written is not what is read")
-        except OSError as error:
-            if error.errno not in NO_ROOM:
-                raise
-        finally:
-            tree.root.remove(name)
 
     def _put(self, key: EntryKey, entry: Entry, size: int, *, replace: bool) -> bool:
         digest = key.digest
@@ -265,58 +281,59 @@ class SharedDiskStore(Store):
                 return False
             self._forget_expired(digest)
         try:
-            return self._write(self._tree(create=True), key, entry, size, replace=replace)
+            return self._write(self._opening.tree(create=True), key, entry, size, replace=replace)
         except OSError as error:
             if error.errno in NO_ROOM:
-                self._keeper.evict(self._tree(), free_bytes=size + self._config.max_bytes // 16)
+                self._keeper.free(self._opening.tree(), taken_bytes(size))
             elif error.errno in {errno.ENOENT, errno.ESTALE}:
-                self._opened = None  # the directory was removed under this store
+                self._opening.forget()  # the directory was removed under this store
             elif error.errno == errno.EACCES:
                 time.sleep(MODES_S)
             else:
                 raise
-        return self._write(self._tree(create=True), key, entry, size, replace=replace)
+        return self._write(self._opening.tree(create=True), key, entry, size, replace=replace)
 
     def _forget_expired(self, digest: str) -> None:
         """Make way for an entry whose name one has that nobody gets any more."""
         with suppress(OSError):
-            tree = self._tree()
+            tree = self._opening.tree()
             if not self._live(tree, tree.folder(digest).stat(digest)):
                 self._delete(tree, digest)
 
     def _write(self, tree: Tree, key: EntryKey, entry: Entry, size: int, *, replace: bool) -> bool:
-        digest = key.digest
-        folder = tree.ensured(digest)
+        digest, taken = key.digest, taken_bytes(size)
         staging = staging_name(digest, size)
-        fd = folder.create(staging)
-        published = False
+        folder, fd = tree.create(digest, staging)
+        charged = published = False
         try:
-            # Charged once the staging file says so too, and before a byte of it is written: a
-            # count sees either, and nobody is over the quota while they look.
-            self._keeper.ledger.charge(tree.usage, size)
             try:
-                self._keeper.make_room(tree)
+                # Charged once the staging file says so too, and before a byte of it is written: a
+                # count sees either, and no writer is over the quota while it looks.
+                self._keeper.ledger.charge(tree.usage, taken)
+                charged = True
+                self._keeper.make_room(tree, taken)
                 self._files.store(key, entry, fd)
                 if self._config.durability == "fsync":
                     os.fsync(fd)
-                if replace:
-                    self._replace(tree, folder, staging, digest)
-                published = replace or folder.publish(staging, digest)
-                if published and self._config.durability == "fsync":
-                    folder.sync()
             finally:
-                if not published:
-                    with suppress(OSError):
-                        self._keeper.ledger.release(tree.usage, size)
+                # NFS clients flush then, and say what failed: not once it is published.
+                os.close(fd)
+            if replace:
+                self._replace(tree, folder, staging, digest)
+            published = replace or folder.publish(staging, digest)
         finally:
-            os.close(fd)
+            if charged and not published:
+                with suppress(OSError):
+                    self._keeper.ledger.release(tree.usage, taken)
             folder.remove(staging)
+        if published and self._config.durability == "fsync":
+            tree.sync(digest)
         return published
 
     def _replace(self, tree: Tree, folder: Folder, staging: str, digest: str) -> None:
         before = 0
         with suppress(OSError):
-            before = folder.stat(digest).st_size
+            before = taken_bytes(folder.stat(digest).st_size)
         folder.rename(staging, digest)
         if before:
             self._keeper.ledger.release(tree.usage, before)
@@ -326,10 +343,10 @@ class SharedDiskStore(Store):
     ) -> T | None:
         """What `load` makes of a live entry's file; None where there is none, or it is corrupt."""
         try:
-            tree = self._tree()
+            tree = self._opening.tree()
             fd = tree.open(digest)
         except OSError as error:
-            self._lost(error)
+            self._opening.lost(error)
             if error.errno == errno.ELOOP:  # a link where an entry should be
                 self._quarantine(tree, digest)
             return None
@@ -344,7 +361,7 @@ class SharedDiskStore(Store):
             if use:
                 self._touch(tree, fd, status)
         except OSError as error:
-            self._lost(error)
+            self._opening.lost(error)
             return None
         except CorruptEntry:
             self._quarantine(tree, digest, status.st_ino)
@@ -357,11 +374,11 @@ class SharedDiskStore(Store):
         age_s = self._now(tree) - status.st_mtime
         # Larger than what is read here: somebody else's limit is another. It would fill the memory.
         limit = self._config.max_entry_bytes + MAX_HEADER_BYTES
-        return age_s <= self._config.ttl and status.st_size <= limit
+        return age_s <= self.settings.ttl and status.st_size <= limit
 
     def _touch(self, tree: Tree, fd: int, status: os.stat_result) -> None:
         """Mark an entry as used now, by the store's clock."""
-        if self._now(tree) - status.st_mtime > self._touch_s:
+        if self._now(tree) - status.st_mtime > min(TOUCH_EVERY_S, self.settings.ttl / 4):
             with suppress(OSError):  # a reader that may not write
                 os.utime(fd)
 
@@ -379,5 +396,5 @@ class SharedDiskStore(Store):
             os.unlink(digest, dir_fd=folder.fd)
         except FileNotFoundError:
             return False
-        self._keeper.ledger.release(tree.usage, size)
+        self._keeper.ledger.release(tree.usage, taken_bytes(size))
         return True

@@ -20,7 +20,7 @@ LEASE_S = 60.0
 
 logger = logging.getLogger("vllm.ec_store")
 
-Make = Callable[[], Entry]
+Make = Callable[[], Entry | None]
 Done = Callable[[EntryKey, bool], None]
 
 
@@ -43,9 +43,10 @@ class Writer:
 
         Args:
             store: where entries go.
-            counts: gets `saves`, `known`, `drops`, `exceptions`, `save_bytes`, `save_seconds`.
-            queue_bytes: how much may wait, on the device that made it; above it entries are
-                dropped. One entry may always wait, whatever its size.
+            counts: gets `saves`, `known`, `drops`, `exceptions`, `save_bytes`; observes
+                `save_seconds`.
+            queue_bytes: how much may wait; above it entries are dropped. One entry may always
+                wait, whatever its size.
             done: is told on the thread what became of each entry: whether it is in the store.
             clock: monotonic.
         """
@@ -53,6 +54,7 @@ class Writer:
         self._store = store
         self._queue_bytes = queue_bytes
         self._done = done
+        self._clock = clock
         self._breaker = Breaker("writing to the encoder cache", clock=clock)
         self._queue: queue.SimpleQueue[tuple[EntryKey, Make] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -67,7 +69,8 @@ class Writer:
         Args:
             key: its key.
             size_bytes: what it holds until it is written.
-            make: makes it, on the thread, if it is needed: this is where it leaves the device.
+            make: makes it, on the thread, if it is needed. An entry that must not be stored is
+                None, and counts as dropped.
 
         Returns:
             False where it is dropped, and counted: too much waits, or the store keeps failing.
@@ -103,12 +106,14 @@ class Writer:
                 self._caught(error)
 
     def _written(self, key: EntryKey, make: Make) -> bool:
+        started_s = self._clock()
         try:
-            self._write(key, make)
+            stored = self._write(key, make, started_s)
         except EntryTooLarge:
             self.counts.add(drops=1)
             return False
         except (StoreError, OSError) as error:
+            self.counts.observe("save_seconds", self._clock() - started_s)
             self.counts.add(drops=1)
             self._breaker.failed(error)
             return False
@@ -118,7 +123,7 @@ class Writer:
             self._caught(error)
             return False
         self._breaker.succeeded()
-        return True
+        return stored
 
     def _caught(self, error: Exception) -> None:
         """Count an exception, and log the first one of its type."""
@@ -127,14 +132,18 @@ class Writer:
             self._logged.add(type(error))
             logger.error("writing to the encoder cache failed; it goes on", exc_info=error)
 
-    def _write(self, key: EntryKey, make: Make) -> None:
-        started = time.perf_counter()
+    def _write(self, key: EntryKey, make: Make, started_s: float) -> bool:
         if self._store.lease([key], LEASE_S)[0] is not None:
             self.counts.add(known=1)
-            return
+            return True
         entry = make()
-        if self._store.put(key, entry):
+        if entry is None:
+            self.counts.add(drops=1)
+            return False
+        written = self._store.put(key, entry)
+        self.counts.observe("save_seconds", self._clock() - started_s)
+        if written:
             self.counts.add(saves=1, save_bytes=entry.data.nbytes)
         else:
             self.counts.add(known=1)
-        self.counts.add(save_seconds=time.perf_counter() - started)
+        return True

@@ -192,8 +192,8 @@ def _redis_benchmark(url: str) -> Callable[[int, int], Mapping[str, float]] | No
     command += ["--cluster"] if options.cluster else []
 
     def measure(clients: int, entry_bytes: int) -> Mapping[str, float]:
-        size = min(options.chunk_bytes, entry_bytes)
-        numbers = {"-c": clients, "-d": size, "-n": max(8 * clients, YARDSTICK_BYTES // size)}
+        count = max(8 * clients, YARDSTICK_BYTES // entry_bytes)
+        numbers = {"-c": clients, "-d": entry_bytes, "-n": count}
         arguments = [str(part) for pair in numbers.items() for part in pair]
         output = subprocess.run(
             [*command, *arguments],
@@ -203,7 +203,7 @@ def _redis_benchmark(url: str) -> Callable[[int, int], Mapping[str, float]] | No
             check=True,
         ).stdout
         rates = (row for row in csv.reader(output.splitlines()) if row[:1] in (["SET"], ["GET"]))
-        return {name: float(rate) * size for name, rate, *_ in rates}
+        return {name: float(rate) * entry_bytes for name, rate, *_ in rates}
 
     return measure
 

@@ -1,49 +1,37 @@
 """The scheduler's side of a consumer: nothing here touches a disk or a network."""
 
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Mapping, MutableMapping
+from functools import partial
 from typing import Any
 
-import numpy as np
 from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataResolver
 
 from ec_store.counts import Counts
-from ec_store.entry import Entry
+from ec_store.device.tensors import DTYPES
+from ec_store.entry import ITEM_BYTES, Entry
+from ec_store.fetch_queue import Want
 from ec_store.fetcher import Fetcher, State
-from ec_store.vllm_connector.step import Load
-from ec_store.vllm_connector.tensors import DTYPES
-
-MODALITIES = ("image", "audio", "video")
-
-Item = tuple[str, int]
-"""An identifier, and how many tokens the item has."""
-
-
-@dataclass(slots=True)
-class _Needs:
-    """What a request waits for.
-
-    Items are told apart by their identifier and their number of tokens: a client may give two
-    pictures one name.
-
-    Attributes:
-        preemptions: how often it had been preempted when it was last asked for.
-        waiting: identifiers of entries that are on their way.
-        pinned: items whose entry is held in memory for it.
-        local: items that it encodes here, unless another request has their entry by then.
-    """
-
-    preemptions: int
-    waiting: set[str] = field(default_factory=set)
-    pinned: set[Item] = field(default_factory=set)
-    local: set[Item] = field(default_factory=set)
+from ec_store.vllm_connector.accept import Acceptance, Target
+from ec_store.vllm_connector.fit import MODALITIES, Expected, Widths
+from ec_store.vllm_connector.needs import How, Needs, Part
 
 
 class Consumer:
     """Has entries in memory before the steps that need them.
 
-    vLLM asks for an item by its identifier alone, and an entry with too few or too many tokens ends
-    the engine. So no two requests may be settled on one identifier with another number of tokens
-    once its entry is pinned: the later one fails, or encodes and pins nothing.
+    Requests are admitted to the budget of memory one by one, in the order in which the scheduler
+    asks for them within a step, each with all of its items: two that had half of theirs would wait
+    for each other. Behind one that has to wait all others wait, so that it is not overtaken for
+    ever. An item is held until its tokens are computed.
+
+    vLLM asks for an item by its identifier alone, and an entry that does not fit ends the engine
+    (`ec_store.vllm_connector.fit`). So no two requests may be settled on one identifier with
+    another number of tokens once its entry is pinned: the later one fails, or encodes and pins
+    nothing. vLLM's own encoder cache, which has the same keys, fails such a request, too.
+
+    Calls cost what has changed since the last one: an item that is on its way, encoded here,
+    pinned, or computed is not looked at again.
     """
 
     def __init__(
@@ -51,6 +39,7 @@ class Consumer:
         fetcher: Fetcher,
         model_config: Any,
         resolver: PlaceholderMetadataResolver,
+        widths: Widths,
         counts: Counts,
     ) -> None:
         """Fetch nothing yet.
@@ -59,30 +48,58 @@ class Consumer:
             fetcher: fetches entries.
             model_config: vLLM's.
             resolver: vLLM's, of the model.
-            counts: gets `misfits` and `failed_requests`.
+            widths: how many columns an entry must have.
+            counts: gets `misfits`, `nonfinite` and `failed_requests`.
         """
         self._fetcher = fetcher
         self._dtype = DTYPES[model_config.dtype]
         # Building a processor takes its time: now rather than in a step.
         self._fields = {modality: resolver.fields_for(modality) for modality in MODALITIES}
+        self._widths = widths
         self._counts = counts
-        self._requests: dict[str, _Needs] = {}
+        self._accept = Acceptance(counts)
+        self._learn: dict[str, str] = {}
+        self._requests: dict[str, Needs] = {}
+        self._blocking: Needs | None = None
+        self._waiters: defaultdict[str, dict[Part, Needs]] = defaultdict(dict)
+        self._pinned: Counter[str] = Counter()
+        self._local: defaultdict[str, Counter[int]] = defaultdict(Counter)
         self._unavailable: set[str] = set()
         self._loads: dict[str, Entry] = {}
 
-    def ensure(self, request: Any, num_computed_tokens: int) -> bool:
-        """Whether all that a request still needs is here or will have to be encoded here."""
-        needs = self._needs(request)
-        ready = True
-        for feature in request.mm_features:
-            if request.request_id in self._unavailable:
-                return False
-            position = feature.mm_position
-            if position.offset + position.length > num_computed_tokens:
-                ready &= self._settled(request, needs, feature)
-            else:
-                needs.local.discard(_item(feature))
-        return ready
+    def ensure(self, request: Any, computed: int) -> bool:
+        """Tell whether all that a request still needs is here or will have to be encoded here."""
+        needs = self._requests.get(request.request_id)
+        if needs is None:
+            needs = self._new(request, computed)
+        elif needs.has_changed(request, computed):
+            needs = self._begin_again(request, computed)
+        elif computed > needs.computed:
+            self._pass(needs, computed)
+        if needs.passed == len(needs.parts):
+            return True
+        for identifier, state in self._fetcher.advance():
+            self._tell(identifier, state)
+        if not needs.admitted and (self._blocking is None or self._blocking is needs):
+            self._admit(request, needs)
+        while needs.arrived and not needs.failed:
+            self._settle(request, needs, *needs.arrived.pop())
+        return needs.admitted and not needs.waiting and not needs.failed
+
+    def encode_here(self, request: Any, computed: int) -> bool:
+        """Settle a request after `ensure` has raised: what it does not hold it encodes here.
+
+        Returns:
+            Whether it can; otherwise it fails.
+        """
+        needs = self._requests.get(request.request_id) or self._new(request, computed)
+        needs.admitted = True
+        needs.arrived.clear()
+        for part in needs.parts:
+            if part.end > computed and part.how not in {How.PINNED, How.LOCAL}:
+                self._let_go(needs, part)
+                self._encode(request, needs, part)
+        return not needs.failed
 
     def fail(self, request: Any) -> None:
         """Have vLLM fail this one request."""
@@ -91,13 +108,13 @@ class Consumer:
             self._unavailable.add(request.request_id)
 
     def take_unavailable(self) -> set[str]:
-        """Requests without media whose entry is not there."""
+        """Return requests without media whose entry is not there."""
         taken, self._unavailable = self._unavailable, set()
         return taken
 
     def has(self, identifier: str) -> bool:
-        """Whether an entry is held for a request."""
-        return self._fetcher.is_pinned(identifier)
+        """Tell whether an entry is held for a request."""
+        return identifier in self._pinned
 
     def load(self, identifier: str) -> None:
         """Have the next step load an entry, if it is held for a request."""
@@ -105,75 +122,175 @@ class Consumer:
         if entry is not None and self.has(identifier):
             self._loads[identifier] = entry
 
-    def take_loads(self) -> dict[str, Load]:
-        """What the next step loads."""
+    def take_learn(self) -> dict[str, str]:
+        """Return items that are encoded here, to tell their width, by identifier."""
+        taken, self._learn = self._learn, {}
+        return taken
+
+    def hear(self, message: dict[str, Any]) -> None:
+        """Take what a worker tells: columns of what it has encoded, by modality."""
+        for modality, columns in message.get("widths", {}).items():
+            self._widths.learn(modality, columns)
+
+    def end_step(self) -> None:
+        """Note that the scheduler begins with the first request again."""
+        self._blocking = None
+
+    def take_loads(self) -> dict[str, Entry]:
+        """Return what the next step loads, by identifier."""
         taken, self._loads = self._loads, {}
-        return {
-            identifier: Load(np.frombuffer(entry.data, dtype=np.uint8), entry.dtype, entry.shape)
-            for identifier, entry in taken.items()
-        }
+        return taken
 
     def release(self, request_id: str) -> None:
-        """Let go of what was held for a request."""
+        """Let go of what was held for a request, and of what it waited for."""
         needs = self._requests.pop(request_id, None)
         if needs is None:
             return
-        for identifier, _ in needs.pinned:
-            self._fetcher.unpin(identifier)
-        for identifier in needs.waiting:
-            if not any(identifier in other.waiting for other in self._requests.values()):
-                self._fetcher.drop(identifier)
+        if self._blocking is needs:
+            self._blocking = None
+        for part in needs.parts:
+            self._let_go(needs, part)
 
     def close(self) -> None:
         """Fetch no more."""
         self._fetcher.close()
 
-    def _needs(self, request: Any) -> _Needs:
-        fresh = _Needs(request.num_preemptions)
-        needs = self._requests.setdefault(request.request_id, fresh)
-        if needs.preemptions != request.num_preemptions:
-            # It may have lost what was encoded for it, and the store may have it by now.
-            needs.preemptions = request.num_preemptions
-            needs.local.clear()
+    def _new(self, request: Any, computed: int) -> Needs:
+        needs = Needs.of(request)
+        self._requests[request.request_id] = needs
+        self._pass(needs, computed)
         return needs
 
-    def _settled(self, request: Any, needs: _Needs, feature: Any) -> bool:
-        item = identifier, _ = _item(feature)
-        if item in needs.pinned or item in needs.local:
-            return True
-        promised = identifier in (request.ec_transfer_params or {})
-        state = self._fetcher.poll(identifier, promised=promised)
-        if state is State.PENDING:
-            needs.waiting.add(identifier)
-            return False
-        needs.waiting.discard(identifier)
-        entry = self._fetcher.entry(identifier)
-        if state is State.READY and entry is not None and self._fits(entry, item):
-            self._fetcher.pin(identifier)
-            needs.pinned.add(item)
-        elif self._fetcher.is_pinned(identifier) or not self._has_media(feature):
-            self.fail(request)
-            return False
-        else:
-            needs.local.add(item)
-        return True
+    def _begin_again(self, request: Any, computed: int) -> Needs:
+        """Forget what a request had. Its entries stay in memory while there is room.
 
-    def _fits(self, entry: Entry, item: Item) -> bool:
-        """Whether an entry is of this item, and of all that vLLM may give it to."""
-        identifier, tokens = item
-        fits = (
-            entry.dtype == self._dtype
-            and len(entry.shape) == 2  # noqa: PLR2004 - (tokens, width)
-            and entry.shape[0] == tokens
-            and not any(
-                name == identifier and others != tokens
-                for needs in self._requests.values()
-                for name, others in needs.local
-            )
+        It is admitted anew, but at once where it has computed tokens: those are blocks in the KV
+        cache, which admitted requests may wait for.
+        """
+        self.release(request.request_id)
+        needs = self._new(request, computed)
+        if request.num_computed_tokens > 0:
+            self._start(needs, self._wants(request, needs))
+        return needs
+
+    def _pass(self, needs: Needs, computed: int) -> None:
+        """Let go of items whose tokens are computed."""
+        while needs.passed < len(needs.parts) and needs.parts[needs.passed].end <= computed:
+            part = needs.parts[needs.passed]
+            self._let_go(needs, part)
+            part.how = How.COMPUTED
+            needs.passed += 1
+            needs.computed = part.end
+
+    def _admit(self, request: Any, needs: Needs) -> None:
+        wants = self._wants(request, needs)
+        if self._fetcher.admits({part.identifier: want for part, want in wants.items()}):
+            self._blocking = None
+            self._start(needs, wants)
+        else:
+            self._blocking = needs
+
+    def _start(self, needs: Needs, wants: Mapping[Part, Want]) -> None:
+        """Claim all entries. Those that are held come first: room is made for the others."""
+        needs.admitted = True
+        for part in sorted(wants, key=self._is_absent):
+            state = self._fetcher.acquire(part.identifier, wants[part])
+            part.claimed = state is not State.MISSING
+            if state is State.PENDING:
+                part.how = How.WAITING
+                needs.waiting += 1
+                self._waiters[part.identifier][part] = needs
+            else:
+                needs.arrived.append((part, state))
+
+    def _is_absent(self, part: Part) -> bool:
+        return self._fetcher.entry(part.identifier) is None
+
+    def _wants(self, request: Any, needs: Needs) -> dict[Part, Want]:
+        # Set by a client where no proxy drops it: any JSON value.
+        params = request.ec_transfer_params
+        promised = params if isinstance(params, dict) else {}
+        return {
+            part: self._want(request, needs, part, part.identifier in promised)
+            for part in needs.open()
+        }
+
+    def _want(self, request: Any, needs: Needs, part: Part, promised: bool) -> Want:
+        target = self._target(part)
+        _, rows, columns = target.expected
+        return Want(
+            size_bytes=rows * (columns or 0) * ITEM_BYTES[self._dtype],
+            accept=partial(self._accept, target),
+            asked_s=needs.asked_s,
+            rank=request.priority,
+            promised=promised,
         )
+
+    def _target(self, part: Part) -> Target:
+        modality = part.feature.modality
+        expected = Expected(self._dtype, part.tokens, self._widths.columns(modality))
+        return Target(part.identifier, modality, expected)
+
+    def _tell(self, identifier: str, state: State) -> None:
+        """Have requests settle an item when they are asked for."""
+        for part, needs in self._waiters.pop(identifier, {}).items():
+            part.how = How.OPEN
+            part.claimed = state is State.READY
+            needs.waiting -= 1
+            needs.arrived.append((part, state))
+
+    def _settle(self, request: Any, needs: Needs, part: Part, state: State) -> None:
+        if part.how is not How.OPEN:  # computed meanwhile
+            return
+        if state is State.READY and self._fits(part):
+            part.how = How.PINNED
+            self._pinned[part.identifier] += 1
+            return
+        self._let_go(needs, part)
+        if state is State.READY and not self.has(part.identifier):
+            # It may be replaced or purged in the store by the next time.
+            self._fetcher.discard(part.identifier)
+        self._encode(request, needs, part)
+
+    def _fits(self, part: Part) -> bool:
+        """Tell whether an entry is of this item, and of all that vLLM may give it to."""
+        entry = self._fetcher.entry(part.identifier)
+        if entry is None or not self._accept.fits(self._target(part), entry):
+            return False
+        fits = all(tokens == part.tokens for tokens in self._local.get(part.identifier, ()))
         if not fits:
             self._counts.add(misfits=1)
         return fits
+
+    def _encode(self, request: Any, needs: Needs, part: Part) -> None:
+        """Have an item encoded here; without media, or beside another's entry, it cannot be."""
+        if self.has(part.identifier) or not self._has_media(part.feature):
+            needs.failed = True
+            self.fail(request)
+            return
+        part.how = How.LOCAL
+        self._local[part.identifier][part.tokens] += 1
+        if self._widths.is_derived(part.feature.modality):
+            self._learn[part.identifier] = part.feature.modality
+
+    def _let_go(self, needs: Needs, part: Part) -> None:
+        """Undo what was settled for an item, and release its claim."""
+        name = part.identifier
+        if part.how is How.WAITING:
+            needs.waiting -= 1
+            del self._waiters[name][part]
+            _drop_empty(self._waiters, name)
+        elif part.how is How.PINNED:
+            self._pinned[name] -= 1
+            _drop_empty(self._pinned, name)
+        elif part.how is How.LOCAL:
+            self._local[name][part.tokens] -= 1
+            _drop_empty(self._local[name], part.tokens)
+            _drop_empty(self._local, name)
+        part.how = How.OPEN
+        if part.claimed:
+            part.claimed = False
+            self._fetcher.release(name)
 
     def _has_media(self, feature: Any) -> bool:
         """Whether this engine could encode the item itself."""
@@ -184,5 +301,6 @@ class Consumer:
         return any(value is not None and key not in placeholder for key, value in data.items())
 
 
-def _item(feature: Any) -> Item:
-    return feature.identifier, feature.mm_position.get_num_embeds()
+def _drop_empty(values: MutableMapping[Any, Any], key: Any) -> None:
+    if not values[key]:
+        del values[key]

@@ -35,13 +35,18 @@ def guarded(default: Callable[[], Any]) -> Callable[[Callable[..., T]], Callable
         def call(self: Guarded, *args: Any, **kwargs: Any) -> T:
             try:
                 return method(self, *args, **kwargs)
-            except Exception:
-                self.counts.add(exceptions=1)
-                if method.__name__ not in self.logged:
-                    self.logged.add(method.__name__)
-                    logger.exception("%s failed; the engine goes on without", method.__name__)
+            except Exception as error:  # noqa: BLE001 - an engine must not end of it
+                caught(self, method.__name__, error)
                 return cast("T", default())
 
         return call
 
     return wrap
+
+
+def caught(on: Guarded, name: str, error: Exception) -> None:
+    """Count an exception of a method, and log the first one of each method in full."""
+    on.counts.add(exceptions=1)
+    if name not in on.logged:
+        on.logged.add(name)
+        logger.error("%s failed; the engine goes on without", name, exc_info=error)

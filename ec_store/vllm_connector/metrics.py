@@ -1,6 +1,6 @@
 """The connector's figures on vLLM's own `/metrics`."""
 
-from collections import Counter
+import logging
 from typing import Any
 
 from vllm.distributed.ec_transfer.ec_connector.metrics import (
@@ -8,28 +8,57 @@ from vllm.distributed.ec_transfer.ec_connector.metrics import (
     ECConnectorStats,
 )
 
+from ec_store.vllm_connector.config import ConnectorConfig
+from ec_store.vllm_connector.namespace import namespace_of
+
+logger = logging.getLogger("vllm.ec_store")
+
+NAMESPACE = "namespace"
+"""Name of the scheduler's namespace among its figures: text, and no figure."""
+
 COUNTERS = {
     "hits": "Entries that were fetched from the store.",
     "misses": "Entries that were looked for and are not in the store.",
-    "timeouts": "Entries that did not come in time.",
-    "bypassed": "Entries that were not looked for because the store was failing.",
+    "timeouts": "Entries that a thread did not have in time.",
+    "late": "Entries, or answers, that came after their deadline. Entries are kept.",
+    "bypassed": "Entries that were not looked for: the store was failing, or all threads hung.",
     "errors": "Fetches that the store failed.",
     "corrupt": "Entries that were found corrupt.",
-    "misfits": "Entries of another shape or dtype than the request needs.",
+    "misfits": "Entries that do not fit the model or the item: dtype, dimensions, rows, columns.",
+    "nonfinite": "Encoder outputs with NaN or infinite values: not stored, or a miss.",
     "failed_requests": "Requests without media whose entry could not be had.",
     "bytes": "Bytes fetched.",
-    "seconds": "Seconds spent fetching, over all threads.",
     "saves": "Entries written.",
     "known": "Entries that were there already.",
     "drops": "Entries that were not written: too much waited, or the store failed.",
     "save_bytes": "Bytes written.",
-    "save_seconds": "Seconds spent writing.",
     "exceptions": "Exceptions kept from the engine.",
 }
 
+GAUGES = {
+    "held_bytes": "Host memory of entries in the scheduler's process: pinned ones, and kept ones.",
+    "pinned_bytes": "Host memory of entries that requests need.",
+    "queued_bytes": "Host memory reserved for fetches that wait for a thread.",
+    "inflight_bytes": "Host memory reserved for fetches that threads have, or have just brought.",
+    "queue_depth": "Fetches that wait for a thread.",
+    "breaker_open": "1 while the store is not asked: fetches failed in a row, or all threads hang.",
+}
+
+HISTOGRAMS = {
+    "fetch_wait_seconds": "From a request's first step until a thread takes a fetch of it.",
+    "fetch_seconds": "From when a thread takes a fetch until the store has answered.",
+    "save_seconds": "From when the writer takes an entry until the store has it, or failed.",
+    "eviction_seconds": "Of each eviction that a write had to do. None in Redis.",
+}
+
+BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
 
 class StoreConnectorStats(ECConnectorStats):
-    """Counts by name."""
+    """Figures by name: what was counted, what a gauge is now, what a histogram observes.
+
+    The scheduler's namespace goes with them.
+    """
 
     data: dict[str, Any]
 
@@ -38,20 +67,32 @@ class StoreConnectorStats(ECConnectorStats):
         self.data = {}
 
     def aggregate(self, other: ECConnectorStats) -> "StoreConnectorStats":
-        """The sum of both."""
-        return StoreConnectorStats(dict(Counter(self.data) + Counter(other.data)))
+        """Return counts added up, all observations, and the later gauges, which are `other`'s."""
+        merged = dict(self.data)
+        for name, value in other.data.items():
+            replaces = name in GAUGES or name == NAMESPACE or name not in merged
+            merged[name] = value if replaces else merged[name] + value
+        return StoreConnectorStats(merged)
 
     def reduce(self) -> dict[str, int | float]:
-        """As they are."""
-        return dict(self.data)
+        """Return counts and gauges as they are, and the mean of what was observed."""
+        return {
+            name: sum(value) / len(value) if isinstance(value, list) else value
+            for name, value in self.data.items()
+            if name != NAMESPACE
+        }
 
     def is_empty(self) -> bool:
-        """Whether nothing was counted."""
+        """Whether there is nothing."""
         return not self.data
 
 
 class StorePromMetrics(ECConnectorPromMetrics):
-    """One Prometheus counter for each name, `vllm:ec_store_<name>`."""
+    """Prometheus metrics `vllm:ec_store_<name>`, one for each name above, and the namespace.
+
+    vLLM passes figures on at the end of a step: gauges of an idle engine are those of its last one.
+    Proxies read the namespace, a label, see `epd.routing.report_page`.
+    """
 
     def __init__(
         self,
@@ -62,18 +103,64 @@ class StorePromMetrics(ECConnectorPromMetrics):
     ) -> None:
         """Register them."""
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters: dict[int, dict[str, Any]] = {
-            engine: {} for engine in per_engine_labelvalues
-        }
-        for name, text in COUNTERS.items():
-            counter = self._counter_cls(
-                name=f"vllm:ec_store_{name}", documentation=text, labelnames=labelnames
-            )
-            for engine, values in per_engine_labelvalues.items():
-                self._counters[engine][name] = counter.labels(*values)
+        kinds: tuple[tuple[Any, dict[str, str], dict[str, Any]], ...] = (
+            (self._counter_cls, COUNTERS, {}),
+            (self._gauge_cls, GAUGES, {"multiprocess_mode": "mostrecent"}),
+            (self._histogram_cls, HISTOGRAMS, {"buckets": BUCKETS_S}),
+        )
+        self._metrics: dict[int, dict[str, Any]] = {engine: {} for engine in per_engine_labelvalues}
+        for make, meanings, options in kinds:
+            for name, meaning in meanings.items():
+                metric = make(
+                    name=f"vllm:ec_store_{name}",
+                    documentation=meaning,
+                    labelnames=labelnames,
+                    **options,
+                )
+                for engine, values in per_engine_labelvalues.items():
+                    self._metrics[engine][name] = metric.labels(*values)
+
+        options = vllm_config.ec_transfer_config.ec_connector_extra_config or {}
+        generation = ConnectorConfig.model_validate(options).generation
+        namespace = namespace_of(vllm_config, generation)
+        info = self._gauge_cls(
+            name="vllm:ec_store_namespace_info",
+            documentation="1 for the namespace of this engine's encoder outputs.",
+            labelnames=[*labelnames, "namespace"],
+            multiprocess_mode="mostrecent",
+        )
+        self._info = info
+        self._namespaces = dict.fromkeys(per_engine_labelvalues, namespace)
+        for values in per_engine_labelvalues.values():
+            info.labels(*values, namespace).set(1)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add counts."""
-        for name, count in transfer_stats_data.items():
+        """Add counts and observations, and set gauges. Unknown names are another release's."""
+        for name, value in transfer_stats_data.items():
+            metric: Any = self._metrics[engine_idx].get(name)
             if name in COUNTERS:
-                self._counters[engine_idx][name].inc(count)
+                metric.inc(value)
+            elif name in GAUGES:
+                metric.set(value)
+            elif name in HISTOGRAMS:
+                for one in value:
+                    metric.observe(one)
+            elif name == NAMESPACE and value != self._namespaces[engine_idx]:
+                self._publish(value, engine_idx)
+
+    def _publish(self, namespace: str, engine_idx: int) -> None:
+        """Name the scheduler's namespace, which entries are read under, in place of this one."""
+        logger.error(
+            "this engine derives two namespaces: the process that serves /metrics derives %s, the "
+            "scheduler of engine %d reads %s. /metrics names the scheduler's from now on. Make "
+            "sure that both processes have the same vLLM, the same ec_store, the same environment "
+            "and the same files of the model; if they have, report the model's architecture with "
+            "both names.",
+            self._namespaces[engine_idx],
+            engine_idx,
+            namespace,
+        )
+        labels = self.per_engine_labelvalues[engine_idx]
+        self._info.labels(*labels, self._namespaces[engine_idx]).set(0)
+        self._info.labels(*labels, namespace).set(1)
+        self._namespaces[engine_idx] = namespace

@@ -1,51 +1,238 @@
-"""Which engines may share their encoder outputs."""
+"""The namespace of an engine's entries: which engines may share encoder outputs."""
 
 import hashlib
-from typing import Any
+import json
+import logging
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import orjson
+import vllm
+from vllm import envs
+from vllm.transformers_utils.config import get_config
+from vllm.transformers_utils.repo_utils import get_hf_file_to_dict, try_get_local_file
 
+from ec_store.device.tensors import DTYPES
 from ec_store.entry import FORMAT
-from ec_store.vllm_connector.tensors import DTYPES
+from ec_store.vllm_connector.checkpoint import Weights, fingerprint
+from ec_store.vllm_connector.encoder_config import (
+    LANGUAGE,
+    NOT_OF_THE_MODEL,
+    QUANTIZATION,
+    has_any,
+    without,
+)
+from ec_store.vllm_connector.weight_files import PATTERNS, weight_files
+
+logger = logging.getLogger("vllm.ec_store")
 
 ENCODER_OPTIONS = (
+    "media_io_kwargs",
     "mm_encoder_attn_dtype",
     "mm_encoder_fp8_scale_path",
     "video_pruning_rate",
     "video_pruning_method",
 )
-"""Of vLLM's `MultiModalConfig`, what changes an encoder's outputs by more than rounding."""
+"""Fields of vLLM's `MultiModalConfig` that change encoder outputs by more than rounding."""
+
+QUANT_FILE = "hf_quant_config.json"
+CONFIG_FILES = {
+    "auto": ("config.json", "params.json", QUANT_FILE),
+    "hf": ("config.json", QUANT_FILE),
+    "mistral": ("config.json", "params.json", QUANT_FILE),
+}
+"""Files that vLLM makes a model's configuration of, by `--config-format`."""
+
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+"""Files that say how media become the encoder's input."""
+
+LAYOUTS = {"0.32": 1}
+"""Layout of encoder outputs (rows, columns, order of DeepStack levels) by vLLM release.
+
+Add a release here with the same number once its model classes were compared with those of the
+releases beside it, and with the next number where one model's outputs are laid out differently.
+Releases with one number share entries. A release that is not listed shares entries with itself
+alone: an upgrade then costs encodes, never wrong answers.
+"""
 
 
-def namespace_of(vllm_config: Any, name: str | None) -> str:
-    """Which model made an entry: equal exactly where engines may share their encoder outputs.
+class _Named(NamedTuple):
+    """Weights that cannot be read here: they are known by what the operator calls them."""
 
-    It covers the model's name or path and its revision, its whole configuration, the dtype, the
-    quantization, the options of the processor and the encoder, and the format.
+    source: str
+    revision: str | None = None
+    apart: bool = False
+    plain: bool = False
+
+
+def namespace_of(vllm_config: Any, generation: int = 0) -> str:
+    """Return the namespace: equal exactly where engines may share encoder outputs.
+
+    It covers a sample of the encoder's weights, the encoder's part of the configuration files and
+    of what overrides them, the files and options of the processor, the dtype, the quantisation
+    where it reaches the encoder, the layout of encoder outputs, and the format of entries.
+
+    vLLM makes the workers' connectors before it builds the model, the scheduler's afterwards, and
+    its metrics last. Nothing that a model class may write to is used here, so that all of an
+    engine's processes return the same namespace.
 
     Args:
         vllm_config: vLLM's configuration of this engine.
-        name: stands for the model's name and revision, where an operator knows better. The rest is
-            covered all the same: engines whose configurations differ share nothing.
+        generation: the operator's number. Engines of different generations share nothing.
     """
     model = vllm_config.model_config
     multimodal = model.multimodal_config
+    files = configuration(model)
+    weights = _weights(model, vllm_config.load_config)
+    dropped = NOT_OF_THE_MODEL | QUANTIZATION | (LANGUAGE if weights.apart else frozenset())
     facts = {
         "format": FORMAT,
-        "config": model.hf_config.to_dict(),
+        "layout": layout_of(vllm.__version__),
+        "weights": weights.digest if isinstance(weights, Weights) else list(weights),
+        "loader": _other_loader(vllm_config.load_config),
+        "quantization": _quantization(model, files, weights),
+        "config": without({name: files[name] for name in files if name != QUANT_FILE}, dropped),
+        "overrides": without(_overrides(model.hf_overrides), dropped),
+        "processor": without(_processor_files(model), NOT_OF_THE_MODEL),
         "dtype": DTYPES[model.dtype],
-        "quantization": model.quantization,
-        "mm_processor_kwargs": multimodal and multimodal.mm_processor_kwargs,
+        "mm_processor_kwargs": _processor_options(multimodal),
         "encoder": {option: getattr(multimodal, option, None) for option in ENCODER_OPTIONS},
+        "video_loader": envs.VLLM_VIDEO_LOADER_BACKEND,
     }
-    if name is None:
-        facts |= {"model": model.model, "revision": model.revision}
-        folder = str(model.model).rstrip("/").rpartition("/")[2]
-        name = f"{folder}@{model.revision or 'main'}"
-    else:
-        # Where it was loaded from is what the name stands for.
-        facts["config"].pop("_name_or_path", None)
     encoded = orjson.dumps(
         facts, default=str, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS
     )
-    return f"{name}:{hashlib.sha256(encoded).hexdigest()[:16]}"
+    name = next((str(one["model_type"]) for one in files.values() if "model_type" in one), "model")
+    return f"{name}@{generation}:{hashlib.sha256(encoded).hexdigest()[:16]}"
+
+
+def layout_of(version: str) -> int | str:
+    """Return the layout of encoder outputs of a vLLM release, see `LAYOUTS`."""
+    release = ".".join(version.split(".")[:2])
+    return LAYOUTS.get(release, release)
+
+
+def configuration(model: Any) -> dict[str, dict[str, Any]]:
+    """Return the model's configuration as it was before a model class could write to it, by file.
+
+    The files are preferred to what transformers makes of them: the parsed configuration also
+    changes with each version of transformers, which adds defaults to it. Where vLLM's files are not
+    on this machine (another source of models, a parser of a plugin), vLLM parses its source again.
+
+    Args:
+        model: vLLM's `ModelConfig`.
+    """
+    source = model.hf_config_path or model.model
+    revision = getattr(model, "_hf_config_revision", None) or model.revision
+    # A branch may move between two reads; the commit that vLLM has resolved it to does not.
+    commit = getattr(revision, "resolved", revision)
+    found = {}
+    for file in CONFIG_FILES.get(model.config_format, ()):
+        path = try_get_local_file(source, file, commit)
+        if isinstance(path, Path):
+            found[file] = json.loads(path.read_text(encoding="utf-8"))
+    return found or {"parsed": _parsed_again(model, source, revision)}
+
+
+def _parsed_again(model: Any, source: str, revision: str | None) -> dict[str, Any]:
+    try:
+        config = get_config(
+            source,
+            model.trust_remote_code,
+            revision,
+            model.code_revision,
+            model.config_format,
+            token=model.hf_token,
+        )
+    except Exception as error:  # noqa: BLE001 - raised by a library or a plugin; logged
+        config = model.hf_config
+        logger.warning(
+            "the configuration of %s could not be read again: %s; the namespace is derived from "
+            "the configuration in memory, which a model class may change. Put config.json beside "
+            "the weights on every host if this engine logs two namespaces.",
+            source,
+            error,
+        )
+    parsed: dict[str, Any] = config.to_dict()
+    return parsed
+
+
+def _processor_files(model: Any) -> dict[str, Any]:
+    """Return the processor's files, downloaded where vLLM has not done so yet."""
+    path = Path(model.model)
+    source = str(path.parent if path.is_file() else model.model)
+    commit = getattr(model.revision, "resolved", model.revision)
+    return {name: get_hf_file_to_dict(name, source, commit) for name in PROCESSOR_FILES}
+
+
+def _weights(model: Any, load: Any) -> Weights | _Named:
+    """Return the fingerprint of the weights, or their name where they cannot be read here."""
+    source = model.model_weights or model.model
+    if load.load_format == "dummy":  # the same for every engine of one configuration
+        return _Named("")
+    try:
+        files = weight_files(model, load)
+        weights = fingerprint(files) if files else None
+    except Exception as error:  # noqa: BLE001 - raised by a hub's library or a loader; logged
+        weights, reason = None, f"{error}"
+    else:
+        reason = "they are not in files on this machine"
+    if weights is None:
+        logger.warning(
+            "the weights of %s could not be compared: %s. Engines share encoder outputs where this "
+            "name, the revision and the configuration are equal. Raise the option generation when "
+            "the weights change.",
+            source,
+            reason,
+        )
+        return _Named(source, model.revision)
+    return weights
+
+
+def _other_loader(load: Any) -> list[Any] | None:
+    """Return a loader that may read more than the checkpoint's files, with its options."""
+    if load.load_format in PATTERNS:
+        return None
+    return [load.load_format, load.model_loader_extra_config]
+
+
+def _quantization(model: Any, files: dict[str, Any], weights: Weights | _Named) -> Any:
+    """Return how the encoder is quantised; None: it is not.
+
+    In a quantised checkpoint the encoder's own tensors say whether it is. vLLM quantises a
+    checkpoint that is not quantised while it is loaded, the encoder of some models included.
+    """
+    stated = {name: value for name, value in files.items() if has_any(value, QUANTIZATION)}
+    by_itself = QUANT_FILE in files or bool(stated)
+    if model.quantization is None and not by_itself:
+        return None
+    online = getattr(model, "quantization_config", None) is not None
+    if by_itself and not online and weights.apart and weights.plain:
+        return None
+    return [
+        model.quantization,
+        getattr(model, "quantization_config", None),
+        files.get(QUANT_FILE),
+        stated,
+    ]
+
+
+def _overrides(overrides: Any) -> Any:
+    """Return `--hf-overrides`; a function by its name, for its address differs by process."""
+    if callable(overrides):
+        function = getattr(overrides, "__qualname__", type(overrides).__qualname__)
+        return f"{overrides.__module__}.{function}"
+    return overrides
+
+
+def _processor_options(multimodal: Any) -> dict[str, Any]:
+    """Return the processor's options, without the device it runs on.
+
+    vLLM sets that by itself, on encode instances alone, and it changes outputs by rounding only.
+    """
+    options = (multimodal and multimodal.mm_processor_kwargs) or {}
+    return {key: value for key, value in options.items() if key != "device"}

@@ -10,10 +10,6 @@ from vllm.distributed.ec_transfer.ec_connector.utils import (
     collect_ec_item_metadata,
 )
 
-from ec_store.backchannel import Receiver
-from ec_store.base import Store
-from ec_store.counts import Counts
-from ec_store.errors import StoreError
 from ec_store.keys import key_or_none
 from ec_store.vllm_connector.step import Item
 
@@ -30,22 +26,17 @@ class Producer:
         self,
         namespace: str,
         resolver: PlaceholderMetadataResolver,
-        receiver: Receiver,
-        counts: Counts,
     ) -> None:
         """Know of nothing yet.
 
         Args:
             namespace: whose entries they are.
             resolver: vLLM's, of the model.
-            receiver: hears from the workers; closed with the producer.
-            counts: gets what is counted.
         """
         self._namespace = namespace
         self._resolver = resolver
-        self._receiver = receiver
-        self._counts = counts
         self._lost: OrderedDict[str, None] = OrderedDict()
+        self._written_to: str | None = None
 
     def items(self, new_requests: Sequence[Any]) -> dict[str, Item]:
         """What new requests bring."""
@@ -58,8 +49,13 @@ class Producer:
         return items
 
     def report(self, request: Any) -> dict[str, Any] | None:
-        """What a finished request's reply names: items that are stored, or on their way."""
-        self.listen()
+        """What a finished request's reply names: items that are stored, or on their way.
+
+        Nothing where the workers write to another namespace: a consumer would wait for entries that
+        never come.
+        """
+        if self._written_to not in {None, self._namespace}:
+            return None
         items = {
             identifier: {**item, "namespace": self._namespace}
             for identifier, item in collect_ec_item_metadata(
@@ -69,37 +65,27 @@ class Producer:
         }
         return items or None
 
-    def close(self) -> None:
-        """Hear no more."""
-        self._receiver.close()
-
-    def listen(self) -> None:
-        """Hear what the workers have counted, and what they could not store."""
-        for message in self._receiver.drain():
-            self._counts.add(**message.get("counts", {}))
-            for digest, stored in message.get("outcomes", {}).items():
-                self._lost.pop(digest, None)
-                if not stored:
-                    self._lost[digest] = None
+    def hear(self, message: dict[str, Any]) -> None:
+        """Take what a worker tells: where it writes to, and what it could not store."""
+        self._compare(message.get("namespace"))
+        for digest, stored in message.get("outcomes", {}).items():
+            self._lost.pop(digest, None)
+            if not stored:
+                self._lost[digest] = None
         while len(self._lost) > MAX_LOST:
             self._lost.popitem(last=False)
 
-
-def register(store: Store, model: str, namespace: str) -> None:
-    """Say in the store under which namespace a served model's entries are kept.
-
-    A store that is away is no reason not to serve: a proxy that asks finds no namespace, and sends
-    media.
-    """
-    try:
-        known = store.namespaces().get(model)
-        if known not in {None, namespace}:
-            logger.warning(
-                "%s was served from namespace %s: another model, revision, dtype or configuration "
-                "has used this store. Nothing is shared with it.",
-                model,
-                known,
-            )
-        store.register_namespace(model, namespace)
-    except StoreError as error:
-        logger.warning("the namespace could not be registered: %s", error)
+    def _compare(self, written_to: str | None) -> None:
+        """Log an error where a worker writes to another namespace than this engine reads."""
+        if written_to in {None, self._namespace, self._written_to}:
+            return
+        self._written_to = written_to
+        logger.error(
+            "this engine derives two namespaces: its worker writes encoder outputs to %s, its "
+            "scheduler names and reads %s. Nothing it encodes is found, so its replies name no "
+            "entries and media are sent to prefill and decode. Make sure that all of its hosts "
+            "have the same vLLM, the same ec_store and the same files of the model; "
+            "if they have, report the model's architecture with both names.",
+            written_to,
+            self._namespace,
+        )

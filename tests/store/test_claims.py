@@ -136,6 +136,24 @@ def test_a_change_that_a_crash_left_holds_nobody_up_for_long(
     assert names(root) == {each.digest for each in both}
 
 
+def test_changes_that_crashes_left_hold_all_keys_of_a_call_up_for_one_wait(
+    root: Path, disk: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    start_s = time.monotonic()
+    # Time passes only in pauses.
+    monkeypatch.setattr(time, "sleep", waits.append)
+    monkeypatch.setattr(time, "monotonic", lambda: start_s + sum(waits))
+    keys = [key(str(n)) for n in range(16)]
+    for each in keys:
+        disk.claim([each], "a", 30)
+        age(file_of(root, each), 31)
+        change_of(root, each).symlink_to("30")
+
+    assert disk.claim(keys, "b", 30) == [False] * 16
+    assert disk_claims.WAIT_S <= sum(waits) <= disk_claims.WAIT_S + 16 * 0.005
+
+
 def test_who_was_stopped_within_a_change_does_not_make_it_later(
     root: Path, disk: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

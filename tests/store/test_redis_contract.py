@@ -1,4 +1,4 @@
-"""The contract, by Redis: plain, with TLS and a narrow user, with tiny chunks, and as a cluster."""
+"""The contract, by Redis: plain, with TLS and a narrow user, in tiny windows, and as a cluster."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -8,7 +8,7 @@ import pytest
 import redis
 from redis.crc import key_slot
 
-from ec_store import EntryKey, open_store
+from ec_store import EntryKey, open_store, redis_entries
 from tests.store.claims_contract import ClaimsContract
 from tests.store.contract import Opened, Spoil, StoreContract
 from tests.store.redis_server import Certificates, RedisServer, cluster, has_tls
@@ -23,13 +23,11 @@ PATIENCE = "timeout=60s&connect_timeout=30s"
 
 
 def spoiler(client_of: Callable[[bytes], "redis.Redis"]) -> Spoil:
-    """Changes the last byte of an entry in the manifest, or in a chunk where there are any."""
+    """Changes the last byte of an entry."""
 
     def spoil(key: EntryKey) -> None:
-        manifest = f"epd:ec:{{{key.digest}}}:m".encode()
-        client: Any = client_of(manifest)
-        chunks = sorted(client.scan_iter(f"epd:ec:{{{key.digest}}}:*:*"))
-        name = chunks[-1] if chunks else manifest
+        name = f"epd:ec:{{{key.digest}}}:e2".encode()
+        client: Any = client_of(name)
         value = client.get(name)
         client.setrange(name, len(value) - 1, bytes([value[-1] ^ 1]))
 
@@ -69,23 +67,33 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sequence[Redis
         yield servers
 
 
+@pytest.fixture
+def tiny_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small entries are read in many pieces."""
+    monkeypatch.setattr(redis_entries, "FIRST_BYTES", 1024)
+    monkeypatch.setattr(redis_entries, "WINDOW_BYTES", 1024)
+
+
 class TestRedis(StoreContract, ClaimsContract):
-    query = ""
+    entries_of_two = None
 
     @pytest.fixture
     def opened(self, server: RedisServer) -> Iterator[Opened]:
-        yield from opener(server.url(self.query), [server.client])
+        yield from opener(server.url(), [server.client])
 
     @pytest.fixture
     def spoil(self, server: RedisServer) -> Spoil:
         return spoiler(lambda _: server.client)
 
 
-class TestRedisInChunks(TestRedis):
-    query = "chunk_bytes=1KiB"
+@pytest.mark.usefixtures("tiny_windows")
+class TestRedisInWindows(TestRedis):
+    pass
 
 
 class TestRedisWithTlsAndAcl(StoreContract, ClaimsContract):
+    entries_of_two = None
+
     @pytest.fixture
     def opened(self, tls_server: RedisServer) -> Iterator[Opened]:
         assert tls_server.tls is not None
@@ -97,13 +105,16 @@ class TestRedisWithTlsAndAcl(StoreContract, ClaimsContract):
         return spoiler(lambda _: tls_server.client)
 
 
+@pytest.mark.usefixtures("tiny_windows")
 class TestRedisClusterWithTlsAndAcl(StoreContract, ClaimsContract):
+    entries_of_two = None
+
     @pytest.fixture
     def opened(self, servers: Sequence[RedisServer]) -> Iterator[Opened]:
         server = servers[1]
-        address = f"epd:s3cret@127.0.0.1:{server.port}?chunk_bytes=1KiB"
+        address = f"epd:s3cret@127.0.0.1:{server.port}"
         url = (
-            f"rediss+cluster://{address}&ssl_ca_certs={server.tls.ca}"
+            f"rediss+cluster://{address}?ssl_ca_certs={server.tls.ca}"
             if server.tls
             else f"redis+cluster://{address}"
         )

@@ -91,7 +91,7 @@ def is_master(server: RedisServer) -> bool:
 
 
 def has(server: RedisServer, identifier: str) -> bool:
-    return bool(server.command("EXISTS", f"epd:ec:{{{key(identifier).digest}}}:m"))
+    return bool(server.command("EXISTS", f"epd:ec:{{{key(identifier).digest}}}:e2"))
 
 
 @pytest.fixture
@@ -235,18 +235,18 @@ def test_an_answer_that_comes_byte_by_byte_is_no_longer_waited_for_than_one_that
     if tls and not has_tls():
         pytest.skip("this redis-server was built without TLS")
     certificates = Certificates.make(tmp_path) if tls else None
-    ca = f"&ssl_ca_certs={certificates.ca}" if certificates else ""
+    ca = f"ssl_ca_certs={certificates.ca}" if certificates else ""
     with (
         RedisServer(tmp_path / "redis", tls=certificates) as server,
         Relay(server).in_thread() as address,
     ):
         scheme = "rediss" if tls else "redis"
-        with RedisStore.from_url(server.url(f"chunk_bytes=256KiB{ca}", scheme)) as store:
+        with RedisStore.from_url(server.url(ca, scheme)) as store:
             store.put(key("small"), sized(LENGTH))
             store.put(key("large"), sized(MIB))
         for name, call in SLOW.items():
             address.answers.bytes_per_s = None
-            url = address.url(f"timeout=500ms&chunk_bytes=256KiB{ca}", scheme)
+            url = address.url(f"timeout=500ms&{ca}", scheme)
             with RedisStore.from_url(url) as store:
                 if name != "stats":  # its connection is the slow one
                     wait_until(partial(answers, store))
@@ -266,9 +266,9 @@ def test_a_call_of_many_steps_takes_one_timeout_at_most(
         RedisStore.from_url(address.url("timeout=600ms")) as store,
     ):
         store.put(key(), sized(10 * MIB))
-        master.command("PEXPIRE", f"epd:ec:{{{key().digest}}}:m", 60_000)
+        master.command("PEXPIRE", f"epd:ec:{{{key().digest}}}:e2", 60_000)
         began = time.monotonic()
-        address.answers.latency_s = 0.25
+        address.answers.latency_s = 0.4
         with pytest.raises(StoreUnavailable):
             store.lease([key()], 5)
 

@@ -24,7 +24,7 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 
 
 def test_a_url_with_everything() -> None:
-    query = "ttl=1h&timeout=2s&connect_timeout=300ms&chunk_bytes=1MiB&max_entry_bytes=2GiB&prefix=a"
+    query = "ttl=1h&timeout=2s&connect_timeout=300ms&max_entry_bytes=2GiB&prefix=a"
     options = redis_options(
         f"rediss://user:{QUOTED}@host:1/3?ssl_ca_certs=ca&ssl_certfile=c&ssl_keyfile=k&{query}", {}
     )
@@ -33,7 +33,7 @@ def test_a_url_with_everything() -> None:
     assert (options.username, options.password, options.db) == ("user", SECRET, 3)
     assert options.tls == Tls("ca", "c", "k")
     assert (options.ttl_s, options.timeout_s, options.connect_timeout_s) == (3600, 2, 0.3)
-    assert (options.chunk_bytes, options.max_entry_bytes, options.prefix) == (2**20, 2**31, "a")
+    assert (options.max_entry_bytes, options.prefix) == (2**31, "a")
 
 
 def test_the_defaults() -> None:
@@ -41,7 +41,7 @@ def test_the_defaults() -> None:
 
     assert options.addresses == (Address("localhost", 6379),)
     assert (options.username, options.password, options.tls) == (None, None, None)
-    assert (options.ttl_s, options.prefix, options.chunk_bytes) == (604800, "epd:ec", 8 * 2**20)
+    assert (options.ttl_s, options.prefix, options.max_entry_bytes) == (604800, "epd:ec", 2**29)
 
 
 def test_a_cluster_with_several_nodes() -> None:
@@ -68,8 +68,7 @@ def test_a_cluster_with_several_nodes() -> None:
         "redis://h?prefix={a}",
         "redis://h?prefix=*",
         "redis://h?prefix=",
-        "redis://h?chunk_bytes=1",
-        "redis://h?chunk_bytes=1GiB",
+        "redis://h?chunk_bytes=1MiB",
         "redis://h?timeout=0",
         "redis://h?ssl_ca_certs=ca",
         "redis://h?ttl=1d&ttl=2d",

@@ -2,8 +2,11 @@
 
 import asyncio
 import json
+import re
+import shutil
+import struct
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,14 @@ from aiohttp.test_utils import TestClient, TestServer
 from ec_store import EntryKey, StoreUnavailable, open_store
 from ec_store.aio import CLOSE_S, AsyncStore
 from ec_store.cli import main
+from ec_store.disk_settings import GivenSettings
+from ec_store.errors import StoreMissing
 from ec_store.service import create_app
+from ec_store.shared_disk import SharedDiskStore
 from ec_store.threads import DaemonPool
+from tests.conftest import ROOT
+from tests.deploy.expressions import asked, queries
+from tests.deploy.tools import DASHBOARD, rules
 from tests.store.entries import entry
 
 KEY = EntryKey("ns", "k")
@@ -58,6 +67,29 @@ async def test_a_store_is_closed_while_every_thread_hangs(url: str) -> None:
     finally:
         go.set()
         hanging.result(60)
+
+
+async def test_a_store_that_is_not_to_be_made_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ec_store.disk_opening.LOOK_EVERY_S", 0.0)
+    root = tmp_path / "store"
+    with pytest.raises(StoreMissing, match=f"there is no store in {root}"):
+        await AsyncStore.open(root.as_uri(), create=False)
+    assert not root.exists()
+
+    with open_store(root.as_uri()):
+        pass
+    async with await AsyncStore.open(root.as_uri(), create=False) as store:
+        shutil.rmtree(root)
+        with pytest.raises(StoreMissing, match=f"there is no store in {root}"):
+            await store.claim([KEY], "a", 10)
+        assert await store.lookup([KEY]) == [None]
+        assert not root.exists()
+
+        with open_store(root.as_uri()) as made:
+            made.put(KEY, entry())
+        assert await store.get(KEY) == entry()
 
 
 async def test_calls_leave_the_event_loop_free(url: str) -> None:
@@ -117,6 +149,46 @@ async def test_all_but_health_needs_the_key(client: TestClient[Any, Any]) -> Non
     assert statuses == {"/health": 200, "/v1/stats": 401, "/metrics": 401, "/nothing": 401}
 
 
+async def test_a_key_of_any_bytes_is_refused(client: TestClient[Any, Any]) -> None:
+    reader, writer = await asyncio.open_connection(client.host, client.port)
+    writer.write(b"GET /v1/stats HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\r\n\r\n")
+    status = await reader.readline()
+    writer.close()
+
+    assert status == b"HTTP/1.1 401 Unauthorized\r\n"
+
+
+async def until_age(client: TestClient[Any, Any], right: Callable[[float | None], bool]) -> None:
+    async with asyncio.timeout(60):
+        while True:
+            async with client.get("/health") as reply:
+                if right((await reply.json())["maintenance_age_s"]):
+                    return
+            await asyncio.sleep(0.01)
+
+
+async def test_health_says_when_maintenance_last_succeeded_and_failures_are_counted(
+    client: TestClient[Any, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> int:
+        raise struct.error("of no contract")
+
+    await until_age(client, lambda age_s: age_s is not None)
+    monkeypatch.setattr(SharedDiskStore, "sweep", fail)
+    await until_age(client, lambda age_s: age_s is not None and age_s > 0.4)
+    monkeypatch.undo()
+    await until_age(client, lambda age_s: age_s is not None and age_s < 0.4)
+    async with client.get("/metrics") as reply:
+        metrics = await reply.text()
+    [failures] = re.findall(r"^ec_store_maintenance_failures_total (\S+)", metrics, re.MULTILINE)
+
+    assert float(failures) > 1
+    assert "ec_store_maintenance_seconds_bucket" in metrics
+    assert "ec_store_maintenance_last_success_timestamp_seconds 1." in metrics
+    logged = [one for one in caplog.records if "maintenance" in one.message]
+    assert len(logged) == 1
+
+
 async def test_figures_over_http(client: TestClient[Any, Any], url: str) -> None:
     with open_store(url) as store:
         store.put(KEY, entry())
@@ -132,10 +204,11 @@ async def test_figures_over_http(client: TestClient[Any, Any], url: str) -> None
 
 
 async def test_the_service_keeps_the_quota(url: str, tmp_path: Path) -> None:
-    with open_store(url.replace("1MiB", "1GiB")) as store:
+    with SharedDiskStore.from_url(url.replace("1MiB", "1GiB")) as store:
         for number in range(20):
             store.put(EntryKey("ns", str(number)), entry(shape=(1000, 50)))
         assert (store.stats().bytes or 0) > 2**20
+        store.configure(GivenSettings(max_bytes=2**20))
     app = create_app(AsyncStore(open_store(url)), interval_s=0.05)
     async with TestClient(TestServer(app)) as made:
         async with asyncio.timeout(60):
@@ -144,6 +217,51 @@ async def test_the_service_keeps_the_quota(url: str, tmp_path: Path) -> None:
                     if (await reply.json())["bytes"] <= 2**20:
                         break
                 await asyncio.sleep(0.05)
+            while True:
+                evictions = await count_of(made, "ec_store_eviction_seconds")
+                if evictions:
+                    break
+                await asyncio.sleep(0.05)
+        looks = await count_of(made, "ec_store_maintenance_seconds")
+
+    assert evictions <= looks
+
+
+async def count_of(client: TestClient[Any, Any], histogram: str) -> float:
+    """How many values were observed."""
+    async with client.get("/metrics") as reply:
+        metrics = await reply.text()
+    [count] = re.findall(rf"^{histogram}_count (\S+)", metrics, re.MULTILINE)
+    return float(count)
+
+
+async def test_dashboard_and_rules_ask_for_metrics_that_the_service_has(
+    client: TestClient[Any, Any],
+) -> None:
+    async with client.get("/metrics") as reply:
+        page = await reply.text()
+    has = {re.split(r"[ {]", line)[0] for line in page.splitlines() if line[0] != "#"}
+    expressions = [
+        *(rule["expr"] for rule in rules()),
+        *queries(json.loads(DASHBOARD.read_text())),
+    ]
+    wanted = {
+        name for expr in expressions for name, _ in asked(expr) if name.startswith("ec_store_")
+    }
+
+    assert "ec_store_maintenance_last_success_timestamp_seconds" in wanted
+    assert wanted - has == set()
+
+
+async def test_every_metric_of_the_service_is_documented(client: TestClient[Any, Any]) -> None:
+    async with client.get("/metrics") as reply:
+        page = await reply.text()
+    document = (ROOT / "docs" / "configuration.md").read_text()
+    names = re.findall(r"^# TYPE (ec_store_\w+)", page, re.MULTILINE)
+    metrics = [name for name in names if not name.endswith("_created")]
+
+    assert {"ec_store_entries", "ec_store_eviction_seconds"} <= set(metrics)
+    assert [name for name in metrics if f"`{name}`" not in document] == []
 
 
 def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[object, str]:

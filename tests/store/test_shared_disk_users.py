@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import shutil
+import stat
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ec_store import StoreUnavailable
+from ec_store import StoreUnavailable, files
+from ec_store.disk_settings import GivenSettings
 from ec_store.shared_disk import SharedDiskStore
 from tests.store.contract import assert_same, key, sized
 
@@ -92,7 +94,8 @@ def test_users_of_a_group_use_each_others_entries(root: Path) -> None:
             assert old.stat().st_uid == USERS[0]
 
     def evict() -> None:
-        with opened(root, f"{SHARED}&max_bytes=1MiB") as store:
+        with opened(root) as store:
+            store.configure(GivenSettings(max_bytes=2**20))
             assert store.evict() == 1
             assert [bool(info) for info in store.lookup([key(n) for n in "abcd"])] == [
                 True,
@@ -167,11 +170,13 @@ def test_another_users_private_store_is_unavailable_when_it_is_opened(root: Path
 
 @pytest.mark.fault(26)
 def test_what_becomes_private_later_is_a_miss(root: Path) -> None:
-    """A user whose modes are the default ones writes into a store that is shared."""
+    """A user takes permissions of the group away."""
 
     def put_private() -> None:
-        with opened(root, "file_mode=0600&dir_mode=0700") as store:
+        with opened(root) as store:
             store.put(key("theirs"), sized(100))
+        folder = root / "entries" / key("theirs").digest[:2]
+        folder.chmod(0o700)
 
     def use() -> None:
         with opened(root) as store:
@@ -188,3 +193,50 @@ def test_what_becomes_private_later_is_a_miss(root: Path) -> None:
     by(USERS[0], lambda: opened(root).close())
     by(USERS[0], put_private)
     by(USERS[1], use)
+
+
+@pytest.mark.parametrize("does", ["get", "put"])
+def test_a_folder_whose_permissions_are_not_set_yet_is_waited_for(
+    root: Path, monkeypatch: pytest.MonkeyPatch, does: str
+) -> None:
+    """Its maker has a umask of 077, and sets the permissions a moment after it made the folder."""
+    fork = multiprocessing.get_context("fork")
+    waits, settled = fork.Event(), fork.Event()
+
+    def sleep(_: float) -> None:
+        waits.set()
+        settled.wait()
+
+    def work() -> None:
+        store = opened(root)
+        if does == "put":
+            store.put(key("made"), sized(10), replace=True)
+        assert_same(sized(10), store.get(key("made")))
+
+    by(USERS[0], lambda: opened(root).put(key("made"), sized(10)))
+    [first] = [path for path in (root / "entries").iterdir() if path.is_dir()]
+    mode = stat.S_IMODE(first.stat().st_mode)
+    first.chmod(0o700)
+    monkeypatch.setattr(files, "SETTLES_IN_S", 60.0)
+    monkeypatch.setattr("ec_store.files.time.sleep", sleep)
+    working = start(USERS[1], work)
+    assert waits.wait(60)
+    first.chmod(mode)
+    settled.set()
+
+    assert ended(working) == 0
+
+
+def test_a_folder_that_stays_private_is_not_waited_for_long(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "SETTLES_IN_S", 0.0)
+
+    def refused() -> None:
+        with pytest.raises(StoreUnavailable, match="Permission denied"):
+            opened(root).put(key("made"), sized(10), replace=True)
+
+    by(USERS[0], lambda: opened(root).put(key("made"), sized(10)))
+    [first] = [path for path in (root / "entries").iterdir() if path.is_dir()]
+    first.chmod(0o700)
+    by(USERS[1], refused)

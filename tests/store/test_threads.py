@@ -1,7 +1,5 @@
-"""Fetcher and writer: nobody who asks them waits."""
+"""Writer: the caller never waits."""
 
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -12,8 +10,7 @@ import pytest
 
 from ec_store import Entry, EntryInfo, EntryKey, Store, StoreUnavailable, open_store
 from ec_store.breaker import FAILURES, OPEN_S
-from ec_store.counts import Counts
-from ec_store.fetcher import THREADS, Fetcher, State
+from ec_store.counts import MAX_OBSERVATIONS, Counts
 from ec_store.writer import Writer
 from tests.store.entries import entry
 
@@ -77,135 +74,17 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-def settled(fetcher: Fetcher, identifier: str) -> State:
-    state = State.PENDING
+def test_writer_drops_an_entry_that_must_not_be_stored_and_goes_on(store: Store) -> None:
+    outcomes: dict[str, bool] = {}
+    writer = Writer(store, done=lambda key, stored: outcomes.update({key.identifier: stored}))
+    for number in range(FAILURES + 1):
+        assert writer.submit(EntryKey(NAMESPACE, f"refused-{number}"), SIZE, lambda: None)
+    assert writer.submit(EntryKey(NAMESPACE, "k"), SIZE, entry)
+    writer.close()
 
-    def is_settled() -> bool:
-        nonlocal state
-        state = fetcher.poll(identifier)
-        return state is not State.PENDING
-
-    until(is_settled)
-    return state
-
-
-def make_fetcher(store: object, **more: object) -> Fetcher:
-    return Fetcher(store, NAMESPACE, **more)  # type: ignore[arg-type]
-
-
-def test_an_entry_is_pending_then_ready_and_held(store: Store) -> None:
-    store.put(EntryKey(NAMESPACE, "k"), entry())
-    fetcher = make_fetcher(store)
-
-    assert fetcher.poll("k") is State.PENDING
-    assert settled(fetcher, "k") is State.READY
-    assert fetcher.entry("k") == entry()
-    store.delete([EntryKey(NAMESPACE, "k")])
-    assert fetcher.poll("k") is State.READY
-    fetcher.close()
-
-
-def test_what_is_not_there_is_missing_and_looked_for_again(store: Store) -> None:
-    fetcher = make_fetcher(store)
-
-    assert fetcher.poll("k") is State.PENDING
-    assert settled(fetcher, "k") is State.MISSING
-    store.put(EntryKey(NAMESPACE, "k"), entry())
-    assert fetcher.poll("k") is State.PENDING
-    assert settled(fetcher, "k") is State.READY
-    fetcher.close()
-
-
-@pytest.mark.fault(25)
-def test_a_paused_store_holds_nobody_up_and_ends_at_the_deadline(paused: Paused) -> None:
-    clock = Clock()
-    fetcher = make_fetcher(paused, timeout_s=1.0, clock=clock)
-    started = time.perf_counter()
-    states = {fetcher.poll(str(number)) for number in range(64)}
-    assert time.perf_counter() - started < 30  # it would be a minute each
-
-    assert states == {State.PENDING}
-    clock.now = 1.5
-    assert {fetcher.poll(str(number)) for number in range(64)} == {State.MISSING}
-    assert fetcher.counts["timeouts"] == 64
-    fetcher.close()
-
-
-def test_a_promised_entry_is_waited_for(store: Store) -> None:
-    fetcher = make_fetcher(store)
-
-    deadline = time.monotonic() + 0.05
-    while time.monotonic() < deadline:
-        assert fetcher.poll("k", promised=True) is State.PENDING
-    store.put(EntryKey(NAMESPACE, "k"), entry())
-    until(lambda: fetcher.poll("k", promised=True) is State.READY)
-    assert fetcher.counts["misses"] == 0
-    fetcher.close()
-
-
-def test_promises_that_are_not_kept_hold_no_other_fetch_up(store: Store) -> None:
-    store.put(EntryKey(NAMESPACE, "k"), entry())
-    fetcher = make_fetcher(store)
-    promised = [f"promised-{number}" for number in range(4 * THREADS)]
-    for name in promised:
-        assert fetcher.poll(name, promised=True) is State.PENDING
-
-    def polled() -> bool:
-        for name in promised:
-            assert fetcher.poll(name, promised=True) is State.PENDING
-        return fetcher.poll("k") is State.READY
-
-    until(polled)
-    fetcher.close()
-
-
-def test_a_promise_is_waited_for_only_so_long(store: Store) -> None:
-    clock = Clock()
-    fetcher = make_fetcher(store, promise_timeout_s=5.0, clock=clock)
-    fetcher.poll("k", promised=True)
-    clock.now = 4.9
-    assert fetcher.poll("k", promised=True) is State.PENDING
-    clock.now = 5.1
-
-    until(lambda: fetcher.poll("k", promised=True) is State.MISSING)
-    assert fetcher.counts["misses"] + fetcher.counts["timeouts"] == 1
-    fetcher.close()
-
-
-@pytest.mark.fault(16)
-def test_a_store_that_keeps_failing_is_left_alone_for_a_while(paused: Paused) -> None:
-    paused.failing = StoreUnavailable("away")
-    clock = Clock()
-    fetcher = make_fetcher(paused, clock=clock)
-    for number in range(FAILURES):
-        fetcher.poll(str(number))
-        assert settled(fetcher, str(number)) is State.MISSING
-    calls = paused.calls
-
-    assert fetcher.poll("next") is State.MISSING
-    assert paused.calls == calls
-    clock.now += OPEN_S + 1
-    assert fetcher.poll("next") is State.PENDING
-    fetcher.close()
-
-
-def test_pinned_entries_stay_and_others_go_by_last_use(store: Store) -> None:
-    size = entry().data.nbytes
-    for name in "abc":
-        store.put(EntryKey(NAMESPACE, name), entry(ord(name)))
-    fetcher = make_fetcher(store, keep_bytes=2 * size)
-    for name in "abc":
-        fetcher.poll(name)
-        settled(fetcher, name)
-        if name == "a":
-            fetcher.pin("a")
-
-    assert [fetcher.entry(name) is not None for name in "abc"] == [True, False, True]
-    fetcher.unpin("a")
-    fetcher.poll("b")
-    settled(fetcher, "b")
-    assert fetcher.entry("a") is None
-    fetcher.close()
+    assert outcomes == {**{f"refused-{n}": False for n in range(FAILURES + 1)}, "k": True}
+    figures = writer.counts.take()
+    assert (figures["drops"], figures["saves"]) == (FAILURES + 1, 1)
 
 
 def test_the_writer_writes_what_is_not_there(store: Store) -> None:
@@ -259,6 +138,33 @@ def test_a_tensor_is_let_go_of_when_it_is_written(store: Store) -> None:
     del tensor
     until(lambda: gone() is None)
     writer.close()
+
+
+def test_writer_observes_the_time_of_each_write_also_of_one_that_fails(paused: Paused) -> None:
+    clock = Clock()
+    writer = Writer(paused, clock=clock)  # type: ignore[arg-type]
+    for failing, seconds in ((None, 2.0), (StoreUnavailable("away"), 0.0), (None, 3.0)):
+        paused.failing, calls = failing, paused.calls
+        writer.submit(EntryKey(NAMESPACE, str(seconds)), SIZE, entry)
+        until(lambda calls=calls: paused.calls > calls)  # type: ignore[misc]
+        clock.now += seconds
+        paused.go.set()
+        until(lambda: not writer._waiting)  # noqa: SLF001
+        paused.go.clear()
+    writer.close()
+
+    assert writer.counts.take_observations() == {"save_seconds": [2.0, 0.0, 3.0]}
+
+
+def test_writer_observes_no_write_of_what_is_there_or_must_not_be_stored(store: Store) -> None:
+    writer = Writer(store)
+    store.put(EntryKey(NAMESPACE, "k"), entry())
+    writer.submit(EntryKey(NAMESPACE, "k"), SIZE, entry)
+    writer.submit(EntryKey(NAMESPACE, "refused"), SIZE, lambda: None)
+    writer.close()
+
+    assert (writer.counts["known"], writer.counts["drops"]) == (1, 1)
+    assert writer.counts.take_observations() == {}
 
 
 @pytest.mark.fault(17)
@@ -331,70 +237,34 @@ def test_counts_of_many_threads_are_not_lost() -> None:
     assert sum(taken) == 20000
 
 
-def test_a_promise_counts_for_a_fetch_that_was_begun_without(store: Store) -> None:
-    clock = Clock()
-    fetcher = make_fetcher(store, clock=clock)
-    assert fetcher.poll("k") is State.PENDING
-    future = fetcher._fetches["k"].future  # noqa: SLF001
-    assert future is not None
-    future.result(60)
-    clock.now = 0.9
-    assert fetcher.poll("k", promised=True) is State.PENDING
-    clock.now = 4.0
-    assert fetcher.poll("k", promised=True) is State.PENDING
-    store.put(EntryKey(NAMESPACE, "k"), entry())
+def test_observations_of_many_threads_are_not_lost() -> None:
+    counts = Counts()
+    taken: list[float] = []
 
-    def polled() -> bool:
-        clock.now += 0.001
-        return fetcher.poll("k", promised=True) is not State.PENDING
+    def observe() -> None:
+        for _ in range(MAX_OBSERVATIONS // 4):
+            counts.observe("seconds", 0.5)
 
-    until(polled)
-    assert fetcher.entry("k") == entry()
-    fetcher.close()
+    threads = [threading.Thread(target=observe) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        taken += counts.take_observations().get("seconds", [])
+    taken += counts.take_observations().get("seconds", [])
+
+    assert taken == [0.5] * MAX_OBSERVATIONS
+    assert counts.take_observations() == {}
 
 
-class Slow:
-    """A store that answers one after the other."""
+def test_observations_are_taken_a_few_at_a_time_and_the_latest_are_kept() -> None:
+    counts = Counts()
+    for number in range(MAX_OBSERVATIONS + 3):
+        counts.observe("seconds", number)
+    counts.observe("others", 1, 2)
 
-    def __init__(self) -> None:
-        self.answers = threading.Semaphore(0)
-
-    def get(self, _: EntryKey) -> None:
-        self.answers.acquire(timeout=60)
-
-
-def test_a_store_that_answers_is_not_left_alone_for_being_asked_too_much() -> None:
-    slow, clock = Slow(), Clock()
-    fetcher = make_fetcher(slow, timeout_s=1.0, clock=clock)
-    names = [str(number) for number in range(64)]
-    for name in names:
-        fetcher.poll(name)
-    clock.now = 0.5
-    slow.answers.release()
-    until(lambda: State.MISSING in {fetcher.poll(name) for name in names[:THREADS]})
-    clock.now = 1.5
-    for name in names:
-        fetcher.poll(name)
-
-    assert fetcher.counts["timeouts"] > 50
-    assert fetcher.poll("next") is State.PENDING
-    slow.answers.release(100)
-    fetcher.close()
-
-
-def test_a_process_ends_while_a_fetch_hangs() -> None:
-    code = (
-        "import time\n"
-        "from ec_store.fetcher import Fetcher\n"
-        "class Hanging:\n"
-        "    def get(self, key):\n"
-        "        time.sleep(60)\n"
-        "fetcher = Fetcher(Hanging(), 'ns')\n"
-        "fetcher.poll('k')\n"
-        "time.sleep(0.2)\n"
-        "fetcher.close()\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=50)
+    assert counts.take_observations(2) == {"seconds": [3, 4], "others": [1, 2]}
+    assert counts.take_observations(1) == {"seconds": [5]}
+    assert len(counts.take_observations()["seconds"]) == MAX_OBSERVATIONS - 3
 
 
 def test_nothing_ends_the_writer(store: Store) -> None:

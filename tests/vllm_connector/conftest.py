@@ -22,6 +22,18 @@ def vllm(models: Path) -> Any:
         return pieces.Pieces(models / "tiny-qwen2.5-vl")
 
 
+@pytest.fixture(scope="session")
+def fit(vllm: Any) -> Any:
+    """The module that says which entries fit."""
+    return importlib.import_module("ec_store.vllm_connector.fit")
+
+
+@pytest.fixture(scope="session")
+def finite(vllm: Any) -> Any:
+    """The module that looks for NaN and infinity."""
+    return importlib.import_module("ec_store.vllm_connector.finite")
+
+
 @pytest.fixture
 def url(tmp_path: Path) -> str:
     return f"file://{tmp_path}/store"

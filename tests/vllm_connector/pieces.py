@@ -5,15 +5,23 @@ Imported by a fixture when the first test needs it: it takes ten seconds, starts
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+from huggingface_hub._revision import ResolvedRevision
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from vllm.config import ECTransferConfig
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
+from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataResolver
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.multimodal.inputs import (
     MultiModalBatchedField,
     MultiModalFeatureSpec,
@@ -22,15 +30,25 @@ from vllm.multimodal.inputs import (
     PlaceholderRange,
 )
 from vllm.sampling_params import SamplingParams
+from vllm.transformers_utils.config import get_config, register_config_parser
+from vllm.transformers_utils.config_parser_base import ConfigParserBase
 from vllm.v1.request import Request
+from vllm.v1.worker.gpu.ec_connector import ActiveECConnector
 
 from ec_store import Entry
-from ec_store.backchannel import Sender
+from ec_store.backchannel import Receiver, Sender
 from ec_store.counts import Counts
+from ec_store.device.loads import Loader
+from ec_store.device.tensors import DTYPES
+from ec_store.fetcher import Fetcher
 from ec_store.vllm_connector import ECStoreConnector
-from ec_store.vllm_connector.worker import Saver
+from ec_store.vllm_connector.consumer import Consumer
+from ec_store.vllm_connector.fit import Widths
+from ec_store.vllm_connector.namespace import layout_of, namespace_of
+from ec_store.vllm_connector.step import StepMetadata
+from ec_store.vllm_connector.worker import Learner, Saver, load, reader, writes
 
-TOKENS, WIDTH = 4, 8
+TOKENS, WIDTH = 4, 256
 
 
 class Pieces:
@@ -48,6 +66,10 @@ class Pieces:
                 "ec_role": "ec_both",
             },
         ).create_engine_config()
+        # As on a GPU; for CPUs vLLM has one worker in a process of its own.
+        self._config.parallel_config.distributed_executor_backend = "uni"
+
+    loader = DefaultModelLoader
 
     @property
     def engine(self) -> str:
@@ -60,6 +82,29 @@ class Pieces:
         transfer.ec_connector_extra_config = dict(options)
         return ECStoreConnector(self._config, ECConnectorRole.SCHEDULER)
 
+    def worker(self, monkeypatch: pytest.MonkeyPatch) -> ECStoreConnector:
+        """Return the connector of the only worker, of the engine that was made last."""
+        state = "vllm.distributed.parallel_state"
+        monkeypatch.setattr(f"{state}.get_tensor_model_parallel_rank", lambda: 0)
+        monkeypatch.setattr(f"{state}.get_tensor_model_parallel_world_size", lambda: 1)
+        monkeypatch.setattr(f"{state}.get_pp_group", lambda: SimpleNamespace(is_first_rank=True))
+        monkeypatch.setattr(f"{state}.get_pcp_group", lambda: SimpleNamespace(rank_in_group=0))
+        return ECStoreConnector(self._config, ECConnectorRole.WORKER)
+
+    def engine_of_one_process(
+        self, options: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> "OneProcess":
+        """Both of its connectors, and what model runner V2 calls the worker's by."""
+        scheduler = self.connector(options)
+        worker = self.worker(monkeypatch)
+        monkeypatch.setattr("vllm.v1.worker.gpu.ec_connector.get_ec_transfer", lambda: worker)
+        cache: dict[str, torch.Tensor] = {}
+        return OneProcess(scheduler, worker, cache, ActiveECConnector(self._config, cache))
+
+    @staticmethod
+    def writes() -> bool:
+        return writes()
+
     def transferring(self, connector: str, role: str, **options: Any) -> Any:
         """Configuration of an engine of its own that has one of vLLM's own connectors."""
         config = copy(self._config)
@@ -69,15 +114,114 @@ class Pieces:
         )
         return config
 
-    def saver(self, connector: ECStoreConnector, store: Any, queue_bytes: int = 10**6) -> Saver:
+    def namespace(self, generation: int = 0) -> str:
+        """What a connector of this configuration derives now."""
+        return namespace_of(self._config, generation)
+
+    def page(self, **options: Any) -> bytes:
+        """What an engine with these options has on `/metrics`."""
+        registry = CollectorRegistry()
+        kinds = {kind: partial(kind, registry=registry) for kind in (Gauge, Counter, Histogram)}
+        transfer = self._config.ec_transfer_config
+        with _changed(transfer, {"ec_connector_extra_config": {"store": "file:///", **options}}):
+            ECStoreConnector.build_prom_metrics(
+                self._config, kinds, ["model_name", "engine"], {0: ["tiny", "0"], 1: ["tiny", "1"]}
+            )
+        return generate_latest(registry)
+
+    def widths(
+        self, stated: Mapping[str, int] | None = None, measured: Mapping[str, int] | None = None
+    ) -> Widths:
+        """Of an engine of this configuration, where vLLM has measured these."""
+        with _changed(
+            self._config.ec_transfer_config, {"mm_encoder_output_widths": dict(measured or {})}
+        ):
+            return Widths(self._config, stated or {})
+
+    def consumer(self, fetcher: Fetcher, counts: Counts) -> Consumer:
+        """A scheduler's side that fetches with this fetcher."""
+        model_config = self._config.model_config
+        resolver = PlaceholderMetadataResolver(model_config)
+        return Consumer(fetcher, model_config, resolver, self.widths(), counts)
+
+    def receiver(self) -> Receiver:
+        """A scheduler's end, of the engine of the connector that was made last."""
+        return Receiver(self.engine)
+
+    def learner(self) -> Learner:
+        """A worker's, of the engine of the connector that was made last."""
+        return Learner(Sender(self.engine), Counts())
+
+    @staticmethod
+    def parsed(source: str | Path, config_format: str = "hf") -> Any:
+        """A model's configuration, as vLLM reads it."""
+        return get_config(str(source), trust_remote_code=False, config_format=config_format)
+
+    @staticmethod
+    def register_config_format(name: str, folder: Path) -> None:
+        """Have vLLM read configurations of this format from a folder, whatever the model."""
+
+        @register_config_parser(name)
+        class Parser(ConfigParserBase):  # type: ignore[misc]  # of no known type
+            def parse(self, *_: Any, **__: Any) -> tuple[dict[str, Any], Any]:
+                config = get_config(str(folder), trust_remote_code=False, config_format="hf")
+                return {}, config
+
+    @staticmethod
+    def revision(branch: str, commit: str) -> ResolvedRevision:
+        """A branch of the hub, as vLLM resolves it."""
+        return ResolvedRevision(commit, initial=branch, repo_id="some/model")
+
+    @staticmethod
+    def layout(version: str) -> int | str:
+        return layout_of(version)
+
+    def saver(
+        self,
+        connector: ECStoreConnector,
+        store: Any,
+        queue_bytes: int = 10**6,
+        namespace: str | None = None,
+    ) -> Saver:
         """A worker's, of the same engine."""
-        return Saver(store, connector.namespace, queue_bytes, Sender(self.engine), Counts())
+        written_to = namespace or connector.namespace
+        return Saver(store, written_to, queue_bytes, Sender(self.engine), Counts())
 
     @contextmanager
     def model(self, **changes: Any) -> Iterator[None]:
         """Another model, as far as the changes say."""
         with _changed(self._config.model_config, changes):
             yield
+
+    @contextmanager
+    def loading(self, **changes: Any) -> Iterator[None]:
+        """Other weights, as far as the changes of `LoadConfig` say."""
+        with _changed(self._config.load_config, changes):
+            yield
+
+    @contextmanager
+    def ranks(self, tensor: int, stages: int = 1, hosts: int = 1) -> Iterator[None]:
+        """Several workers in processes of their own."""
+        changes = {
+            "distributed_executor_backend": "mp",
+            "world_size": tensor * stages,
+            "pipeline_parallel_size": stages,
+            "nnodes": hosts,
+        }
+        with _changed(self._config.parallel_config, changes):
+            yield
+
+    @staticmethod
+    def load(loader: Loader, step: StepMetadata) -> dict[str, torch.Tensor]:
+        """What a worker has in its encoder cache after a step's loads."""
+        cache: dict[str, torch.Tensor] = {}
+        load(loader, step, cache)
+        loader.poll()
+        return cache
+
+    @staticmethod
+    def reader() -> int | None:
+        return reader()
 
     @contextmanager
     def encoder(self, **changes: Any) -> Iterator[None]:
@@ -107,9 +251,50 @@ class Pieces:
     @classmethod
     def entry(cls, fill: float = 1.0, rows: int = TOKENS) -> Entry:
         """What is stored of a tensor."""
-        raw = cls.tensor(fill, rows).view(torch.uint8).reshape(-1).numpy()
+        return cls.stored(cls.tensor(fill, rows))
+
+    @staticmethod
+    def stored(tensor: torch.Tensor) -> Entry:
+        """What is stored of any tensor."""
+        raw = tensor.reshape(-1).view(torch.uint8).numpy()
         metadata = {"image_grid_thw": [1, 1, 1]}
-        return Entry(memoryview(raw).cast("B"), "F32", (rows, WIDTH), "image", metadata)
+        dtype = DTYPES[tensor.dtype]
+        return Entry(memoryview(raw).cast("B"), dtype, tuple(tensor.shape), "image", metadata)
+
+
+@dataclass(frozen=True)
+class OneProcess:
+    """Scheduler and worker of an engine.
+
+    Attributes:
+        scheduler: the scheduler's connector.
+        worker: the worker's.
+        cache: the worker's encoder cache.
+        active: what model runner V2 calls the worker's connector by.
+    """
+
+    scheduler: ECStoreConnector
+    worker: ECStoreConnector
+    cache: dict[str, torch.Tensor]
+    active: ActiveECConnector
+
+    def scheduled(self, *requests: Request) -> Any:
+        """What vLLM's scheduler says of a step."""
+        step = SimpleNamespace(scheduled_new_reqs=requests, finished_req_ids=set())
+        step.ec_connector_metadata = self.scheduler.build_connector_meta(step)
+        return step
+
+    def step(self, *requests: Request) -> AbstractContextManager[Any]:
+        """Return the step in which requests are new; within it the model encodes."""
+        step: AbstractContextManager[Any] = self.active.maybe_get_output(self.scheduled(*requests))
+        return step
+
+    def settle(self, request: Request) -> None:
+        """Wait until a request may be scheduled."""
+        deadline = time.monotonic() + 60
+        while not self.scheduler.ensure_cache_available(request, 0):
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
 
 
 @contextmanager
@@ -117,9 +302,11 @@ def _changed(config: Any, changes: Mapping[str, Any]) -> Iterator[None]:
     before = {name: getattr(config, name) for name in changes}
     for name, value in changes.items():
         setattr(config, name, value)
-    yield
-    for name, value in before.items():
-        setattr(config, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
 
 
 def _element(*shape: int) -> MultiModalFieldElem:

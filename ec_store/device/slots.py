@@ -1,0 +1,63 @@
+"""Places in a fixed piece of memory. No I/O."""
+
+import bisect
+import threading
+from collections import deque
+
+ALIGNMENT = 4096
+"""Bytes: places begin on a page, so that no copy shares one with another."""
+
+
+class Slots:
+    """Allocator of offsets, first fit. Safe to use from many threads.
+
+    A place may be given back by a finalizer, which may run within any other call of this thread:
+    `give` takes no lock.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        """Have everything free.
+
+        Args:
+            size_bytes: size of the memory, of which whole pages are used.
+        """
+        self.size_bytes = size_bytes - size_bytes % ALIGNMENT
+        self._lock = threading.Lock()
+        self._free: list[tuple[int, int]] = [(0, self.size_bytes)] if self.size_bytes else []
+        self._taken: dict[int, int] = {}
+        self._given: deque[int] = deque()
+
+    def take(self, size_bytes: int) -> int | None:
+        """Return the offset of a place of this size; None where there is none."""
+        wanted = max(1, -(-size_bytes // ALIGNMENT)) * ALIGNMENT
+        with self._lock:
+            self._collect()
+            for index, (start, length) in enumerate(self._free):
+                if length >= wanted:
+                    rest = (start + wanted, length - wanted)
+                    self._free[index : index + 1] = [rest] if rest[1] else []
+                    self._taken[start] = wanted
+                    return start
+        return None
+
+    def give(self, offset: int) -> None:
+        """Free a place that was taken."""
+        self._given.append(offset)
+
+    def taken_bytes(self) -> int:
+        """Bytes that are taken, in whole pages."""
+        with self._lock:
+            self._collect()
+            return sum(self._taken.values())
+
+    def _collect(self) -> None:
+        while self._given:
+            start = self._given.popleft()
+            end = start + self._taken.pop(start)
+            index = bisect.bisect(self._free, (start, 0))
+            if index < len(self._free) and self._free[index][0] == end:
+                end += self._free.pop(index)[1]
+            if index and sum(self._free[index - 1]) == start:
+                index -= 1
+                start = self._free.pop(index)[0]
+            self._free.insert(index, (start, end - start))

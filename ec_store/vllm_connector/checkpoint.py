@@ -1,0 +1,225 @@
+"""Fingerprints of the weights in checkpoint files. Reads a sample of each file, never all of it."""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+WINDOW_BYTES = 4096
+"""Length of one sample."""
+
+WINDOWS = 3
+"""Samples per tensor: its first, middle and last bytes. A smaller tensor is read whole."""
+
+MANY_TENSORS = 4096
+"""Above this number of tensors, one sample per tensor is read, from its middle. Only mixtures of
+experts whose language model cannot be told from the encoder have as many."""
+
+STEP_BYTES = 4 * 1024**2
+"""Distance between two samples of a file that has no safetensors header."""
+
+TAIL_BYTES = 1024**2
+"""How much of the end of such a file is read. The files that `torch.save` writes are zip archives:
+their directory, with a CRC-32 of each tensor, is at the end."""
+
+MAX_STEPS = 4096
+"""Samples of such a file, at most."""
+
+MAX_HEADER_BYTES = 100_000_000
+"""Longest header of a safetensors file, the limit of the safetensors library."""
+
+LANGUAGE = re.compile(
+    r"(model\.|thinker\.)*"
+    r"(language_model|language|llm|text_model|lm_head|talker|token2wav|code2wav)\."
+    r"|(thinker\.)?model\.(layers|norm)\."
+)
+"""Tensors that are certainly not the encoder's: those of the language model and of what speaks.
+
+Everything else is taken for a part of the encoder. A wrong guess costs hits, never answers.
+"""
+
+MISTRAL_LANGUAGE = re.compile(r"(layers|norm|output)\.")
+"""The same in checkpoints in Mistral's own format, which have a tensor `tok_embeddings.weight`."""
+
+INPUT_EMBEDDINGS = re.compile(r"(^|\.)(embed_tokens|tok_embeddings|word_embeddings|wte)\.")
+"""Embeddings of text. Some encoder outputs contain them: those of videos with pruning in Qwen3-VL
+and Nemotron Nano VL, all of Molmo 2 and Moondream 3."""
+
+PLAIN = frozenset({"BF16", "F16", "F32", "F64", "I64", "BOOL"})
+"""Safetensors dtypes of tensors that are not quantised; I64 and BOOL are buffers."""
+
+
+class Weights(NamedTuple):
+    """What identifies the weights that encoder outputs are computed with.
+
+    Attributes:
+        digest: of names, dtypes, shapes and sampled bytes, whatever the files are called.
+        apart: whether the language model's tensors were left out.
+        plain: whether no tensor of the encoder is quantised.
+        read_bytes: how much was read.
+        reads: in how many pieces.
+    """
+
+    digest: str
+    apart: bool
+    plain: bool
+    read_bytes: int
+    reads: int
+
+
+class Tensor(NamedTuple):
+    """One tensor of a safetensors file; `begin` and `end` are bytes from the file's start."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class _File:
+    """Reads pieces of one file, and counts them."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.size = os.fstat(self._descriptor).st_size
+        self.read_bytes = 0
+        self.reads = 0
+
+    def piece(self, begin: int, end: int) -> bytes:
+        content = os.pread(self._descriptor, end - begin, begin)
+        self.read_bytes += len(content)
+        self.reads += 1
+        return content
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def fingerprint(paths: Iterable[Path]) -> Weights:
+    """Return the fingerprint of a checkpoint.
+
+    Files that end in `.safetensors` are read by tensor, others by position. Neither names nor
+    order of the files matter, so one checkpoint in two and in three shards has one fingerprint.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a file that ends in `.safetensors` has no valid header.
+    """
+    opened: list[tuple[_File, list[Tensor] | None]] = []
+    try:
+        for path in paths:
+            file = _File(path)
+            opened.append((file, None))
+            if path.suffix == ".safetensors":
+                opened[-1] = (file, _tensors(file, path))
+        return _fingerprint(opened)
+    finally:
+        for file, _ in opened:
+            file.close()
+
+
+def encoder_names(names: Iterable[str]) -> frozenset[str]:
+    """Return the names of the tensors that encoder outputs may depend on: all but `LANGUAGE`.
+
+    Returns:
+        All names where nothing but embeddings of text would remain.
+    """
+    everything = frozenset(names)
+    mistral = "tok_embeddings.weight" in everything
+    kept = frozenset(
+        name
+        for name in everything
+        if INPUT_EMBEDDINGS.search(name)
+        or not (LANGUAGE.match(name) or (mistral and MISTRAL_LANGUAGE.match(name)))
+    )
+    return kept if any(not INPUT_EMBEDDINGS.search(name) for name in kept) else everything
+
+
+def _fingerprint(opened: Sequence[tuple[_File, list[Tensor] | None]]) -> Weights:
+    names = frozenset(one.name for _, tensors in opened for one in tensors or ())
+    wanted = encoder_names(names)
+    windows = WINDOWS if len(wanted) <= MANY_TENSORS else 1
+    lines, plain = [], True
+    for file, tensors in opened:
+        if tensors is None:
+            lines.append(f"{file.size} {_sampled(file, _steps(file.size))}")
+            plain = False
+            continue
+        for one in tensors:
+            if one.name in wanted:
+                plain = plain and one.dtype in PLAIN
+                sample = _sampled(file, _windows(one.begin, one.end, windows))
+                lines.append(json.dumps([one.name, one.dtype, one.shape, sample]))
+    return Weights(
+        digest=hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest(),
+        apart=bool(names) and wanted != names,
+        plain=plain,
+        read_bytes=sum(file.read_bytes for file, _ in opened),
+        reads=sum(file.reads for file, _ in opened),
+    )
+
+
+def _sampled(file: _File, windows: Iterable[tuple[int, int]]) -> str:
+    digest = hashlib.sha256()
+    for begin, end in windows:
+        digest.update(file.piece(begin, end))
+    return digest.hexdigest()
+
+
+def _windows(begin: int, end: int, windows: int) -> Iterator[tuple[int, int]]:
+    """Yield where a tensor is sampled."""
+    length = end - begin
+    if length <= windows * WINDOW_BYTES:
+        yield begin, end
+        return
+    middle = begin + (length - WINDOW_BYTES) // 2
+    if windows == 1:
+        yield middle, middle + WINDOW_BYTES
+        return
+    yield begin, begin + WINDOW_BYTES
+    yield middle, middle + WINDOW_BYTES
+    yield end - WINDOW_BYTES, end
+
+
+def _steps(size: int) -> Iterator[tuple[int, int]]:
+    """Yield where a file without a safetensors header is sampled."""
+    step = max(STEP_BYTES, size // MAX_STEPS)
+    for begin in range(0, max(size - TAIL_BYTES, 0), step):
+        yield begin, min(begin + WINDOW_BYTES, size)
+    yield max(size - TAIL_BYTES, 0), size
+
+
+def _tensors(file: _File, path: Path) -> list[Tensor]:
+    """Return the tensors of a safetensors file, by its header.
+
+    Raises:
+        ValueError: the header is not valid.
+    """
+    length = int.from_bytes(file.piece(0, 8), "little")
+    if not 0 < length <= min(MAX_HEADER_BYTES, file.size - 8):
+        raise ValueError(f"{path} is not a safetensors file")
+    try:
+        header = json.loads(file.piece(8, 8 + length))
+        found = [
+            _tensor(name, entry, 8 + length, file.size)
+            for name, entry in header.items()
+            if name != "__metadata__"
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"the header of {path} cannot be read: {error!r}") from error
+    return found
+
+
+def _tensor(name: str, entry: dict[str, Any], payload: int, size: int) -> Tensor:
+    match entry:
+        case {
+            "dtype": str(dtype),
+            "shape": [*shape],
+            "data_offsets": [int(begin), int(end)],
+        } if 0 <= begin <= end <= size - payload:
+            return Tensor(name, dtype, tuple(shape), payload + begin, payload + end)
+    raise ValueError(f"{name} is not described")

@@ -1,0 +1,140 @@
+"""What an entry must be to be loaded: its dtype, its rows, and its columns.
+
+vLLM merges encoder outputs into the embeddings of a step. A tensor of another shape there raises
+in the worker, which ends the engine, and so does one that is absent after the scheduler has planned
+with it. So everything is settled in the scheduler's process before a step is built.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ec_store.entry import Entry
+
+logger = logging.getLogger("vllm.ec_store")
+
+LEVELS = "deepstack_visual_indexes"
+"""Key of a vision configuration: each layer that it names adds one width to the last dimension."""
+
+POSITION_COLUMNS = {"qwen2_5_vl": 4, "qwen3_vl": 5, "qwen3_vl_moe": 5}
+"""Columns that a model appends to pictures and videos if it prunes videos, by model type."""
+
+MODALITIES = ("image", "audio", "video")
+VISUAL = frozenset({"image", "video"})
+
+
+class Expected(NamedTuple):
+    """What the model takes for one item.
+
+    Attributes:
+        dtype: as `Entry.dtype`.
+        rows: the item's tokens.
+        columns: None where it is not known.
+    """
+
+    dtype: str
+    rows: int
+    columns: int | None
+
+
+class Misfit(NamedTuple):
+    """Why an entry is not loaded.
+
+    Attributes:
+        kind: `dtype`, `dimensions`, `rows` or `columns`.
+        found: what the entry has.
+        expected: what the model takes.
+    """
+
+    kind: str
+    found: object
+    expected: object
+
+
+def misfit(entry: Entry, expected: Expected) -> Misfit | None:
+    """Return why an entry is not loaded; None where it fits."""
+    if entry.dtype != expected.dtype:
+        return Misfit("dtype", entry.dtype, expected.dtype)
+    if len(entry.shape) != 2:  # noqa: PLR2004 - rows and columns
+        return Misfit("dimensions", len(entry.shape), 2)
+    rows, columns = entry.shape
+    if rows != expected.rows:
+        return Misfit("rows", rows, expected.rows)
+    if columns != expected.columns:
+        return Misfit("columns", columns, expected.columns or "unknown")
+    return None
+
+
+class Widths:
+    """Columns of the model's encoder outputs, by modality.
+
+    In this order: what the operator has stated, what vLLM has measured (it encodes a dummy item of
+    each modality when a producer starts), what this engine's workers have seen when they encoded an
+    item, and what follows from the model's configuration.
+    """
+
+    def __init__(self, vllm_config: Any, stated: Mapping[str, int]) -> None:
+        """Take what is known at the start.
+
+        Args:
+            vllm_config: vLLM's configuration of this engine.
+            stated: columns by modality, from the operator.
+        """
+        measured: Mapping[str, int] = vllm_config.ec_transfer_config.mm_encoder_output_widths
+        self._known = {**measured, **stated}
+        self._derived = {one: derived_columns(vllm_config.model_config, one) for one in MODALITIES}
+
+    def columns(self, modality: str) -> int | None:
+        """Return the columns of an encoder output; None where they are not known."""
+        return self._known.get(modality) or self._derived.get(modality)
+
+    def is_derived(self, modality: str) -> bool:
+        """Whether a worker should tell what it sees."""
+        return modality not in self._known
+
+    def learn(self, modality: str, columns: int) -> None:
+        """Take what a worker has seen. The first word counts."""
+        if modality in self._known:
+            return
+        before = self.columns(modality)
+        self._known[modality] = columns
+        if before != columns:
+            logger.info(
+                "encoder outputs of modality %s have %d columns, not %s as derived from the "
+                "configuration; entries of that width are loaded from now on",
+                modality,
+                columns,
+                before or "an unknown number",
+            )
+
+
+def derived_columns(model_config: Any, modality: str) -> int | None:
+    """Return the columns that follow from the configuration; None where it does not say.
+
+    Most encoders end in the width of the language model's embeddings. DeepStack models concatenate
+    one such width for each level. Video pruning appends columns with positions.
+
+    Args:
+        model_config: vLLM's `ModelConfig`.
+        modality: of the item.
+    """
+    width: int = model_config.get_inputs_embeds_size()
+    visual = modality in VISUAL
+    extra: int | None = 0
+    multimodal = model_config.multimodal_config
+    if visual and multimodal is not None and multimodal.is_multimodal_pruning_enabled():
+        extra = POSITION_COLUMNS.get(model_config.hf_config.model_type)
+    levels = list(_deepstack(model_config.hf_config.to_dict()))
+    if extra is None or len(levels) > 1 or any(name != LEVELS for name, _ in levels):
+        return None
+    stacked = sum(len(layers) for _, layers in levels) if visual else 0
+    return width * (1 + stacked) + extra
+
+
+def _deepstack(config: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[Any]]]:
+    """Yield all keys about DeepStack that have a value, at any depth."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _deepstack(value)
+        elif "deepstack" in str(name) and value:
+            yield str(name), value if isinstance(value, list | tuple) else [value]

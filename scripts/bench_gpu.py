@@ -1,0 +1,171 @@
+#!/usr/bin/env python
+"""Entries from the device to a store and back, beside plain copies to and from pinned memory.
+
+    python scripts/bench_gpu.py [--store file:///dev/shm/bench?max_bytes=8GiB]
+
+Needs PyTorch with CUDA, numpy and this repository. Where the packages of a real store are missing
+(orjson, xxhash, redis), or without `--store`, files on /dev/shm take its place, without checksums.
+Every figure is the median of its rounds, the ways in turns.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from ec_store.device.copies import HostCopies, pinned
+from ec_store.device.loads import Loader
+from ec_store.device.region import Region
+
+SIZES_MB = (1, 8, 64)
+
+
+class Kept(Protocol):
+    """What entries are written to and read from."""
+
+    def put(self, name: str, data: memoryview) -> None:
+        """Write an entry."""
+
+    def get(self, name: str) -> memoryview:
+        """Read one."""
+
+
+class Folder:
+    """Files, without checksums; memory to read into is used again."""
+
+    def __init__(self, path: Path) -> None:
+        """Write there."""
+        self._path = path
+        self._memory: dict[str, memoryview] = {}
+
+    def put(self, name: str, data: memoryview) -> None:
+        """Write a file in one go, and rename it."""
+        with (self._path / "new").open("wb", buffering=0) as file:
+            file.write(data)
+        (self._path / "new").rename(self._path / name)
+
+    def get(self, name: str) -> memoryview:
+        """Read a whole file."""
+        path = self._path / name
+        into = self._memory.setdefault(name, memoryview(bytearray(path.stat().st_size)))
+        with path.open("rb", buffering=0) as file:
+            file.readinto(into)
+        return into
+
+
+class RealStore:
+    """A store of this package."""
+
+    def __init__(self, url: str) -> None:
+        """Open it."""
+        import ec_store  # noqa: PLC0415 - its packages may be missing
+
+        self._package, self._store = ec_store, ec_store.open_store(url)
+
+    def put(self, name: str, data: memoryview) -> None:
+        """Write an entry of this name anew."""
+        key = self._package.EntryKey("bench", name)
+        self._store.delete([key])
+        self._store.put(key, self._package.Entry(data, "BF16", (data.nbytes // 2,), "image"))
+
+    def get(self, name: str) -> memoryview:
+        """Read and verify it."""
+        entry = self._store.get(self._package.EntryKey("bench", name))
+        if entry is None:
+            raise LookupError(name)
+        return entry.data
+
+
+def main() -> int:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--store", help="URL of a store")
+    parser.add_argument("--rounds", type=int, default=30)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("skipped: PyTorch finds no CUDA device")
+        return 0
+    with ExitStack() as running:
+        kept: Kept
+        if args.store:
+            kept = RealStore(args.store)
+        else:
+            folder = running.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm"))
+            kept = Folder(Path(folder))
+        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {os.cpu_count()} cores,")
+        print(f"{args.store or 'files on /dev/shm'}, medians of {args.rounds} rounds, GB/s\n")
+        names = ["D2H pinned", "D2H ring", "device to store", "H2D pinned", "H2D region"]
+        names += ["store to device"]
+        print(f"| entry | {' | '.join(names)} |\n| --- |{' --- |' * len(names)}")
+        for size_mb in SIZES_MB:
+            size = size_mb * 10**6
+            taken = _measure(size, kept, args.rounds)
+            speeds = [f"{size / statistics.median(taken[name]) / 1e9:.1f}" for name in names]
+            print(f"| {size_mb} MB | {' | '.join(speeds)} |")
+    return 0
+
+
+def _measure(size: int, kept: Kept, rounds: int) -> dict[str, list[float]]:
+    tensor = torch.randn(size // 2, device="cuda", dtype=torch.bfloat16)
+    plain = pinned(size)
+    ring, region, loader = HostCopies(4 * size), Region(4 * size, 1), Loader(0)
+    loader.share(region.shared())
+    while not region.is_mapped():
+        time.sleep(0.01)
+
+    def copied() -> Any:
+        wait = ring.start(tensor)
+        if wait is None:
+            raise RuntimeError("the ring is full")
+        return wait()
+
+    def store() -> None:
+        kept.put(str(size), memoryview(copied().view(torch.uint8).numpy()))
+
+    def placed(data: memoryview) -> None:
+        view = region.place(data)
+        place = None if view is None else region.find(view)
+        if view is None or place is None:
+            raise RuntimeError("the region is full")
+        region.send([view])
+        loader.load(place, "BF16", (size // 2,))
+        loader.finish(region.shared().number)
+        torch.cuda.synchronize()
+        loader.poll()
+
+    source = np.ones(size, np.uint8).data
+    device = tensor.view(torch.uint8)
+    ways: dict[str, Callable[[], object]] = {
+        "D2H pinned": lambda: plain.copy_(device, non_blocking=True),
+        "D2H ring": copied,
+        "device to store": store,
+        "H2D pinned": lambda: device.copy_(plain, non_blocking=True),
+        "H2D region": lambda: placed(source),
+        "store to device": lambda: placed(kept.get(str(size))),
+    }
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(rounds + 3):
+        for name, way in ways.items():
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            way()
+            torch.cuda.synchronize()
+            if turn >= 3:  # noqa: PLR2004 - the first ones allocate
+                taken[name].append(time.perf_counter() - started)
+    ring.close()
+    region.close()
+    return taken
+
+
+if __name__ == "__main__":
+    sys.exit(main())

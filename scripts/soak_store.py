@@ -1,0 +1,175 @@
+"""Write to and read from a small store with many processes, and check all that is read.
+
+    .venv/bin/python scripts/soak_store.py 'file:///dev/shm/soak?max_bytes=256MiB' --seconds 600
+
+The entries come from a pool that is ten times the size of the store (`--pool-bytes`), so that most
+writes have to make room. What an entry holds follows from its key: a reader knows what is right.
+For Redis set `maxmemory` and `maxmemory-policy allkeys-lru` on the server before.
+"""
+
+import argparse
+import multiprocessing
+import os
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from urllib.parse import urlsplit
+
+from ec_store import Entry, EntryKey, EntryTooLarge, Store, StoreUnavailable, open_store
+from ec_store.config import size_bytes, size_text
+
+FORK = multiprocessing.get_context("fork")
+NAMESPACE = "soak"
+WIDTH = 2048
+ITEM_BYTES = 2
+ROWS = (64, 1024)
+"""Least and most rows of an entry: 0.25 to 4 MiB."""
+
+
+@dataclass(slots=True)
+class Done:
+    """What one process has done.
+
+    Attributes:
+        counts: of calls, by what came of them.
+        bytes: that were written or read.
+        times_s: of calls that wrote or read.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    bytes: int = 0
+    times_s: list[float] = field(default_factory=list)
+
+
+def main() -> None:
+    """Print figures; exit with 1 where something wrong was read or the quota was not kept."""
+    args = _arguments()
+    with open_store(args.url) as store:
+        print(f"{args.writers} writers, {args.readers} readers, {args.seconds:g} s, {args.url}")
+    mean = WIDTH * ITEM_BYTES * sum(ROWS) // 2
+    pool = args.pool_bytes // mean
+    pipes = []
+    for number in range(args.writers + args.readers):
+        ours, theirs = FORK.Pipe(duplex=False)
+        its = (number < args.writers, args.url, number, pool, args.seconds, theirs)
+        FORK.Process(target=_work, args=its, daemon=True).start()
+        theirs.close()
+        pipes.append(ours)
+    most = _watch(args.url, args.seconds)
+    done = [pipe.recv() for pipe in pipes]
+    written, read = _sum(done[: args.writers]), _sum(done[args.writers :])
+    for name, one in (("put", written), ("get", read)):
+        print(f"{name}: {dict(one.counts)}, {size_text(one.bytes)}, {_times(one.times_s)}")
+    with open_store(args.url) as store:
+        problems = [row.problem for row in store.verify() if row.problem]
+        stats = store.stats()
+    print(f"most bytes seen: {size_text(most)} of {size_text(stats.max_bytes or 0)}")
+    print(f"entries found corrupt in the end: {len(problems)}")
+    # Redis counts the buffers of its clients as well.
+    over = args.url.startswith("file:") and most > (stats.max_bytes or 0)
+    sys.exit(1 if problems or over or read.counts["wrong"] or written.counts["error"] else 0)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("url", help="of the store, with its quota")
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--writers", type=int, default=16)
+    parser.add_argument("--readers", type=int, default=16)
+    parser.add_argument(
+        "--pool-bytes", type=size_bytes, default=size_bytes("2560MiB"), help="of all entries"
+    )
+    return parser.parse_args()
+
+
+def _work(write: bool, url: str, seed: int, pool: int, seconds: float, pipe: Connection) -> None:  # noqa: PLR0913, PLR0917
+    """Write or read random entries of the pool; runs in a process of its own."""
+    draw, done = random.Random(seed), Done()  # noqa: S311 - no secret
+    until_s = time.monotonic() + seconds
+    with open_store(url) as store:
+        while time.monotonic() < until_s:
+            name = draw.randrange(pool)
+            entry = _entry(name)
+            key = EntryKey(NAMESPACE, str(name))
+            began_s = time.perf_counter()
+            try:
+                came = _put(store, key, entry) if write else _get(store, key, entry)
+            except StoreUnavailable:
+                came = "dropped"
+            except (EntryTooLarge, OSError, ValueError) as error:
+                print(f"{type(error).__name__}: {error}", file=sys.stderr)
+                came = "error"
+            done.counts[came] += 1
+            if came in {"written", "found"}:
+                done.times_s.append(time.perf_counter() - began_s)
+                done.bytes += entry.data.nbytes
+    pipe.send(done)
+
+
+def _put(store: Store, key: EntryKey, entry: Entry) -> str:
+    return "written" if store.put(key, entry) else "there already"
+
+
+def _get(store: Store, key: EntryKey, right: Entry) -> str:
+    found = store.get(key)
+    if found is None:
+        return "missing"
+    return "found" if found.data == right.data and found.shape == right.shape else "wrong"
+
+
+def _entry(name: int) -> Entry:
+    """Return the entry that a name stands for: of another size and content than most others."""
+    rows = random.Random(name).randint(*ROWS)  # noqa: S311 - no secret
+    row = name.to_bytes(8, "little") * (WIDTH * ITEM_BYTES // 8)
+    return Entry(memoryview(row * rows), "BF16", (rows, WIDTH), "image", {})
+
+
+def _watch(url: str, seconds: float) -> int:
+    """Return the most bytes that the store took, looked at each second.
+
+    Of a directory these are the blocks of its files: the store's own figure has what writers have
+    announced as well, before they make room for it.
+    """
+    most, until_s = 0, time.monotonic() + seconds
+    parts = urlsplit(url)
+    with open_store(url) as store:
+        while time.monotonic() < until_s:
+            time.sleep(1)
+            taken = _taken(parts.path) if parts.scheme == "file" else store.stats().bytes
+            most = max(most, taken or 0)
+    return most
+
+
+def _taken(folder: str) -> int:
+    taken = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                taken += os.lstat(os.path.join(root, name)).st_blocks * 512  # noqa: PTH118
+    return taken
+
+
+def _sum(parts: Sequence[Done]) -> Done:
+    whole = Done()
+    for part in parts:
+        whole.counts.update(part.counts)
+        whole.bytes += part.bytes
+        whole.times_s += part.times_s
+    return whole
+
+
+def _times(times_s: list[float]) -> str:
+    if len(times_s) < 2:  # noqa: PLR2004
+        return "no times"
+    parts = statistics.quantiles(times_s, n=100)
+    return f"median {parts[49] * 1000:.1f} ms, 99th percentile {parts[98] * 1000:.1f} ms"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""Memory that a scheduler's process shares with its workers."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed: scripts/test.sh does it")
+
+from ec_store.device import region as region_module  # noqa: E402 - only with torch
+from ec_store.device.loads import Loader  # noqa: E402
+from ec_store.device.region import (  # noqa: E402
+    HEADER_BYTES,
+    MAX_READERS,
+    Place,
+    Region,
+    RegionReader,
+)
+from ec_store.device.slots import ALIGNMENT  # noqa: E402
+from tests.fake_accelerator import FakeAccelerator, until  # noqa: E402
+
+DATA = memoryview(bytes(range(256)) * 64)
+SIZE = DATA.nbytes
+assert SIZE % ALIGNMENT == 0
+
+
+def sent(region: Region, data: memoryview = DATA) -> Place:
+    """Put bytes into a step that is sent, and forget them."""
+    view = region.place(data)
+    assert view is not None
+    place = region.find(view)
+    assert place is not None
+    region.send([view])
+    return place
+
+
+def test_every_worker_reads_what_was_put_there() -> None:
+    region = Region(4 * SIZE, 2)
+    readers = [RegionReader(region.shared().handle, number) for number in range(2)]
+    place = sent(region)
+
+    assert [bytes(reader.view(place).numpy()) for reader in readers] == [bytes(DATA)] * 2
+    region.close()
+
+
+def test_a_place_is_free_when_all_workers_have_read_its_step_and_it_is_forgotten() -> None:
+    region = Region(4 * SIZE, 2)
+    first, second = (RegionReader(region.shared().handle, number) for number in range(2))
+    kept = region.place(DATA)
+    assert kept is not None
+    region.send([kept])
+    sent(region)
+    taken = []
+    for reader, number in ((first, 1), (first, 2), (second, 1), (second, 2)):
+        reader.has_read(number)
+        taken.append(region.taken_bytes() // SIZE)
+    del kept
+
+    assert taken == [2, 2, 2, 1]
+    assert region.taken_bytes() == 0
+    region.close()
+
+
+def test_an_entry_that_two_steps_load_stays_until_the_second_is_read() -> None:
+    region = Region(2 * SIZE, 1)
+    reader = RegionReader(region.shared().handle, 0)
+    view = region.place(DATA)
+    assert view is not None
+    region.send([view])
+    region.send([view])
+    del view
+    reader.has_read(1)
+    assert region.taken_bytes() == SIZE
+    reader.has_read(2)
+
+    assert region.taken_bytes() == 0
+    region.close()
+
+
+def test_steps_refer_to_it_once_all_workers_have_mapped_it() -> None:
+    region = Region(SIZE, 2)
+    mapped = [region.is_mapped()]
+    for number in range(2):
+        RegionReader(region.shared().handle, number).has_read(0)
+        mapped.append(region.is_mapped())
+
+    assert mapped == [False, False, True]
+    region.close()
+
+
+def test_what_does_not_fit_is_not_placed() -> None:
+    region = Region(2 * SIZE, 1)
+    views = [region.place(DATA) for _ in range(3)]
+
+    assert [view is not None for view in views] == [True, True, False]
+    assert region.place(memoryview(b"")) is None
+    assert region.find(DATA) is None
+    region.close()
+
+
+def test_pages_are_allocated_when_it_is_made() -> None:
+    region = Region(2**22, 1)
+    path = region.shared().handle.path
+
+    assert Path(path).stat().st_blocks * 512 >= 2**22 + HEADER_BYTES
+    region.close()
+
+
+def test_without_memory_it_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - descriptors, of which one is its own
+    with pytest.raises(OSError, match="No space left"):
+        Region(SIZE, 1)
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+
+@pytest.mark.parametrize("readers", [0, MAX_READERS + 1])
+def test_readers_have_bounds(readers: int) -> None:
+    with pytest.raises(ValueError, match="readers"):
+        Region(SIZE, readers)
+
+
+def test_the_last_reader_has_a_word_of_its_own() -> None:
+    region = Region(SIZE, MAX_READERS)
+    RegionReader(region.shared().handle, MAX_READERS - 1).has_read(0)
+    place = sent(region)
+
+    assert bytes(RegionReader(region.shared().handle, 0).view(place).numpy()) == bytes(DATA)
+    region.close()
+
+
+def test_memory_of_another_process_is_not_mapped() -> None:
+    """In another PID namespace the path may be of any file."""
+    region, other = Region(SIZE, 1), Region(SIZE, 1)
+    handle = region.shared().handle
+    with pytest.raises(OSError, match="another file"):
+        RegionReader(handle._replace(path=other.shared().handle.path), 0)
+    with pytest.raises(OSError, match="another file"):
+        RegionReader(handle._replace(size_bytes=1), 0)
+    region.close()
+    other.close()
+    with pytest.raises(OSError, match="No such file"):
+        RegionReader(handle, 0)
+
+
+KILLED = """
+import os, signal, sys
+from ec_store.device.region import Region
+region = Region(2**20, 1)
+view = region.place(memoryview(b"x" * 100))
+path, size, token = region.shared().handle
+print(path, size, token.hex(), *region.find(view), flush=True)
+sys.stdin.readline()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_it_outlives_a_scheduler_that_is_killed_and_leaves_nothing_behind() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin
+        assert process.stdout
+        path, size, token, offset, length = process.stdout.readline().split()
+        handle = region_module.Handle(path, int(size), bytes.fromhex(token))
+        reader = RegionReader(handle, 0)
+        maps = Path(f"/proc/{process.pid}/maps").read_text()
+        process.communicate("\n")
+    assert process.returncode == -9
+
+    assert bytes(reader.view(Place(int(offset), int(length))).numpy()) == b"x" * 100
+    # Memory without a name in any directory: it ends with its last user.
+    assert "/memfd:ec-store (deleted)" in maps
+    assert "/dev/shm/" not in maps  # noqa: S108
+
+
+def test_it_is_registered_once_and_each_entry_is_loaded_from_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    registered: list[Any] = []
+    monkeypatch.setattr(region_module, "register", registered.append)
+    region = Region(8 * SIZE, 1)
+    loader = Loader(0)
+    for _ in range(3):
+        loader.share(region.shared())
+    until(region.is_mapped)
+    loaded = []
+    for _ in range(3):
+        loaded.append(loader.load(sent(region), "F32", (16, SIZE // 64)))
+        loader.finish(region.shared().number)
+    loader.poll()
+
+    assert len(registered) == 1
+    assert registered[0].nbytes == 8 * SIZE + HEADER_BYTES
+    assert [bytes(one.reshape(-1).view(torch.uint8).numpy()) for one in loaded] == [bytes(DATA)] * 3
+    assert region.taken_bytes() == 0
+    region.close()
+
+
+def test_a_worker_that_cannot_map_it_warns_once_and_loads_what_a_step_brings(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    region = Region(SIZE, 1)
+    region.close()
+    loader = Loader(7)
+    for _ in range(3):
+        loader.share(region.shared())
+    until(lambda: caplog.records)
+    loader.finish(1)
+
+    assert loader.load(torch.zeros(8, dtype=torch.uint8), "F32", (1, 2)).equal(torch.zeros(1, 2))
+    [record] = caplog.records
+    assert "worker 7" in record.getMessage()
+    assert not region.is_mapped()
+
+
+def test_a_place_stays_until_the_device_has_copied_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    region = Region(2 * SIZE, 1)
+    loader = Loader(0)
+    loader.share(region.shared())
+    until(region.is_mapped)
+    fake = FakeAccelerator(monkeypatch)
+    device = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: device)
+    sent(region)
+    loader.finish(region.shared().number)
+    loader.finish(region.shared().number)
+    loader.poll()
+    assert region.taken_bytes() == SIZE
+
+    fake.current_stream(device).run()
+    loader.poll()
+    assert region.taken_bytes() == 0
+    region.close()

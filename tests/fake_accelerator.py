@@ -1,0 +1,162 @@
+"""`torch.accelerator` with several devices, whose streams work only when they are waited for.
+
+So work runs as late as the code under test allows: a copy that waits for no event finds memory that
+nothing was written to, and memory that is read too early has not been copied to.
+"""
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, Self
+
+import pytest
+import torch
+
+Work = Callable[[], object]
+
+
+class FakeStream:
+    """A queue of work; `with` makes it the current one of this thread."""
+
+    def __init__(self, fake: "FakeAccelerator", device: torch.device) -> None:
+        self.fake = fake
+        self.device = device
+        self._work: list[Work] = []
+        self._before: list[tuple[FakeStream | None, int]] = []
+
+    def add(self, work: Work) -> None:
+        self._work.append(work)
+
+    def wait_event(self, event: "FakeEvent") -> None:
+        self.fake.log.append("wait")
+        self.add(event.run)
+
+    def run(self, until: Work | None = None) -> None:
+        with self.fake.lock:
+            while self._work:
+                work = self._work.pop(0)
+                work()
+                if work == until:
+                    return
+
+    def __enter__(self) -> Self:
+        self._before.append((self.fake.current(), self.fake.index()))
+        self.fake.set_device_index(self.device.index)
+        self.fake.thread.stream = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        stream, index = self._before.pop()
+        self.fake.thread.stream = stream
+        self.fake.set_device_index(index)  # as PyTorch does, whatever the device was before
+
+
+class FakeEvent:
+    """Fires when its stream has come to where it was recorded."""
+
+    def __init__(self, fake: "FakeAccelerator", device: torch.device) -> None:
+        self.fake = fake
+        self.device = device
+        self.fired = False
+        self._stream: FakeStream | None = None
+
+    def record(self, stream: FakeStream | None = None) -> None:
+        self._stream = stream or self.fake.current_stream(self.device)
+        self._stream.add(self._fire)
+
+    def run(self) -> None:
+        if self._stream is not None and not self.fired:
+            self._stream.run(self._fire)
+
+    def synchronize(self) -> None:
+        self.fake.log.append("synchronize")
+        self.run()
+        assert self.fired
+
+    def query(self) -> bool:
+        return self.fired
+
+    def _fire(self) -> None:
+        self.fired = True
+
+
+class FakeTensor:
+    """A tensor on a fake device: what torch's own `copy_` meets is put into the current stream."""
+
+    def __init__(self, fake: "FakeAccelerator", data: torch.Tensor, device: torch.device) -> None:
+        self.fake = fake
+        self.data = data
+        self.device = device
+        self.dtype, self.shape, self.nbytes = data.dtype, data.shape, data.nbytes
+
+    def detach(self) -> "FakeTensor":
+        return self
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, _types: Any, args: tuple[Any, ...], _kwargs: Any = None
+    ) -> Any:
+        assert function is torch.Tensor.copy_, function
+        host, source = args
+        kept = weakref.ref(source)
+
+        def copied() -> None:
+            alive = kept()
+            assert alive is not None, "the tensor was released before it was copied"
+            host.copy_(alive.data)
+
+        source.fake.current_stream(source.device).add(copied)
+        return host
+
+
+class FakeAccelerator:
+    """Puts itself in the place of torch's.
+
+    Attributes:
+        contexts: devices that were made current, which takes some of their memory.
+        log: waits, in order.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.lock = threading.RLock()
+        self.thread = threading.local()
+        self.contexts: set[int] = set()
+        self.log: list[str] = []
+        self._default: dict[int, FakeStream] = {}
+        monkeypatch.setattr(torch, "Stream", lambda device: FakeStream(self, device))
+        monkeypatch.setattr(torch, "Event", lambda device: FakeEvent(self, device))
+        monkeypatch.setattr(torch.accelerator, "current_stream", self.current_stream)
+        monkeypatch.setattr(torch.accelerator, "set_device_index", self.set_device_index)
+
+    def index(self) -> int:
+        """Device of this thread: 0 until another one is set."""
+        return int(getattr(self.thread, "index", 0))
+
+    def current(self) -> FakeStream | None:
+        return getattr(self.thread, "stream", None)
+
+    def set_device_index(self, index: int) -> None:
+        self.contexts.add(index)
+        self.thread.index = index
+
+    def current_stream(self, device: torch.device) -> FakeStream:
+        current = self.current()
+        if current is not None and current.device == device:
+            return current
+        return self._default.setdefault(device.index, FakeStream(self, device))
+
+    def tensor(self, values: torch.Tensor, index: int = 1) -> FakeTensor:
+        """A tensor that work in its device's stream makes, which has not been done yet."""
+        device = torch.device("cuda", index)
+        tensor = FakeTensor(self, torch.full_like(values, -1), device)
+        data = tensor.data
+        self.current_stream(device).add(lambda: data.copy_(values))
+        return tensor
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)

@@ -1,0 +1,201 @@
+"""Copies between a real device and host memory; their order is tested on a fake one as well."""
+
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from ec_store.device import region as region_module  # noqa: E402 - only with torch
+from ec_store.device.copies import HostCopies, pinned  # noqa: E402
+from ec_store.device.loads import Loader  # noqa: E402
+from ec_store.device.region import Region  # noqa: E402
+from ec_store.device.tensors import to_device  # noqa: E402
+
+MIB = 2**20
+LONG = 200_000_000
+"""Cycles of a device that computes: some 0.1 s."""
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def bytes_of(values: Any) -> memoryview:
+    """The bytes of a tensor in host memory."""
+    return memoryview(values.reshape(-1).view(torch.uint8).numpy())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_copies_are_right_while_streams_compute(dtype: str) -> None:
+    ring = HostCopies(64 * MIB)
+    other = torch.cuda.Stream()
+    waiting, expected = [], []
+    for number in range(8):
+        with torch.cuda.stream(other):
+            torch.cuda._sleep(LONG // 4)  # noqa: SLF001 - what PyTorch's own tests use
+        tensor = torch.zeros(1024, 1024, device="cuda", dtype=getattr(torch, dtype))
+        torch.cuda._sleep(LONG)  # noqa: SLF001
+        tensor += number + 1
+        waiting.append(ring.start(tensor))
+        expected.append(torch.full((1024, 1024), number + 1, dtype=tensor.dtype))
+        del tensor
+        torch.empty(1024, 1024, device="cuda", dtype=getattr(torch, dtype)).fill_(-1)
+
+    assert [wait().equal(one) for wait, one in zip(waiting, expected, strict=True) if wait] == [
+        True
+    ] * 8
+    ring.close()
+
+
+def test_a_part_of_a_batch_is_copied_contiguously() -> None:
+    ring = HostCopies(64 * MIB)
+    batch = torch.arange(4096, device="cuda", dtype=torch.float32).reshape(64, 64)
+    wait = ring.start(batch[8:16, ::2])
+    assert wait
+    host = wait()
+
+    assert host.is_contiguous()
+    assert host.equal(batch[8:16, ::2].cpu())
+    ring.close()
+
+
+def test_a_copy_is_made_after_the_work_queued_before_it_and_holds_nobody_up() -> None:
+    ring = HostCopies(64 * MIB)
+    warm = ring.start(torch.zeros(8, device="cuda"))
+    assert warm
+    warm()
+    tensor = torch.zeros(MIB, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)  # noqa: SLF001
+    made = torch.cuda.Event()
+    tensor += 1
+    made.record()
+    wait = ring.start(tensor)
+    started_before_it_was_made = not made.query()
+    assert wait
+    host = wait()
+
+    assert started_before_it_was_made
+    assert made.query()
+    assert host.eq(1).all()
+    ring.close()
+
+
+def test_device_memory_is_free_while_copies_wait() -> None:
+    ring = HostCopies(128 * MIB)
+    before = torch.cuda.memory_allocated()
+    waiting = []
+    for _ in range(16):
+        tensor = torch.ones(2 * MIB, device="cuda")
+        waiting.append(ring.start(tensor))
+        del tensor
+    until(lambda: torch.cuda.memory_allocated() <= before)
+
+    assert all(wait and wait().eq(1).all() for wait in waiting)
+    ring.close()
+
+
+def test_copies_are_in_pinned_memory() -> None:
+    ring = HostCopies(4 * MIB)
+    wait = ring.start(torch.ones(MIB // 4, device="cuda"))
+    assert wait
+    assert wait().is_pinned()
+    assert pinned(16).is_pinned()
+    ring.close()
+
+
+@pytest.mark.parametrize("ready_made", [False, True], ids=["pageable", "pinned"])
+def test_entries_are_put_on_the_device(ready_made: bool) -> None:
+    values = torch.randn(256, 1024)
+    raw = values.reshape(-1).view(torch.uint8)
+    placed = to_device(raw.pin_memory() if ready_made else raw, "F32", (256, 1024))
+
+    assert placed.is_cuda
+    assert placed.cpu().equal(values)
+
+
+def test_the_region_is_registered_once_and_copied_from_directly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[int] = []
+    cudart = torch.cuda.cudart()
+
+    def register(address: int, size: int, flags: int) -> object:
+        calls.append(size)
+        return cudart.cudaHostRegister(address, size, flags)
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
+    region, loader = Region(64 * MIB, 1), Loader(0)
+    for _ in range(3):
+        loader.share(region.shared())
+    until(region.is_mapped)
+    reader = loader._reader  # noqa: SLF001
+    assert reader is not None
+    assert reader.registered
+    values = torch.randn(1024, 1024)
+    for _ in range(40):  # more than the region holds at once
+        view = region.place(bytes_of(values))
+        assert view is not None
+        place = region.find(view)
+        assert place is not None
+        assert reader.view(place).is_pinned()
+        region.send([view])
+        del view
+        placed = loader.load(place, "F32", (1024, 1024))
+        loader.finish(region.shared().number)
+        assert placed.cpu().equal(values)
+        loader.poll()
+
+    assert calls == [region.shared().handle.size_bytes]
+    region.close()
+
+
+def test_a_place_stays_until_the_device_has_copied_from_it() -> None:
+    region, loader = Region(64 * MIB, 1), Loader(0)
+    loader.share(region.shared())
+    until(region.is_mapped)
+    view = region.place(bytes_of(torch.ones(MIB)))
+    assert view is not None
+    place = region.find(view)
+    assert place is not None
+    region.send([view])
+    del view
+    torch.cuda._sleep(LONG)  # noqa: SLF001
+    placed = loader.load(place, "F32", (MIB,))
+    loader.finish(region.shared().number)
+    loader.poll()
+    taken = region.taken_bytes()
+    torch.cuda.synchronize()
+    loader.poll()
+
+    assert taken == 4 * MIB
+    assert region.taken_bytes() == 0
+    assert placed.eq(1).all()
+    region.close()
+
+
+def test_a_refused_registration_is_no_error_of_later_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(*_: object) -> int:
+        return 2
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=refused))
+    assert not region_module.register(torch.zeros(4096, dtype=torch.uint8))
+    region, loader = Region(4 * MIB, 1), Loader(0)
+    loader.share(region.shared())
+    until(region.is_mapped)
+    view = region.place(bytes_of(torch.ones(1024)))
+    assert view is not None
+    place = region.find(view)
+    assert place is not None
+
+    assert loader.load(place, "F32", (1024,)).eq(1).all()
+    region.close()

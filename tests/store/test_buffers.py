@@ -1,0 +1,134 @@
+"""Buffers and the budget: what is mapped stays close to what is in use, whatever the sizes."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from ec_store import Entry, EntryKey, open_store
+from ec_store.buffers import UNUSED_BYTES, Buffers
+from ec_store.fetch_queue import Want
+from ec_store.fetcher import Fetcher, State
+from ec_store.memory import LARGE_BYTES, OVERHEAD_BYTES, buffer_bytes, entry_bytes
+from ec_store.shared_disk import SharedDiskStore
+from tests.store.entries import entry
+
+MIB = 2**20
+PAGE = 2 * MIB
+WITHIN_S = 30.0
+
+
+def mapped_bytes(buffers: Buffers) -> int:
+    return sum(map(len, buffers._lent))  # noqa: SLF001 - not to be seen outside
+
+
+class Same:
+    """A store of two entries that are read under any name, each into memory of its own."""
+
+    def __init__(self, store: SharedDiskStore, sizes: tuple[int, int]) -> None:
+        self._store = store
+        for kind, size in enumerate(sizes):
+            store.put(EntryKey("ns", str(kind)), entry(shape=(size // 2,)))
+
+    def get(self, key: EntryKey) -> Entry | None:
+        """The entry that a name begins with."""
+        return self._store.get(EntryKey("ns", key.identifier[0]))
+
+
+class Watched:
+    """A fetcher over a directory, and the most bytes that it has counted and mapped."""
+
+    def __init__(self, store: SharedDiskStore, budget_bytes: int, sizes: tuple[int, int]) -> None:
+        self.fetcher = Fetcher(Same(store, sizes), "ns", memory_bytes=budget_bytes)
+        self.counted_bytes = self.mapped_bytes = self.pinned_bytes = 0
+        self._buffers = store._files._buffers  # noqa: SLF001
+
+    def look(self) -> set[str]:
+        """Names that are ready now."""
+        ready = {name for name, state in self.fetcher.advance() if state is State.READY}
+        gauges = self.fetcher.gauges()
+        counted = gauges["held_bytes"] + gauges["queued_bytes"] + gauges["inflight_bytes"]
+        self.counted_bytes = max(self.counted_bytes, int(counted))
+        self.pinned_bytes = max(self.pinned_bytes, int(gauges["pinned_bytes"]))
+        self.mapped_bytes = max(self.mapped_bytes, mapped_bytes(self._buffers))
+        return ready
+
+    def fetch(self, names: list[str], size_bytes: int) -> list[str]:
+        """Fetch as many as are admitted and wait for them; their names."""
+        waiting = set()
+        admitted = []
+        deadline = time.monotonic() + WITHIN_S
+        for name in names:
+            want = Want(size_bytes)
+            if not self.fetcher.admits({name: want}):
+                break
+            admitted.append(name)
+            if self.fetcher.acquire(name, want) is State.PENDING:
+                waiting.add(name)
+            waiting -= self.look()
+        while waiting:
+            assert time.monotonic() < deadline
+            waiting -= self.look()
+            time.sleep(0.001)
+        return admitted
+
+
+@pytest.mark.parametrize(("first", "then"), [(8 * MIB, 4 * MIB), (4 * MIB, 6 * MIB)])
+def test_budget_holds_for_entries_of_two_sizes(tmp_path: Path, first: int, then: int) -> None:
+    """Kept entries go for those of another size, which do not lie in larger buffers."""
+    budget = 128 * MIB
+    with open_store(f"file://{tmp_path}/store") as store:
+        assert isinstance(store, SharedDiskStore)
+        watched = Watched(store, budget, (first, then))
+        kept = watched.fetch([f"0-{n}" for n in range(budget // first - 1)], first)
+        for name in kept:
+            watched.fetcher.release(name)
+        claimed = watched.fetch([f"1-{n}" for n in range(32)], then)
+        watched.fetcher.close()
+
+    assert len(kept) == budget // first - 1
+    assert len(claimed) == min(32, budget // (then + 2048))
+    assert watched.pinned_bytes <= watched.counted_bytes <= budget
+    assert watched.mapped_bytes <= 1.1 * budget
+
+
+@pytest.mark.parametrize("below", [OVERHEAD_BYTES + 2, 256, 2, 0])
+def test_reservation_covers_an_entry_about_as_large_as_a_page(tmp_path: Path, below: int) -> None:
+    """The header alone may make it a large one."""
+    size = LARGE_BYTES - below
+    with open_store(f"file://{tmp_path}/store") as store:
+        store.put(EntryKey("ns", "a"), entry(shape=(size // 2,)))
+        found = store.get(EntryKey("ns", "a"))
+
+    assert found is not None
+    assert entry_bytes(found) <= buffer_bytes(size) + OVERHEAD_BYTES
+
+
+def test_a_buffer_has_as_many_pages_as_its_entry() -> None:
+    buffers = Buffers()
+    for pages in (4, 2, 3, 1, 4, 2):
+        assert memoryview(buffers.take(pages * PAGE - 1).obj).nbytes == pages * PAGE
+    assert mapped_bytes(buffers) <= 10 * PAGE
+
+
+def test_a_larger_buffer_is_cut_and_keeps_its_pages() -> None:
+    buffers = Buffers()
+    buffers.take(4 * PAGE)[:4] = b"mark"
+    first = buffers.take(3 * PAGE)
+    second = buffers.take(3 * PAGE)
+
+    assert (bytes(first[:4]), bytes(second[:4])) == (b"mark", bytes(4))
+    assert mapped_bytes(buffers) == 6 * PAGE
+
+
+def test_unused_memory_is_little_beside_much_that_is_in_use() -> None:
+    buffers = Buffers()
+    held = [buffers.take(UNUSED_BYTES // 2) for _ in range(34)]
+    del held[:10]
+    small = [buffers.take(PAGE) for _ in range(4)]
+    used = len(held) * UNUSED_BYTES // 2 + len(small) * PAGE
+
+    assert mapped_bytes(buffers) <= used * 17 / 16
+    del held, small
+    buffers.take(2 * PAGE)
+    assert mapped_bytes(buffers) <= UNUSED_BYTES + 2 * PAGE

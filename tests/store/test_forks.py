@@ -1,0 +1,31 @@
+"""What is renewed in a child of `fork`, and that nothing is kept of what is gone."""
+
+import gc
+import os
+
+from ec_store import forks
+
+
+class Renewed:
+    def __init__(self) -> None:
+        self.times = 0
+
+    def renew(self) -> None:
+        self.times += 1
+
+
+def test_methods_are_called_in_a_child_while_their_object_lives() -> None:
+    """What is registered with the system stays for ever: a proxy that waits for its store grew."""
+    gc.collect()  # what other tests have left
+    kept, before = Renewed(), len(forks._renewed)  # noqa: SLF001
+    forks.after_fork(kept.renew)
+    for _ in range(100):
+        forks.after_fork(Renewed().renew)
+    gc.collect()
+    assert len(forks._renewed) == before + 1  # noqa: SLF001
+    child = os.fork()
+    if child == 0:
+        os._exit(kept.times)
+
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert kept.times == 0

@@ -1,0 +1,178 @@
+"""Memory: the budget holds whatever happens, and the sums are those of what is held."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from ec_store.entry import Entry
+from ec_store.memory import (
+    LARGE_BYTES,
+    OVERHEAD_BYTES,
+    PAGE_BYTES,
+    Memory,
+    buffer_bytes,
+    entry_bytes,
+)
+
+LIMIT = 10 * OVERHEAD_BYTES + 1000
+NAMES = st.sampled_from("abcdefgh")
+
+
+def sized(size_bytes: int) -> Entry:
+    return Entry(memoryview(bytes(size_bytes)), "BF16", (size_bytes // 2,), "image")
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "reserved"),
+    [
+        (0, 0),
+        (LARGE_BYTES - OVERHEAD_BYTES - 1, LARGE_BYTES - OVERHEAD_BYTES - 1),
+        (LARGE_BYTES - 1, PAGE_BYTES),  # with its header it is large
+        (LARGE_BYTES, PAGE_BYTES),
+        (PAGE_BYTES, PAGE_BYTES),
+        (PAGE_BYTES + 1, 2 * PAGE_BYTES),
+    ],
+)
+def test_reservation_is_that_of_the_buffer(size_bytes: int, reserved: int) -> None:
+    assert buffer_bytes(size_bytes) == OVERHEAD_BYTES + reserved
+
+
+def test_entry_counts_with_all_of_its_buffer() -> None:
+    whole = memoryview(bytearray(5000))
+    entry = Entry(whole[10:14].toreadonly(), "BF16", (2,), "image")
+    assert entry_bytes(entry) == OVERHEAD_BYTES + 5000
+
+
+def test_budget_is_reached_and_not_exceeded() -> None:
+    memory = Memory(LIMIT)
+    memory.reserve("a", LIMIT - 100)
+    memory.claim("a")
+    assert memory.admits({"b": 100})
+    assert not memory.admits({"b": 101})
+    assert not memory.admits({"b": 50, "c": 51})
+    assert memory.admits({"a": 10**9})
+
+
+def test_more_than_the_budget_is_admitted_alone() -> None:
+    memory = Memory(LIMIT)
+    assert memory.admits({"a": 10 * LIMIT})
+    memory.reserve("a", 10 * LIMIT)
+    memory.claim("a")
+    assert not memory.admits({"b": 1})
+    memory.arrive("a", sized(LIMIT))
+    assert not memory.admits({"b": 1})
+    memory.release("a")
+    assert memory.admits({"b": 10 * LIMIT})
+    assert memory.held_bytes == 0
+
+
+def test_fetch_that_nothing_claims_does_not_keep_the_next_one_out() -> None:
+    """Its thread hangs: whoever waited for it has gone on without."""
+    memory = Memory(LIMIT)
+    memory.reserve("hangs", LIMIT)
+    assert memory.admits({"b": 1})
+    memory.reserve("b", 1)
+    memory.claim("b")
+    assert not memory.admits({"c": 1})
+
+
+def test_kept_entry_needs_room_once_it_is_claimed() -> None:
+    memory = Memory(LIMIT)
+    memory.reserve("kept", LIMIT // 2)
+    memory.arrive("kept", sized(LIMIT // 2 - OVERHEAD_BYTES))
+    memory.reserve("a", LIMIT // 2 + 1)
+    memory.claim("a")
+
+    assert memory.held_bytes == 0
+    assert not memory.admits({"kept": LIMIT // 2})
+
+
+@dataclass
+class Model:
+    """What a memory is to hold.
+
+    Attributes:
+        claims: of each identifier.
+        reserved: bytes, by identifier.
+    """
+
+    claims: dict[str, int] = field(default_factory=dict)
+    reserved: dict[str, int] = field(default_factory=dict)
+
+
+class Admission(RuleBasedStateMachine):
+    """Requests come, are admitted, get what they wait for or not, and go, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = Memory(LIMIT)
+        self.model = Model()
+        self.alone = False
+
+    @rule(names=st.sets(NAMES, min_size=1), size=st.integers(1, LIMIT // 3))
+    def ask(self, names: set[str], size: int) -> None:
+        wanted = dict.fromkeys(names, OVERHEAD_BYTES + size)
+        nothing_claimed = not self.model.claims
+        if not self.memory.admits(wanted):
+            assert not nothing_claimed
+            return
+        self.alone |= nothing_claimed
+        for name in sorted(names, key=lambda one: self.memory.entry(one) is None):
+            if self.memory.entry(name) is None and name not in self.model.reserved:
+                self.memory.reserve(name, wanted[name])
+                self.model.reserved[name] = wanted[name]
+            self.memory.claim(name)
+            self.model.claims[name] = self.model.claims.get(name, 0) + 1
+
+    @precondition(lambda self: self.model.reserved)
+    @rule(data=st.data(), comes=st.booleans())
+    def arrive(self, data: st.DataObject, comes: bool) -> None:
+        name = data.draw(st.sampled_from(sorted(self.model.reserved)))
+        size = self.model.reserved.pop(name) - OVERHEAD_BYTES
+        if not comes:
+            self.memory.release_all(name)
+            self.model.claims.pop(name, None)
+        self.memory.arrive(name, sized(size - size % 2) if comes else None)
+
+    @precondition(lambda self: self.model.claims)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.model.claims)))
+        self.memory.release(name)
+        self.model.claims[name] -= 1
+        if not self.model.claims[name]:
+            del self.model.claims[name]
+
+    @rule(name=NAMES)
+    def discard(self, name: str) -> None:
+        self.memory.discard(name)
+
+    @invariant()
+    def sums_are_right(self) -> None:
+        memory, claims = self.memory, self.model.claims
+        held = {name: one for name in "abcdefgh" if (one := memory.entry(name)) is not None}
+        assert memory.held_bytes == sum(map(entry_bytes, held.values()))
+        pinned = sum(entry_bytes(one) for name, one in held.items() if name in claims)
+        assert memory.pinned_bytes == pinned
+        assert memory.reserved_bytes == sum(self.model.reserved.values())
+
+    @invariant()
+    def claimed_entries_are_there(self) -> None:
+        for name in self.model.claims:
+            there = self.memory.entry(name) is not None
+            assert there != (name in self.model.reserved)
+
+    @invariant()
+    def budget_holds(self) -> None:
+        """But for what was admitted while nothing was claimed, beside fetches that hang."""
+        taken = self.memory.held_bytes + self.memory.reserved_bytes
+        assert taken <= LIMIT or self.alone
+        if taken <= LIMIT:
+            self.alone = False
+
+
+TestAdmission = Admission.TestCase
+TestAdmission.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)

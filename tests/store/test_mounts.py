@@ -1,0 +1,53 @@
+"""What file systems this machine's files are on."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ec_store import mounts, open_store
+from ec_store.mounts import in_memory, kind_of
+
+TABLE = """\
+22 28 0:20 / /proc rw,nosuid - proc proc rw
+28 1 254:0 / / rw,relatime - ext4 /dev/vda rw
+30 22 0:25 / /dev/shm rw,nosuid shared:4 master:2 - tmpfs tmpfs rw,size=1G
+31 28 254:1 /a\\040-\\040b /mnt/a\\040-\\040b rw - xfs /dev/vdb rw
+""".splitlines()
+
+
+@pytest.mark.parametrize(
+    ("device", "kind"),
+    [((254, 0), "ext4"), ((0, 25), "tmpfs"), ((254, 1), "xfs"), ((0, 2), None), ((54, 0), None)],
+)
+def test_a_device_has_a_file_system(device: tuple[int, int], kind: str | None) -> None:
+    assert kind_of(os.makedev(*device), TABLE) == kind
+    assert kind_of(os.makedev(*device), ["", "x", " - "]) is None
+
+
+def test_a_store_knows_whether_it_is_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = (tmp_path / "store").parent.stat().st_dev
+    number, table = f"{os.major(device)}:{os.minor(device)}", tmp_path / "mountinfo"
+    monkeypatch.setattr(mounts, "TABLE", table)
+    for kind, expected in (("tmpfs", True), ("ramfs", True), ("nfs4", False)):
+        table.write_text(f"28 1 {number} / / rw - {kind} x rw\n")
+        with open_store(f"file://{tmp_path}/store") as store:
+            assert store.in_memory is expected
+
+
+def test_a_store_that_is_not_open_is_not_in_memory(tmp_path: Path) -> None:
+    with open_store(f"file://{tmp_path}/store", lazy=True) as store:
+        assert not store.in_memory
+
+
+def test_a_system_without_the_table_has_nothing_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mounts, "TABLE", tmp_path / "none")
+    fd = os.open(tmp_path, os.O_RDONLY)
+    try:
+        assert not in_memory(fd)
+    finally:
+        os.close(fd)

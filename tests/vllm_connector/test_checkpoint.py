@@ -1,0 +1,281 @@
+"""The fingerprint of weights: another one for other encoder weights, at a cost that is bounded."""
+
+import importlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+ENCODER = {f"model.visual.blocks.{n}.mlp.up_proj.weight": bytes([n]) * 40_000 for n in range(5)}
+REST = {
+    "model.visual.merger.ln_q.weight": b"q" * 64,
+    "multi_modal_projector.linear_1.weight": b"p" * 64,
+    "model.visual.deepstack_merger_list.0.norm.weight": b"d" * 64,
+}
+EMBEDDINGS = {"model.language_model.embed_tokens.weight": b"e" * 20_000}
+LANGUAGE = {
+    "lm_head.weight": b"h" * 64,
+    "model.language_model.layers.0.mlp.up_proj.weight": b"l" * 20_000,
+    "model.language_model.norm.weight": b"n" * 64,
+}
+MODEL = ENCODER | REST | EMBEDDINGS | LANGUAGE
+
+
+@pytest.fixture(scope="session")
+def checkpoint(vllm: Any) -> Any:
+    """The module."""
+    return importlib.import_module("ec_store.vllm_connector.checkpoint")
+
+
+def write(file: Path, tensors: Mapping[str, bytes], dtype: str = "U8") -> Path:
+    """Write a safetensors file."""
+    header, end = {}, 0
+    for name, content in tensors.items():
+        begin, end = end, end + len(content)
+        header[name] = {"dtype": dtype, "shape": [len(content)], "data_offsets": [begin, end]}
+    encoded = json.dumps(header).encode()
+    file.write_bytes(len(encoded).to_bytes(8, "little") + encoded + b"".join(tensors.values()))
+    return file
+
+
+def sparse(file: Path, sizes: Mapping[str, int]) -> Path:
+    """Write a safetensors file whose tensors are zeros that take no room on the disk."""
+    header, end = {}, 0
+    for name, size in sizes.items():
+        begin, end = end, end + size
+        header[name] = {"dtype": "BF16", "shape": [size // 2], "data_offsets": [begin, end]}
+    encoded = json.dumps(header).encode()
+    file.write_bytes(len(encoded).to_bytes(8, "little") + encoded)
+    os.truncate(file, 8 + len(encoded) + end)
+    return file
+
+
+def test_names_and_number_of_files_do_not_matter(checkpoint: Any, tmp_path: Path) -> None:
+    whole = checkpoint.fingerprint([write(tmp_path / "model.safetensors", MODEL)])
+    items = list(MODEL.items())
+    first = write(tmp_path / "b.safetensors", dict(items[::2]))
+    second = write(tmp_path / "a.safetensors", dict(reversed(items[1::2])))
+
+    assert checkpoint.fingerprint([first, second]).digest == whole.digest
+    assert checkpoint.fingerprint([second, first]).digest == whole.digest
+    assert (whole.apart, whole.plain) == (True, False)
+
+
+@pytest.mark.parametrize("name", [*ENCODER, *REST, *EMBEDDINGS])
+def test_one_retrained_tensor_of_the_encoder_changes_the_fingerprint(
+    checkpoint: Any, tmp_path: Path, name: str
+) -> None:
+    before = checkpoint.fingerprint([write(tmp_path / "a.safetensors", MODEL)])
+    retrained = MODEL | {name: bytes(255 - byte for byte in MODEL[name])}
+
+    after = checkpoint.fingerprint([write(tmp_path / "a.safetensors", retrained)])
+    assert after.digest != before.digest
+
+
+@pytest.mark.parametrize("place", [0, 20_000, 39_999])
+def test_each_sample_of_a_tensor_counts(checkpoint: Any, tmp_path: Path, place: int) -> None:
+    before = checkpoint.fingerprint([write(tmp_path / "a.safetensors", MODEL)])
+    [name, content] = next(iter(ENCODER.items()))
+    changed = bytearray(content)
+    changed[place] ^= 1
+
+    after = checkpoint.fingerprint(
+        [write(tmp_path / "a.safetensors", MODEL | {name: bytes(changed)})]
+    )
+    assert after.digest != before.digest
+
+
+def test_the_language_model_does_not_matter(checkpoint: Any, tmp_path: Path) -> None:
+    before = checkpoint.fingerprint([write(tmp_path / "a.safetensors", MODEL)])
+    quantised = {name: content for name, content in MODEL.items() if name not in LANGUAGE}
+    quantised["model.language_model.layers.0.mlp.up_proj.qweight"] = b"4bit"
+
+    after = checkpoint.fingerprint([write(tmp_path / "a.safetensors", quantised)])
+    assert after.digest == before.digest
+
+
+def test_a_quantised_encoder_is_told(checkpoint: Any, tmp_path: Path) -> None:
+    plain, quantised = (
+        checkpoint.fingerprint([write(tmp_path / "a.safetensors", ENCODER | LANGUAGE, dtype)])
+        for dtype in ("BF16", "F8_E4M3")
+    )
+
+    assert (plain.plain, quantised.plain) == (True, False)
+    assert plain.digest != quantised.digest
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "visual.blocks.0.attn.qkv.weight",
+        "vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight",
+        "vision_model.encoder.layers.0.mlp.fc1.weight",
+        "model.vision_tower.layers.0.weight",
+        "multi_modal_projector.linear_1.weight",
+        "mlp1.0.weight",
+        "audio_tower.layers.0.fc1.weight",
+        "thinker.visual.blocks.0.norm.weight",
+        "thinker.audio_tower.layers.0.norm.weight",
+        "language_projection.weight",
+        "model.encoder.layers.0.norm.weight",
+        "vpm.encoder.layers.0.norm.weight",
+        "resampler.proj",
+        "image_newline",
+        "encoder.layers.0.norm.weight",
+        "vision_encoder.transformer.layers.0.norm.weight",
+        "model.visual_tokenizer.weight",
+        "model.embed_vision.embedding.weight",
+        "language_model.model.embed_tokens.weight",
+    ],
+)
+def test_tensors_of_encoders_are_kept(checkpoint: Any, name: str) -> None:
+    assert name in checkpoint.encoder_names([name, "visual.a", "model.layers.0.weight"])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.mlp.up_proj.weight",
+        "model.norm.weight",
+        "lm_head.weight",
+        "language_model.model.layers.0.mlp.up_proj.weight",
+        "language_model.lm_head.weight",
+        "model.language_model.layers.0.mlp.up_proj.weight",
+        "thinker.model.layers.0.mlp.up_proj.weight",
+        "thinker.lm_head.weight",
+        "talker.model.layers.0.weight",
+        "token2wav.dit.weight",
+        "llm.model.layers.0.weight",
+        "language.model.layers.0.weight",
+    ],
+)
+def test_tensors_of_language_models_are_left_out(checkpoint: Any, name: str) -> None:
+    assert name not in checkpoint.encoder_names([name, "visual.a"])
+
+
+def test_layers_of_mistrals_format_are_left_out_there_alone(checkpoint: Any) -> None:
+    names = {"layers.0.attention.wq.weight", "vision_encoder.patch_conv.weight"}
+
+    assert checkpoint.encoder_names(names) == names
+    embeddings = "tok_embeddings.weight"
+    kept = {"vision_encoder.patch_conv.weight", embeddings}
+    assert checkpoint.encoder_names({*names, embeddings}) == kept
+
+
+def test_without_a_known_encoder_the_whole_checkpoint_counts(
+    checkpoint: Any, tmp_path: Path
+) -> None:
+    text = LANGUAGE | EMBEDDINGS
+    before = checkpoint.fingerprint([write(tmp_path / "a.safetensors", text)])
+    retrained = text | {"lm_head.weight": b"x" * 64}
+
+    after = checkpoint.fingerprint([write(tmp_path / "a.safetensors", retrained)])
+    assert (before.apart, after.digest != before.digest) == (False, True)
+
+
+def test_what_is_read_of_a_large_checkpoint_is_bounded(checkpoint: Any, tmp_path: Path) -> None:
+    """An encoder of 500 tensors of 4 MiB beside language models of 20 and of 40 GB."""
+    encoder = {f"visual.blocks.{n}.weight": 4 * 1024**2 for n in range(500)}
+
+    def read(layers: int) -> Any:
+        language = {f"model.layers.{n}.mlp.weight": 256 * 1024**2 for n in range(layers)}
+        return checkpoint.fingerprint([sparse(tmp_path / "model.safetensors", encoder | language)])
+
+    small, large = read(80), read(160)
+    assert large.digest == small.digest
+    assert large.reads == small.reads == 2 + 3 * 500
+    assert small.read_bytes < 500 * 3 * 4096 + 64 * 1024
+    assert large.read_bytes - small.read_bytes < 80 * 128
+
+
+def test_of_very_many_tensors_one_sample_each_is_read(checkpoint: Any, tmp_path: Path) -> None:
+    def reads(tensors: int) -> int:
+        sizes = {f"experts.{n}.weight": 64 * 1024 for n in range(tensors)}
+        counted: int = checkpoint.fingerprint([sparse(tmp_path / "a.safetensors", sizes)]).reads
+        return counted - 2
+
+    assert reads(checkpoint.MANY_TENSORS) == 3 * checkpoint.MANY_TENSORS
+    assert reads(checkpoint.MANY_TENSORS + 1) == checkpoint.MANY_TENSORS + 1
+
+
+def test_one_changed_tensor_of_a_pickled_checkpoint_is_noticed(
+    checkpoint: Any, tmp_path: Path
+) -> None:
+    """It lies between two samples; its checksum is in the archive's directory."""
+    import torch  # noqa: PLC0415 - takes seconds, and is not everywhere
+
+    def written(fill: float) -> Any:
+        tensors = {f"visual.{n}": torch.zeros(1000) for n in range(2000)}
+        tensors["visual.77"] += fill
+        torch.save(tensors, tmp_path / "pytorch_model.bin")
+        return checkpoint.fingerprint([tmp_path / "pytorch_model.bin"])
+
+    first, second, again = written(0.0), written(1.0), written(0.0)
+    assert first.digest == again.digest != second.digest
+    assert (first.apart, first.plain) == (False, False)
+    assert first.read_bytes < 2 * checkpoint.TAIL_BYTES
+
+
+@pytest.mark.parametrize("size", [0, 1, 1024**2, 3 * 1024**2, 50 * 1024**2])
+def test_files_of_any_size_have_a_fingerprint(checkpoint: Any, tmp_path: Path, size: int) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"")
+    os.truncate(file, size)
+    before = checkpoint.fingerprint([file])
+    with file.open("ab") as more:
+        more.write(b"x")
+
+    assert checkpoint.fingerprint([file]).digest != before.digest
+    assert before.read_bytes <= 2 * checkpoint.TAIL_BYTES
+
+
+def test_samples_of_a_huge_file_are_bounded(checkpoint: Any, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"")
+    os.truncate(file, 140 * 10**9)
+
+    assert checkpoint.fingerprint([file]).reads <= checkpoint.MAX_STEPS + 2
+
+
+@given(content=st.binary(max_size=200), length=st.integers(0, 2**64 - 1) | st.integers(0, 200))
+def test_a_damaged_header_is_a_value_error(
+    checkpoint: Any, tmp_path_factory: pytest.TempPathFactory, content: bytes, length: int
+) -> None:
+    file = tmp_path_factory.getbasetemp() / "damaged.safetensors"
+    file.write_bytes(length.to_bytes(8, "little") + content)
+    try:
+        found = checkpoint.fingerprint([file])
+    except ValueError as error:
+        assert str(file) in str(error)
+    else:
+        assert json.loads(content[:length]) == {}
+        assert not found.apart
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {},
+        {"dtype": "BF16", "shape": [1], "data_offsets": [0, 100]},
+        {"dtype": "BF16", "shape": [1], "data_offsets": [4, 2]},
+        {"dtype": "BF16", "shape": [1], "data_offsets": [-1, 2]},
+        {"dtype": 1, "shape": [1], "data_offsets": [0, 2]},
+        {"dtype": "BF16", "shape": 1, "data_offsets": [0, 2]},
+        {"dtype": "BF16", "shape": [1], "data_offsets": ["0", 2]},
+        [],
+    ],
+)
+def test_a_tensor_outside_its_file_is_a_value_error(
+    checkpoint: Any, tmp_path: Path, entry: Any
+) -> None:
+    encoded = json.dumps({"visual.a": entry}).encode()
+    file = tmp_path / "a.safetensors"
+    file.write_bytes(len(encoded).to_bytes(8, "little") + encoded + bytes(2))
+
+    with pytest.raises(ValueError, match=r"a\.safetensors"):
+        checkpoint.fingerprint([file])
