@@ -5,13 +5,15 @@ Every error reaches the client in OpenAI's shape, the one vLLM uses
 `{"error": {"message", "type", "param", "code"}}`, `code` being the HTTP status.
 """
 
+import enum
 import math
-import re
 from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 from typing import Any, ClassVar, Literal, Self
 
 import orjson
+
+from epd.upstream_text import openai_error, plain_message, said_retry_after_s
 
 Stage = Literal["proxy", "queue", "store", "encode", "prefill", "decode", "release"]
 
@@ -22,34 +24,67 @@ TYPES = {
     503: "ServiceUnavailableError",
 }
 
-RETRY_AFTER = re.compile(r"[0-9]{1,6}")
-"""Seconds; the other form, a date, is for browsers."""
+BUSY = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
+"""Statuses of an instance that has too much to do, which is no failure of it."""
+
+ELSEWHERE = BUSY | {
+    HTTPStatus.REQUEST_TIMEOUT,
+    HTTPStatus.BAD_GATEWAY,
+    HTTPStatus.GATEWAY_TIMEOUT,
+}
+"""Statuses of decode after which another instance may do better."""
+
+UNJUDGED = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.REQUEST_TIMEOUT})
+"""Statuses that say nothing of the instance's health."""
+
+NOT_CLIENTS = frozenset({408, 429})
+"""Statuses below 500 that depend on the moment and not on the request."""
 
 SPENT = frozenset({500, 502, 504})
 """Statuses of what the proxy has tried again itself, where that could help."""
 
-MAX_UPSTREAM_TEXT = 500
-"""Characters of an upstream's non-JSON error text that are shown to a client."""
 
-INSIDES = re.compile(r"0x[0-9a-fA-F]{6,}|(?:/[\w.~-]+){2,}")
-"""Addresses and paths. vLLM strips them from its own errors; another shape is another's error."""
+class Outcome(enum.Enum):
+    """What the end of a request says of the health of its instance."""
+
+    GOOD = enum.auto()
+    BAD = enum.auto()
+    UNREACHABLE = enum.auto()
+    BUSY = enum.auto()
+    NOTHING = enum.auto()
 
 
 class ProxyError(Exception):
     """A request that ends in an error.
 
+    The class of an error, and for an instance's own answer its status, say what the error allows.
+    Nothing else decides that; `epd.request.recovery` and `epd.routing` read it here.
+
     Attributes:
         status: HTTP status of the answer.
         type: `error.type` of the answer.
         slug: machine-readable cause, sent as `x-epd-error`.
-        stage: who failed, sent as `x-epd-stage`.
+        stage: the stage that failed, sent as `x-epd-stage`.
         param: the part of the request that is at fault, such as `messages[0].content[2]`.
         answered: the status that an instance answered, where one did.
+        outcome: what it says of the instance's health.
+        retryable: whether another instance may do better.
+        repeatable: whether the same instance may, where there is no other.
+        worked: whether the instance had the request and failed at it, so that what it was told to
+            load may be at fault.
+        died: whether the instance died while it had the request.
+        rest_s: for how many seconds the instance asks to get no request; None: it does not say.
     """
 
     status: int = 500
     type: str = "InternalServerError"
     default_slug: ClassVar[str] = "internal_error"
+    outcome: Outcome = Outcome.NOTHING
+    retryable: bool = False
+    repeatable: bool = False
+    worked: bool = False
+    died: bool = False
+    rest_s: float | None = None
 
     def __init__(
         self,
@@ -96,13 +131,26 @@ class ProxyError(Exception):
         """Whether another try of the client's would end as this one, after the proxy's own."""
         return self.status in SPENT
 
+    @property
+    def engine_failed(self) -> bool:
+        """Whether an engine answered 500: an entry or KV blocks may have been lost.
+
+        An engine that cannot load what it was named says no more than that.
+        """
+        return self.answered == HTTPStatus.INTERNAL_SERVER_ERROR
+
+    @property
+    def rejects_request(self) -> bool:
+        """Whether the request itself is at fault, so that no instance failed."""
+        return 400 <= self.status < 500 and self.status not in NOT_CLIENTS  # noqa: PLR2004
+
     def body(self) -> bytes:
         """The answer's JSON body."""
         return orjson.dumps({"error": self.detail})
 
 
 def slug_of(error: BaseException | None) -> str | None:
-    """How what has ended by an error is counted; what nobody waits for any more is `cancelled`."""
+    """Return what an error is counted as; a request that was abandoned is `cancelled`."""
     if error is None:
         return None
     return error.slug if isinstance(error, ProxyError) else "cancelled"
@@ -161,11 +209,19 @@ class UnknownMedia(ProxyError):
     default_slug = "unknown_media"
 
 
+class MediaFetchFailed(ProxyError):
+    """The media that a client's URL names could not be fetched. No instance is at fault."""
+
+    status = 422
+    type = "UnprocessableEntityError"
+    default_slug = "media_fetch_failed"
+
+
 class TryLater(ProxyError):
     """Nothing is wrong with the request but the moment.
 
     Attributes:
-        retry_after_s: when the client may try again, sent as `Retry-After`; None: nobody knows.
+        retry_after_s: when the client may try again, sent as `Retry-After`; None: it is not known.
     """
 
     def __init__(
@@ -196,6 +252,22 @@ class Overloaded(TryLater):
 class NoInstance(Overloaded):
     """No instance of a role can be reached."""
 
+    retryable = True
+    repeatable = True
+
+
+class SuspectedFatal(TryLater):
+    """Two instances died while they served the request: it is not sent to a third one.
+
+    The official OpenAI client is told not to repeat it.
+    """
+
+    status = 503
+    type = "ServiceUnavailableError"
+    default_slug = "suspected_fatal"
+    spent = True
+    died = True
+
 
 class TooManyRequests(TryLater):
     """This client, or all of them, asks for more at once than is allowed."""
@@ -210,10 +282,41 @@ class UpstreamFailed(ProxyError):
 
     status = 502
     type = "BadGatewayError"
+    outcome = Outcome.BAD
+    retryable = True
+    repeatable = True
+    worked = True
+
+
+class EncodeMismatch(UpstreamFailed):
+    """What an encode instance replied does not fit the item. Its next reply would not either."""
+
+    default_slug = "encode_metadata"
+    retryable = False
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"the encode instance's ec_transfer_params cannot be matched to the item: {reason}",
+            stage="encode",
+        )
 
 
 class UpstreamUnreachable(UpstreamFailed):
     """No connection to an instance: the request has not left the proxy."""
+
+    outcome = Outcome.UNREACHABLE
+    repeatable = False
+    worked = False
+
+
+class UpstreamDied(UpstreamFailed):
+    """An instance died, or its connection did, after it had all of a request.
+
+    The instance may have died of that request. The last answer that a client gets is the same as
+    for every other failure.
+    """
+
+    died = True
 
 
 class UpstreamDenied(ProxyError):
@@ -226,29 +329,45 @@ class UpstreamDenied(ProxyError):
 class UpstreamBusy(Overloaded):
     """An encode or prefill instance has too much to do."""
 
+    outcome = Outcome.BUSY
+    retryable = True
+
+    @property
+    def rest_s(self) -> float | None:  # type: ignore[override]
+        """Its `Retry-After`."""
+        return self.retry_after_s
+
 
 class UpstreamTimeout(ProxyError):
     """An instance did not answer within its stage's deadline."""
 
     status = 504
     type = "GatewayTimeoutError"
+    retryable = True
+    worked = True
+
+    @property
+    def outcome(self) -> Outcome:  # type: ignore[override]
+        """A failure at encode, which takes a known time.
+
+        Prefill and decode may be late because requests queue at them or because an answer is long:
+        there, only probes find an instance that hangs.
+        """
+        return Outcome.NOTHING if self.stage in {"prefill", "decode"} else Outcome.BAD
 
 
 class UpstreamRejected(ProxyError):
     """An instance answered with an error that is the client's to see.
 
     What the instance said is kept; its shape is made OpenAI's where it was not.
-
-    Attributes:
-        retry_after_s: when the instance may be asked again, where it says so.
     """
 
     def __init__(
         self, status: int, reply: bytes, *, stage: Stage, headers: Mapping[str, str]
     ) -> None:
-        said = _openai_error(reply)
+        said = openai_error(reply)
         self._said = {"type": "UpstreamError", "param": None, "code": status} | (
-            said or {"message": _plain_message(status, reply)}
+            said or {"message": plain_message(status, reply)}
         )
         kind = "rejected" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "failed"
         super().__init__(
@@ -261,8 +380,10 @@ class UpstreamRejected(ProxyError):
             for name in ("Retry-After", "WWW-Authenticate")
             if name in headers and headers[name].isprintable()
         }
-        self.retry_after_s = said_retry_after_s(self._passed_headers)
-        if status in {HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE}:
+        self.rest_s = said_retry_after_s(self._passed_headers)
+        self.retryable = status in ELSEWHERE
+        self.outcome = _outcome_of(status)
+        if status in BUSY:
             self._passed_headers.setdefault("Retry-After", "1")
 
     @property
@@ -280,37 +401,14 @@ class UpstreamRejected(ProxyError):
         return {**super().headers, **self._passed_headers}
 
 
+def _outcome_of(status: int) -> Outcome:
+    if status in BUSY:
+        return Outcome.BUSY
+    if status in UNJUDGED:
+        return Outcome.NOTHING
+    return Outcome.BAD if status >= HTTPStatus.INTERNAL_SERVER_ERROR else Outcome.GOOD
+
+
 def no_store(message: str) -> RequestRefused:
     """503: what only the encoder-cache store could answer."""
     return RequestRefused(503, message, slug="no_store")
-
-
-def said_retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """When an instance may be asked again, where its answer says so in seconds."""
-    said = headers.get("Retry-After", "")
-    return float(said) if RETRY_AFTER.fullmatch(said) else None
-
-
-def _openai_error(reply: bytes) -> dict[str, Any] | None:
-    match _parsed(reply):
-        case {"error": {"message": str()} as error}:
-            return dict(error)
-        case _:
-            return None
-
-
-def _plain_message(status: int, reply: bytes) -> str:
-    match _parsed(reply):
-        # FastAPI's own errors, and vLLM's answer to a wrong API key.
-        case {"detail": str() as message} | {"error": str() as message} if message:
-            text = message
-        case _:
-            text = reply[:MAX_UPSTREAM_TEXT].decode("utf-8", "replace").strip()
-    return INSIDES.sub("…", text) or f"the instance answered {status}"
-
-
-def _parsed(reply: bytes) -> Any:
-    try:
-        return orjson.loads(reply)
-    except orjson.JSONDecodeError:
-        return None

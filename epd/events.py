@@ -60,6 +60,7 @@ class StageDone(NamedTuple):
         error: slug of the error, `cancelled`, or None.
         model_name: what instances call the request's model (`epd.models`).
         modality: of the item that was encoded.
+        rejected: whether the error is the request's own, so that no instance failed.
     """
 
     stage: Stage
@@ -69,6 +70,7 @@ class StageDone(NamedTuple):
     error: str | None
     model_name: str = ""
     modality: Modality | None = None
+    rejected: bool = False
 
 
 class RequestDone(NamedTuple):
@@ -89,6 +91,9 @@ class RequestDone(NamedTuple):
         engine_id: the id sent to the instances.
         trace_id: of its trace, where it is traced.
         policy: the one that decided what runs for it; None: none has.
+        stream: whether the answer's head announced a stream.
+        answer_bytes: bytes of the answer's body, as far as it was written.
+        tenant: name of the client's tenant; empty without `--api-keys-file`.
         kv_wait_s: from prefill's answer to decode's first token, in a stream: for so long prefill
             kept its blocks at most.
         model_name: what instances call its model (`epd.models`).
@@ -123,6 +128,9 @@ class RequestDone(NamedTuple):
     saved_bytes: int = 0
     trace_id: str | None = None
     policy: str | None = None
+    stream: bool = False
+    answer_bytes: int = 0
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,9 +67,10 @@ async def answer(request: web.Request) -> web.StreamResponse:
         prefilled = await fetched(to.prefill, "prefill", {**body, **ONE_TOKEN})
         params = prefilled.get("kv_transfer_params")
         raw = orjson.dumps({**body, "kv_transfer_params": params})
-    async with upstream.open(
+    opened = await upstream.open(
         to.decode + PATH, stage="decode", headers=headers, body=(raw,), head_timeout_s=TIMEOUT_S
-    ) as reply:
+    )
+    with opened as reply:
         return await _relayed(request, reply)
 
 
@@ -123,7 +124,7 @@ def main() -> None:
     args = parser.parse_args()
     app = create_app(Instances(args.encode, args.prefill, args.decode))
     uvloop.install()
-    web.run_app(app, host="127.0.0.1", port=args.port, access_log=None, print=None)
+    web.run_app(app, host="127.0.0.1", port=args.port, access_log=None, print=None, backlog=4096)
 
 
 if __name__ == "__main__":

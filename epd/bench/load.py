@@ -20,7 +20,8 @@ class Done:
     """One request that was answered in full.
 
     Attributes:
-        first_s: until the first byte after the answer's head.
+        first_s: until the first byte after the answer's head; from before the connection is made,
+            where the client makes it for this request.
         total_s: until its last one.
         gap_s: the longest time between two arrivals of its body.
         events: how many it held, if it was a stream.
@@ -94,11 +95,17 @@ class Client(asyncio.Protocol):
         if not self._ended.done():
             self._ended.set_result(how)
 
-    async def ask(self, body: bytes) -> str | Done:
-        """Send a request and wait for all of its answer; a text says what went wrong."""
+    async def ask(self, body: bytes, began_s: float | None = None) -> str | Done:
+        """Send a request and wait for all of its answer; a text says what went wrong.
+
+        Args:
+            body: what is sent.
+            began_s: since when it is timed, on the clock of `time.perf_counter`; None: now.
+        """
         self._ended = self._loop.create_future()
         self._answer = http.Message()
-        self._sent_s, self._first_s, self._gap_s = time.perf_counter(), 0.0, 0.0
+        self._sent_s = time.perf_counter() if began_s is None else began_s
+        self._first_s = self._gap_s = 0.0
         self._transport.write(http.head(f"POST {PATH} HTTP/1.1", body))
         self._transport.write(body)
         return await self._ended
@@ -108,8 +115,14 @@ class Client(asyncio.Protocol):
         self._transport.abort()
 
 
-async def run(
-    url: str, bodies: Iterator[bytes], clients: int, *, events: int, seconds: float | None
+async def run(  # noqa: PLR0913 - a load
+    url: str,
+    bodies: Iterator[bytes],
+    clients: int,
+    *,
+    events: int,
+    seconds: float | None,
+    connect: bool = False,
 ) -> Load:
     """Put a load on a server.
 
@@ -119,6 +132,7 @@ async def run(
         clients: how many at a time.
         events: how many an answer must hold; 0: it must be no stream.
         seconds: for how long; None: each client sends one request, all at the same moment.
+        connect: whether each client makes its connection only then.
 
     Raises:
         TimeoutError: answers were not complete `TIMEOUT_S` seconds after the last request.
@@ -128,15 +142,22 @@ async def run(
     host, port = parts.hostname or "", parts.port or 80
     load = Load()
     loop = asyncio.get_running_loop()
-    connections = [
-        (await loop.create_connection(partial(Client, events), host, port))[1]
-        for _ in range(clients)
-    ]
+    connections: list[Client] = []
+
+    async def connected() -> Client:
+        _, client = await loop.create_connection(partial(Client, events), host, port)
+        connections.append(client)
+        return client
+
+    ready = [None if connect else await connected() for _ in range(clients)]
     began = time.perf_counter()
 
-    async def one(client: Client) -> None:
+    async def one(client: Client | None) -> None:
+        began_s = time.perf_counter() if client is None else None
+        client = client or await connected()
         while True:
-            how = await client.ask(next(bodies))
+            how = await client.ask(next(bodies), began_s)
+            began_s = None
             if isinstance(how, Done):
                 load.done.append(how)
             else:
@@ -146,7 +167,7 @@ async def run(
 
     try:
         async with asyncio.timeout((seconds or 0.0) + TIMEOUT_S):
-            await asyncio.gather(*(one(client) for client in connections))
+            await asyncio.gather(*(one(client) for client in ready))
     except TimeoutError:
         raise TimeoutError(f"did not answer within {TIMEOUT_S:.0f} s") from None
     finally:

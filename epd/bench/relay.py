@@ -54,7 +54,7 @@ def main() -> None:
     app.cleanup_ctx.append(_session)
     app.router.add_route("*", "/{path:.*}", relay)
     uvloop.install()
-    web.run_app(app, host="127.0.0.1", port=args.port, access_log=None, print=None)
+    web.run_app(app, host="127.0.0.1", port=args.port, access_log=None, print=None, backlog=4096)
 
 
 if __name__ == "__main__":

@@ -171,7 +171,14 @@ class Rig:
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 return runner.run(
-                    load.run(url, bodies, scenario.clients, events=scenario.events, seconds=limit_s)
+                    load.run(
+                        url,
+                        bodies,
+                        scenario.clients,
+                        events=scenario.events,
+                        seconds=limit_s,
+                        connect=scenario.connect,
+                    )
                 )
         finally:
             gc.enable()

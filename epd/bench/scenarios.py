@@ -36,6 +36,8 @@ class Scenario:
         gap_s: time between two of them.
         prefill: whether there is a prefill instance.
         once: whether each client sends one request, all at the same moment.
+        connect: whether each client makes its connection at that moment too, and not before; the
+            time to the first byte then includes it.
         fresh: whether each proxy is started for it alone, as its memory is looked at.
     """
 
@@ -49,6 +51,7 @@ class Scenario:
     gap_s: float = 0.0
     prefill: bool = False
     once: bool = False
+    connect: bool = False
     fresh: bool = False
 
     @property
@@ -73,6 +76,15 @@ SCENARIOS = (
         prefill=True,
     ),
     Scenario("streams-512", "512 streams, 20 ms a token", 512, chunks=64, gap_s=0.02, once=True),
+    Scenario(
+        "burst-512",
+        "512 clients connect, 100 ms a token",
+        512,
+        chunks=8,
+        gap_s=0.1,
+        once=True,
+        connect=True,
+    ),
     Scenario("one-client", "one client at a time, text, JSON", clients=1),
     Scenario(
         "memory-8x20mb",

@@ -10,8 +10,11 @@ from epd.bodies.endpoint import Endpoint
 from epd.bodies.items import MM_KWARGS, Body, MMItem, chat_items, raw_part
 from epd.errors import BadRequest
 
-FOR_ENCODE = ("model", "priority", *MM_KWARGS)
-"""Fields of a request that its encode requests need as well."""
+FOR_ENCODE = ("model", *MM_KWARGS)
+"""Fields of a request that its encode requests need as well.
+
+`priority` is not among them: vLLM's API says that an instance without priority scheduling refuses
+one, and an encode serves every request with the same item."""
 
 
 class ChatCompletions(Endpoint):
@@ -19,6 +22,7 @@ class ChatCompletions(Endpoint):
 
     path = "/v1/chat/completions"
     limits = ("max_tokens", "max_completion_tokens")
+    paced = True
     tokenized = (
         "messages",
         "tools",

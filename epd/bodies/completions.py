@@ -11,6 +11,7 @@ class Completions(Endpoint):
 
     path = "/v1/completions"
     operation = "text_completion"
+    paced = True
     tokenized = ("prompt", "add_special_tokens")
 
     def prefills(self, body: Body) -> bool:

@@ -10,7 +10,7 @@ import orjson
 
 from epd.bodies.cuts import Cuts, Pieces, pieces
 from epd.bodies.items import Body, MMItem
-from epd.bodies.parsing import cut_and_parsed, parse_object
+from epd.bodies.parsing import JSON, check_json_type, cut_and_parsed, parse_object
 from epd.bodies.sse import OPENAI, Grammar
 from epd.errors import BadRequest, ProxyError
 
@@ -20,7 +20,9 @@ RESERVED = ("kv_transfer_params", "ec_transfer_params")
 NOT_FOR_PREFILL = ("stream_options", "min_tokens")
 """Fields that contradict a prefill request's `stream: false` and its one token."""
 
-JSON = "application/json"
+
+FALSE = frozenset({"0", "f", "false", "n", "no", "off"})
+"""Strings that pydantic reads as false."""
 
 
 class Endpoint:
@@ -33,9 +35,12 @@ class Endpoint:
         encodes: whether its media go through the encode stage; else decode encodes them.
         generates: whether its answers are of tokens, which begin with a prefill.
         salted: whether its requests take a `cache_salt`.
+        priority_field: whether a request that generates can have its `priority` in the body; else
+            vLLM takes it by a header alone.
         key_header: where its clients present their API key.
         tokenized: fields that `/tokenize` makes tokens of, where it does as this endpoint would.
         operation: its name in OpenTelemetry's conventions for generative AI, where it has one.
+        paced: whether its requests take a `stream_interval`.
     """
 
     path: ClassVar[str]
@@ -44,21 +49,28 @@ class Endpoint:
     encodes: ClassVar[bool] = True
     generates: ClassVar[bool] = True
     salted: ClassVar[bool] = True
+    priority_field: ClassVar[bool] = True
     key_header: ClassVar[str] = "Authorization"
     tokenized: ClassVar[tuple[str, ...]] = ()
     operation: ClassVar[str | None] = "chat"
+    paced: ClassVar[bool] = False
 
-    def read(self, raw: bytes | bytearray, content_type: str) -> tuple[Body, Cuts]:  # noqa: ARG002
+    def read(
+        self, raw: bytes | bytearray, content_type: str, max_text_bytes: int
+    ) -> tuple[Body, Cuts]:
         """The request in a body, and what was cut out of it.
 
         Args:
             raw: the body.
             content_type: what its client says it is.
+            max_text_bytes: most of a JSON body that is parsed, its media not counted.
 
         Raises:
+            RequestRefused: 415, its client does not call it JSON; 413, it has too much text.
             BadRequest: it is none of this endpoint's.
         """
-        return cut_and_parsed(raw, self.parse)
+        check_json_type(content_type)
+        return cut_and_parsed(raw, self.parse, max_text_bytes)
 
     def parse(self, raw: bytes | bytearray) -> Body:
         """The request in a JSON body.
@@ -69,7 +81,7 @@ class Endpoint:
         body = parse_object(raw)
         self.check(body)
         check_model(body)
-        _check_xargs(body)
+        check_xargs(body)
         return {key: value for key, value in body.items() if key not in RESERVED}
 
     def check(self, body: Body) -> None:
@@ -86,6 +98,17 @@ class Endpoint:
             BadRequest: the place of one has the wrong shape, or one is nothing to send.
         """
         return iter(())
+
+    def at_interval(self, body: Body, tokens: int) -> Body:
+        """Return a request whose stream has so many tokens in each chunk.
+
+        A request without a stream, or with a `stream_interval` of its client, is returned as it is.
+        """
+        if tokens == 1 or not self.paced or not is_stream(body):
+            return body
+        if body.get("stream_interval") is not None:
+            return body
+        return {**body, "stream_interval": tokens}
 
     def prefills(self, body: Body) -> bool:
         """Whether prefill can do its part of a request; without it, decode does both."""
@@ -126,6 +149,12 @@ class Endpoint:
         return b"data: " + error.body() + b"\n\n"
 
 
+def is_stream(body: Body) -> bool:
+    """Return whether a request asks for a stream, as vLLM's parser (pydantic) reads the field."""
+    asked = body.get("stream")
+    return asked.lower() not in FALSE if isinstance(asked, str) else bool(asked)
+
+
 def written(body: Body, cuts: Cuts) -> Pieces:
     """A JSON body, with what was cut out of its request."""
     return pieces(orjson.dumps(body), cuts)
@@ -158,13 +187,22 @@ def _in_one_place(body: Body) -> bool:
     )
 
 
-def _check_xargs(body: Body) -> None:
-    """Refuse what would be the reserved fields under another name: vLLM puts them into one."""
+def check_xargs(body: Body) -> None:
+    """Refuse extra arguments that are, or may hide, a reserved field.
+
+    vLLM merges `vllm_xargs` and the reserved fields into one mapping.
+
+    Raises:
+        BadRequest: `vllm_xargs` is not an object, or has a reserved field.
+    """
     xargs = body.get("vllm_xargs")
+    if not isinstance(xargs, dict | None):
+        raise BadRequest("vllm_xargs must be an object", param="vllm_xargs")
     for field in RESERVED:
-        if isinstance(xargs, dict) and field in xargs:
-            raise BadRequest(
-                f"{field} is not accepted from clients",
-                slug="reserved_field",
-                param=f"vllm_xargs.{field}",
-            )
+        if xargs and field in xargs:
+            raise reserved(f"vllm_xargs.{field}")
+
+
+def reserved(param: str) -> BadRequest:
+    """The error of a request that has a field that only the proxy may send."""
+    return BadRequest(f"{param} is not accepted from clients", slug="reserved_field", param=param)

@@ -13,6 +13,16 @@ from epd.bodies.passed_on import (
     Transcriptions,
     Translations,
 )
+from epd.bodies.pooling import (
+    Classify,
+    CohereEmbed,
+    Pooling,
+    Rerank,
+    RerankV1,
+    RerankV2,
+    Score,
+    ScoreV1,
+)
 from epd.bodies.responses import Responses
 
 ENDPOINTS: Mapping[str, Endpoint] = {
@@ -26,7 +36,23 @@ ENDPOINTS: Mapping[str, Endpoint] = {
         Embeddings(),
         Tokenize(),
         Detokenize(),
+        Score(),
+        ScoreV1(),
+        Rerank(),
+        RerankV1(),
+        RerankV2(),
+        Pooling(),
+        Classify(),
+        CohereEmbed(),
         Transcriptions(),
         Translations(),
     )
 }
+
+
+def is_api(route: str) -> bool:
+    """Return whether a route is of the API: its requests are logged, shown and traced.
+
+    Health, metrics and what is no route are not.
+    """
+    return route in ENDPOINTS or route.startswith("/v1/")

@@ -20,6 +20,13 @@ MODALITY = {
 }
 """Modality of each content part type that carries media, in a chat request."""
 
+TEXTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking", "tool_reference"})
+"""Content part types that carry no media (`TEXT_PART_TYPES` and `tool_reference` in
+`vllm/renderers/chat_utils`)."""
+
+PICTURE = "input_image"
+"""Content part type of a picture in the responses API. vLLM takes it in a chat request too."""
+
 EMBEDS = ("image_embeds", "audio_embeds", "video_embeds")
 """Parts that stand for an encoder output. The proxy writes them, a client must not: with an EC
 consumer behind it, such a part reads whatever entry its `uuid` names."""
@@ -33,8 +40,12 @@ MM_KWARGS = ("mm_processor_kwargs", "media_io_kwargs")
 UUID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 """What a client may call its media: bounded, and nothing that anyone would have to escape."""
 
-OWN_PARTS = (*EMBEDS, "image_pil")
-_MARKED = frozenset({*MODALITY, *OWN_PARTS, "uuid"})
+REFUSED = (*EMBEDS, "image_pil", "prompt_embeds")
+"""Parts that vLLM has and clients must not send, nor their keys in parts of other types, by which
+vLLM may go. `prompt_embeds` is a serialized tensor, which no check of the proxy covers and which
+prefill and decode would both load."""
+
+_MARKED = frozenset({*MODALITY, *REFUSED, "uuid"})
 """Types and keys by which a content part is more than words."""
 
 
@@ -44,11 +55,11 @@ class Form:
 
     Attributes:
         write: makes its part of a chat part.
-        media: where in its part the media stand, as errors name it.
+        media: where in its part the media stand, as errors name it; empty: its part is them.
         named: whether its part can say by which key an encoder output is found.
     """
 
-    write: Callable[[Part], Part]
+    write: Callable[[Part], Any]
     media: str
     named: bool
 
@@ -85,6 +96,13 @@ class MMItem:
         return self.part.get(self.kind) is not None or self.uuid is None
 
     @property
+    def remote(self) -> bool:
+        """Whether its media are a URL that whoever processes the item has to fetch."""
+        value = self.part.get(self.kind)
+        url = value.get("url") if isinstance(value, dict) else None
+        return isinstance(url, str) and url[:5].lower() != "data:"
+
+    @property
     def named(self) -> bool:
         """Whether its request can say by which key its encoder output is found."""
         return self.form is None or self.form.named
@@ -97,7 +115,8 @@ class MMItem:
     @property
     def media_param(self) -> str:
         """Where its media stand."""
-        return f"{self.param}.{f'{self.kind}.url' if self.form is None else self.form.media}"
+        media = f"{self.kind}.url" if self.form is None else self.form.media
+        return f"{self.param}.{media}" if media else self.param
 
 
 def param(path: Path) -> str:
@@ -128,19 +147,86 @@ def chat_items(messages: list[Any], path: Path) -> Iterator[MMItem]:
     """The media parts of a conversation's messages, in order.
 
     Raises:
-        BadRequest: a message or a content part has the wrong shape.
+        BadRequest: a message or a content part has the wrong shape, or a part has an unknown type.
     """
     for index, message in enumerate(messages):
         content = check_message(message, path, index).get("content")
-        if not isinstance(content, list):
+        if isinstance(content, list):
+            yield from content_items(content, (*path, index, "content"))
+
+
+def content_items(content: list[Any], path: Path) -> Iterator[MMItem]:
+    """The media parts of one content, in order.
+
+    Raises:
+        BadRequest: a content part has the wrong shape, or an unknown type.
+    """
+    for position, part in enumerate(content):
+        if isinstance(part, str) or _is_text(part):  # vLLM takes a string for text
             continue
-        for position, part in enumerate(content):
-            if isinstance(part, str) or _is_plain(part):  # vLLM takes a string for text
-                continue
-            where = (*path, index, "content", position)
-            check_part(part, where)
-            if part["type"] in MODALITY:
-                yield MMItem(where, part["type"], part)
+        item = _media_item(part, (*path, position))
+        if item is not None:
+            yield item
+
+
+def _media_item(part: Any, path: Path) -> MMItem | None:
+    """The media item that a content part is; None for a part that is text.
+
+    Its part is written as chat requests have it, whatever spelling of vLLM's the client uses.
+    """
+    if isinstance(part, dict):
+        if part.get("type") is None:
+            part = _with_type(part, path)
+        elif part["type"] == PICTURE:
+            return MMItem(path, "image_url", picture_part(part, path))
+    check_part(part, path)
+    if part["type"] in MODALITY:
+        return MMItem(path, part["type"], part)
+    if part["type"] not in TEXTS:
+        raise unknown_part(path, (*sorted(TEXTS), *MODALITY, PICTURE))
+    return None
+
+
+def _with_type(part: Part, path: Path) -> Part:
+    """A content part without a type, with the type that vLLM takes it for by its keys."""
+    for key in MODALITY:
+        if key in part:
+            value = part[key]
+            url = isinstance(value, str) and key != "input_audio"
+            return {**part, "type": key, key: {"url": value} if url else value}
+    if "tool_reference" in part:
+        return {**part, "type": "tool_reference"}
+    raise BadRequest("a content part must have a type", param=param(path))
+
+
+def picture_part(part: Part, path: Path) -> Part:
+    """An `input_image` part as a chat request has it.
+
+    Raises:
+        BadRequest: it has neither an `image_url` nor a `uuid`, or something else that it must not.
+    """
+    others = {key: value for key, value in part.items() if key not in {"image_url", "type"}}
+    check_part({**others, "type": PICTURE}, path, kinds=(PICTURE,))
+    uuid = {"uuid": part["uuid"]} if part.get("uuid") is not None else {}
+    match part.get("image_url"):
+        case None if uuid:
+            return {"type": "image_url", **uuid}
+        case str() as url if url:
+            return {"type": "image_url", "image_url": {"url": url}, **uuid}
+        case _:
+            raise BadRequest(
+                f'an {PICTURE} needs an "image_url" that is a string; files are not kept here',
+                param=param((*path, "image_url")),
+            )
+
+
+def unknown_part(path: Path, known: Iterable[str]) -> BadRequest:
+    """The error of a content part of a type that no check of the proxy covers."""
+    return BadRequest(
+        f"the type of this content part is not accepted; accepted types: {', '.join(known)}",
+        slug="unknown_content_part",
+        param=param((*path, "type")),
+    )
 
 
 def check_message(message: Any, path: Path, index: int) -> Mapping[str, Any]:
@@ -157,12 +243,12 @@ def check_message(message: Any, path: Path, index: int) -> Mapping[str, Any]:
     return message
 
 
-def _is_plain(part: Any) -> bool:
-    """Whether a part needs no further look, as most of a long conversation's."""
+def _is_text(part: Any) -> bool:
+    """Whether a part is text and needs no other check, as most parts of a long conversation."""
     if not isinstance(part, dict):
         return False
     kind = part.get("type")
-    return isinstance(kind, str) and kind not in _MARKED and _MARKED.isdisjoint(part)
+    return isinstance(kind, str) and kind in TEXTS and _MARKED.isdisjoint(part)
 
 
 def check_part(part: Any, path: Path, kinds: Iterable[str] = MODALITY) -> None:
@@ -178,10 +264,10 @@ def check_part(part: Any, path: Path, kinds: Iterable[str] = MODALITY) -> None:
     """
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
         raise BadRequest("a content part must be an object with a type", param=param(path))
-    for key in OWN_PARTS:
+    for key in REFUSED:
         if key in part or part["type"] == key:
             raise BadRequest(
-                f"{key} parts are the proxy's own and not accepted from clients",
+                f"{key} parts are not accepted from clients",
                 slug="reserved_field",
                 param=param(path),
             )

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from epd.bodies.endpoint import Endpoint
-from epd.bodies.items import MM_KWARGS, Body, Form, MMItem, Part, Path, param
+from epd.bodies.items import MM_KWARGS, Body, Form, MMItem, Part, Path, param, unknown_part
 from epd.bodies.sse import ANTHROPIC
 from epd.errors import BadRequest, ProxyError
 
@@ -28,6 +28,20 @@ TYPES = {
 }
 """`error.type` by status: clients go by it."""
 
+RESULTS = frozenset({"text", "image", "tool_reference"})
+"""Types of the blocks in a tool result that vLLM reads. It ignores all others, so they are dropped:
+Anthropic's clients put documents and search results there."""
+
+BLOCKS = RESULTS | {
+    "redacted_thinking",
+    "thinking",
+    "tool_addition",
+    "tool_removal",
+    "tool_result",
+    "tool_use",
+}
+"""Types of content blocks that vLLM accepts (`vllm/entrypoints/anthropic/protocol.py`)."""
+
 API_ERROR = 500
 """The least status that is the server's own fault."""
 
@@ -37,16 +51,25 @@ class Messages(Endpoint):
 
     path = "/v1/messages"
     grammar = ANTHROPIC
+    priority_field = False
     key_header = "X-API-Key"
 
     def parse(self, raw: bytes | bytearray) -> Body:
         """The request, without fields that vLLM would look at in a chat request alone."""
-        return {key: value for key, value in super().parse(raw).items() if key not in MM_KWARGS}
+        body = {key: value for key, value in super().parse(raw).items() if key not in MM_KWARGS}
+        for message in body["messages"]:
+            if isinstance(message, dict) and isinstance(message.get("content"), list):
+                _drop_ignored(message["content"])
+        return body
 
     def check(self, body: Body) -> None:
-        """Refuse what has no conversation."""
+        """Refuse a request without a conversation, and a system prompt that is not text."""
         if not isinstance(body.get("messages"), list):
             raise BadRequest("messages must be a list", param="messages")
+        system = body.get("system")
+        for position, block in enumerate(system if isinstance(system, list) else ()):
+            if not isinstance(block, dict) or block.get("type") != "text":
+                raise unknown_part(("system", position), ("text",))
 
     def items(self, body: Body) -> Iterator[MMItem]:
         """The pictures of all messages, and of what tools have answered in them, in order."""
@@ -81,12 +104,28 @@ class CountTokens(Messages):
     operation = None
 
 
+def _drop_ignored(blocks: list[Any]) -> None:
+    """Drop the blocks that vLLM ignores from tool results: no later vLLM is to read them either."""
+    for block in blocks:
+        if isinstance(block, dict) and block.get("type") == "tool_result":
+            inner = block.get("content")
+            if isinstance(inner, list):
+                inner[:] = [one for one in inner if not _is_ignored(one)]
+
+
+def _is_ignored(block: Any) -> bool:
+    kind = block.get("type") if isinstance(block, dict) else None
+    return isinstance(kind, str) and kind not in RESULTS
+
+
 def _pictures(blocks: list[Any], path: Path) -> Iterator[MMItem]:
     for position, block in enumerate(blocks):
         where = (*path, position)
         if not isinstance(block, dict):
             raise BadRequest("a content block must be an object", param=param(where))
         kind, inner = block.get("type"), block.get("content")
+        if not isinstance(kind, str) or kind not in BLOCKS:
+            raise unknown_part(where, sorted(BLOCKS))
         if kind == "image":
             yield MMItem(where, "image_url", _chat_part(block.get("source"), where), FORM)
         elif kind == "tool_result" and isinstance(inner, list):

@@ -1,15 +1,19 @@
 """JSON of clients, read within limits, its media cut out. Pure."""
 
 import gc
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import orjson
 
 from epd.bodies.cuts import NO_CUTS, Cuts, cut
-from epd.errors import BadRequest
+from epd.errors import BadRequest, RequestRefused
 
 T = TypeVar("T")
+
+JSON = "application/json"
+JSON_TYPE = re.compile(r"application/[a-z0-9!#$&^_.-]+\+json")
 
 MAX_DEPTH = 128
 """Levels of a body. orjson reads 1024 of them and writes 254, so what it has read it might not be
@@ -24,19 +28,52 @@ MAX_CONTAINERS = 50_000
 object is two bytes of JSON and over 64 of memory, and the garbage collector looks at each."""
 
 
+def check_json_type(content_type: str) -> None:
+    """Refuse a body that its client does not call JSON, as vLLM does.
+
+    A web page of another origin can send any body as `text/plain` without the browser asking first.
+
+    Args:
+        content_type: the body's media type as the client sent it; an empty string for none.
+
+    Raises:
+        RequestRefused: 415, it is neither `application/json` nor a type that ends in `+json`.
+    """
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind != JSON and JSON_TYPE.fullmatch(kind) is None:
+        raise RequestRefused(
+            415, f"the body must have the Content-Type {JSON}", slug="unsupported_media_type"
+        )
+
+
 def cut_and_parsed(
-    raw: bytes | bytearray, parse: Callable[[bytes | bytearray], T]
+    raw: bytes | bytearray, parse: Callable[[bytes | bytearray], T], max_text_bytes: int
 ) -> tuple[T, Cuts]:
     """What a body says, and the media that were cut out of it.
 
+    Args:
+        raw: the body.
+        parse: reads a body from which media were cut.
+        max_text_bytes: most that is parsed. Nothing else runs meanwhile, and a thread would not
+            help: the parser holds the GIL.
+
     Raises:
-        BadRequest: `parse` does, and says where in all of the body the error is.
+        RequestRefused: 413, more is left than that once the media are cut out.
+        BadRequest: `parse` does, and says where in all of the body the error is, unless that is
+            larger than `max_text_bytes`.
     """
     rest, cuts = cut(raw)
+    if len(rest) > max_text_bytes:
+        raise RequestRefused(
+            413,
+            f"the body has more than {max_text_bytes} bytes beside its media, which are data: URLs "
+            "in base64 and input_audio without backslashes",
+            slug="text_too_large",
+        )
     try:
         return parse(rest), cuts
     except BadRequest:
-        if not cuts:
+        if not cuts or len(raw) > max_text_bytes:
             raise
         return parse(raw), NO_CUTS
 

@@ -1,17 +1,71 @@
 """What decode answers alone: embeddings, tokens, sounds as forms.
 
-Their media are looked at as all others are, and go on as they came, under our own keys.
+Their media are checked as those of all endpoints are, and passed on under the proxy's own keys.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
-from epd.bodies.cuts import NO_CUTS, Cuts, Pieces
-from epd.bodies.endpoint import Endpoint
-from epd.bodies.items import Body, MMItem, Path, chat_items
-from epd.errors import RequestRefused
+import orjson
 
-FORM = "multipart/form-data"
+from epd.bodies.cuts import NO_CUTS, Cuts, Pieces
+from epd.bodies.endpoint import RESERVED, Endpoint, check_xargs, reserved
+from epd.bodies.forms import FormPart, new_form, read_form
+from epd.bodies.items import Body, MMItem, Path, chat_items
+from epd.bodies.parsing import parse_json
+from epd.errors import BadRequest
+
+FILE = "file"
+XARGS = "vllm_xargs"
+SEVERAL = frozenset({"timestamp_granularities[]"})
+"""Fields of a form that may come more than once."""
+
+FIELDS = SEVERAL | {
+    FILE,
+    XARGS,
+    "frequency_penalty",
+    "hotwords",
+    "include_stop_str_in_output",
+    "language",
+    "length_penalty",
+    "max_completion_tokens",
+    "min_p",
+    "model",
+    "n",
+    "presence_penalty",
+    "prompt",
+    "repetition_penalty",
+    "response_format",
+    "seed",
+    "stream",
+    "stream_continuous_usage_stats",
+    "stream_include_usage",
+    "temperature",
+    "to_language",
+    "top_k",
+    "top_p",
+    "use_beam_search",
+    "watermarking",
+}
+"""Fields of a form that vLLM 0.32 and 0.33 know (`vllm/entrypoints/speech_to_text`)."""
+
+IGNORED = frozenset(
+    {
+        "chunking_strategy",
+        "conversation_id",
+        "include",
+        "known_speaker_names",
+        "known_speaker_references",
+        "timestamp_granularities",
+    }
+)
+"""Fields of a form that OpenAI's API or the proxy knows and vLLM ignores. They are dropped."""
+
+MAX_FIELD_BYTES = 2**20
+"""Upper bound of a field that is not a file, as of starlette, by which vLLM reads forms."""
+
+MAX_NAME = 64
+"""Characters of an unknown field's name that an error repeats."""
 
 
 class PassedOn(Endpoint):
@@ -30,7 +84,7 @@ class Embeddings(PassedOn):
     """
 
     path = "/v1/embeddings"
-    operation = "embeddings"
+    operation: ClassVar[str | None] = "embeddings"
 
     def items(self, body: Body) -> Iterator[MMItem]:
         """The media parts of all conversations, in order."""
@@ -59,29 +113,38 @@ class Detokenize(PassedOn):
 
 
 class Transcriptions(PassedOn):
-    """OpenAI's transcriptions: a form with a file, which goes on byte by byte as it came."""
+    """OpenAI's transcriptions: a form with a file, read and written anew."""
 
     path = "/v1/audio/transcriptions"
     salted = False
 
-    def read(self, raw: bytes | bytearray, content_type: str) -> tuple[Body, Cuts]:
-        """The form.
+    def read(
+        self,
+        raw: bytes | bytearray,
+        content_type: str,
+        max_text_bytes: int,  # noqa: ARG002 - that of each field
+    ) -> tuple[Body, Cuts]:
+        """Read the form.
+
+        Returns:
+            `form`, the form to send, and `model`, where the form names one; no cuts.
 
         Raises:
-            RequestRefused: 415, it is none.
+            RequestRefused: 415, the body is not a form.
+            BadRequest: the form is malformed, or has a field that no instance may get.
         """
-        kind, _, parameters = content_type.partition(";")
-        if kind.strip().lower() != FORM or "boundary=" not in parameters:
-            raise RequestRefused(415, f"the body must be {FORM}", slug="unsupported_media_type")
-        return {"form": raw, "content_type": content_type}, NO_CUTS
+        form = new_form(_kept(read_form(raw, content_type)))
+        model = next((part.text() for part in form.parts if part.name == "model"), None)
+        return {"form": form} if model is None else {"model": model, "form": form}, NO_CUTS
 
     def content_type(self, body: Body) -> str:
         """The form's, with its boundary."""
-        return str(body["content_type"])
+        return str(body["form"].content_type)
 
     def written(self, body: Body, cuts: Cuts) -> Pieces:  # noqa: ARG002
         """The form."""
-        return (memoryview(body["form"]),)
+        pieces: Pieces = body["form"].pieces()
+        return pieces
 
 
 class Translations(Transcriptions):
@@ -98,3 +161,57 @@ def _conversations(value: list[Any], path: Path) -> Iterator[MMItem]:
     for index, one in enumerate(value):
         if isinstance(one, list):
             yield from _conversations(one, (*path, index))
+
+
+def _kept(parts: Iterable[FormPart]) -> Iterator[FormPart]:
+    """The parts of a form that an instance is sent.
+
+    Raises:
+        BadRequest: a field is reserved or unknown, comes twice, or is a file where it must not be.
+    """
+    seen = set[str]()
+    for part in parts:
+        base = part.name.partition("[")[0]
+        if base in RESERVED:
+            raise reserved(base)
+        if base in IGNORED and part.name not in FIELDS:
+            continue
+        if part.name not in FIELDS:
+            raise BadRequest(
+                "the form has a field that this endpoint does not know",
+                slug="unknown_field",
+                param=part.name[:MAX_NAME],
+            )
+        if part.name in seen and part.name not in SEVERAL:
+            raise BadRequest("the form has this field twice", slug="invalid_form", param=part.name)
+        seen.add(part.name)
+        yield _checked(part)
+
+
+def _checked(part: FormPart) -> FormPart:
+    if (part.filename is not None) != (part.name == FILE):
+        raise BadRequest(
+            f"the field {FILE} must be a file, and no other may be one",
+            slug="invalid_form",
+            param=part.name,
+        )
+    if part.name == FILE:
+        return part
+    if len(part.data) > MAX_FIELD_BYTES:
+        raise BadRequest(
+            f"the field is larger than {MAX_FIELD_BYTES} bytes",
+            slug="invalid_form",
+            param=part.name,
+        )
+    text = part.text()
+    return _written_xargs(text) if part.name == XARGS else FormPart(part.name, text.encode())
+
+
+def _written_xargs(text: str) -> FormPart:
+    """The field by which a form has extra arguments, which vLLM parses as JSON."""
+    try:
+        xargs = parse_json(text.encode())
+    except BadRequest as error:
+        raise BadRequest(f"{XARGS} must be a JSON object: {error.message}", param=XARGS) from None
+    check_xargs({XARGS: xargs})
+    return FormPart(XARGS, orjson.dumps(xargs))

@@ -6,16 +6,19 @@ which nobody can tell what its tokens will be.
 """
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
 from blake3 import blake3
 
-from epd.bodies.items import MM_KWARGS, Body
+from epd.bodies.items import EMBEDS, MM_KWARGS, MODALITY, TEXTS, Body
 from epd.errors import BadRequest
 
 CONVERSATION = "conversation_id"
 """A field of the proxy's: what a client calls the conversation that its request goes on with."""
+
+COMPARED = TEXTS | MODALITY.keys() | set(EMBEDS)
+"""Types of content parts that are compared between turns; the last are the proxy's own."""
 
 MAX_NAME = 256
 """Characters of it."""
@@ -132,6 +135,8 @@ def prompt_of(body: Body, fields: Iterable[str]) -> Prompt | None:
         fields: what `/tokenize` makes tokens of, of this kind of request.
     """
     question = {name: body[name] for name in ("model", *fields) if name in body}
+    if not _is_told(question.get("messages")):
+        return None
     match question.get("prompt"):
         case [str() | list() as alone]:  # a batch of one
             question["prompt"] = alone
@@ -142,3 +147,21 @@ def prompt_of(body: Body, fields: Iterable[str]) -> Prompt | None:
     form = blake3(orjson.dumps(alike, option=orjson.OPT_SORT_KEYS)).hexdigest()
     given = question.get("prompt")
     return Prompt(question, form, given if isinstance(given, list) else None)
+
+
+def _is_told(messages: Any) -> bool:
+    """Whether tokens and media keys say all that the KV cache of messages depends on.
+
+    They do for text, and for media, which are compared by their keys. Of anything else, such as
+    `prompt_embeds`, two turns may have the same tokens and other content.
+    """
+    if not isinstance(messages, list):
+        return messages is None
+    contents = (one.get("content") if isinstance(one, dict) else None for one in messages)
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return all(isinstance(part, str) or _kind(part) in COMPARED for part in parts)
+
+
+def _kind(part: Any) -> str | None:
+    kind = part.get("type") if isinstance(part, dict) else None
+    return kind if isinstance(kind, str) else None

@@ -13,6 +13,8 @@ import orjson
 from epd.bodies.endpoint import Endpoint
 from epd.bodies.items import (
     MODALITY,
+    PICTURE,
+    TEXTS,
     Body,
     Form,
     MMItem,
@@ -21,11 +23,14 @@ from epd.bodies.items import (
     check_message,
     check_part,
     param,
+    picture_part,
+    unknown_part,
 )
 from epd.bodies.sse import RESPONSES
 from epd.errors import BadRequest, ProxyError
 
-PICTURE = "input_image"
+WORDS = TEXTS | {"reasoning_text", "summary_text"}
+"""Types of parts that are text; the last two are a reasoning item's."""
 
 CONTENTS = ("content", "output")
 """Where an input item has parts: a message, what a tool has answered."""
@@ -86,30 +91,15 @@ def _pictures(parts: list[Any], path: Path) -> Iterator[MMItem]:
     for position, part in enumerate(parts):
         where = (*path, position)
         if isinstance(part, dict) and part.get("type") == PICTURE:
-            yield MMItem(where, "image_url", _chat_part(part, where), FORM)
+            yield MMItem(where, "image_url", picture_part(part, where), FORM)
         elif not isinstance(part, str):
             check_part(part, where, kinds=())
             if part["type"] in MODALITY:
                 raise BadRequest(
                     f"media come in parts of the type {PICTURE}", param=param((*where, "type"))
                 )
-
-
-def _chat_part(part: Part, path: Path) -> Part:
-    """A picture as a chat request has it."""
-    others = {key: value for key, value in part.items() if key not in {"image_url", "type"}}
-    check_part({**others, "type": PICTURE}, path, kinds=(PICTURE,))
-    uuid = {"uuid": part["uuid"]} if part.get("uuid") is not None else {}
-    match part.get("image_url"):
-        case None if uuid:
-            return {"type": "image_url", **uuid}
-        case str() as url if url:
-            return {"type": "image_url", "image_url": {"url": url}, **uuid}
-        case _:
-            raise BadRequest(
-                f'an {PICTURE} needs an "image_url" that is a string; files are not kept here',
-                param=param((*path, "image_url")),
-            )
+            if part["type"] not in WORDS:
+                raise unknown_part(where, (*sorted(WORDS), PICTURE))
 
 
 def _write(part: Part) -> Part:

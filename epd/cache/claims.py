@@ -58,7 +58,12 @@ class Claims:
         self._tending = False
 
     def look(
-        self, model: str | None, identifiers: Sequence[str], *, patient: bool = False
+        self,
+        model: str | None,
+        identifiers: Sequence[str],
+        *,
+        patient: bool = False,
+        namespace: str | None = None,
     ) -> "Looking":
         """A look for some items, in which what the store has not is claimed.
 
@@ -66,14 +71,17 @@ class Claims:
             model: whose items they are.
             identifiers: their keys.
             patient: whether the request cannot be served without an answer. It claims nothing.
+            namespace: the consumer's; None: the model's.
         """
-        keys = self._cache.keys(model, identifiers)
+        keys = self._cache.keys(model, identifiers, namespace)
         # What others here have claimed or ask for is for its turn to find out.
         first = not patient and not any(key in self._held or key in self.first for key in keys)
         look = self._new(keys) if first else Look(keys)
         return Looking(self, look, first=first, patient=patient)
 
-    def turn(self, model: str | None, identifier: str, wait_s: float) -> "Turn":
+    def turn(
+        self, model: str | None, identifier: str, wait_s: float, namespace: str | None = None
+    ) -> "Turn":
         """A place in the queue of those who want an item encoded.
 
         Args:
@@ -81,8 +89,9 @@ class Claims:
             identifier: its key.
             wait_s: how long to wait at most. After it, or where the store is away, the item is
                 encoded whoever else does.
+            namespace: the consumer's; None: the model's.
         """
-        return Turn(self, self._cache.keys(model, [identifier]), wait_s)
+        return Turn(self, self._cache.keys(model, [identifier], namespace), wait_s)
 
     async def visit(self, look: Look, held: list[EntryKey], *, patient: bool) -> bool:
         """Have a look made, and hold what was claimed; whether the store has an answer."""

@@ -5,24 +5,36 @@ around: everything counts as a miss, and requests are served as if there were no
 """
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from contextvars import Context
+from functools import partial
 from typing import Any, Literal, Self, TypeVar
 
 import structlog
 
-from ec_store import EntryInfo, EntryKey, StoreError
+from ec_store import EntryInfo, EntryKey, StoreError, StoreMissing
 from ec_store.aio import AsyncStore
 from ec_store.breaker import Breaker
+from epd.background import Background
+from epd.cache.at_once import AtOnce
 from epd.cache.look import Look
 
 REFRESH_S = 5.0
 """How often the namespaces are read, and how often a store is tried that could not be opened."""
 
+MISSING_EVERY_S = 0.25
+"""How often a proxy looks for a store that its engines have still to make."""
+
 OPEN_WITHIN_S = 2.0
 """How long a start waits for the store."""
+
+MAKERS = (
+    ". An engine with ECStoreConnector makes it when it starts, and so do `ec-store serve` and "
+    "`ec-store configure`; the proxy does not"
+)
 
 MAX_LEARNED = 1024
 """How many models' namespaces are remembered that the store does not name."""
@@ -79,7 +91,10 @@ class EncoderCache:
         self._url = url
         self.budget_s = budget_s
         self.lease_s = lease_s
+        self._opened: AsyncStore | None = None
         self._store: AsyncStore | None = None
+        self._problem: str | None = None
+        self._at_once = AtOnce()
         self._reading = Breaker("reading from the encoder cache", warn=_warn)
         self._writing = Breaker("writing to the encoder cache", warn=_warn)
         self._namespaces: Mapping[str, str] = {}
@@ -90,11 +105,13 @@ class EncoderCache:
 
     @classmethod
     @asynccontextmanager
-    async def connect(cls, url: str, *, budget_s: float, lease_s: float) -> AsyncIterator[Self]:
+    async def connect(
+        cls, url: str, *, budget_s: float, lease_s: float, background: Background
+    ) -> AsyncIterator[Self]:
         """A cache that is open, or opens as soon as its store can be, until the context is left."""
         cache = cls(url, budget_s=budget_s, lease_s=lease_s)
         ready = asyncio.Event()
-        cache.later(cache._keep_fresh(ready))
+        cache.later(background.keep("encoder_cache", partial(cache._keep_fresh, ready)))
         with suppress(TimeoutError):
             async with asyncio.timeout(OPEN_WITHIN_S):
                 await ready.wait()
@@ -104,8 +121,8 @@ class EncoderCache:
             for task in cache._tasks:
                 task.cancel()
             await asyncio.gather(*cache._tasks, return_exceptions=True)
-            if cache._store is not None:
-                await cache._store.close()
+            if cache._opened is not None:
+                await cache._opened.close()
 
     @property
     def circuits(self) -> Mapping[str, bool]:
@@ -113,23 +130,19 @@ class EncoderCache:
         return {"store_questions": self._reading.open, "store_changes": self._writing.open}
 
     async def find(
-        self, model: str | None, identifiers: Sequence[str], *, patient: bool = False
-    ) -> Mapping[str, EntryInfo] | None:
-        """What the store has of these, by identifier; in one round trip. It is leased soon after.
+        self, keys: Sequence[EntryKey], *, patient: bool = False
+    ) -> Mapping[EntryKey, EntryInfo] | None:
+        """What the store has of these, in one round trip. It is leased soon after.
 
         Args:
-            model: whose items they are.
-            identifiers: their keys.
+            keys: of the entries.
             patient: whether the request cannot be served without an answer.
 
         Returns:
             None where it has no answer: it is better not asked anything else for this request.
         """
-        keys = self.keys(model, identifiers)
         look = Look(keys)
-        if not await self.visit(look, patient=patient):
-            return None
-        return {key.identifier: info for key, info in (look.found or {}).items()}
+        return look.found or {} if await self.visit(look, patient=patient) else None
 
     async def visit(self, look: Look, *, patient: bool = False) -> bool:
         """Have a look made; whether the store has said what is there. That is leased soon after.
@@ -143,21 +156,42 @@ class EncoderCache:
             return False
         if self._writing.open:
             look.claim_nothing()
+        try:
+            if self._looked_at_once(look, self._store):
+                return self._judged(look, None, late=False)
+        except (StoreError, ValueError) as error:
+            return self._judged(look, error, late=False)
+        on_thread = look.found is None
         visiting = self._store.begin(look.run)
         try:
             await _ended(visiting, PATIENT_S if patient else self.budget_s)
             if look.found is not None and not visiting.done():
                 await _ended(visiting, PATIENT_S)
         finally:
+            if on_thread:
+                self._at_once.took_on_thread(look.took_s, time.monotonic())
             if not visiting.done():
                 look.leave()
                 visiting.add_done_callback(_seen)
-        return self._judged(look, visiting)
+        failure = visiting.exception() if visiting.done() else None
+        return self._judged(look, failure, late=not visiting.done())
 
-    def _judged(self, look: Look, visiting: "asyncio.Future[None]") -> bool:
+    def _looked_at_once(self, look: Look, store: AsyncStore) -> bool:
+        """Look on the event loop where that is fast; whether the visit is over with it.
+
+        Raises:
+            StoreError: the store gives no answer.
+        """
+        if not (store.in_memory and self._at_once.allows(len(look.keys), time.monotonic())):
+            return False
+        try:
+            store.at_once(look.look_up)
+        finally:
+            self._at_once.took_on_loop(look.took_s or 0.0, time.monotonic())
+        return look.over
+
+    def _judged(self, look: Look, failure: BaseException | None, *, late: bool) -> bool:
         """Whether a look has an answer, which the breakers are told too."""
-        late = not visiting.done()
-        failure = None if late else visiting.exception()
         if failure is not None and not isinstance(failure, StoreError | ValueError):
             raise failure
         if look.found is None:
@@ -212,9 +246,17 @@ class EncoderCache:
         while len(self._learned) > MAX_LEARNED:
             del self._learned[next(iter(self._learned))]
 
-    def keys(self, model: str | None, identifiers: Sequence[str]) -> list[EntryKey]:
-        """The keys of a model's entries; none where nobody has said where they are kept."""
-        namespace = self.namespace(model)
+    def keys(
+        self, model: str | None, identifiers: Sequence[str], namespace: str | None = None
+    ) -> list[EntryKey]:
+        """Return the keys of entries; none where their namespace is not known.
+
+        Args:
+            model: whose entries they are.
+            identifiers: theirs.
+            namespace: of the instance that will read them; None: the model's.
+        """
+        namespace = namespace or self.namespace(model)
         if namespace is None:
             return []
         return [EntryKey(namespace, identifier) for identifier in identifiers]
@@ -264,26 +306,50 @@ class EncoderCache:
     async def _keep_fresh(self, ready: asyncio.Event) -> None:
         """Open the store, and read the namespaces again and again."""
         while True:
+            again_s = REFRESH_S
             operation: Operation = "open" if self._store is None else "namespaces"
             try:
                 if self._store is None:
-                    self._store = await AsyncStore.open(self._url)
+                    # An empty store at a mistyped path would look like one that misses everything.
+                    self._store = await self._checked()
                 async with asyncio.timeout(REFRESH_S):
                     self._namespaces = await self._store.namespaces()
                 self.operations[operation, "ok"] += 1
-                ready.set()
+                self._log_usable()
             except (StoreError, ValueError, OSError) as error:  # TimeoutError is an OSError
                 late = isinstance(error, TimeoutError)
                 self.operations[operation, "timeout" if late else "error"] += 1
-                logger.warning(
-                    "the encoder cache is away",
-                    reason=str(error) or "no answer",
-                    next=f"requests do without; it is asked again in {REFRESH_S:g} s",
-                )
+                if isinstance(error, StoreMissing):
+                    again_s = MISSING_EVERY_S
+                self._log_unusable(error, again_s)
+            ready.set()
             self._refresh_now.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(REFRESH_S):
+                async with asyncio.timeout(again_s):
                     await self._refresh_now.wait()
+
+    async def _checked(self) -> AsyncStore:
+        if self._opened is None:
+            self._opened = await AsyncStore.open(self._url, create=False, lazy=True)
+        await self._opened.check()
+        return self._opened
+
+    def _log_usable(self) -> None:
+        if self._problem is not None:
+            logger.info("the encoder cache can be used")
+        self._problem = None
+
+    def _log_unusable(self, error: Exception, again_s: float) -> None:
+        """Log why, once until that changes."""
+        before, self._problem = self._problem, str(error) or "no answer"
+        if self._problem == before:
+            return
+        if isinstance(error, StoreMissing):
+            event, maker = "there is no encoder cache", MAKERS
+        else:
+            event, maker = "the encoder cache is away", ""
+        again = f"requests bypass it; the proxy retries every {again_s:g} s{maker}"
+        logger.warning(event, reason=self._problem, next=again)
 
     def later(self, work: Coroutine[Any, Any, None]) -> None:
         """Have something done while nobody waits for it, in the name of no request."""

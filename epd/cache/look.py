@@ -1,5 +1,6 @@
-"""One visit to the encoder-cache store, made on a thread."""
+"""One visit to the encoder-cache store, made on a thread or begun on the event loop."""
 
+import time
 from collections.abc import Mapping, Sequence
 
 from ec_store import EntryInfo, EntryKey, Store, StoreError
@@ -11,6 +12,7 @@ class Look:
     Attributes:
         keys: what is looked for.
         found: what is there, once that is known.
+        took_s: how long the store took to say so.
         claimed: what is not there, and was claimed.
         settled: whether the store has said of all that is not there who has claimed it.
         problem: why nothing could be claimed.
@@ -23,6 +25,7 @@ class Look:
         """Look for `keys`, and claim them for `claim_s`, unless there is no owner."""
         self.keys = keys
         self.found: Mapping[EntryKey, EntryInfo] | None = None
+        self.took_s: float | None = None
         self.claimed: Sequence[EntryKey] = ()
         self.settled = False
         self.problem: Exception | None = None
@@ -31,20 +34,41 @@ class Look:
         self._claim_s = claim_s
         self._left = False
 
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left to do: what is there is known, and nothing is to be claimed."""
+        return self.found is not None and (self._owner is None or not self._missing(self.found))
+
     def run(self, store: Store) -> None:
-        """Make the visit, on a thread.
+        """Make the visit, or what is left of it, on a thread: claims may wait for others.
 
         Raises:
             StoreError: the store gives no answer.
         """
-        infos = store.lookup(self.keys)
-        self.found = {info.key: info for info in infos if info is not None}
-        missing = [key for key in self.keys if key not in self.found]
+        found = self.look_up(store) if self.found is None else self.found
+        missing = self._missing(found)
         if missing and self._owner is not None and not self._left:
             try:
                 self._claim(store, self._owner, missing)
             except (StoreError, ValueError) as error:
                 self.problem = error
+
+    def look_up(self, store: Store) -> Mapping[EntryKey, EntryInfo]:
+        """Find out what is there, and claim nothing.
+
+        Raises:
+            StoreError: the store gives no answer.
+        """
+        begun_s = time.perf_counter()
+        try:
+            infos = store.lookup(self.keys)
+        finally:
+            self.took_s = time.perf_counter() - begun_s
+        self.found = {info.key: info for info in infos if info is not None}
+        return self.found
+
+    def _missing(self, found: Mapping[EntryKey, EntryInfo]) -> Sequence[EntryKey]:
+        return [key for key in self.keys if key not in found]
 
     def _claim(self, store: Store, owner: str, missing: Sequence[EntryKey]) -> None:
         answers = store.claim_or_find(missing, owner, self._claim_s)

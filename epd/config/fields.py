@@ -3,6 +3,7 @@
 import re
 from typing import Annotated, Any
 
+import orjson
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 from pydantic_settings import NoDecode
 from yarl import URL
@@ -18,13 +19,19 @@ from epd.routing.urls import (
     zmq_address,
 )
 from epd.routing.weights import weight_of
-from epd.tenants import KEY
+from epd.tenants import KEY, NAME
 
 NO_INSTANCES = frozenset({"", "disable", "none"})
 """Spellings of an empty URL list, as in vLLM's `disagg_epd_proxy.py`."""
 
 TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}")
 """A header's name."""
+
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@*,\"]+")
+"""A web page's origin as browsers write it: scheme, host and port alone."""
+
+ROOT_PATH = re.compile(r"(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)+")
+"""A path that has one spelling only, and no `.` or `..`."""
 
 MIN_SECRET = 16
 """Characters of a secret: who can list the store could try all the shorter ones."""
@@ -110,6 +117,71 @@ def _check_header_name(name: str) -> str:
     return name.lower()
 
 
+def _json_list(value: Any) -> Any:
+    """A JSON list, as vLLM's flags take it; what comes from a YAML file is a list already."""
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return ()
+    try:
+        listed = orjson.loads(value)
+    except orjson.JSONDecodeError:
+        listed = None
+    if not isinstance(listed, list):
+        raise ValueError(f'{value!r} is not a JSON list such as ["*"]')  # noqa: TRY004 - pydantic's
+    return tuple(listed)
+
+
+def _check_origin(origin: str) -> str:
+    # A page in a sandbox, of any site, has the origin "null".
+    if origin != "*" and ORIGIN.fullmatch(origin) is None:
+        raise ValueError(
+            f"{origin!r} is not an origin such as https://chat.example.com, in lower case and "
+            "without a path, or *"
+        )
+    return origin
+
+
+def _check_token(name: str) -> str:
+    if TOKEN.fullmatch(name) is None:
+        raise ValueError(f"{name!r} is not the name of a method or a header")
+    return name
+
+
+Origins = Annotated[
+    tuple[Annotated[str, AfterValidator(_check_origin)], ...],
+    NoDecode,
+    BeforeValidator(_json_list),
+]
+Methods = Annotated[
+    tuple[Annotated[str, AfterValidator(_check_token)], ...],
+    NoDecode,
+    BeforeValidator(_json_list),
+]
+HeaderNames = Methods
+
+
+def _check_root_path(path: str | None) -> str | None:
+    stripped = (path or "").rstrip("/")
+    if stripped and ROOT_PATH.fullmatch(stripped) is None:
+        raise ValueError(f"{path!r} is not a path such as /vllm, of A-Z a-z 0-9 . _ ~ - and /")
+    return stripped or None
+
+
+RootPath = Annotated[str | None, AfterValidator(_check_root_path)]
+
+
+def _check_tenant(name: str) -> str:
+    if NAME.fullmatch(name) is None:
+        raise ValueError(f"{name!r} is not the name of a tenant: up to 64 of A-Z a-z 0-9 . _ -")
+    return name
+
+
+TenantNames = Annotated[
+    tuple[Annotated[str, AfterValidator(_check_tenant)], ...],
+    NoDecode,
+    BeforeValidator(_split_addresses),
+]
 Domains = Annotated[
     tuple[Annotated[str, AfterValidator(_check_domain)], ...],
     NoDecode,

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal, get_args, get_origin
 
+import orjson
 from pydantic.fields import FieldInfo
 
 from epd.config.example_flags import add_example_flags
@@ -31,7 +32,13 @@ METAVARS: Mapping[str, str] = MappingProxyType(
         "file": "FILE",
         "config": "FILE",
         "_ca_certs": "FILE",
+        "root_path": "PREFIX",
         "_path": "FOLDER",
+        "uds": "PATH",
+        "_tenants": "NAMES",
+        "_origins": "LIST",
+        "_methods": "LIST",
+        "_headers": "LIST",
     }
 )
 """What stands for a value, by how the setting's name ends."""
@@ -78,5 +85,12 @@ def metavar_of(name: str, field: FieldInfo) -> str:
 
 
 def _help(field: FieldInfo) -> str:
-    default = "" if field.is_required() or field.default in (None, ()) else f" ({field.default})"
-    return f"{field.description}{default}"
+    if field.is_required() or field.default in (None, ()):
+        return f"{field.description}"
+    return f"{field.description} ({shown_default(field)})"
+
+
+def shown_default(field: FieldInfo) -> str:
+    """A default as it would be written: a list as JSON."""
+    default = field.default
+    return orjson.dumps(default).decode() if isinstance(default, tuple) else str(default)

@@ -30,10 +30,12 @@ GROUPS: Mapping[str, str] = MappingProxyType(
         "log_*": "logging",
         "otlp_*": "traces",
         "tenant_*": "tenants",
+        "trusted_tenants": "tenants",
         "eject_*": "health of instances",
         "probe_*": "health of instances",
         "*_s": "deadlines",
         "max_*": "limits",
+        "stream_interval": "limits",
         "*_rate_bytes": "limits",
         "min_*": "limits",
         "*media*": "media",
@@ -45,6 +47,10 @@ GROUPS: Mapping[str, str] = MappingProxyType(
         "key_secret*": "secrets",
         "ssl_*": "TLS",
         "upstream_ca_file": "TLS",
+        "allowed_origins": "CORS",
+        "allowed_methods": "CORS",
+        "allowed_headers": "CORS",
+        "allow_credentials": "CORS",
         "*": "server",
     }
 )

@@ -5,6 +5,7 @@ from typing import Self
 import orjson
 from pydantic import SecretStr, model_validator
 
+from epd.config.parts.cross_origin import CrossOriginSettings
 from epd.config.parts.limits import LimitSettings
 from epd.config.parts.media import MediaSettings
 from epd.config.parts.routes import RouteSettings
@@ -12,7 +13,14 @@ from epd.config.parts.serving import ServingSettings
 from epd.config.parts.tenancy import TenancySettings
 
 
-class ProxyConfig(RouteSettings, TenancySettings, MediaSettings, LimitSettings, ServingSettings):
+class ProxyConfig(
+    RouteSettings,
+    TenancySettings,
+    MediaSettings,
+    LimitSettings,
+    CrossOriginSettings,
+    ServingSettings,
+):
     """Everything `create_app` needs to know.
 
     Each field is a flag of `epd serve` and an environment variable `EPD_<FIELD>`; its

@@ -3,8 +3,10 @@
 import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from functools import partial
 
+from epd.background import Background
 from epd.config import ProxyConfig
 from epd.discovery.registrations import Registrations
 from epd.discovery.stores import InFolder, InProcess, Store, folder_of
@@ -18,11 +20,17 @@ BEGIN_S = 5.0
 
 @asynccontextmanager
 async def membership(
-    config: ProxyConfig, registry: Registry, upstream: Upstream
+    config: ProxyConfig, registry: Registry, upstream: Upstream, background: Background
 ) -> AsyncIterator[Registrations]:
     """Have a registry follow the sources of a configuration, beside the configuration itself.
 
     Where there are none, nothing runs. Entered once each has said what it has to say.
+
+    Args:
+        config: names the sources.
+        registry: told of the instances.
+        upstream: told whose certificate each address has to show.
+        background: runs each source; one that raises is restarted, and the instances stay.
 
     Returns:
         What instances are registered with.
@@ -32,23 +40,24 @@ async def membership(
         sources = [*_watches(config, registry, upstream)]
         if not isinstance(store, InProcess):
             sources.append(registrations)
-        begun = [asyncio.create_task(source.begin()) for source in sources]
-        if begun:
-            await asyncio.wait(begun, timeout=BEGIN_S)
-        tasks = [asyncio.create_task(_run(*pair)) for pair in zip(sources, begun, strict=True)]
-        try:
+        async with AsyncExitStack() as stack:
+            begun = []
+            for source in sources:
+                begun.append(asyncio.Event())
+                work = partial(_follow, source, begun[-1])
+                await stack.enter_async_context(background.running("membership", work))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(BEGIN_S):
+                    for event in begun:
+                        await event.wait()
             yield registrations
-        finally:
-            for task in (*begun, *tasks):
-                task.cancel()
-            ends = await asyncio.gather(*begun, *tasks, return_exceptions=True)
-    for end in ends:
-        if isinstance(end, Exception):
-            raise end
 
 
-async def _run(source: Watch, begun: asyncio.Task[None]) -> None:
-    await begun
+async def _follow(source: Watch, begun: asyncio.Event) -> None:
+    """Follow a source, from its beginning where it has not been seen yet."""
+    if not begun.is_set():
+        await source.begin()
+        begun.set()
     await source.follow()
 
 

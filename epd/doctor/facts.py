@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from epd.doctor.mounts import Mount
 from epd.routing.instances import Instance
 
 
@@ -67,6 +68,7 @@ class StoreFacts:
 
     Attributes:
         problem: why it cannot be used.
+        missing: whether there is none, which is such a problem.
         round_trip_s: of a look-up, the median of some.
         writable: whether names and claims can be written.
         entry: of the output an encode instance has just made: `read`, `found` (there, but it
@@ -74,12 +76,15 @@ class StoreFacts:
         bytes: what it takes.
         max_bytes: its quota.
         free_bytes: what the file system has left; None for Redis.
+        mount: the file system; None for Redis.
     """
 
     problem: str | None = None
+    missing: bool = False
     round_trip_s: float = 0.0
     writable: bool = True
     entry: str | None = None
     bytes: int | None = None
     max_bytes: int | None = None
     free_bytes: int | None = None
+    mount: Mount | None = None

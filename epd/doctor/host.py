@@ -4,10 +4,16 @@ import os
 import resource
 from collections.abc import Iterator
 from ipaddress import ip_address
+from pathlib import Path
 
 from epd.config import ProxyConfig
 from epd.doctor.findings import Finding, ok, warn
 from epd.edge.descriptors import PER_CLIENT, RESERVED
+
+SOMAXCONN = Path("/proc/sys/net/core/somaxconn")
+MIN_SOMAXCONN, GOOD_SOMAXCONN = 1024, 4096
+"""Of `net.core.somaxconn`: below the first, a burst of clients may not fit; Linux has had the
+second as its default since 5.4."""
 
 LOAD_BALANCER_S = 60.0
 """How long common load balancers keep idle connections: who is behind one must keep them longer, or
@@ -17,6 +23,7 @@ closes a connection just as a request comes by it."""
 def judge_host(config: ProxyConfig) -> Iterator[Finding]:
     """Limits, permissions and settings that need no instance to be judged."""
     yield from _judge_descriptors(config)
+    yield from judge_backlog(_somaxconn())
     yield from _judge_umask()
     yield from _judge_media(config)
     yield from _judge_keep_alive(config)
@@ -35,6 +42,33 @@ def _judge_descriptors(config: ProxyConfig) -> Iterator[Finding]:
         )
     else:
         yield ok("descriptors", f"a process may have {hard} open")
+
+
+def _somaxconn() -> int | None:
+    try:
+        return int(SOMAXCONN.read_text())
+    except (OSError, ValueError):  # not Linux, or not readable in this container
+        return None
+
+
+def judge_backlog(somaxconn: int | None) -> Iterator[Finding]:
+    """Judge how many connections the kernel holds until the proxy accepts them.
+
+    Args:
+        somaxconn: Linux's `net.core.somaxconn`; None where it is not known.
+    """
+    if somaxconn is None:
+        return
+    seen = f"the kernel holds {somaxconn} connections until the proxy accepts them"
+    if somaxconn < MIN_SOMAXCONN:
+        yield warn(
+            "backlog",
+            f"{seen}: in a burst of more, clients wait 1 s or longer to connect",
+            f"sysctl -w net.core.somaxconn={GOOD_SOMAXCONN} here, and in the proxy's container or "
+            "pod: it is a setting of the network namespace",
+        )
+    else:
+        yield ok("backlog", seen)
 
 
 def _judge_umask() -> Iterator[Finding]:
@@ -76,11 +110,17 @@ def _judge_keep_alive(config: ProxyConfig) -> Iterator[Finding]:
 
 
 def _judge_access(config: ProxyConfig) -> Iterator[Finding]:
-    if config.admin_api_key is None and not _is_loopback(config.host):
+    if config.admin_api_key is None and (config.uds or not _is_loopback(config.host)):
         yield warn(
             "access",
             "no admin key: /metrics and profiling answer this machine alone",
             "set EPD_ADMIN_API_KEY",
+        )
+    if "*" in config.allowed_origins and config.api_keys_file is None:
+        yield warn(
+            "access",
+            "every web page that a client's browser opens can use the proxy: no keys, any origin",
+            "name the pages in --allowed-origins, or set --api-keys-file",
         )
     if config.api_keys_file is not None and config.key_secret is None:
         yield warn(

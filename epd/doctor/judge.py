@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from ec_store.config import size_text
 from epd.config import ProxyConfig
 from epd.doctor.facts import InstanceFacts, StoreFacts, Trial
 from epd.doctor.findings import Finding, fail, ok, warn
+from epd.doctor.mounts import Mount
 from epd.routing.instances import Role
 
 MAX_SKEW_S = 5.0
@@ -12,6 +14,11 @@ MAX_SKEW_S = 5.0
 
 OLDEST = (0, 32)
 """vLLM's first version whose encode instances report `ec_transfer_params`."""
+
+NFS = frozenset({"nfs", "nfs4"})
+
+CLIENTS_CLOCKS = frozenset({"ceph", "fuse.ceph", "fuse.ceph-fuse", "lustre", "beegfs"})
+"""File systems whose clients set the time of modification themselves."""
 
 ENCODE, CONSUME, PREFILL, DECODE = "encode", "metadata", "prefill", "decode"
 READ, FORGET = "conversation", "no conversation"
@@ -162,6 +169,14 @@ def judge_store(config: ProxyConfig, facts: StoreFacts | None) -> Iterator[Findi
             "give --ec-store the store that the engines' --ec-transfer-config names",
         )
         return
+    if facts.missing and facts.problem is not None:
+        yield fail(
+            "store",
+            facts.problem,
+            "name the store of the engines' --ec-transfer-config: an engine with ECStoreConnector "
+            "makes it when it starts, and so do `ec-store serve` and `ec-store configure`",
+        )
+        return
     if facts.problem is not None:
         yield fail(
             "store", facts.problem, "requests are answered, but all is encoded; mend the store"
@@ -186,6 +201,8 @@ def judge_store(config: ProxyConfig, facts: StoreFacts | None) -> Iterator[Findi
             "names for media are not kept",
         )
     yield from _judge_room(facts)
+    if facts.mount is not None:
+        yield from _judge_mount(facts.mount)
 
 
 def _judge_entry(facts: StoreFacts) -> Iterator[Finding]:
@@ -207,6 +224,25 @@ def _judge_entry(facts: StoreFacts) -> Iterator[Finding]:
             )
 
 
+def _judge_mount(mount: Mount) -> Iterator[Finding]:
+    where = f"the {mount.kind} mount at {mount.path}"
+    if mount.kind in NFS:
+        caches = mount.options.get("lookupcache", "all")
+        if caches == "all" and "noac" not in mount.options:
+            yield warn(
+                "store",
+                f"{where} caches that a name is missing: an entry that is looked for before it is "
+                "written stays a miss, for 30 s by default (acdirmin)",
+                "mount it with lookupcache=positive on every host that consumes",
+            )
+    elif mount.kind in CLIENTS_CLOCKS:
+        yield warn(
+            "store",
+            f"{where} takes times from its clients' clocks, by which entries and leases expire",
+            "run NTP on every host; only tmpfs and local disks are tested",
+        )
+
+
 def _judge_room(facts: StoreFacts) -> Iterator[Finding]:
     if facts.max_bytes is None or facts.free_bytes is None:
         return
@@ -214,6 +250,8 @@ def _judge_room(facts: StoreFacts) -> Iterator[Finding]:
     if room < facts.max_bytes:
         yield warn(
             "store",
-            f"its quota of {facts.max_bytes:,} bytes is more than the {room:,} it can have",
-            "lower max_bytes in the store URL, or give it a larger file system",
+            f"its quota of {size_text(facts.max_bytes)} is more than the {size_text(room)} it can "
+            "have",
+            "lower it with `ec-store configure URL --max-bytes SIZE`, as max_bytes in a URL counts "
+            "only where the store is made; or give it a larger file system",
         )

@@ -5,11 +5,14 @@ import secrets
 import shutil
 import statistics
 import time
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urlsplit
 
-from ec_store import EntryKey, StoreError
+from ec_store import EntryKey, StoreError, StoreMissing
 from ec_store.aio import AsyncStore
 from epd.doctor.facts import StoreFacts
+from epd.doctor.mounts import Mount, mount_of
 from epd.transfer.encoded import Encoded
 
 LOOKS = 9
@@ -28,7 +31,7 @@ async def look_at_store(url: str, made: Encoded | None) -> StoreFacts:
         made: what an encode instance has just made, and where it says that it is.
     """
     try:
-        async with asyncio.timeout(WITHIN_S), await AsyncStore.open(url) as store:
+        async with asyncio.timeout(WITHIN_S), await AsyncStore.open(url, create=False) as store:
             entry = None if made is None else await _entry(store, made)
             stats = await store.stats()
             return StoreFacts(
@@ -38,11 +41,12 @@ async def look_at_store(url: str, made: Encoded | None) -> StoreFacts:
                 bytes=stats.bytes,
                 max_bytes=stats.max_bytes,
                 free_bytes=_free_bytes(url),
+                mount=_mount(url),
             )
     except TimeoutError:
         return StoreFacts(problem=f"no answer within {WITHIN_S:g} s")
     except (StoreError, OSError) as error:
-        return StoreFacts(problem=str(error))
+        return StoreFacts(problem=str(error), missing=isinstance(error, StoreMissing))
 
 
 async def _entry(store: AsyncStore, made: Encoded) -> str:
@@ -79,6 +83,16 @@ async def _writable(store: AsyncStore) -> bool:
 
 def _nobodys() -> EntryKey:
     return EntryKey("epd-doctor", secrets.token_hex(32))
+
+
+def _mount(url: str) -> Mount | None:
+    parts = urlsplit(url)
+    if parts.scheme != "file":
+        return None
+    with suppress(OSError):
+        table = Path("/proc/self/mounts").read_text(errors="surrogateescape")
+        return mount_of(PurePosixPath(Path(unquote(parts.path)).resolve()), table.splitlines())
+    return None
 
 
 def _free_bytes(url: str) -> int | None:

@@ -22,7 +22,7 @@ from epd.request.stages import Stages
 from epd.routing.instances import Instance, Role
 from epd.routing.use import Place
 from epd.transfer.ec import ECTransfer
-from epd.transfer.encoded import Encoded, EncodedItem, consumer_body
+from epd.transfer.encoded import Consumed, Encoded, EncodedItem, consumer_body
 from epd.transfer.kv import KVTransfer, Pair
 from epd.transfer.params import Params, reply_field, with_params
 from epd.transfer.readback import kept_params
@@ -159,7 +159,7 @@ class Trials:
             pair = pair._replace(peer=await self._peers.of(pair))
             if self._transfer.concurrent(pair):
                 return await self._at_once(pair, decode, body, context)
-            prefilled = await self._stages.prefill(self._transfer, pair, body, context)
+            prefilled = await self._stages.prefill(self._transfer, pair, Consumed(body), context)
         except ProxyError as error:
             return {PREFILL: _failed(error)}
         return {PREFILL: Trial(), DECODE: await self._decoded(pair, decode, body, prefilled.params)}
@@ -171,7 +171,7 @@ class Trials:
         params = self._transfer.decode_params(pair, {})
         decoding = asyncio.create_task(self._decoded(pair, decode, body, params))
         try:
-            await self._stages.prefill(self._transfer, pair, body, context)
+            await self._stages.prefill(self._transfer, pair, Consumed(body), context)
             return {PREFILL: Trial(), DECODE: await decoding}
         finally:
             decoding.cancel()
@@ -192,9 +192,10 @@ class Trials:
         rank: int | None = None,
     ) -> Trial:
         context = self._context()
-        decoding = self._stages.decode(instance, body, context, rank, request_id)
+        sent = Consumed(body)
         try:
-            async with decoding as reply:
+            opened = await self._stages.decode(instance, sent, context, rank, request_id)
+            with opened.reply as reply:
                 said = await reply.read(idle_s=ANSWERS_S)
             params = reply_field(said, "kv_transfer_params", stage="decode")
         except ProxyError as error:

@@ -12,6 +12,7 @@ from epd.errors import ProxyError
 from epd.request.context import RequestContext
 from epd.request.stages import Stages
 from epd.routing.instances import Instance
+from epd.transfer.encoded import Consumed
 from epd.transfer.kv import KVTransfer, Pair
 from epd.transfer.params import with_params
 from epd.transfer.readback import kept_params
@@ -77,9 +78,10 @@ class Turns:
         context = self._context()
         pair = pair._replace(request_id=context.request_id)
         async with asyncio.timeout(prefill_s):
-            prefilled = await self._stages.prefill(self._transfer, pair, body, context)
+            prefilled = await self._stages.prefill(self._transfer, pair, Consumed(body), context)
         sent = with_params(body, prefilled.params)
-        async with self._stages.decode(decode, sent, context) as reply:
+        opened = await self._stages.decode(decode, Consumed(sent), context)
+        with opened.reply as reply:
             said = await reply.read(idle_s=ANSWER_S)
         heard = Heard(cut_tokens=False)
         heard.hear(said)

@@ -50,9 +50,14 @@ class Held:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """None any more."""
+        """Release what is still counted."""
+        self.release()
+
+    def release(self) -> None:
+        """Stop counting the body, which is not in memory any more."""
         if self.size:
             self._admission.give_bytes(self.tenant, self.size)
+            self.size = 0
 
     def grow(self, size: int) -> None:
         """Count at least `size` bytes.

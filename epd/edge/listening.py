@@ -5,15 +5,19 @@ import socket
 import ssl
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, cast
 
 from aiohttp import web
 
+from epd.background import Background
 from epd.config import ProxyConfig
 from epd.edge.protocol import Runner, Server
 
-BACKLOG = 128
-"""Connections that the kernel holds until they are accepted; aiohttp's default."""
+BACKLOG = 65535
+"""Connections that the kernel holds until the event loop accepts them, per listening socket. Linux
+lowers it to `net.core.somaxconn`, which `epd doctor` looks at. Beyond it, the kernel drops the
+packets of further clients, which send them again after 1 s."""
 ACCEPT_AGAIN_S = 0.5
 """After a connection could not be accepted."""
 
@@ -32,7 +36,7 @@ def binding(config: ProxyConfig) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        where = f"{config.host}:{config.port}"
+        where = f"{config.host}:{config.port}" if config.uds is None else str(config.uds)
         raise CannotListen(f"cannot listen on {where}: {error.strerror or error}") from error
 
 
@@ -51,33 +55,50 @@ class Handshakes:
         sockets: Sequence[socket.socket],
         tls: ssl.SSLContext,
         config: ProxyConfig,
+        background: Background,
     ) -> None:
-        """Begin to accept: handshakes may take as long as heads."""
+        """Begin to accept: handshakes may take as long as heads.
+
+        Args:
+            server: makes a connection's protocol.
+            sockets: what it listens on.
+            tls: the context that clients are served with.
+            config: limits of connections.
+            background: runs the loops that accept.
+        """
         self.sockets = sockets
         self._server = server
         self._tls = tls
         self._config = config
+        self._background = background
         self._loop = asyncio.get_running_loop()
         self._begun = set[asyncio.Task[None]]()
         for listener in sockets:
             listener.setblocking(False)
             listener.listen(BACKLOG)
-        self._accepting = [self._loop.create_task(self._accept(it)) for it in sockets]
+        self._accepting = [self._loop.create_task(self._listen(it)) for it in sockets]
 
     def close(self) -> None:
         """Accept no more. Handshakes that have begun go on."""
         for accepting in self._accepting:
             accepting.cancel()
 
-    async def _accept(self, listener: socket.socket) -> None:
+    async def _listen(self, listener: socket.socket) -> None:
         with listener:
-            while True:
+            await self._background.keep("tls_accept", partial(self._accept, listener))
+
+    async def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                client, _ = await self._loop.sock_accept(listener)
+            except OSError:  # no descriptor is left, or the client is gone
+                await asyncio.sleep(ACCEPT_AGAIN_S)
+            else:
                 try:
-                    client, _ = await self._loop.sock_accept(listener)
-                except OSError:  # no descriptor is left, or the client is gone
-                    await asyncio.sleep(ACCEPT_AGAIN_S)
-                else:
                     self._begin(client)
+                except BaseException:
+                    client.close()
+                    raise
 
     def _begin(self, client: socket.socket) -> None:
         if not self._server.has_room(len(self._begun)):
@@ -100,9 +121,12 @@ class Handshakes:
 class Site(web.BaseSite):
     """Where clients connect. A TLS handshake has as long as a head, and not asyncio's 60 s."""
 
-    def __init__(self, runner: Runner, tls: ssl.SSLContext | None, **where: Any) -> None:
-        """Take what `loop.create_server` takes: `host` and `port`, or a `sock`."""
+    def __init__(
+        self, runner: Runner, tls: ssl.SSLContext | None, background: Background, **where: Any
+    ) -> None:
+        """Take what `loop.create_server` takes: `host` and `port`, or a `sock`, a Unix one too."""
         super().__init__(runner, ssl_context=tls)
+        self._background = background
         self._where = where
         self._config = runner.config
 
@@ -110,6 +134,11 @@ class Site(web.BaseSite):
     def name(self) -> str:
         """What aiohttp calls it."""
         return f"epd {self._where}"
+
+    @property
+    def _is_unix(self) -> bool:
+        listener = self._where.get("sock")
+        return listener is not None and listener.family == socket.AF_UNIX
 
     async def start(self) -> None:
         """Listen.
@@ -120,11 +149,15 @@ class Site(web.BaseSite):
         await super().start()
         loop, server = asyncio.get_running_loop(), cast("Server", self._runner.server)
         plain = self._ssl_context is None
-        self._server = await loop.create_server(
-            server, **self._where, backlog=self._backlog, start_serving=plain
+        create: Any = loop.create_unix_server if self._is_unix else loop.create_server
+        bound: asyncio.Server = await create(
+            server, **self._where, backlog=BACKLOG, start_serving=plain
         )
+        self._server = bound
         if self._ssl_context is not None:
-            bound, listeners = self._server, [it.dup() for it in self._server.sockets]
-            accepting = Handshakes(server, listeners, self._ssl_context, self._config)
+            listeners = [it.dup() for it in bound.sockets]
+            accepting = Handshakes(
+                server, listeners, self._ssl_context, self._config, self._background
+            )
             self._server = cast("asyncio.AbstractServer", accepting)
             bound.close()

@@ -8,7 +8,7 @@ for errors that no handler sees. Nothing of a request is logged or quoted: its h
 import asyncio
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ from aiohttp.web_protocol import _ErrInfo
 from epd.config import ProxyConfig
 from epd.edge import descriptors
 from epd.edge.ambiguity import invalid, refusal
+from epd.edge.prefix import without_prefix
 from epd.errors import Overloaded, ProxyError, RequestRefused
 from epd.events import Observer, RequestDone
 
@@ -214,7 +215,7 @@ class Server(web.Server):
         """As `made`, which aiohttp has made for the application."""
         super().__init__(
             self._checked,
-            request_factory=made.request_factory,
+            request_factory=_factory(made.request_factory, config.root_path),
             handler_cancellation=made.handler_cancellation,
             **kwargs,
         )
@@ -282,6 +283,13 @@ class Server(web.Server):
         if (error := refusal(request)) is not None:
             return request.protocol.handle_error(request, error.status, error)
         return await self._handler(request)
+
+
+def _factory(make: Callable[..., Any], prefix: str | None) -> Callable[..., Any]:
+    """What makes requests of their heads, for paths with the prefix and without it."""
+    if prefix is None:
+        return make
+    return lambda message, *args: make(without_prefix(message, prefix), *args)
 
 
 class Runner(web.AppRunner):

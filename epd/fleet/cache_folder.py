@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,8 @@ from pathlib import Path
 from ec_store import EntryKey, open_store
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the folder in it is checked to be this user's
+OWN = re.compile(r"epd-up-[0-9]+-[0-9]{1,5}")
+"""The name of a fleet's folder in shared memory: its user's number, its port."""
 LEAST_BYTES = 2 * 2**30
 MOST_BYTES = 64 * 2**30
 
@@ -45,24 +48,77 @@ def kept(folder: Path) -> Iterator[None]:
     Raises:
         FolderTaken: it is another's, and stays.
     """
-    make(folder)
-    handle = os.open(folder, os.O_RDONLY)
+    handle = _lock_made(folder)
     try:
-        _lock(handle, folder)
-        try:
-            yield
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(handle)
+
+
+def remove_abandoned(kept_folder: Path, shared_memory: Path = SHARED_MEMORY) -> list[Path]:
+    """Remove this user's folders in shared memory whose fleet is gone, and return them.
+
+    A fleet locks its folder, and the kernel releases the lock when the fleet's process ends. So a
+    folder that can be locked has no owner. A process id would not tell: it may be another process's
+    by now.
+
+    Args:
+        kept_folder: the folder of the fleet that starts, which takes over what is there.
+        shared_memory: where the folders are.
+    """
+    found = sorted(shared_memory.glob(f"epd-up-{os.getuid()}-*"))
+    named = [one for one in found if OWN.fullmatch(one.name) and one != kept_folder]
+    return [folder for folder in named if _remove_abandoned(folder)]
+
+
+def _remove_abandoned(folder: Path) -> bool:
+    try:
+        handle = _lock(folder)
+    except (FolderTaken, OSError):  # it is in use, or no folder
+        return False
+    try:
+        if os.fstat(handle).st_uid != os.getuid():
+            return False
+        shutil.rmtree(folder, ignore_errors=True)
+        return not folder.exists()
     finally:
         os.close(handle)
 
 
-def _lock(handle: int, folder: Path) -> None:
-    # Two that start at the same moment both find their ports free. The lock ends with its process.
+def _lock_made(folder: Path) -> int:
+    """Make a folder and return a descriptor of it, which locks it until that is closed.
+
+    Raises:
+        FolderTaken: it is another's.
+    """
+    while True:
+        make(folder)
+        try:
+            handle = _lock(folder)
+        except FileNotFoundError:
+            continue
+        if os.fstat(handle).st_nlink:
+            return handle
+        os.close(handle)  # a fleet that starts on another port has removed it meanwhile
+
+
+def _lock(folder: Path) -> int:
+    """Return a descriptor of a folder, which locks it until that is closed.
+
+    Raises:
+        FolderTaken: it is another fleet's.
+        OSError: it is no folder.
+    """
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
+        # Two that start at the same moment both find their ports free. The lock ends with its
+        # process.
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        os.close(handle)
         raise FolderTaken(f"{folder} is another fleet's: is one starting on this port?") from None
+    return handle
 
 
 def make(folder: Path) -> None:

@@ -21,7 +21,7 @@ from epd.fleet.interrupts import leave_contexts_on_signals
 from epd.fleet.plan import Plan
 from epd.fleet.planning import planned, platform_of
 from epd.fleet.ports import check_free
-from epd.fleet.process import ProcessDied
+from epd.fleet.process import FRONT_STOP_TIMEOUT_S, STOP_TIMEOUT_S, ProcessDied
 from epd.fleet.settings import FleetSettings
 from epd.fleet.stack import Fleet
 from epd.parser import Commands, Parser
@@ -120,6 +120,9 @@ def _run(parser: Parser, *, dry_run: bool, **flags: Any) -> None:
     settings = _settings(parser, flags)
     logs = settings.log_path / time.strftime("%Y%m%d-%H%M%S")
     folder = cache_folder.default_folder(settings.port, logs)
+    if not dry_run:
+        for abandoned in cache_folder.remove_abandoned(folder):
+            print(f"removed {abandoned}, left by a run that was killed")
     store = settings.ec_store or cache_folder.default_url(folder)
     try:
         plan = planned(settings, os.environ, store)
@@ -183,7 +186,7 @@ def _serve(fleet: Fleet, example: str) -> None:
             print("Ctrl-C stops everything.")
             fleet.watch()
         except KeyboardInterrupt:
-            print("stopping")
+            print(f"stopping (up to {FRONT_STOP_TIMEOUT_S + STOP_TIMEOUT_S:.0f} s)")
     print("Everything is stopped.")
 
 

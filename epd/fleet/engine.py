@@ -22,6 +22,11 @@ DIVIDING = re.compile(r"-(tp|pp|dp|dcp|pcp|n)\b|--(.*parallel|nnodes|config\b)")
 TRANSFERS_KV = frozenset({Role.PREFILL, Role.DECODE})
 
 
+FETCHES_ONCE = {"VLLM_MEDIA_FETCH_MAX_RETRIES": "1"}
+"""A URL that cannot be fetched is reported at once, and not after vLLM's own three tries (5 s for a
+host without an address, 110 s for one that does not answer). The proxy repeats what may help."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
     """A vLLM server on this machine, which the proxy alone reaches.
@@ -110,7 +115,7 @@ class Engine:
         """The environment it needs beside the caller's."""
         affinity = self.platform.affinity
         own = {affinity: ",".join(self.devices)} if affinity and self.devices else {}
-        defaults = dict(self.platform.environment)
+        defaults = {**FETCHES_ONCE, **self.platform.environment}
         if self.transfers_kv:
             own["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(self.side_channel_port)
             defaults |= self.platform.ucx

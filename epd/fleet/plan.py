@@ -14,6 +14,10 @@ EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S10
 """Where a server is reached from its own machine that listens on all its addresses."""
 
 
+PROXY = "proxy"
+"""The proxy's name among the servers."""
+DRAIN_S = 5
+"""How long requests may go on when all servers are told to stop."""
 MOST = 65535
 LOOPBACK = "127.0.0.1"
 
@@ -66,7 +70,7 @@ class Plan:
         Args:
             running: the names of the servers that still run.
         """
-        if "proxy" not in running:
+        if PROXY not in running:
             return "The proxy is gone"
         if not any(engine.name in running for engine in self.of(*ANSWERS)):
             return "Nothing that decodes is left"
@@ -107,7 +111,7 @@ class Plan:
         media = self.local_media
         command = (
             *(sys.executable, "-m", "epd", "serve", "--host", self.host, "--port", str(self.port)),
-            *("--drain-delay-s", "0"),
+            *("--drain-delay-s", "0", "--drain-timeout-s", str(DRAIN_S)),
             *(("--ec-store", self.store) if self.store else ()),
             *(() if media is None else ("--allowed-local-media-path", media)),
             *(
@@ -116,4 +120,4 @@ class Plan:
             ),
             *self.proxy_flags,
         )
-        return Server("proxy", self.url, command, {})
+        return Server(PROXY, self.url, command, {})

@@ -13,6 +13,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 STOP_TIMEOUT_S = 20.0
+FRONT_STOP_TIMEOUT_S = 15.0
+"""How long those may take that others are stopped after."""
 POLL_S = 0.25
 PROGRESS_S = 15.0
 TAIL_LINES = 25
@@ -25,6 +27,10 @@ _RECORD = re.compile(
     r"|(?=.*\d%))"  # a progress bar
 )
 """What is before the message of a log line that says what its process does."""
+
+
+_PROBE = re.compile(r'"GET /(?:health|metrics) HTTP/1\.[01]" 200\b')
+"""In a line of an engine's access log: the proxy asks so every second or so."""
 
 
 class ProcessDied(Exception):
@@ -88,8 +94,9 @@ class Process:
             connection.close()
 
     def tail(self) -> str:
-        """The last lines of its log."""
-        return "\n".join(self._last_lines()[-TAIL_LINES:])
+        """Return the last lines of its log, without probes that it answered with 200."""
+        told = [line for line in self._last_lines() if not _PROBE.search(line)]
+        return "\n".join(told[-TAIL_LINES:])
 
     def doing(self) -> str:
         """What the last message of its log says, without its time and place in the source."""
@@ -175,17 +182,27 @@ class _Progress:
         self._said |= news
 
 
-def stop(processes: Sequence[Process]) -> None:
-    """End all of them at once, with all their children.
+def stop(processes: Sequence[Process], front: Sequence[Process] = ()) -> None:
+    """End all of them at once, with all their children, after those in front.
 
     A second Ctrl-C does not wait for them, and leaves none behind either.
+
+    Args:
+        processes: those to end.
+        front: what ends before them, as it still uses them.
     """
     try:
-        for process in processes:
-            process.terminate()
-        deadline_s = time.monotonic() + STOP_TIMEOUT_S
-        for process in processes:
-            process.join(deadline_s)
+        _terminate(front, FRONT_STOP_TIMEOUT_S)
+        _terminate(processes, STOP_TIMEOUT_S)
     finally:
-        for process in processes:
+        for process in (*front, *processes):
             process.kill()
+
+
+def _terminate(processes: Sequence[Process], timeout_s: float) -> None:
+    """Ask them to end, and wait until they have, for `timeout_s` seconds at most."""
+    deadline_s = time.monotonic() + timeout_s
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.join(deadline_s)

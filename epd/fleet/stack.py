@@ -11,7 +11,7 @@ from typing import Any, Self
 from epd.fleet.engine import Engine
 from epd.fleet.guarding import Guard
 from epd.fleet.interrupts import held
-from epd.fleet.plan import Plan
+from epd.fleet.plan import PROXY, Plan
 from epd.fleet.platforms import CPU
 from epd.fleet.ports import free_ports
 from epd.fleet.process import POLL_S, Process, ProcessDied, stop, wait_until_ready
@@ -143,18 +143,27 @@ class Fleet:
             time.sleep(POLL_S)
 
     def stop(self) -> None:
-        """Stop everything, and return when no process is left."""
-        stop(self._processes)
+        """Stop the proxy, then everything else, and return when no process is left.
+
+        Streams that run end in an error event, for which the proxy needs a moment. An engine that
+        is asked to end meanwhile would cut them off, or wait for them.
+        """
+        front = [one for one in self._processes if one.name == PROXY]
+        stop([one for one in self._processes if one not in front], front)
         self._processes.clear()
         if self._guard is not None:
             self._guard.close()
             self._guard = None
 
+    def launch(self, server: Server, log: Path) -> Process:
+        """Start the process of a server; its output goes to `log`."""
+        return Process(server.name, server.url, server.command, server.environment, log)
+
     def _start(self, server: Server) -> None:
         log = self._logs / f"{server.name}.log"
         self._report(f"starting {server.name}: {server.url}, log in {log}")
         with held():
-            process = Process(server.name, server.url, server.command, server.environment, log)
+            process = self.launch(server, log)
             self._processes.append(process)
             if self._guard is not None:
                 self._guard.watch(process.pid)

@@ -5,6 +5,7 @@ come too late (`Connection._wait`).
 """
 
 import asyncio
+import socket
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import cast
@@ -16,6 +17,16 @@ from epd.http.http1 import AnswerReader, Malformed
 
 PIECE_BYTES = 256 * 1024
 """A body is written so many bytes at a time, so that neither TLS nor a copy holds the loop."""
+JOINED_BYTES = 16 * 1024
+"""A larger body is handed to the kernel in its pieces: to join them costs more than one more of
+them does."""
+STALE_S = 1.0
+"""How long a request may be on its way until it meets a connection that was closed while idle."""
+DEAD_HOST_S = 120
+"""How long a host may leave data or keep-alive probes without an acknowledgement. The kernel of a
+host that is up acknowledges both, however long its server takes to answer."""
+PROBE_IDLE_S, PROBE_INTERVAL_S = 60, 15
+"""When the first keep-alive probe is sent on a silent connection, and each further one."""
 READ_BUFFER_BYTES = 256 * 1024
 """What nobody has taken yet of an answer; with more than that, it is not read any further."""
 
@@ -29,6 +40,25 @@ class Unreachable(Exception):
 
 class Broken(Exception):
     """The connection ended before the answer did, or what came is none."""
+
+
+class Died(Broken):
+    """The connection ended after all of a request was sent: the server may have died of it."""
+
+
+def _find_dead_hosts(shown: socket.socket) -> None:
+    """Have the kernel end a connection to a host that acknowledges nothing any more.
+
+    uvloop's own object duplicates the descriptor for each option.
+    """
+    opened = socket.socket(shown.family, shown.type, shown.proto, fileno=shown.fileno())
+    try:
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_IDLE_S)
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_INTERVAL_S)
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_HOST_S * 1000)
+    finally:
+        opened.detach()
 
 
 class Connection(asyncio.Protocol):
@@ -48,6 +78,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport
         self._answer = AnswerReader()
         self._asked = False
+        self._sent_s: float | None = None
         self._failure: Exception | None = None
         self._writable = True
         self._reading = True
@@ -73,9 +104,15 @@ class Connection(asyncio.Protocol):
         return self._answer.complete and not self._answer.held
 
     @property
-    def untouched(self) -> bool:
-        """Whether no byte of an answer has come."""
-        return not self._answer.begun
+    def stale(self) -> bool:
+        """Whether it broke as one does that the server closed while it was idle.
+
+        No byte of an answer has come, and the request had just been sent: a server that reads a
+        request and dies of it, or works on it for a while first, looks different.
+        """
+        sent_s = self._sent_s
+        just_sent = sent_s is None or self._loop.time() - sent_s < STALE_S
+        return self.reused and not self._answer.begun and just_sent
 
     @property
     def usable(self) -> bool:
@@ -96,13 +133,19 @@ class Connection(asyncio.Protocol):
             TimeoutError: it was not there at `until_s`, on the event loop's clock.
         """
         self.reused, self._asked = self._asked, True
+        self._sent_s = None
         self._answer.expect()
-        if sum(map(len, body)) <= PIECE_BYTES:
+        self._check_open()
+        size = sum(map(len, body))
+        if size <= JOINED_BYTES:
             self._transport.write(b"".join((head, *body)))
+        elif size <= PIECE_BYTES:
+            self._transport.writelines((head, *body))
         else:
             self._transport.write(head)
             for piece in body:
                 await self._send(memoryview(piece), until_s)
+        self._sent_s = self._loop.time()
         while not self._answer.status:
             await self._wait(until_s)
 
@@ -111,10 +154,34 @@ class Connection(asyncio.Protocol):
             # Who has answered by now may not read the rest, and is not waited for.
             while not self._writable and not self._answer.status:
                 await self._wait(until_s)
-            if self._answer.status >= HTTPStatus.BAD_REQUEST:  # RFC 9112, 9.5: send no more
+            # RFC 9112, 9.5: send no more after an error. A complete answer needs no more either.
+            if self._answer.status >= HTTPStatus.BAD_REQUEST or self._answer.complete:
                 self.kept = False
                 return
+            self._check_open()
             self._transport.write(body[start : start + PIECE_BYTES])
+
+    def _check_open(self) -> None:
+        """Check before each write that the connection has not ended.
+
+        uvloop resumes writing on a transport that has just been aborted, and its `write` then
+        raises RuntimeError.
+
+        Raises:
+            Broken: the connection has ended.
+        """
+        if self._failure is not None:
+            raise Broken from self._failure
+
+    async def begun(self, until_s: float) -> None:
+        """Wait for the first byte of the body, or for its end. Nothing is taken.
+
+        Raises:
+            Broken: the connection ended before it.
+            TimeoutError: it was not there at `until_s`, on the event loop's clock.
+        """
+        while not (self._answer.held or self._answer.complete):
+            await self._wait(until_s)
 
     async def chunk(self, until_s: float) -> bytes:
         """What has come of the body since the last one; empty when it has ended.
@@ -154,7 +221,8 @@ class Connection(asyncio.Protocol):
         sink = self._sink
         if sink is None:
             return False
-        if data := self._take():
+        if self._answer.held:
+            data = self._take()
             self._until_s = self._loop.time() + self._idle_s
             if not sink(data):
                 self._sink = None
@@ -175,7 +243,7 @@ class Connection(asyncio.Protocol):
     async def _wait(self, until_s: float) -> None:
         """Wait until something has happened."""
         if self._failure is not None:
-            raise Broken from self._failure
+            raise self._broken() from self._failure
         self._until_s = until_s
         if self._timer is None or self._timer.when() > until_s:
             self._set_timer()
@@ -184,6 +252,10 @@ class Connection(asyncio.Protocol):
             await self._waiter
         finally:
             self._waiter = None
+
+    def _broken(self) -> Broken:
+        died = self._sent_s is not None and not isinstance(self._failure, Malformed)
+        return Died() if died else Broken()
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -209,6 +281,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Remember where requests go."""
         self._transport = cast("asyncio.Transport", transport)
+        _find_dead_hosts(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
         """Read what has come."""

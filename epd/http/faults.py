@@ -6,11 +6,12 @@ from epd.errors import (
     Overloaded,
     ProxyError,
     Stage,
+    UpstreamDied,
     UpstreamFailed,
     UpstreamTimeout,
     UpstreamUnreachable,
 )
-from epd.http.connection import Broken, Unreachable
+from epd.http.connection import Broken, Died, Unreachable
 
 OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
@@ -18,8 +19,23 @@ FAILURES = (Unreachable, Broken, TimeoutError)
 """What `epd.http.connection` raises."""
 
 
-def shown(error: Exception, stage: Stage, *, broken: str, late: str | None = None) -> ProxyError:
-    """What a connection's errors mean. Addresses stay in the cause, which is not shown."""
+def shown(
+    error: Exception,
+    stage: Stage,
+    *,
+    broken: str,
+    late: str | None = None,
+    computed: bool = False,
+) -> ProxyError:
+    """Return what a connection's error means. Addresses stay in the cause, which is not shown.
+
+    Args:
+        error: one of `FAILURES`.
+        stage: the stage of the instance.
+        broken: slug of a connection that broke.
+        late: slug of a time-out; None: the stage's.
+        computed: whether the instance had computed its answer, and so survived the request.
+    """
     instance = "the instance" if stage == "proxy" else f"the {stage} instance"
     if isinstance(error, TimeoutError):
         return UpstreamTimeout(
@@ -27,12 +43,13 @@ def shown(error: Exception, stage: Stage, *, broken: str, late: str | None = Non
             slug=late or f"{stage}_timeout",
             stage=stage,
         )
-    if isinstance(error, Broken):
-        return UpstreamFailed(f"the connection to {instance} broke", slug=broken, stage=stage)
     reason = cause(error)
     if isinstance(reason, OSError) and reason.errno in OUT_OF_DESCRIPTORS:
         # Ours, not the instance's.
         return Overloaded("too many connections are open", stage=stage)
+    if isinstance(error, Broken):
+        kind = UpstreamDied if isinstance(error, Died) and not computed else UpstreamFailed
+        return kind(f"the connection to {instance} broke", slug=broken, stage=stage)
     return UpstreamUnreachable(f"{instance} cannot be reached", slug=broken, stage=stage)
 
 

@@ -8,7 +8,8 @@ from ipaddress import ip_address
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 from multidict import CIMultiDict
-from yarl import URL
+
+from epd.routing.urls import http_url
 
 MAX_HEAD_BYTES = 64 * 1024
 """Largest head of an answer that is waited for."""
@@ -60,11 +61,9 @@ def target_of(url: str) -> Target:
     Raises:
         ValueError: it is none of HTTP.
     """
-    parts = URL(url)
-    if parts.scheme not in {"http", "https"} or parts.raw_host is None or parts.port is None:
-        raise ValueError("not an HTTP URL")
-    host = parts.raw_host
-    origin = Origin(host, parts.port, parts.scheme == "https", _is_name(host))
+    parts = http_url(url)
+    host, port = parts.raw_host or "", parts.port or 0
+    origin = Origin(host, port, parts.scheme == "https", _is_name(host))
     return Target(origin, parts.raw_path_qs, parts.host_port_subcomponent or host)
 
 
@@ -76,14 +75,22 @@ def _is_name(host: str) -> bool:
     return False
 
 
-def request_head(target: Target, headers: Mapping[str, str], length: int | None) -> bytes:
+def request_head(
+    target: Target, headers: Mapping[str, str], length: int | None, more: str = ""
+) -> bytes:
     """The head of a POST with a body of so many bytes; of a GET without one.
+
+    Args:
+        target: what is asked for.
+        headers: by name.
+        length: the body's.
+        more: lines of further headers, which are not checked.
 
     Raises:
         ValueError: a header would end its line, and begin another.
     """
     method, framing = ("GET", "") if length is None else ("POST", f"Content-Length: {length}\r\n")
-    start = f"{method} {target.path} HTTP/1.1\r\nHost: {target.authority}\r\n{framing}"
+    start = f"{method} {target.path} HTTP/1.1\r\nHost: {target.authority}\r\n{framing}{more}"
     lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
     if not len(headers) == lines.count("\n") == lines.count("\r") or "\0" in lines:
         raise ValueError("a header has a line's end in it")

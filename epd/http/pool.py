@@ -1,6 +1,7 @@
 """Connections to instances, kept for the next request."""
 
 import asyncio
+import math
 import ssl
 from collections import deque
 from collections.abc import Mapping
@@ -53,16 +54,21 @@ class Pool:
             connection.abort()
         return None
 
-    async def connect(self, origin: Origin) -> Connection:
+    async def connect(self, origin: Origin, until_s: float = math.inf) -> Connection:
         """A new connection.
 
         Raises:
-            Unreachable: it could not be made, or not in time.
+            Unreachable: it could not be made, or not within `connect_timeout_s`.
+            TimeoutError: it was not made at `until_s`, on the event loop's clock.
         """
+        within_s = self._loop.time() + self.connect_timeout_s
+        limit = asyncio.timeout_at(min(within_s, until_s))
         try:
-            async with asyncio.timeout(self.connect_timeout_s):
+            async with limit:
                 return await self._connect(origin)
         except (OSError, UnicodeError) as error:  # no time left; a name that cannot be one
+            if limit.expired() and until_s < within_s:
+                raise TimeoutError from error
             raise Unreachable from error
 
     async def _connect(self, origin: Origin) -> Connection:

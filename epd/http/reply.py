@@ -1,9 +1,10 @@
 """What an instance answers."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
+from typing import Self
 
 from epd.errors import ProxyError, Stage, UpstreamFailed
 from epd.http.connection import Connection, Sink
@@ -33,17 +34,45 @@ class Answer:
 
 
 class Reply:
-    """An answer whose head has come and whose body has not been read."""
+    """An answer whose head has come. It has to be closed, or used as a context."""
 
-    __slots__ = ("_clock", "_connection", "_late", "_stage", "_until_s")
+    __slots__ = ("_clock", "_connection", "_late", "_release", "_stage", "_until_s")
 
-    def __init__(self, connection: Connection, stage: Stage, until_s: float, late: str) -> None:
-        """Read it from a connection until a time on the event loop's clock, or say `late`."""
+    def __init__(
+        self,
+        connection: Connection,
+        stage: Stage,
+        until_s: float,
+        late: str,
+        release: Callable[[], None],
+    ) -> None:
+        """Read the body from a connection.
+
+        Args:
+            connection: where it comes from.
+            stage: the instance's.
+            until_s: when it must have come, on the event loop's clock.
+            late: slug of the error if it has not.
+            release: keeps the connection if the answer is complete, and closes it otherwise.
+        """
         self._connection = connection
         self._stage: Stage = stage
         self._until_s = until_s
         self._late = late
+        self._release = release
         self._clock = asyncio.get_running_loop().time
+
+    def __enter__(self) -> Self:
+        """Read it."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self._release()
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self._release()
 
     @property
     def status(self) -> int:
@@ -80,6 +109,18 @@ class Reply:
                 )
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
+    async def begun(self, idle_s: float) -> None:
+        """Wait for the first byte of the body.
+
+        Raises:
+            UpstreamFailed: it broke off.
+            UpstreamTimeout: nothing came for `idle_s` seconds.
+        """
+        try:
+            await self._connection.begun(min(self._clock() + idle_s, self._until_s))
+        except FAILURES as error:
+            raise self._broke_off(error) from cause(error)
+
     async def chunk(self, idle_s: float) -> bytes:
         """What has come of the body since the last one; empty when it has ended.
 
@@ -108,4 +149,7 @@ class Reply:
             raise self._broke_off(error) from cause(error)
 
     def _broke_off(self, error: Exception) -> ProxyError:
-        return shown(error, self._stage, broken=f"{self._stage}_died", late=self._late)
+        # The head of a stream precedes its first token; any other head follows the last one.
+        computed = not self.headers.get("Content-Type", "").startswith("text/event-stream")
+        broken = f"{self._stage}_died"
+        return shown(error, self._stage, broken=broken, late=self._late, computed=computed)

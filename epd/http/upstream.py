@@ -5,13 +5,13 @@ import math
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from epd.bodies.cuts import Pieces
-from epd.errors import Overloaded, Stage, UpstreamFailed
-from epd.http.connection import Broken, Connection
+from epd.errors import Overloaded, Stage, UpstreamFailed, UpstreamUnreachable
+from epd.http.connection import Broken, Connection, Died, Unreachable
 from epd.http.faults import FAILURES, cause, shown
 from epd.http.http1 import Target, request_head, target_of
 from epd.http.pool import Pool
@@ -23,7 +23,7 @@ KEEP_ALIVE_S = 2.0
 """How long an idle connection is pooled: under half of what vLLM keeps one
 (`VLLM_HTTP_TIMEOUT_KEEP_ALIVE`, 5 s), so that none is reused that it has just closed."""
 
-OURS = {"User-Agent": f"epd/{__version__}", "Accept": "*/*", "Accept-Encoding": "identity"}
+OURS = f"User-Agent: epd/{__version__}\r\nAccept: */*\r\nAccept-Encoding: identity\r\n"
 """Headers of every request."""
 
 
@@ -63,7 +63,7 @@ class Upstream:
         """Whose certificates instances have to show, by base URLs that have addresses as hosts."""
         self._pool.verify_as(names)
 
-    def open(
+    async def open(
         self,
         url: str,
         *,
@@ -71,17 +71,21 @@ class Upstream:
         headers: Mapping[str, str],
         body: Pieces | None = None,
         head_timeout_s: float,
-    ) -> "Exchange":
-        """Send a request (POST with a body, GET without) and wait for the answer's head.
+    ) -> Reply:
+        """Send a request (POST with a body, GET without) and wait for the head of its answer.
 
-        Leaving the context before the body was read closes the connection, which is how an
-        instance learns that nobody waits any more.
+        The reply has to be closed. If its body was not read by then, this closes the connection,
+        which is how an instance learns that the request was abandoned.
 
         Raises:
             UpstreamFailed: it could not be sent, or the connection broke.
             UpstreamTimeout: no head came within `head_timeout_s` seconds.
         """
-        return Exchange(self._pool, _Request(url, headers, body), stage, head_timeout_s)
+        until_s = asyncio.get_running_loop().time() + head_timeout_s
+        request = _request(url, headers, body, stage)
+        connection = await self._exchange(request, stage, until_s)
+        release = partial(self._pool.give_back, request.target.origin, connection)
+        return Reply(connection, stage, math.inf, f"{stage}_stalled", release)
 
     async def fetch(
         self,
@@ -98,9 +102,41 @@ class Upstream:
             UpstreamFailed: it could not be sent, broke off, or is too large.
             UpstreamTimeout: it was not there within `timeout_s` seconds.
         """
-        request = _Request(url, headers, body)
-        async with Exchange(self._pool, request, stage, timeout_s, whole=True) as reply:
+        until_s = asyncio.get_running_loop().time() + timeout_s
+        request = _request(url, headers, body, stage)
+        connection = await self._exchange(request, stage, until_s)
+        release = partial(self._pool.give_back, request.target.origin, connection)
+        with Reply(connection, stage, until_s, f"{stage}_timeout", release) as reply:
             return Answer(reply.status, reply.headers, await reply.read(idle_s=timeout_s))
+
+    async def _exchange(self, request: "_Request", stage: Stage, until_s: float) -> Connection:
+        """Send a request, and return its connection once the head of the answer has come.
+
+        The request is sent once more where only an idle connection's end was at fault. An instance
+        may close an idle connection at the moment it is used again. Before it has answered
+        anything, this alone says nothing about the instance. If the instance then accepts no new
+        connection, it died, and it had the request.
+        """
+        origin = request.target.origin
+        try:
+            connection = self._pool.take(origin) or await self._pool.connect(origin, until_s)
+            try:
+                await connection.ask(request.head(), request.body or (), until_s)
+            except BaseException as error:
+                connection.abort()
+                if not (isinstance(error, Broken) and connection.stale):
+                    raise
+                connection = await _ask_again(self._pool, request, until_s, error)
+        except FAILURES as error:
+            raise shown(error, stage, broken=f"{stage}_failed") from cause(error)
+        if connection.headers.get("Content-Encoding", "identity").lower() != "identity":
+            connection.abort()
+            raise UpstreamFailed(
+                f"the {stage} instance's answer has an encoding that was not asked for",
+                slug=f"{stage}_bad_response",
+                stage=stage,
+            )
+        return connection
 
     async def probe(self, url: str, *, timeout_s: float) -> bool:
         """Whether a GET is answered with 2xx, over a connection of its own.
@@ -110,10 +146,12 @@ class Upstream:
         Raises:
             Overloaded: there is no descriptor left to find out with.
         """
-        request = _Request(url, {}, None)
         until_s = asyncio.get_running_loop().time() + timeout_s
         try:
+            request = _request(url, {}, None, "proxy")
             connection = await _ask_anew(self._pool, request, until_s)
+        except UpstreamUnreachable:
+            return False
         except FAILURES as error:
             failure = shown(error, "proxy", broken="unreachable")
             if isinstance(failure, Overloaded):
@@ -133,89 +171,38 @@ class _Request:
         self.body = body
         self._headers = headers
 
-    def head(self, **more: str) -> bytes:
-        """Its head."""
+    def head(self, more: str = "") -> bytes:
+        """Its head, with more lines of headers than it has itself."""
         length = None if self.body is None else sum(map(len, self.body))
-        return request_head(self.target, {**OURS, **self._headers, **more}, length)
+        return request_head(self.target, self._headers, length, OURS + more)
 
 
-class Exchange:
-    """A request and its answer: a context that is entered when the answer's head has come."""
-
-    __slots__ = ("_connection", "_pool", "_request", "_stage", "_timeout_s", "_whole")
-
-    def __init__(
-        self, pool: Pool, request: _Request, stage: Stage, timeout_s: float, *, whole: bool = False
-    ) -> None:
-        """Not begun. With `whole`, the body too has to be there in time."""
-        self._pool = pool
-        self._request = request
-        self._stage: Stage = stage
-        self._timeout_s = timeout_s
-        self._whole = whole
-        self._connection: Connection
-
-    async def __aenter__(self) -> Reply:
-        """Send the request and wait for the answer's head."""
-        stage = self._stage
-        until_s = asyncio.get_running_loop().time() + self._timeout_s
-        try:
-            self._connection = await _ask(self._pool, self._request, until_s)
-        except FAILURES as error:
-            raise shown(error, stage, broken=f"{stage}_failed") from cause(error)
-        if self._connection.headers.get("Content-Encoding", "identity").lower() != "identity":
-            self._connection.abort()
-            raise UpstreamFailed(
-                f"the {stage} instance's answer has an encoding that was not asked for",
-                slug=f"{stage}_bad_response",
-                stage=stage,
-            )
-        if self._whole:
-            return Reply(self._connection, stage, until_s, late=f"{stage}_timeout")
-        return Reply(self._connection, stage, math.inf, late=f"{stage}_stalled")
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Keep the connection where the answer is complete, else end it."""
-        self._pool.give_back(self._request.target.origin, self._connection)
-
-
-async def _ask(pool: Pool, request: _Request, until_s: float) -> Connection:
-    """Send a request, and once more where only an idle connection's end was at fault.
-
-    An instance may close an idle connection at the moment it is used again. Before it has
-    answered anything, this alone says nothing about the instance.
-    """
-    connection = pool.take(request.target.origin)
-    if connection is None:
-        connection = await _connected(pool, request, until_s)
+def _request(url: str, headers: Mapping[str, str], body: Pieces | None, stage: Stage) -> _Request:
     try:
-        await connection.ask(request.head(), request.body or (), until_s)
-    except BaseException as error:
-        connection.abort()
-        if not (isinstance(error, Broken) and connection.reused and connection.untouched):
-            raise
-    else:
-        return connection
-    return await _ask_anew(pool, request, until_s)
+        return _Request(url, headers, body)
+    except ValueError as error:
+        raise UpstreamUnreachable(
+            f"the URL of the {stage} instance is not valid", slug=f"{stage}_failed", stage=stage
+        ) from error
+
+
+async def _ask_again(pool: Pool, request: _Request, until_s: float, broken: Broken) -> Connection:
+    """Send a request anew whose connection was closed while it was idle."""
+    try:
+        return await _ask_anew(pool, request, until_s)
+    except Unreachable as error:
+        if isinstance(broken, Died):
+            raise Died from cause(error)
+        raise
 
 
 async def _ask_anew(pool: Pool, request: _Request, until_s: float) -> Connection:
     """Send a request over a connection of its own."""
-    connection = await _connected(pool, request, until_s)
+    connection = await pool.connect(request.target.origin, until_s)
     connection.kept = False
     try:
-        await connection.ask(request.head(Connection="close"), request.body or (), until_s)
+        await connection.ask(request.head("Connection: close\r\n"), request.body or (), until_s)
     except BaseException:
         connection.abort()
         raise
     return connection
-
-
-async def _connected(pool: Pool, request: _Request, until_s: float) -> Connection:
-    async with asyncio.timeout_at(until_s):
-        return await pool.connect(request.target.origin)

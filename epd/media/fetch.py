@@ -17,7 +17,7 @@ from yarl import URL
 
 from epd.bodies.items import Body, MMItem, with_parts
 from epd.config import ProxyConfig
-from epd.errors import BadRequest, ProxyError, UpstreamFailed, UpstreamTimeout
+from epd.errors import BadRequest, MediaFetchFailed, ProxyError
 from epd.flights import Flights
 from epd.media.cache import (
     HEADERS,
@@ -49,6 +49,10 @@ TRANSIENT = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS}
 MEDIA_TYPE = re.compile(r"(image|audio|video)/[a-z0-9][a-z0-9.+-]{0,62}")
 UNKNOWN_TYPE = "application/octet-stream"
 """For what an origin names otherwise: engines go by the content of pictures and sounds."""
+
+
+class NotAtOrigin(MediaFetchFailed):
+    """The origin has answered that it does not have the media, or not for this proxy."""
 
 
 class MediaFetcher:
@@ -147,9 +151,8 @@ class MediaFetcher:
         caches do: they ask for the same at the same time.
 
         Raises:
-            BadRequest: it must not be fetched, the origin does not have it, or it is too large.
-            UpstreamFailed: the origin is broken.
-            UpstreamTimeout: it did not come in time.
+            BadRequest: it must not be fetched, or it is too large.
+            MediaFetchFailed: the origin does not have it, is broken or late.
         """
         target = self._policy.check(url)
         key = CacheKey(scope, modality, str(target))
@@ -163,7 +166,7 @@ class MediaFetcher:
             with _translated():
                 async with asyncio.timeout(self._config.media_timeout_s):
                     entry = await self._download(target, key, known)
-        except BadRequest:
+        except (BadRequest, NotAtOrigin):
             self._cache.drop(key)
             raise
         if may_keep(entry.headers, key.scope):
@@ -193,9 +196,7 @@ class MediaFetcher:
                 else:
                     data_url = await self._read(response, key.modality)
             return Entry(data_url, str(url), said, asked + min(fresh, fresh_s(said)))
-        raise BadRequest(
-            f"the origin redirects more than {MAX_REDIRECTS} times", slug="media_fetch_failed"
-        )
+        raise NotAtOrigin(f"the origin redirects more than {MAX_REDIRECTS} times")
 
     async def _read(self, response: aiohttp.ClientResponse, modality: str) -> str:
         """The body of a 200 as a `data:` URL."""
@@ -285,11 +286,11 @@ def _cache_headers(response: aiohttp.ClientResponse) -> Headers:
 def _check_head(response: aiohttp.ClientResponse) -> None:
     status = response.status
     if status // 100 == 4 and status not in TRANSIENT:  # noqa: PLR2004
-        raise BadRequest(f"the origin answered {status}", slug="media_fetch_failed")
+        raise NotAtOrigin(f"the origin answered {status}")
     if status != HTTPStatus.OK:
-        raise _origin_failed(f"the origin answered {status}")
+        raise MediaFetchFailed(f"the origin answered {status}")
     if response.headers.get("Content-Encoding", "identity").lower() != "identity":
-        raise _origin_failed("the origin sent an encoded answer that was not asked for")
+        raise MediaFetchFailed("the origin sent an encoded answer that was not asked for")
 
 
 def _data_url_head(response: aiohttp.ClientResponse, modality: str) -> str:
@@ -302,10 +303,6 @@ def _too_large(limit: int) -> BadRequest:
     return BadRequest(f"the media are larger than {limit} bytes", slug="media_too_large")
 
 
-def _origin_failed(message: str) -> UpstreamFailed:
-    return UpstreamFailed(message, slug="media_origin_failed")
-
-
 @contextmanager
 def _translated() -> Iterator[None]:
     """Turn aiohttp's errors into ours.
@@ -315,18 +312,18 @@ def _translated() -> Iterator[None]:
     try:
         yield
     except TimeoutError:
-        raise UpstreamTimeout("the media did not come in time", slug="media_timeout") from None
+        raise MediaFetchFailed("the media did not come in time") from None
     except aiohttp.ClientConnectorDNSError as error:
         if error.errno == socket.EAI_AGAIN:
-            raise _origin_failed("the host's name cannot be resolved now") from None
+            raise MediaFetchFailed("the host's name cannot be resolved now") from None
         # The same for a name that does not exist: which names exist inside is nobody's business.
         raise refused(NO_ADDRESS) from None
     except aiohttp.InvalidURL:
         raise refused("not a valid URL") from None
     except aiohttp.ClientConnectorError as error:
-        raise _origin_failed("the origin cannot be reached") from _named(error)
+        raise MediaFetchFailed("the origin cannot be reached") from _named(error)
     except (aiohttp.ClientError, OSError) as error:
-        raise _origin_failed("the connection to the origin broke") from _named(error)
+        raise MediaFetchFailed("the connection to the origin broke") from _named(error)
 
 
 def _named(error: Exception) -> OSError:

@@ -69,20 +69,23 @@ STAGE_SECONDS = Figure(
     "epd_stage_seconds",
     "histogram",
     "Requests to instances and to the store, and waits in the queue, until they were answered or "
-    "failed; decode until the head of its answer.",
+    "failed; decode until the head of its answer. failed: false, true, or rejected where the error "
+    "is the client request's own: invalid media, a URL that cannot be fetched.",
     (MODEL, "stage", "failed"),
 )
 FIRST_TOKEN_SECONDS = Figure(
     "epd_time_to_first_token_seconds",
     "histogram",
     "From a request's head to the first event of its stream that tells of tokens; where it is no "
-    "stream, to the whole answer, of an endpoint with a prefill.",
+    "stream, to the whole answer, of an endpoint with a prefill. Comments of a stream, such as "
+    "vLLM's --sse-keep-alive-interval sends, do not count.",
     (MODEL,),
 )
 CHUNK_SECONDS = Figure(
     "epd_inter_chunk_seconds",
     "histogram",
-    "Between two chunks of a stream, as they come from decode.",
+    "Between two chunks of a stream, as they come from decode, without those that are comments "
+    "alone.",
     (MODEL,),
 )
 KV_WAIT_SECONDS = Figure(
@@ -227,6 +230,14 @@ LOOP_LAG = Figure(
     "The longest that the event loop kept others waiting, of the last 15 s.",
     of_workers=max,
 )
+BACKGROUND_FAILURES = Figure(
+    "epd_background_failures",
+    "counter",
+    "Unexpected exceptions in background tasks of the proxy, by task. Each cause is in the log "
+    "with its traceback. A probe or a load report that raises is one that failed; other tasks are "
+    "restarted after 1 s, or after up to 60 s where they raise again and again.",
+    ("task",),
+)
 CONVERSATIONS = Figure(
     "epd_conversations", "gauge", "Conversations that a next turn may find; of those in Redis none."
 )
@@ -287,6 +298,7 @@ FIGURES: Mapping[str, Figure] = MappingProxyType(
             BODY_BYTES,
             REFUSED,
             LOOP_LAG,
+            BACKGROUND_FAILURES,
             CONVERSATIONS,
             CONVERSATION_TURNS,
             CONVERSATIONS_EVICTED,

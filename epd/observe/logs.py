@@ -7,7 +7,10 @@ is served, by whomever, bears its id.
 import logging
 import re
 import sys
+import time
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
+from datetime import UTC, datetime
 from functools import cached_property, partial
 from typing import Any
 
@@ -15,7 +18,10 @@ import orjson
 import structlog
 from structlog.typing import EventDict
 
+from epd.bodies.endpoints import is_api
+from epd.errors import Stage
 from epd.events import InstanceChanged, RequestDone, StageDone, stage_seconds
+from epd.observe.lines import LineLogger, LineWriter
 
 REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
 """Of the request that is being served, as its client knows it."""
@@ -36,6 +42,11 @@ NEXT = {
 
 FURTHER = frozenset({"exception", "stack", "exc_info", "logger", "logger_name"})
 """Fields that a line for people has a form of its own for."""
+SERVING = frozenset[Stage]({"prefill", "decode"})
+"""Stages whose instance the line of a request names."""
+
+Fields = dict[str, float | str | None]
+
 EXPECTED = frozenset({"healthy", "trial", "added", "removed"})
 """What an instance may become without an operator having to look."""
 AMBIGUOUS = re.compile(r"[ \t=\r\n\"']")
@@ -58,21 +69,48 @@ def configure(log_format: str, level: str, *, worker: int | None = None) -> None
     ]
     if worker is not None:
         processors.append(partial(_named, worker))
-    # A line is one write: several workers share stderr, and print writes the line's end apart.
-    factory: structlog.WriteLoggerFactory | structlog.BytesLoggerFactory
+    render: Callable[[Any, str, EventDict], Any]
     if log_format == "json":
-        processors.append(structlog.processors.JSONRenderer(serializer=orjson.dumps))
-        factory = structlog.BytesLoggerFactory(sys.stderr.buffer)
+        render = structlog.processors.JSONRenderer(serializer=orjson.dumps)
     else:
-        processors.append(_console(colors=sys.stderr.isatty()))
-        factory = structlog.WriteLoggerFactory(sys.stderr)
+        render = _console(colors=sys.stderr.isatty())
+    processors.append(render)
     structlog.configure(
         processors=processors,
         wrapper_class=_at(level),
-        logger_factory=factory,
+        logger_factory=RequestLines(LineWriter(sys.stderr.buffer), render, worker),
     )
     # Else Python writes what libraries warn of as plain text between the lines.
     logging.basicConfig(handlers=[_Relay(logging.WARNING)], force=True)
+
+
+class RequestLines:
+    """Renders the lines of requests without structlog's chain, which takes longer than the rest.
+
+    It is structlog's logger factory, too, so that all lines go the same way in the end.
+    """
+
+    def __init__(
+        self, lines: LineWriter, render: Callable[[Any, str, EventDict], Any], worker: int | None
+    ) -> None:
+        """Write to `lines` what `render` makes of events, which name this worker."""
+        self._lines = lines
+        self._render = render
+        self._named = {} if worker is None else {"worker": worker}
+        self._clock = _Clock()
+
+    def __call__(self, *_: object) -> LineLogger:
+        """Return a logger for structlog."""
+        return LineLogger(self._lines)
+
+    def renders(self, processors: Iterable[structlog.typing.Processor]) -> bool:
+        """Whether structlog's lines still look like these: a test may capture them."""
+        return self._render in processors
+
+    def write(self, event: EventDict) -> None:
+        """Write an event of level info soon."""
+        event.update(self._named, event="request", level="info", timestamp=self._clock())
+        self._lines.write_soon(self._render(None, "info", event))
 
 
 def set_level(level: str) -> None:
@@ -99,7 +137,8 @@ def _named(worker: int, _: Any, __: str, event: EventDict) -> EventDict:
 
 def _console(*, colors: bool) -> structlog.typing.Processor:
     """A renderer for people."""
-    full = structlog.dev.ConsoleRenderer(colors=colors)
+    # Fields stay in the order of the call: what an operator reads first is not at the far right.
+    full = structlog.dev.ConsoleRenderer(colors=colors, sort_keys=False)
     return full if colors else partial(plain, full)
 
 
@@ -110,13 +149,33 @@ def plain(full: structlog.dev.ConsoleRenderer, logger: Any, method: str, event: 
     """
     if not FURTHER.isdisjoint(event):
         return full(logger, method, event)
-    time, level, text = event.pop("timestamp"), event.pop("level"), event.pop("event")
-    fields = " ".join([f"{name}={_shown(event[name])}" for name in sorted(event)])
-    return f"{time} [{level:<9}] {text:<30} {fields}".rstrip(" ")
+    when, level, text = event.pop("timestamp"), event.pop("level"), event.pop("event")
+    search = AMBIGUOUS.search
+    fields = " ".join(
+        [
+            f"{name}={value}"
+            if isinstance(value, str) and not search(value)
+            else f"{name}={value!r}"
+            for name, value in event.items()
+        ]
+    )
+    return f"{when} [{level:<9}] {text:<30} {fields}".rstrip(" ")
 
 
-def _shown(value: object) -> str:
-    return value if isinstance(value, str) and not AMBIGUOUS.search(value) else repr(value)
+class _Clock:
+    """Tells the time as structlog's lines do; the date is written once a second."""
+
+    def __init__(self) -> None:
+        self._second = 0
+        self._date = ""
+
+    def __call__(self) -> str:
+        microseconds = time.time_ns() // 1000
+        second, fraction = divmod(microseconds, 1_000_000)
+        if second != self._second:
+            self._second = second
+            self._date = datetime.fromtimestamp(second, UTC).isoformat().removesuffix("+00:00")
+        return f"{self._date}.{fraction:06d}Z"
 
 
 class _Relay(logging.Handler):
@@ -130,24 +189,40 @@ class _Relay(logging.Handler):
 class LogObserver:
     """Logs each client's request, and each request to an instance at level debug."""
 
-    def __init__(self, kv_lease_s: float) -> None:
+    def __init__(self, kv_lease_s: float, *, tenants: bool = False) -> None:
         """Log from now on.
 
         Args:
             kv_lease_s: how long prefill keeps its blocks; what takes half of it is a warning.
+            tenants: whether the line of a request names its tenant.
         """
         self._long_s = kv_lease_s / 2
+        self._tenants = tenants
 
-    def adopt(self, kv_lease_s: float) -> None:
-        """Go by another lease, and by the level that logging has now."""
+    def adopt(self, kv_lease_s: float, *, tenants: bool) -> None:
+        """Go by other settings, and by the level that logging has now."""
         self._long_s = kv_lease_s / 2
+        self._tenants = tenants
         self.__dict__.pop("_log", None)
+        self.__dict__.pop("_lines", None)
 
     @cached_property
     def _log(self) -> structlog.typing.FilteringBoundLogger:
         """As configured when the first event comes; to look that up costs more than a line."""
         log: structlog.typing.FilteringBoundLogger = structlog.get_logger("epd").bind()
         return log
+
+    @cached_property
+    def _lines(self) -> RequestLines | None:
+        """None where logging is not configured, as in a program that is not ours."""
+        factory = structlog.get_config()["logger_factory"]
+        return factory if isinstance(factory, RequestLines) else None
+
+    @cached_property
+    def _processors(self) -> Iterable[structlog.typing.Processor]:
+        """Structlog's, which it changes in place."""
+        processors: Iterable[structlog.typing.Processor] = structlog.get_config()["processors"]
+        return processors
 
     def stage_done(self, event: StageDone) -> None:
         """One line at level debug; a warning where prefill's blocks were not given back."""
@@ -167,35 +242,40 @@ class LogObserver:
         )
 
     def request_done(self, event: RequestDone) -> None:
-        """One line: info, a warning where it or an instance failed; beside `/v1` at level debug."""
-        level = self._level(event)
+        """Log one line: info, a warning after a failure, and debug outside of the API."""
+        failures = _failures(event)
+        level = self._level(event, failed=bool(failures))
         if not self._log.is_enabled_for(level):
             return
-        self._log.log(
-            level,
-            "request",
-            request_id=event.request_id,
-            method=event.method,
-            path=event.path,
-            status=event.status,
-            seconds=round(event.seconds, 4),
-            **self._fields(event),
-        )
+        fields: Fields = {"status": event.status, "seconds": round(event.seconds, 4)}
+        if event.error is not None:
+            fields["error"] = event.error
+            if event.reason is not None:
+                fields["reason"] = event.reason
+        fields["method"], fields["path"] = event.method, event.path
+        _add_served(fields, event)
+        self._add_course(fields, event)
+        if failures:
+            fields["failures"] = ",".join(failures)
+        self._add_names(fields, event)
+        lines = self._lines
+        if level == logging.INFO and lines is not None and lines.renders(self._processors):
+            lines.write(fields)
+        else:
+            self._log.log(level, "request", **fields)
 
-    def _level(self, event: RequestDone) -> int:
-        if event.error is not None or self._waited_long(event) or _failures(event):
+    def _level(self, event: RequestDone, *, failed: bool) -> int:
+        if failed or event.error is not None or self._waited_long(event):
             return logging.WARNING
-        return logging.INFO if "/v1/" in event.path else logging.DEBUG
+        return logging.INFO if is_api(event.path) else logging.DEBUG
 
     def _waited_long(self, event: RequestDone) -> bool:
         return event.kv_wait_s is not None and event.kv_wait_s > self._long_s
 
-    def _fields(self, event: RequestDone) -> dict[str, float | str | None]:
-        """What is not said of each request."""
-        fields: dict[str, float | str | None] = {
-            f"{stage}_s": round(seconds, 4)
-            for stage, seconds in stage_seconds(event.stages).items()
-        }
+    def _add_course(self, fields: Fields, event: RequestDone) -> None:
+        """Add the time of each stage, and what was not as usual."""
+        for stage, seconds in stage_seconds(event.stages).items():
+            fields[f"{stage}_s"] = round(seconds, 4)
         if event.items:
             fields["items"] = ",".join(f"{name}={count}" for name, count in event.items.items())
         if event.retries:
@@ -204,17 +284,18 @@ class LogObserver:
             fields["policy"] = event.policy
         if event.degraded:
             fields["degraded"] = ",".join(sorted(event.degraded))
+        if event.kv_wait_s is not None and self._waited_long(event):
+            fields["kv_wait_s"] = round(event.kv_wait_s, 4)
+
+    def _add_names(self, fields: Fields, event: RequestDone) -> None:
+        """Add what a request is searched by."""
+        if self._tenants and event.tenant:
+            fields["tenant"] = event.tenant
+        fields["request_id"] = event.request_id
         if event.engine_id != event.request_id:
             fields["engine_id"] = event.engine_id
         if event.trace_id is not None:
             fields["trace_id"] = event.trace_id
-        if event.kv_wait_s is not None and self._waited_long(event):
-            fields["kv_wait_s"] = round(event.kv_wait_s, 4)
-        if failures := _failures(event):
-            fields["failures"] = ",".join(failures)
-        if event.error is not None:
-            fields |= {"error": event.error, "reason": event.reason}
-        return fields
 
     def instance_changed(self, event: InstanceChanged) -> None:
         """One line: a warning where it is left alone, info where it is back, comes or goes."""
@@ -223,12 +304,31 @@ class LogObserver:
         self._log.log(
             level,
             "instance",
-            instance=event.instance,
-            role=event.role,
             state=event.state,
+            role=event.role,
+            instance=event.instance,
             **named,
             next=NEXT[event.state],
         )
+
+
+def _add_served(fields: Fields, event: RequestDone) -> None:
+    """Add which instances answered, and with how much.
+
+    Of several prefills or decodes that succeeded, the last one is named. Encode instances are not:
+    a request may have one for each item.
+    """
+    if event.model_name:
+        fields["model"] = event.model_name
+    if event.stream:
+        fields["stream"] = True
+        if event.first_token_s is not None:
+            fields["ttft_s"] = round(event.first_token_s, 4)
+    for one in event.stages:
+        if one.error is None and one.stage in SERVING:
+            fields[one.stage] = one.instance
+    if event.answer_bytes:
+        fields["answer_bytes"] = event.answer_bytes
 
 
 def _failures(event: RequestDone) -> list[str]:

@@ -6,10 +6,11 @@ One loop serves everybody: what holds it up for 100 ms does so for each running 
 import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 
 import structlog
 
-from epd.background import in_background
+from epd.background import Background
 
 TICK_S = 0.02
 """How often it is looked. What holds the loop up for less is not always seen."""
@@ -22,15 +23,16 @@ ALARM_S = 0.1
 
 
 def watched(
-    tell: Callable[[float], None], window_s: float = WINDOW_S
+    tell: Callable[[float], None], background: Background, window_s: float = WINDOW_S
 ) -> AbstractAsyncContextManager[None]:
     """Watch the running loop until the context is left.
 
     Args:
         tell: is told the longest lag of each window, in seconds.
+        background: runs it.
         window_s: how long a window is.
     """
-    return in_background(_watch(tell, window_s))
+    return background.running("loop_lag", partial(_watch, tell, window_s))
 
 
 async def _watch(tell: Callable[[float], None], window_s: float) -> None:

@@ -49,6 +49,7 @@ class MetricsObserver(Collector):
         self._disconnects = Counted(figures.DISCONNECTS)
         self._releases = Counted(figures.KV_RELEASES)
         self._instances = Counted(figures.INSTANCE_CHANGES)
+        self._background = Counted(figures.BACKGROUND_FAILURES)
         self._encode_s: dict[Modality, float] = {}
         self._reloaded = 1.0
         self._loop_lag_s = 0.0
@@ -70,6 +71,10 @@ class MetricsObserver(Collector):
         """Say how it ended."""
         self._reloaded = float(success)
 
+    def background_failed(self, task: str, count: int) -> None:
+        """Count so many unexpected exceptions of a background task."""
+        self._background.add((task,), count)
+
     def loop_lag(self, seconds: float) -> None:
         """Show how long the event loop kept others waiting."""
         self._loop_lag_s = seconds
@@ -77,7 +82,8 @@ class MetricsObserver(Collector):
     def stage_done(self, event: StageDone) -> None:
         """Add its time."""
         failed = event.error is not None
-        self._stages.of((event.model_name, event.stage, failed)).add(event.seconds)
+        outcome = "rejected" if event.rejected else failed
+        self._stages.of((event.model_name, event.stage, outcome)).add(event.seconds)
         if event.stage == "release":
             self._releases.add(("failed" if failed else "ok",))
         elif event.modality is not None and not failed:

@@ -11,11 +11,14 @@ import errno
 import fcntl
 import hashlib
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from struct import Struct
 
 NUMBER = Struct("<Q")
+WANTED = Struct("<d")
+"""When a reader last wanted the page, on the monotonic clock of this machine; 0: never."""
 HEAD = Struct("<QQ16s")
 """Of a half: its number, the length of what follows, and its digest."""
 
@@ -84,6 +87,20 @@ class SharedPage:
         found = os.pread(self.descriptor, NUMBER.size, 0)
         number: int = NUMBER.unpack(found)[0] if len(found) == NUMBER.size else 0
         return number
+
+    def want(self) -> None:
+        """Tell the page's writer that it has a reader. Any process may.
+
+        Raises:
+            OSError: there is no memory for it.
+        """
+        self._put(WANTED.pack(time.monotonic()), NUMBER.size)
+
+    def wanted_within(self, seconds: float) -> bool:
+        """Whether a reader has wanted it that lately."""
+        found = os.pread(self.descriptor, WANTED.size, NUMBER.size)
+        wanted_s: float = WANTED.unpack(found)[0] if len(found) == WANTED.size else 0.0
+        return wanted_s > 0.0 and time.monotonic() - wanted_s < seconds
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -1,12 +1,15 @@
 """The figures of all workers, whichever of them is asked.
 
-Each worker writes its figures to a page that the others read: every second, and before it answers.
+Each worker writes its figures to a page that the others read: every second while they are
+scraped, more rarely otherwise, and before it answers.
 So no figure was ever shown that is not on a page, and no counter goes back when a worker dies. A
 worker that replaces another goes on counting from where that one's page ends.
 """
 
 import asyncio
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 import structlog
 from prometheus_client.metrics_core import Metric
@@ -17,6 +20,10 @@ from epd.observe.shared_page import PageUnreadable, SharedPage
 
 WRITE_S = 1.0
 """How old the figures of other workers may be: little beside the time between two scrapes."""
+ASKED_S = 90.0
+"""For how long after a scrape they are written so often: longer than any usual scrape interval."""
+UNASKED_S = 15.0
+"""How often they are written after that. What a worker that is killed had not written is lost."""
 
 
 class WorkerMetrics(Collector):
@@ -50,13 +57,21 @@ class WorkerMetrics(Collector):
 
     async def keep_writing(self) -> None:
         """Do so again and again."""
+        written_s = -UNASKED_S
         while True:
-            self.write()
+            now_s = time.monotonic()
+            if now_s - written_s >= UNASKED_S or self._page.wanted_within(ASKED_S):
+                self.write()
+                written_s = now_s
             await asyncio.sleep(WRITE_S)
 
     def collect(self) -> Iterator[Metric]:
         """The figures of all, this one's being those of this moment."""
         self.write()
+        for page in self._pages:
+            if page is not self._page:
+                with suppress(OSError):  # reading it fails too, and is logged
+                    page.want()
         yield from added([self._read(page) for page in self._pages])
 
     def _read(self, page: SharedPage) -> list[Metric]:

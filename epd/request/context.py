@@ -8,14 +8,16 @@ from types import TracebackType
 
 from epd.bodies.chat import CHAT
 from epd.bodies.cuts import Cuts
-from epd.bodies.endpoint import JSON, Endpoint
+from epd.bodies.endpoint import Endpoint
 from epd.bodies.items import MMItem
+from epd.bodies.parsing import JSON
 from epd.conversations.turn import Turn
-from epd.errors import Stage, slug_of
+from epd.errors import ProxyError, Stage, slug_of
 from epd.events import Observer, StageDone
 from epd.models import ModelNames
 from epd.request.ids import child_id
 from epd.request.record import Record
+from epd.routing.fatal import Watched
 from epd.spans import RequestSpan, Span
 from epd.tenants import ANONYMOUS, Tenant
 
@@ -44,6 +46,7 @@ class RequestContext:
         answering: decode's span, until its first event of tokens.
         client_headers: all headers of its client, by name in any case.
         turn: the conversation's, of which it is one; None: of none.
+        watched: the request as the deaths of its instances are counted.
     """
 
     request_id: str
@@ -61,6 +64,7 @@ class RequestContext:
     span: RequestSpan | None = None
     answering: Span | None = None
     turn: Turn | None = None
+    watched: Watched = field(default_factory=Watched)
     client_headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     _children: Iterator[int] = field(default_factory=itertools.count)
 
@@ -166,5 +170,6 @@ class Timed:
                 slug,
                 context.model_name,
                 self._modality,
+                rejected=isinstance(error, ProxyError) and error.rejects_request,
             )
         )

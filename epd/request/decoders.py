@@ -7,9 +7,9 @@ from epd.config import ProxyConfig
 from epd.discovery.complaint import Complaint
 from epd.errors import BadRequest, NoInstance, ProxyError, RequestRefused
 from epd.policies.course import Course
-from epd.request.attempts import Attempts
 from epd.request.context import RequestContext
 from epd.request.picker import Picker
+from epd.request.sending import Attempt
 from epd.routing.allowed import is_allowed
 from epd.routing.balance import Choice
 from epd.routing.instances import ANSWERING, Instance, Role
@@ -49,12 +49,12 @@ class Decoders:
         return course
 
     async def pick(
-        self, attempts: Attempts, context: RequestContext, prefill: Instance | None = None
+        self, attempt: Attempt, context: RequestContext, prefill: Instance | None = None
     ) -> Instance:
         """Who decodes, one that was not tried where there is one.
 
         Args:
-            attempts: the request's.
+            attempt: the request's.
             context: the request's.
             prefill: who has prefilled it, or will; None: nobody.
 
@@ -63,12 +63,12 @@ class Decoders:
             ProxyError: see `settled`.
         """
         named: Instance | None = None
-        if attempts.course.decode_from == "header":
+        if attempt.course.decode_from == "header":
             named = self._asked_for(context)
-        elif attempts.course.decode_from == "picker":
-            named = await self._picked(attempts, context, prefill)
+        elif attempt.course.decode_from == "picker":
+            named = await self._picked(attempt, context, prefill)
         prefers = None if context.turn is None else context.turn.prefers_decode
-        return named or self._choice.best(attempts.decodes, session=context.session, prefer=prefers)
+        return named or self._choice.best(attempt.decodes, session=context.session, prefer=prefers)
 
     def others(self, course: Course, tried: Collection[Instance]) -> bool:
         """Whether there is one that was not tried, and may be.
@@ -111,7 +111,7 @@ class Decoders:
         return found
 
     async def _picked(
-        self, attempts: Attempts, context: RequestContext, prefill: Instance | None
+        self, attempt: Attempt, context: RequestContext, prefill: Instance | None
     ) -> Instance | None:
         """Whom the picker names; None where it names none that can be used.
 
@@ -119,9 +119,9 @@ class Decoders:
             NoInstance: nor does the table.
         """
         usable = [one.instance for one in self._table.usable(*ANSWERING)]
-        tried = attempts.decodes
+        tried = attempt.decodes
         try:
-            named = await self._picker.ask(attempts.facts, context, prefill, usable, tried)
+            named = await self._picker.ask(attempt.facts, context, prefill, usable, tried)
             found = self._at(named)
         except ProxyError as error:
             reason = error.message

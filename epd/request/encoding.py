@@ -18,7 +18,8 @@ from epd.request.context import RequestContext
 from epd.request.encodes import Encodes, sent_as
 from epd.request.once import Once, wanted_of
 from epd.request.stages import Stages
-from epd.routing.retries import is_instances_fault
+from epd.routing.fatal import FatalRequests
+from epd.routing.namespaces import Namespaces
 from epd.routing.table import InstanceTable
 from epd.routing.use import Place
 from epd.transfer.ec import ECTransfer
@@ -36,36 +37,41 @@ class LookUp(NamedTuple):
         found: the items that it has.
         answered: whether it said anything.
         alone: whether nobody else is waited for, since what they make would be of no use.
+        namespace: the consumer's, where it is known.
     """
 
     found: Mapping[MMItem, Encoded]
     answered: bool
     alone: bool = False
+    namespace: str | None = None
 
 
 class Encoder:
     """Gets the encoder outputs of requests."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - what an item meets on its way
         self,
         stages: Stages,
+        namespaces: Namespaces,
         table: InstanceTable,
         cache: EncoderCache | None,
         transfer: ECTransfer,
+        fatal: FatalRequests,
         config: ProxyConfig,
     ) -> None:
         self._transfer = transfer
         self._config = config
-        self._encodes = Encodes(stages, table, transfer, config)
+        self._encodes = Encodes(stages, namespaces, table, transfer, fatal, config)
         self._once = Once(self._encodes, cache, config)
 
-    async def encode(
+    async def encode(  # noqa: PLR0913 - what is encoded, and for which instance
         self,
         body: Body,
         uuids: Mapping[MMItem, str | None],
         context: RequestContext,
         consumer: Place | None = None,
         *,
+        namespace: str | None = None,
         anew: bool = False,
     ) -> list[EncodedItem]:
         """The encoder outputs of all items; those that are missing are encoded, `AT_ONCE`.
@@ -75,6 +81,7 @@ class Encoder:
             uuids: its items and their keys.
             context: the request's.
             consumer: whom they are for, with a transfer that pushes; None: nobody who takes any.
+            namespace: the consumer's, where it is known.
             anew: whether what the store has is of no use, as a consumer could not load it.
 
         Raises:
@@ -82,24 +89,28 @@ class Encoder:
         """
         if not uuids:
             return []
-        taken = consumer is not None or not self._transfer.pushed
-        if not context.endpoint.encodes or not taken:
+        pushed = self._transfer.pushed
+        if not context.endpoint.encodes or (pushed and consumer is None):
             return raw_items(uuids)
-        if consumer is not None:
+        if pushed and consumer is not None:
             return await self._pushed(body, uuids, context, consumer)
         record = context.record
         record.hits, record.waits = {}, 0
         wanted = self._identifiers(body, uuids, anew=anew)
         if self._once.claims is None or not wanted:
-            looked = LookUp({}, answered=self._once.claims is not None, alone=anew)
+            answered = self._once.claims is not None
+            looked = LookUp({}, answered=answered, alone=anew, namespace=namespace)
             encoded = await self._each(body, uuids, looked, context)
         else:
             patient = not all(item.has_media for item in uuids)
             keys = list({*wanted.values()})
-            with self._once.claims.look(body.get("model"), keys, patient=patient) as looking:
+            looking = self._once.claims.look(
+                body.get("model"), keys, patient=patient, namespace=namespace
+            )
+            with looking:
                 with context.timed("store", "lookup"):
                     look = await looking.answer()
-                looked = _answer(look, wanted, alone=anew)
+                looked = _answer(look, wanted, alone=anew)._replace(namespace=namespace)
                 encoded = await self._each(body, uuids, looked, context)
         results = [one.result for one in encoded]
         record.items = {result: results.count(result) for result in results}
@@ -151,18 +162,14 @@ class Encoder:
     ) -> list[EncodedItem]:
         """All items, once the store was asked."""
         context.record.at = "encode"
-
-        async def one(item: MMItem) -> EncodedItem:
-            return await self._one(body, item, uuids, looked, context)
-
         if len(uuids) == 1 or all(item in looked.found for item in uuids):
-            return [await one(item) for item in uuids]
-        return await _all(one, uuids)
+            return [await self._one(item, body, uuids, looked, context) for item in uuids]
+        return await _all(lambda item: self._one(item, body, uuids, looked, context), uuids)
 
     async def _one(
         self,
-        body: Body,
         item: MMItem,
+        body: Body,
         uuids: Mapping[MMItem, str | None],
         looked: LookUp,
         context: RequestContext,
@@ -174,13 +181,22 @@ class Encoder:
             raise _gone(item, looked)
         try:
             if uuid is None:
-                encoded, mine = await self._encodes.made(body, item, uuid, context), True
+                encoded, mine = (
+                    await self._encodes.made(body, item, uuid, context, namespace=looked.namespace),
+                    True,
+                )
             else:
                 encoded, mine = await self._once.made(
-                    body, item, uuid, context, alone=looked.alone or not looked.answered
+                    body,
+                    item,
+                    uuid,
+                    context,
+                    alone=looked.alone or not looked.answered,
+                    namespace=looked.namespace,
                 )
         except ProxyError as error:
-            if not self._may_be_local(uuids) or not is_instances_fault(error):
+            possible = self._may_be_local(uuids) and not context.watched.spent
+            if not possible or not error.retryable:
                 raise error.at(item.param) from error.__cause__
             context.record.degraded.add("encode-local")
             return _local(item, uuid)

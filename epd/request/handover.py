@@ -1,74 +1,84 @@
-"""From prefill to decode: an attempt of a request, once its items are encoded."""
+"""Prefill and decode of one attempt, once its items are encoded."""
 
 import asyncio
-from contextlib import AsyncExitStack, nullcontext
-from http import HTTPStatus
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack, nullcontext, suppress
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from epd.bodies.items import Body
 from epd.config import ProxyConfig
-from epd.errors import BadRequest, NoInstance, ProxyError, UpstreamRejected
+from epd.errors import (
+    BadRequest,
+    NoInstance,
+    ProxyError,
+    SuspectedFatal,
+    UpstreamDied,
+    slug_of,
+)
 from epd.http.reply import Reply
-from epd.request.attempts import Attempts
-from epd.request.context import RequestContext
 from epd.request.decoders import Decoders
 from epd.request.peers import Peers
 from epd.request.readbacks import Readbacks
 from epd.request.releases import Releases
-from epd.request.stages import Decoding, Prefilled, Stages
+from epd.request.sending import Sending, Targets
+from epd.request.stages import Opened, Prefilled, Stages
 from epd.routing.balance import Choice
+from epd.routing.fatal import FatalRequests
 from epd.routing.instances import CONSUMERS, Instance, Role
 from epd.routing.table import InstanceTable
-from epd.routing.use import Place, Use
+from epd.routing.use import Use
 from epd.transfer.kv import KVTransfer, Pair
 from epd.transfer.params import with_params
 
+T = TypeVar("T")
+
+DIES_WITHIN_S = 1.0
+"""How long after one instance's death another one that has the same request is watched."""
+
 
 class Answer:
-    """Decode's, and what it keeps until it has been relayed."""
+    """Decode's answer, its head read. It has to be closed, or used as a context."""
 
-    __slots__ = ("_decoding", "_reply", "_using")
+    __slots__ = ("_ended", "_opened", "_using")
 
-    def __init__(self, using: Use, decoding: Decoding) -> None:
-        self._using = using
-        self._decoding = decoding
-
-    async def open(self) -> None:
-        """Wait for its head; afterwards, the context has to be entered.
-
-        Raises:
-            ProxyError: the instance failed, or refused the request.
-        """
-        self._using.__enter__()
-        try:
-            self._reply = await self._decoding.__aenter__()
-        except BaseException as error:
-            self._using.__exit__(type(error), error, error.__traceback__)
-            raise
-        self._using.answered()
-
-    async def __aenter__(self) -> Reply:
-        """Read it."""
-        return self._reply
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+    def __init__(
+        self, opened: Opened, using: Use, ended: Callable[[BaseException | None], None]
     ) -> None:
-        """Close it, and judge by its end who sent it."""
-        try:
-            await self._decoding.__aexit__(kind, error, trace)
-        finally:
-            self._using.__exit__(kind, error, trace)
+        """Keep what an answer holds until it has been relayed.
+
+        Args:
+            opened: the answer.
+            using: the request's place at its instance, begun.
+            ended: told the error in which the answer ends; None where it ends well.
+        """
+        self._opened = opened
+        self._using = using
+        self._ended = ended
+
+    def close(self, error: BaseException | None) -> None:
+        """Close it, and judge its instance by how it ended."""
+        if self._opened.span is not None:
+            self._opened.span.end(slug_of(error))
+        self._opened.reply.close()
+        self._using.end(error)
+        self._ended(error)
+
+    def __enter__(self) -> Reply:
+        """Read it."""
+        return self._opened.reply
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it."""
+        self.close(error)
 
 
 class Handovers:
-    """Has attempts prefilled, where prefill has a part in them, and decoded."""
+    """Prefill and decode of an attempt whose items are encoded."""
 
-    def __init__(  # noqa: PLR0913, PLR0917 - whom an attempt meets
+    def __init__(  # noqa: PLR0913, PLR0917 - what an attempt meets
         self,
         table: InstanceTable,
         stages: Stages,
@@ -77,8 +87,10 @@ class Handovers:
         decoders: Decoders,
         releases: Releases,
         readbacks: Readbacks,
+        fatal: FatalRequests,
         config: ProxyConfig,
     ) -> None:
+        self._fatal = fatal
         self._table = table
         self._stages = stages
         self._transfer = transfer
@@ -88,66 +100,119 @@ class Handovers:
         self._readbacks = readbacks
         self._prefills = Choice(table, lambda: config.prefill_balance, Role.PREFILL)
 
-    def other_prefills(self, attempts: Attempts) -> bool:
-        """Whether there is a prefill instance that was not tried, and may be."""
-        return attempts.course.prefill_url is None and self._prefills.others(attempts.prefills)
+    def other_prefills(self, sending: Sending) -> bool:
+        """Return whether there is a prefill instance that has not had the request, and may."""
+        attempt, tried = sending.attempt, sending.attempt.prefills
+        if sending.prefill is not None:
+            tried = (*tried, sending.prefill.instance)
+        return attempt.course.prefill_url is None and self._prefills.others(tried)
 
-    async def consumer(
-        self, attempts: Attempts, body: Body, context: RequestContext
-    ) -> Place | None:
-        """Who will prefill a request, and with what data-parallel rank, for `answer` to go to.
+    async def targets(self, sending: Sending, body: Body) -> Targets:
+        """Choose the consumer of a request, with its data-parallel rank, before the encode.
+
+        Raises:
+            NoInstance: there is no instance.
+        """
+        await self._readbacks.begin(sending.context)
+        if self._goes_to_prefill(sending, body):
+            return Targets(self._table.place(self._prefill_instance(sending)))
+        if not self._table.has(Role.PREFILL_DECODE):
+            return Targets()  # a decode instance takes no outputs, and is chosen when it is asked
+        decode = await self._decoders.pick(sending.attempt, sending.context)
+        if decode.role in CONSUMERS:
+            return Targets(self._table.place(decode))
+        return Targets(decode=decode)  # a picker is asked once
+
+    async def pair(self, sending: Sending) -> Pair | None:
+        """Choose the prefill instance, and what it and decode know of each other.
 
         Returns:
-            None where that is a decode instance alone, which takes no encoder outputs.
+            None where decode serves the request alone.
 
         Raises:
-            NoInstance: there is nobody.
+            ProxyError: there is no instance, or one that was asked failed.
         """
+        attempt, context = sending.attempt, sending.context
         await self._readbacks.begin(context)
-        if self._goes_to_prefill(attempts, body, context):
-            return self._table.place(self._prefill(attempts, context))
-        if not self._table.has(Role.PREFILL_DECODE):
-            return None  # whoever that is takes none, and is chosen when it is asked
-        decode = await self._decoders.pick(attempts, context)
-        if decode.role in CONSUMERS:
-            return self._table.place(decode)
-        attempts.decode = decode  # a picker is asked once
-        return None
+        if not self._goes_to_prefill(sending, sending.prompt.body):
+            return None
+        request_id = context.child_id() if attempt.resent else context.request_id
+        consumer = sending.targets.consumer
+        prefill = consumer.instance if consumer else self._prefill_instance(sending)
+        sending.prefill = self._table.place(prefill, consumer)
+        try:
+            earlier = await self._readbacks.earlier(sending, prefill)
+        except UpstreamDied as error:
+            raise self._counted(error, prefill, sending) from error.__cause__
+        sending.reads_back = earlier is not None
+        pair = Pair(request_id, prefill, sending.prefill.rank, earlier=earlier)
+        if attempt.course.decode_choice == "early" or self._transfer.eager:
+            pair = pair._replace(decode=await self._decoders.pick(attempt, context, prefill))
+        return pair._replace(peer=await self._peers.of(pair))
 
-    async def answer(self, attempts: Attempts, context: RequestContext) -> Answer:
-        """The decode instance's answer, opened.
+    def at_once(self, pair: Pair) -> bool:
+        """Return whether prefill and decode of this pair are asked at once."""
+        return self._transfer.concurrent(pair)
+
+    async def prefill(self, sending: Sending, pair: Pair) -> Prefilled:
+        """Have the request prefilled; where decode is chosen already, it counts as its load.
 
         Raises:
-            ProxyError: an instance failed, or refused the request.
+            ProxyError: the instance failed, or refused the request.
         """
-        sent, course, consumer = attempts.sent.body, attempts.course, attempts.consumer
-        attempts.prefilled = False
-        await self._readbacks.begin(context)
-        if not self._goes_to_prefill(attempts, sent, context):
-            return await self._decoded(attempts, context, sent)
-        # What connectors remember of an attempt that failed must not be taken for the next one.
-        again = attempts.prefills or attempts.reads_back
-        request_id = context.child_id() if again else context.request_id
-        prefill = consumer.instance if consumer else self._prefill(attempts, context)
-        attempts.prefills.append(prefill)
-        earlier = await self._readbacks.earlier(attempts, prefill, context)
-        alone = attempts.alone("prefill")
-        using = self._table.using(prefill, alone=alone, promised=consumer)
-        pair = Pair(request_id, prefill, using.rank, earlier=earlier)
-        if course.decode_choice == "early" or self._transfer.eager:
-            pair = pair._replace(decode=await self._decoders.pick(attempts, context, prefill))
-        pair = pair._replace(peer=await self._peers.of(pair))
-        if self._transfer.concurrent(pair):
-            return await self._at_once(using, pair, attempts, context)
         with nullcontext() if pair.decode is None else self._table.place(pair.decode):
-            prefilled = await self._prefilled(using, pair, sent, context)
-        return await self._in_turn(pair, prefilled, attempts, context)
+            return await self._prefilled(sending, pair)
 
-    def _prefill(self, attempts: Attempts, context: RequestContext) -> Instance:
-        url = attempts.course.prefill_url
+    async def decode_prefilled(self, sending: Sending, pair: Pair, prefilled: Prefilled) -> Answer:
+        """Return the answer of decode, which reads the blocks of a prefill that has answered.
+
+        Raises:
+            ProxyError: the instance failed, or refused the request.
+        """
+        context = sending.context
+        body = with_params(sending.prompt.body, prefilled.params)
+        if context.turn is not None and context.endpoint.tokenized:
+            body = context.turn.asking(body)
+        sending.prefilled = True
+        try:
+            return await self.decode(sending, body, pair)
+        except BaseException as error:
+            self._release(sending, prefilled, error)
+            raise
+
+    async def prefill_and_decode(self, sending: Sending, pair: Pair) -> Answer:
+        """Decode while prefill runs. Decode's head may come long before a token: both count.
+
+        Raises:
+            ProxyError: the first of the two that failed.
+        """
+        body = with_params(sending.prompt.body, self._transfer.decode_params(pair, {}))
+        sending.prefilled = True
+        halves = Halves()
+        with ExitStack() as stack:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    prefill = self._prefilled(sending, pair)
+                    prefilling = group.create_task(halves.run("prefill", prefill))
+                    decode = self.decode(sending, body, pair)
+                    opening = group.create_task(halves.run("decode", decode))
+                    stack.callback(_close, opening)
+            except ExceptionGroup as failed:
+                first = failed.exceptions[0]
+                if isinstance(first, ProxyError) and first.stage == "prefill":
+                    sending.decode = None  # it was well
+                elif _is_done(prefilling):
+                    self._release(sending, prefilling.result(), first)
+                raise first from first.__cause__
+            stack.pop_all()
+        return opening.result()
+
+    def _prefill_instance(self, sending: Sending) -> Instance:
+        url, context = sending.attempt.course.prefill_url, sending.context
         if url is None:
             prefers = None if context.turn is None else context.turn.prefers_prefill
-            return self._prefills.best(attempts.prefills, session=context.session, prefer=prefers)
+            tried = sending.attempt.prefills
+            return self._prefills.best(tried, session=context.session, prefer=prefers)
         if (local := self._table.find(url, Role.PREFILL)) is None:
             raise NoInstance(
                 "the prefill instance beside the proxy takes no part",
@@ -156,147 +221,153 @@ class Handovers:
             )
         return local
 
-    def _goes_to_prefill(self, attempts: Attempts, body: Body, context: RequestContext) -> bool:
-        wanted = attempts.course.prefill and not attempts.without_prefill
-        return wanted and context.endpoint.prefills(body)
+    def _goes_to_prefill(self, sending: Sending, body: Body) -> bool:
+        attempt = sending.attempt
+        wanted = attempt.course.prefill and not attempt.without_prefill
+        return wanted and sending.context.endpoint.prefills(body)
 
-    async def _prefilled(
-        self,
-        using: Use,
-        pair: Pair,
-        sent: Body,
-        context: RequestContext,
-    ) -> Prefilled:
-        earlier = pair.earlier
+    async def _prefilled(self, sending: Sending, pair: Pair) -> Prefilled:
+        blames = sending.blames_instance("prefill")
         try:
-            with using:
-                prefilled = await self._stages.prefill(self._transfer, pair, sent, context)
+            with self._table.using(pair.prefill, alone=blames, promised=sending.prefill):
+                prefilled = await self._stages.prefill(
+                    self._transfer, pair, sending.prompt, sending.context
+                )
         except ProxyError as error:
-            if not _is_clients(error):
+            if not error.rejects_request:
                 self._peers.forget(pair.prefill)
-            if earlier is not None:
-                self._readbacks.ended(pair, earlier, error)
-            raise
+            if pair.earlier is not None:
+                self._readbacks.ended(pair, pair.earlier, error)
+            raise self._counted(error, pair.prefill, sending) from error.__cause__
         self._peers.learn(pair, prefilled.replied)
-        if earlier is not None:
-            self._readbacks.ended(pair, earlier)
+        if pair.earlier is not None:
+            self._readbacks.ended(pair, pair.earlier)
         return prefilled
 
-    async def _in_turn(
-        self, pair: Pair, prefilled: Prefilled, attempts: Attempts, context: RequestContext
-    ) -> Answer:
-        """Decode, now that prefill has answered."""
-        sent = with_params(attempts.sent.body, prefilled.params)
-        if context.turn is not None and context.endpoint.tokenized:
-            sent = context.turn.asking(sent)
-        attempts.prefilled = True
-        try:
-            return await self._decoded(attempts, context, sent, pair)
-        except BaseException as error:
-            self._release(attempts, prefilled, error, context)
-            raise
-
-    async def _at_once(
-        self, using: Use, pair: Pair, attempts: Attempts, context: RequestContext
-    ) -> Answer:
-        """Decode while prefill runs. Decode's head may come long before a token: both count."""
-        body = attempts.sent.body
-        sent = with_params(body, self._transfer.decode_params(pair, {}))
-        attempts.prefilled = True
-        tried = len(attempts.decodes)
-        async with AsyncExitStack() as stack:
-            try:
-                async with asyncio.TaskGroup() as group:
-                    prefilling = group.create_task(self._prefilled(using, pair, body, context))
-                    opening = group.create_task(self._decoded(attempts, context, sent, pair))
-                    stack.push_async_callback(_closed, opening)
-            except ExceptionGroup as failed:
-                first = failed.exceptions[0]
-                if isinstance(first, ProxyError) and first.stage == "prefill":
-                    del attempts.decodes[tried:]  # it was well
-                elif _is_done(prefilling):
-                    self._release(attempts, prefilling.result(), first, context)
-                raise first from first.__cause__
-            stack.pop_all()
-        return opening.result()
-
-    async def _decoded(
-        self, attempts: Attempts, context: RequestContext, body: Body, pair: Pair | None = None
-    ) -> Answer:
-        """Decode's answer, opened.
+    async def decode(self, sending: Sending, body: Body, pair: Pair | None = None) -> Answer:
+        """Return decode's answer, opened.
 
         Args:
-            attempts: the request's.
-            context: the request's.
+            sending: the attempt.
             body: what decode is sent.
-            pair: who has prefilled; None: nobody.
+            pair: says which instance prefills; None: decode does.
+
+        Raises:
+            ProxyError: the instance failed, or refused the request.
         """
-        consumer = attempts.consumer if pair is None else None
-        instance = consumer.instance if consumer else (pair and pair.decode) or attempts.decode
-        attempts.decode = None
+        context = sending.context
+        consumer = sending.targets.consumer if pair is None else None
+        prefill = None if pair is None else pair.prefill
+        instance = consumer.instance if consumer else sending.targets.decode
+        if pair is not None and pair.decode is not None:
+            instance = pair.decode
         if instance is None:
-            prefill = None if pair is None else pair.prefill
-            instance = await self._decoders.pick(attempts, context, prefill)
+            instance = await self._decoders.pick(sending.attempt, context, prefill)
         if pair is None and self._transfer.needed and instance.role is Role.DECODE:
             raise BadRequest(
                 "the request cannot be prefilled apart, and its decode instance does nothing else",
                 slug="prefill_needed",
             )
-        attempts.decodes.append(instance)
-        alone = attempts.alone("decode")
-        using = self._table.using(instance, alone=alone, promised=consumer)
+        sending.decode = instance
         request_id = None if pair is None else self._transfer.request_id(pair)
-        decoding = self._stages.decode(instance, body, context, using.rank, request_id)
-        answer = Answer(using, decoding)
+        blames = sending.blames_instance("decode")
+        using = self._table.using(instance, alone=blames, promised=consumer).begin()
+        sent = sending.prompt._replace(body=body)
         try:
-            await answer.open()
-        except ProxyError as error:
-            if pair is not None and not _is_clients(error):
-                self._peers.forget(pair.prefill)
-            raise
+            opened = await self._stages.decode(
+                instance, sent, context, using.rank, request_id, on_head=sending.accept
+            )
+        except BaseException as error:
+            using.end(error)
+            if not isinstance(error, ProxyError):
+                raise
+            if prefill is not None and not error.rejects_request:
+                self._peers.forget(prefill)
+            raise self._counted(error, instance, sending) from error.__cause__
+        using.answered()
         if context.turn is not None:
             context.turn.decode = instance.url
-            context.turn.prefill = None if pair is None else pair.prefill.url
-        return answer
+            context.turn.prefill = None if prefill is None else prefill.url
+        return Answer(opened, using, self._judging(instance, sending))
 
-    def _release(
-        self,
-        attempts: Attempts,
-        prefilled: Prefilled,
-        error: BaseException,
-        context: RequestContext,
-    ) -> None:
-        """Have prefill told, if it has to be, that decode has failed and will not come."""
-        if not self._transfer.released or prefilled.params is None or _was_begun(error):
+    def _counted(self, error: ProxyError, instance: Instance, sending: Sending) -> ProxyError:
+        """Return the error that an attempt ends in, once it is known what its instance died of."""
+        if not isinstance(error, UpstreamDied):
+            return error
+        watched, keys = sending.context.watched, sending.encodings.local_keys
+        return self._fatal.after(error, instance, watched, keys)
+
+    def _judging(
+        self, instance: Instance, sending: Sending
+    ) -> Callable[[BaseException | None], None]:
+        """Return what hears how an opened answer ends. It must not keep the request in memory."""
+        watched, local_keys = sending.context.watched, sending.encodings.local_keys
+
+        def ended(error: BaseException | None) -> None:
+            if isinstance(error, UpstreamDied):
+                self._fatal.after(error, instance, watched, local_keys)
+            elif error is None and watched.engine_died:
+                told = UpstreamDied("the engine died in its stream", stage="decode")
+                self._fatal.after(told, instance, watched, local_keys)
+            elif error is None:
+                self._fatal.survived(watched, local_keys)
+
+        return ended
+
+    def _release(self, sending: Sending, prefilled: Prefilled, error: BaseException) -> None:
+        """Ask decode to release the KV blocks of a prefill whose decode has failed.
+
+        A request that a decode instance may have died of is sent to no other one for that: its
+        blocks stay until their lease ends. After a 500, decode's engine has told prefill itself;
+        after a 4xx it has not, because it refused the request before. One that has sent the head
+        of its answer tells prefill when it is aborted: to read the blocks after that would be too
+        late.
+        """
+        failure = error if isinstance(error, ProxyError) else None
+        told = sending.accepted or (failure is not None and failure.engine_failed)
+        fatal = (failure is not None and failure.died) or sending.context.watched.deaths.count
+        if not self._transfer.released or prefilled.params is None or told or fatal:
             return
-        sent, tried = with_params(attempts.sent.body, prefilled.params), attempts.decodes
-        # Who had it, or another if that failed.
-        told = tried[-1] if tried else None
-        if isinstance(error, ProxyError) or told is None:
-            told = self._decoders.another(tried) or told
-        if told is not None:
-            self._releases.begin(told, sent, context)
+        # The instance that had it, or another one if that failed.
+        instance = sending.decodes[-1] if sending.decodes else None
+        if failure is not None or instance is None:
+            instance = self._decoders.another(sending.decodes) or instance
+        if instance is not None:
+            body = with_params(sending.prompt.body, prefilled.params)
+            self._releases.begin(instance, body, sending.context)
 
 
-async def _closed(opening: asyncio.Task[Answer]) -> None:
-    """Close an answer that has come, and that nobody waits for; who sent it was well."""
+class Halves:
+    """Prefill and decode of one attempt, which have its request at the same time.
+
+    If one of them dies of it, the other may do so a moment later. Only a half that is not
+    cancelled before is counted.
+    """
+
+    def __init__(self) -> None:
+        self._ended = {"prefill": asyncio.Event(), "decode": asyncio.Event()}
+
+    async def run(self, half: Literal["prefill", "decode"], work: Awaitable[T]) -> T:
+        """Return the result of one half. Its death is raised once the other half has ended too."""
+        try:
+            return await work
+        except (UpstreamDied, SuspectedFatal):
+            self._ended[half].set()
+            other = self._ended["decode" if half == "prefill" else "prefill"]
+            with suppress(TimeoutError):
+                async with asyncio.timeout(DIES_WITHIN_S):
+                    await other.wait()
+            raise
+        finally:
+            self._ended[half].set()
+
+
+def _close(opening: asyncio.Task[Answer]) -> None:
+    """Close an abandoned answer. Its instance is not blamed."""
     if _is_done(opening):
-        await opening.result().__aexit__(asyncio.CancelledError, asyncio.CancelledError(), None)
+        opening.result().close(asyncio.CancelledError())
 
 
 def _is_done(task: asyncio.Task[Any]) -> bool:
     """Whether it has a result."""
     return task.done() and not task.cancelled() and task.exception() is None
-
-
-def _was_begun(error: BaseException) -> bool:
-    """Whether decode's engine has had the request, and has told prefill itself.
-
-    What is refused is refused before, and a 4xx too: prefill is sent less than decode is.
-    """
-    return isinstance(error, ProxyError) and error.answered == HTTPStatus.INTERNAL_SERVER_ERROR
-
-
-def _is_clients(error: ProxyError) -> bool:
-    """Whether a request was refused for what it is, which says nothing of instances."""
-    return isinstance(error, UpstreamRejected) and error.status < HTTPStatus.INTERNAL_SERVER_ERROR

@@ -1,6 +1,7 @@
 """Each encoder output once, however many items, requests and proxies want it."""
 
 from collections import OrderedDict
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import orjson
@@ -68,8 +69,15 @@ class Once:
         self._flights: Flights[object, Made] = Flights()
         self._learned: OrderedDict[Wanted, str] = OrderedDict()
 
-    async def made(
-        self, body: Body, item: MMItem, uuid: str, context: RequestContext, *, alone: bool
+    async def made(  # noqa: PLR0913 - what is encoded, and for which instance
+        self,
+        body: Body,
+        item: MMItem,
+        uuid: str,
+        context: RequestContext,
+        *,
+        alone: bool,
+        namespace: str | None = None,
     ) -> tuple[Encoded, bool]:
         """The output, and whether it was encoded for this item.
 
@@ -79,6 +87,7 @@ class Once:
             uuid: its key.
             context: the request's.
             alone: whether other proxies are not asked.
+            namespace: the consumer's, where it is known.
         """
         wanted = wanted_of(body, item, uuid)
         begun_here = False
@@ -90,25 +99,23 @@ class Once:
             if waiting is not None:  # for one that failed
                 waiting.end()
             identifier = self.identifier(wanted)
-            if alone or self.claims is None or identifier is None:
-                return await mine()
-            wait_s = self._config.encode_timeout_s
-            with self.claims.turn(wanted.model, identifier, wait_s) as turn:
-                found = await _come(turn, item, context)
-                if found is not None and found.modality == item.modality:
-                    return Made(from_entry(found), new=False)
-                one = await mine()
-                turn.made = one.encoded.identifier is not None
-                return one
-
-        async def mine() -> Made:
-            encoded = await self._encodes.made(body, item, uuid, context)
+            with ExitStack() as holding:
+                turn: Turn | None = None
+                if not alone and self.claims is not None and identifier is not None:
+                    wait_s = self._config.encode_timeout_s
+                    turn = self.claims.turn(wanted.model, identifier, wait_s, namespace)
+                    found = await _come(holding.enter_context(turn), item, context)
+                    if found is not None and found.modality == item.modality:
+                        return Made(from_entry(found), new=False)
+                encoded = await self._encodes.made(body, item, uuid, context, namespace=namespace)
+                if turn is not None:
+                    turn.made = encoded.identifier is not None
             self._learn(wanted, encoded)
             span = None if context.span is None else context.span.sent("encode", item)
             return Made(encoded, new=True, span=span)
 
-        # Whose key the instances refuse, fails alone.
-        flight = (wanted, context.headers.get("Authorization"), alone)
+        # Only requests with the same Authorization share a flight: a 401 must not fail the others.
+        flight = (wanted, namespace, context.headers.get("Authorization"), alone)
         if context.span is None or flight not in self._flights:
             one = await self._flights.try_join(flight, work)
         else:

@@ -1,40 +1,54 @@
-"""One request: encode, prefill where there is one, decode; tried again while nobody has seen it."""
+"""One request: encode, prefill where there is one, decode; retried until its answer has begun."""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
-from http import HTTPStatus
+from typing import NamedTuple
 
 from epd.bodies.items import Body, MMItem, at_most, check_mm_kwargs
 from epd.bodies.prompt import prompt_tokens
 from epd.cache.encoder_cache import EncoderCache
 from epd.cache.keys import Keys
 from epd.config import ProxyConfig
-from epd.errors import NoInstance, ProxyError, UpstreamTimeout, UpstreamUnreachable
+from epd.errors import NoInstance, ProxyError
 from epd.media.fetch import MediaFetcher
 from epd.media.parts import inline_bytes
 from epd.policies.course import Course, Facts
-from epd.request.attempts import Attempts
 from epd.request.context import RequestContext
 from epd.request.decoders import Decoders
+from epd.request.encodes import item_key
 from epd.request.encoding import Encoder, raw_items
 from epd.request.handover import Answer, Handovers
-from epd.request.readbacks import may_be_blocks
+from epd.request.recovery import MAX_ATTEMPTS, Failure, next_attempt
+from epd.request.sending import (
+    NO_ENCODINGS,
+    NO_TARGETS,
+    Attempt,
+    Encodings,
+    Sending,
+    Targets,
+)
 from epd.request.stages import Stages
+from epd.routing.fatal import FatalRequests
 from epd.routing.instances import ANSWERING, Role
-from epd.routing.retries import Retries, is_instances_fault, retry_delay_s
+from epd.routing.namespaces import Namespaces
+from epd.routing.retries import Retries
 from epd.routing.table import InstanceTable
+from epd.routing.use import Place
 from epd.transfer.ec import ECTransfer
-from epd.transfer.encoded import EncodedItem, consumer_body, metadata_uuids
+from epd.transfer.encoded import Consumed, EncodedItem, consumer_body, metadata_uuids
 
-MAX_PREFILLS = 2
-"""Prefill instances that a request is sent to, before decode has to do without."""
 
-MAX_DECODES = 2
-"""Decode instances that a request is sent to."""
+class KeyedRequest(NamedTuple):
+    """A request whose media items have keys.
 
-MAX_ATTEMPTS = 1 + MAX_PREFILLS + MAX_DECODES
-"""With one prefill that could not read what an earlier turn has left."""
+    Attributes:
+        body: as the client sent it, with the media in it that the proxy fetched.
+        uuids: its items and their keys; None: an engine makes the key.
+    """
+
+    body: Body
+    uuids: Mapping[MMItem, str | None]
 
 
 class Pipeline:
@@ -43,28 +57,32 @@ class Pipeline:
     def __init__(  # noqa: PLR0913, PLR0917 - what a request meets on its way
         self,
         table: InstanceTable,
+        namespaces: Namespaces,
         stages: Stages,
         media: MediaFetcher,
         cache: EncoderCache | None,
         transfer: ECTransfer,
         handovers: Handovers,
         decoders: Decoders,
+        fatal: FatalRequests,
         coordinate: Callable[[Facts], tuple[str, Course] | None],
         config: ProxyConfig,
     ) -> None:
         self._table = table
+        self._namespaces = namespaces
         self._media = media
         self._handovers = handovers
         self._decoders = decoders
         self._transfer = transfer
-        self._encoder = Encoder(stages, table, cache, transfer, config)
+        self._fatal = fatal
+        self._encoder = Encoder(stages, namespaces, table, cache, transfer, fatal, config)
         self._keys = Keys(cache, config)
         self._config = config
         self._retries = Retries()
         self._coordinate = coordinate
 
     async def run(self, body: Body, context: RequestContext) -> Answer:
-        """The decode instance's answer, its head read, its status 2xx: a context, to be entered.
+        """Return decode's answer, its head read, its status 2xx: a context, to be entered.
 
         Leaving the context, by cancellation too, closes whatever is open upstream.
 
@@ -75,23 +93,34 @@ class Pipeline:
         items = self._items(body, context)
         facts = self._facts(body, items, context)
         course = self._decoders.settled(self._course(facts, context), context)
-        body, uuids = await self._keyed(body, items, context)
-        attempts = Attempts(course, facts)
+        request = await self._keyed(body, items, context)
+        sending = Sending(Attempt(course, facts), context)
+        with self._retries.tries(MAX_ATTEMPTS) as tries:
+            while True:
+                try:
+                    return await self._send(request, sending)
+                except ProxyError as error:
+                    attempt = None if context.watched.spent else self._next_attempt(sending, error)
+                    if attempt is None:
+                        raise
+                    await tries.another(error)
+                    context.record.retries += 1
+                    sending = Sending(attempt, context)
 
-        async def attempt() -> Answer:
-            self._do_without_prefill(attempts)
-            if uuids and self._transfer.pushed:
-                attempts.consumer = await self._handovers.consumer(attempts, body, context)
-            with attempts.consumer or nullcontext():
-                await self._prepare(attempts, body, uuids, context)
-            return await self._handovers.answer(attempts, context)
-
-        def again(error: ProxyError) -> float | None:
-            delay_s = self._next(attempts, error)
-            context.record.retries += delay_s is not None
-            return delay_s
-
-        return await self._retries.run(attempt, tries=MAX_ATTEMPTS, again=again)
+    async def _send(self, request: KeyedRequest, sending: Sending) -> Answer:
+        """Send a request through its stages once: encode, prefill, decode."""
+        self._decode_alone(sending)
+        sending.targets = await self._targets(request, sending)
+        with sending.targets.consumer or nullcontext():
+            sending.encodings = await self._encode(request, sending)
+            sending.prompt = self._prompt(request, sending)
+        pair = await self._handovers.pair(sending)
+        if pair is None:
+            return await self._handovers.decode(sending, sending.prompt.body)
+        if self._handovers.at_once(pair):
+            return await self._handovers.prefill_and_decode(sending, pair)
+        prefilled = await self._handovers.prefill(sending, pair)
+        return await self._handovers.decode_prefilled(sending, pair, prefilled)
 
     async def encode(self, body: Body, context: RequestContext) -> list[EncodedItem]:
         """Have the items of a request encoded that asks for nothing else, and remember them.
@@ -101,7 +130,8 @@ class Pipeline:
             ProxyError: the first item that failed.
         """
         body, uuids = await self._keyed(body, self._items(body, context), context)
-        encoded = await self._encoder.encode(body, uuids, context)
+        namespace = self._namespace(None)
+        encoded = await self._encoder.encode(body, uuids, context, namespace=namespace)
         await self._keys.remember(body, encoded, context.tenant)
         return encoded
 
@@ -121,63 +151,97 @@ class Pipeline:
 
     async def _keyed(
         self, body: Body, items: tuple[MMItem, ...], context: RequestContext
-    ) -> tuple[Body, Mapping[MMItem, str | None]]:
-        """The request, with media in it that the proxy fetches, and the keys of its items."""
-        if not items:
-            return body, {}
-        inlined = await self._media.inlined(body, items, context.tenant.name)
-        if inlined is not body:
-            items = tuple(context.endpoint.items(inlined))
-        return inlined, await self._keys.of(inlined, items, context.tenant, context.cuts)
+    ) -> KeyedRequest:
+        """Put the media into a request that the proxy fetches, and give its items their keys.
 
-    async def _prepare(
-        self,
-        attempts: Attempts,
-        body: Body,
-        uuids: Mapping[MMItem, str | None],
-        context: RequestContext,
-    ) -> None:
-        """Encode what is not encoded yet, or all of it anew, and make of it what is sent next."""
-        course, first = attempts.course, attempts.encoded is None
-        if attempts.encoded is None or attempts.anew or self._transfer.pushed:
-            attempts.encoded = (
-                await self._encoder.encode(
-                    body, uuids, context, attempts.consumer, anew=attempts.anew
-                )
-                if course.encode
-                else raw_items(uuids)
+        Raises:
+            SuspectedFatal: instances have died of it.
+            ProxyError: media could not be fetched, or an item cannot be served.
+        """
+        uuids: Mapping[MMItem, str | None] = {}
+        if items:
+            inlined = await self._media.inlined(body, items, context.tenant.name)
+            if inlined is not body:
+                body, items = inlined, tuple(context.endpoint.items(inlined))
+            uuids = await self._keys.of(body, items, context.tenant, context.cuts)
+        keys = (item_key(item, uuid) for item, uuid in uuids.items())
+        self._fatal.check(context.watched, keys)
+        return KeyedRequest(body, uuids)
+
+    def _decode_alone(self, sending: Sending) -> None:
+        """Have decode do prefill's work where there is no prefill instance to do it."""
+        local = self._config.on_prefill_failure == "local"
+        if sending.attempt.course.prefill and local and not self._table.has(Role.PREFILL):
+            sending.attempt = sending.attempt._replace(without_prefill=True)
+
+    async def _targets(self, request: KeyedRequest, sending: Sending) -> Targets:
+        """Choose the instance that items are encoded for, where that matters before.
+
+        It does where outputs are pushed to it, and where consumers have different namespaces: an
+        output is of use to one of them alone.
+        """
+        if not request.uuids:
+            return NO_TARGETS
+        encodes = sending.attempt.course.encode
+        differ = encodes and len(self._namespaces.of_consumers()) > 1
+        if not (self._transfer.pushed or differ):
+            return NO_TARGETS
+        return await self._handovers.targets(sending, request.body)
+
+    def _namespace(self, consumer: Place | None) -> str | None:
+        """The namespace that a request's consumer looks into; None: it is not known."""
+        if consumer is not None:
+            return self._namespaces.of(consumer.instance)
+        known = self._namespaces.of_consumers()
+        return next(iter(known)) if len(known) == 1 else None
+
+    async def _encode(self, request: KeyedRequest, sending: Sending) -> Encodings:
+        """Return the encoder outputs of all items: those of an earlier attempt, or new ones."""
+        if not request.uuids:
+            return NO_ENCODINGS
+        attempt, context, consumer = sending.attempt, sending.context, sending.targets.consumer
+        body, uuids = request
+        namespace, known = self._namespace(consumer), attempt.encodings
+        spent = attempt.reencode or self._transfer.pushed
+        if known is not None and known.namespace == namespace and not spent:
+            return known
+        if attempt.course.encode:
+            items = await self._encoder.encode(
+                body, uuids, context, consumer, namespace=namespace, anew=attempt.reencode
             )
-        if first and uuids and course.encode:
-            # Before the answer: who has it may use the name.
-            named = [one for one in attempts.encoded if one.item.uuid is not None]
+        else:
+            items = raw_items(uuids)
+        if known is None and attempt.course.encode:
+            # Before the answer: a client that has it may use the name.
+            named = [one for one in items if one.item.uuid is not None]
             await self._keys.remember(body, named, context.tenant)
-        if attempts.without_prefill:
-            context.record.degraded.add("prefill-local")
-        # Decode without prefill looks for no encoder output, but where it is both.
-        alone = not course.prefill and self._table.has(Role.DECODE)
-        raw = self._config.decode_media == "raw" or attempts.anew or attempts.without_prefill
-        raw = raw or alone
-        params = self._transfer.consumer_params(one.encoded for one in attempts.encoded)
-        sent = consumer_body(body, attempts.encoded, params, raw=raw)
-        # Who is told of a push waits for it, media or not.
-        depends = sent.depends or bool(params and self._transfer.pushed)
-        attempts.sent = sent._replace(depends=depends)
-        context.record.saved_bytes = 0
-        if context.record.hits:
-            unsent = metadata_uuids(attempts.encoded, body, raw=raw)
-            hits = [one.item for one in attempts.encoded if one.result == "hit"]
-            context.record.saved_bytes = sum(
-                inline_bytes(item, context.cuts) for item in hits if item in unsent
-            )
+        local = (one.item for one in items if one.result == "local")
+        keys = tuple(item_key(item, uuids[item]) for item in local)
+        return Encodings(tuple(items), namespace, keys)
 
-    def _do_without_prefill(self, attempts: Attempts) -> None:
-        """Let decode do prefill's work where nobody else is there to do it."""
-        if (
-            attempts.course.prefill
-            and not self._table.has(Role.PREFILL)
-            and self._config.on_prefill_failure == "local"
-        ):
-            attempts.without_prefill = True
+    def _prompt(self, request: KeyedRequest, sending: Sending) -> Consumed:
+        """Return what prefill and decode are sent of a request."""
+        attempt, record = sending.attempt, sending.context.record
+        items = sending.encodings.items
+        record.saved_bytes = 0
+        if attempt.without_prefill:
+            record.degraded.add("prefill-local")
+        if not items:
+            return Consumed(request.body)
+        # Decode without prefill looks for no encoder output, but where it is both.
+        alone = not attempt.course.prefill and self._table.has(Role.DECODE)
+        lost = attempt.reencode or attempt.without_prefill
+        raw = self._config.decode_media == "raw" or lost or alone or attempt.raw
+        params = self._transfer.consumer_params(one.encoded for one in items)
+        prompt = consumer_body(request.body, items, params, raw=raw)
+        if record.hits:
+            unsent = metadata_uuids(items, request.body, raw=raw)
+            hits = [one.item for one in items if one.result == "hit"]
+            cuts = sending.context.cuts
+            record.saved_bytes = sum(inline_bytes(item, cuts) for item in hits if item in unsent)
+        # A consumer that expects a push blocks on it even where the media are in the body too.
+        waits = bool(params and self._transfer.pushed)
+        return prompt._replace(depends=prompt.depends or waits)
 
     def _facts(self, body: Body, items: tuple[MMItem, ...], context: RequestContext) -> Facts:
         return Facts(
@@ -202,49 +266,14 @@ class Pipeline:
             raise NoInstance("there is no decode instance", slug="no_decode")
         raise NoInstance("no policy says where this request is to run", slug="no_policy")
 
-    def _next(self, attempts: Attempts, error: ProxyError) -> float | None:
-        """Prepare for the next attempt: how long until then, in seconds; None: there is none."""
-        if error.stage not in {"prefill", "decode"}:
-            return None
-        if error.stage == "prefill" and attempts.reads_back and may_be_blocks(error):
-            attempts.prefills.pop()
-            return 0.0
-        if not isinstance(error, UpstreamUnreachable):
-            attempts.failures.append(error.stage)
-        if error.stage == "decode" and error.answered == HTTPStatus.INTERNAL_SERVER_ERROR:
-            attempts.doubtful = attempts.decodes[-1]
-        # An engine that cannot load what it was named fails the request and says no more than that.
-        lost = error.answered == HTTPStatus.INTERNAL_SERVER_ERROR and not attempts.anew
-        if lost and attempts.sent.depends:
-            attempts.anew = True
-            return 0.0
-        if error.stage == "prefill":
-            return self._after_prefill(attempts, error)
-        return self._after_decode(attempts, error)
-
-    def _after_prefill(self, attempts: Attempts, error: ProxyError) -> float | None:
-        if attempts.failures.count("prefill") < MAX_PREFILLS:
-            others = self._handovers.other_prefills(attempts)
-            delay_s = retry_delay_s(error, others=others)
-            if delay_s is not None:
-                return delay_s
-        if self._config.on_prefill_failure == "local" and is_instances_fault(error):
-            attempts.without_prefill = True
-            return 0.0
-        return None
-
-    def _after_decode(self, attempts: Attempts, error: ProxyError) -> float | None:
-        if attempts.failures.count("decode") >= MAX_DECODES or isinstance(error, UpstreamTimeout):
-            return None
-        # Prefill's blocks could not be fetched, with vLLM's `kv_load_failure_policy` "fail".
-        if error.answered == HTTPStatus.INTERNAL_SERVER_ERROR and attempts.prefilled:
-            return 0.0
-        delay_s = retry_delay_s(
-            error, others=self._decoders.others(attempts.course, attempts.decodes)
+    def _next_attempt(self, sending: Sending, error: ProxyError) -> Attempt | None:
+        """Return the attempt that follows a failed one; None: the client gets the error."""
+        return next_attempt(
+            Failure(
+                sending,
+                error,
+                other_prefills=self._handovers.other_prefills(sending),
+                other_decodes=self._decoders.others(sending.attempt.course, sending.decodes),
+                may_prefill_locally=self._config.on_prefill_failure == "local",
+            )
         )
-        unreached = isinstance(error, UpstreamUnreachable)
-        if delay_s is None and unreached and attempts.doubtful in attempts.decodes:
-            # Better than nobody: what it could not load has been made again.
-            attempts.decodes.remove(attempts.doubtful)
-            return 0.0
-        return delay_s

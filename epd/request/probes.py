@@ -1,12 +1,12 @@
 """Asks instances for their health, for as long as the proxy runs."""
 
-import asyncio
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager
 
-from epd.background import in_background
+from epd.background import Background
 from epd.config import ProxyConfig
 from epd.errors import Overloaded
 from epd.http.upstream import Upstream
+from epd.request.polling import Polling, Question
 from epd.routing.instances import Instance
 from epd.routing.table import InstanceTable
 
@@ -15,7 +15,7 @@ TICK_S = 0.25
 
 
 def probing(
-    table: InstanceTable, upstream: Upstream, config: ProxyConfig
+    table: InstanceTable, upstream: Upstream, config: ProxyConfig, background: Background
 ) -> AbstractAsyncContextManager[None]:
     """Probe in the background whenever the table says so, until the context is left.
 
@@ -23,22 +23,17 @@ def probing(
         table: told what came of it.
         upstream: what is asked with.
         config: says by when an instance that is well has answered.
+        background: runs it. An instance whose probe raises unexpectedly is not well.
     """
-    return in_background(_probe_all(table, upstream, config))
 
+    async def probe(instance: Instance) -> bool | None:
+        try:
+            return await upstream.probe(instance.url + "/health", timeout_s=config.health_timeout_s)
+        except Overloaded:  # that says nothing of the instance
+            return None
 
-async def _probe_all(table: InstanceTable, upstream: Upstream, config: ProxyConfig) -> None:
-    async with asyncio.TaskGroup() as group:
-        while True:
-            for instance in table.probes_due():
-                group.create_task(_probe(instance, table, upstream, config.health_timeout_s))
-            await asyncio.sleep(TICK_S)
+    def tell(instance: Instance, well: bool | None) -> None:
+        table.probed(instance, well=well)
 
-
-async def _probe(
-    instance: Instance, table: InstanceTable, upstream: Upstream, timeout_s: float
-) -> None:
-    well = None
-    with suppress(Overloaded):  # that says nothing of the instance
-        well = await upstream.probe(instance.url + "/health", timeout_s=timeout_s)
-    table.probed(instance, well=well)
+    question = Question("probes", table.probes_due, probe, False, tell, lambda: TICK_S)
+    return Polling(question, background).running()

@@ -10,9 +10,9 @@ from epd.conversations.conversations import Conversations
 from epd.conversations.entry import Held
 from epd.conversations.rests import Rest, Rests
 from epd.conversations.turn import Basis, Turn
-from epd.errors import ProxyError, UpstreamFailed, UpstreamTimeout, UpstreamUnreachable
-from epd.request.attempts import Attempts
+from epd.errors import ProxyError, UpstreamDied, UpstreamTimeout
 from epd.request.context import RequestContext
+from epd.request.sending import Sending
 from epd.request.stages import Stages
 from epd.routing.health import State
 from epd.routing.instances import ANSWERING, Instance
@@ -67,22 +67,20 @@ class Readbacks:
             there = {one.url for one in some if self._table.state(one) != State.DOWN}
             await self._conversations.begin(context.turn, there)
 
-    async def earlier(
-        self, attempts: Attempts, prefill: Instance, context: RequestContext
-    ) -> Params | None:
-        """`kv_transfer_params` of the last turn, for this prefill; None: it has none to use.
+    async def earlier(self, sending: Sending, prefill: Instance) -> Params | None:
+        """Return `kv_transfer_params` of the previous turn; None: this prefill can use none.
 
         Args:
-            attempts: the request's; only the first one gets any.
-            prefill: who is to read the blocks, and is asked what its prompt's tokens are.
-            context: the request's, with its turn.
+            sending: the request's; only its first one gets any.
+            prefill: the instance that is to read the blocks. It is asked for the prompt's tokens.
         """
-        attempts.reads_back = False
+        context = sending.context
         turn = context.turn
         if turn is None or not self._transfer.bidirectional:
             return None
-        held, prompt = turn.take(), prompt_of(attempts.sent.body, context.endpoint.tokenized)
-        turn.basis = None if prompt is None else _basis(prompt, attempts)
+        held = turn.take()
+        prompt = prompt_of(sending.prompt.body, context.endpoint.tokenized)
+        turn.basis = None if prompt is None else _basis(prompt, sending)
         if held is None:
             return None
         if not self._rests.over(prefill.url, held.engine):
@@ -91,7 +89,6 @@ class Readbacks:
         params = None
         if prompt is not None and turn.basis is not None and turn.basis.continues(held):
             params = await self._params(held, prompt, turn, prefill, context)
-        attempts.reads_back = params is not None
         if params is None:
             self._conversations.results["changed"] += 1
         return params
@@ -107,7 +104,7 @@ class Readbacks:
         self._conversations.results["hit" if error is None else "failed"] += 1
         if error is None:
             self._rests.read(pair.prefill.url)
-        elif may_be_blocks(error):
+        elif error.worked:  # else it has not tried to read them
             hung = isinstance(error, UpstreamTimeout)
             rest = self._rests.failed(pair.prefill.url, engine_of(earlier), hung=hung)
             if rest is not None and hung:
@@ -125,6 +122,8 @@ class Readbacks:
             if shared >= held.params["remote_num_tokens"]:
                 return held.params
             size = await self._block_size(turn.prefers_decode, held.engine)
+        except UpstreamDied:
+            raise
         except (ProxyError, ValueError):
             return None
         return None if size is None else shortened(held.params, shared, size)
@@ -145,15 +144,6 @@ class Readbacks:
         return known
 
 
-def may_be_blocks(error: ProxyError) -> bool:
-    """Whether a prefill that was to read blocks may have failed by those.
-
-    One that has refused the request, that has too much to do or was not reached has not tried.
-    """
-    failed = isinstance(error, UpstreamFailed | UpstreamTimeout)
-    return failed and not isinstance(error, UpstreamUnreachable)
-
-
 def _warn(prefill: Instance, earlier: Params, rest: Rest) -> None:
     holder = "{remote_host}:{remote_port}".format_map(earlier)
     whose = "any decode instance" if rest.engine is None else holder
@@ -168,9 +158,9 @@ def _warn(prefill: Instance, earlier: Params, rest: Rest) -> None:
     )
 
 
-def _basis(prompt: Prompt, attempts: Attempts) -> Basis | None:
+def _basis(prompt: Prompt, sending: Sending) -> Basis | None:
     """What the blocks of a request depend on; None: nobody can tell."""
-    media = _media(attempts.encoded or ())
+    media = _media(sending.encodings.items)
     return None if media is None else Basis(prompt.form, media)
 
 

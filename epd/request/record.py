@@ -26,6 +26,7 @@ class Record:
             answer is of tokens and no stream, when all of it had come.
         kv_wait_s: from prefill's answer until that event, in a stream.
         gaps: times between the chunks of its stream.
+        streamed_bytes: of its stream, written to the client's connection.
     """
 
     at: Waiting = "proxy"
@@ -41,3 +42,4 @@ class Record:
     first_event_s: float | None = None
     kv_wait_s: float | None = None
     gaps: Histogram | None = None
+    streamed_bytes: int = 0

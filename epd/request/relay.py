@@ -6,6 +6,7 @@ from contextlib import suppress
 
 from aiohttp import hdrs, web
 
+from epd.bodies.engine_errors import engine_died
 from epd.bodies.sse import EventAligner
 from epd.errors import ProxyError, UpstreamFailed
 from epd.events import GAPS_S
@@ -47,7 +48,7 @@ class StreamRelay:
         self._transport = transport
         self._context = context
         self._aligner = EventAligner(context.endpoint.grammar)
-        self._begun = context.endpoint.grammar.begun
+        self._told = context.endpoint.grammar.told
         self._hear = None if context.turn is None else context.turn.hear
         self._failure: UpstreamFailed | None = None
         self._gaps = context.record.gaps = Histogram(GAPS_S)
@@ -93,12 +94,16 @@ class StreamRelay:
 
     def _write(self, chunk: bytes) -> bool:
         """Write the events that are whole now; whether more can be written at once."""
-        # uvloop raises where one writes that has been closed.
-        if (events := self._aligned(chunk)) and not self._transport.is_closing():
-            self._transport.write(
-                b"%x\r\n%b\r\n" % (len(events), events) if self._chunked else events
-            )
-        return not self._aligner.ended and self._failure is None and self._client_takes()
+        events, transport = self._aligned(chunk), self._transport
+        if transport.is_closing():  # uvloop raises where one writes that has been closed
+            return False
+        if events:
+            transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._chunked else events)
+        return (
+            transport.get_write_buffer_size() <= UNTAKEN_BYTES
+            and not self._aligner.ended
+            and self._failure is None
+        )
 
     def _client_takes(self) -> bool:
         return (
@@ -116,17 +121,23 @@ class StreamRelay:
                 stage="decode",
             )
             return b""
+        if self._aligner.failed and engine_died(events):
+            self._context.watched.engine_died = True
         if events:
             self._timed(events)
-        return events if self._hear is None else self._hear(events)
+        answer = events if self._hear is None else self._hear(events)
+        self._context.record.streamed_bytes += len(answer)
+        return answer
 
     def _timed(self, events: bytes) -> None:
-        now_s = time.monotonic()
-        if self._last_s is None:
+        last_s = self._last_s
+        if last_s is None:
             self._context.named(events)
-            if self._begun is not None and self._begun.search(events) is None:
-                return
+        # Comments tell nothing. Once tokens have come, only what may begin with one is searched.
+        if (last_s is None or events[0] in b":\r\n") and not self._told.search(events):
+            return
+        self._last_s = now_s = time.monotonic()
+        if last_s is None:
             self._context.first_event(now_s)
         else:
-            self._gaps.add(now_s - self._last_s)
-        self._last_s = now_s
+            self._gaps.add(now_s - last_s)

@@ -6,24 +6,26 @@ from contextlib import asynccontextmanager, suppress
 from typing import Self
 
 from epd.bodies.items import Body
-from epd.errors import ProxyError
+from epd.errors import ProxyError, UpstreamDied
 from epd.request.context import RequestContext
 from epd.request.stages import RELEASE_TIMEOUT_S, Stages
+from epd.routing.fatal import FatalRequests
 from epd.routing.instances import Instance
 
 
 class Releases:
     """Those that are under way."""
 
-    def __init__(self, stages: Stages) -> None:
+    def __init__(self, stages: Stages, fatal: FatalRequests) -> None:
         self._stages = stages
+        self._fatal = fatal
         self._tasks: set[asyncio.Task[None]] = set()
 
     @classmethod
     @asynccontextmanager
-    async def running(cls, stages: Stages) -> AsyncIterator[Self]:
+    async def running(cls, stages: Stages, fatal: FatalRequests) -> AsyncIterator[Self]:
         """Leaving waits for those that are under way, for as long as one may take."""
-        releases = cls(stages)
+        releases = cls(stages, fatal)
         try:
             yield releases
         finally:
@@ -44,7 +46,10 @@ class Releases:
     async def _release(self, instance: Instance, body: Body, context: RequestContext) -> None:
         with suppress(ProxyError, TimeoutError):  # the observers were told
             async with asyncio.timeout(RELEASE_TIMEOUT_S):
-                await self._stages.release(instance, body, context)
+                try:
+                    await self._stages.release(instance, body, context)
+                except UpstreamDied as error:
+                    self._fatal.after(error, instance, context.watched)
 
     async def _ended(self) -> None:
         tasks = [*self._tasks]

@@ -1,17 +1,19 @@
-"""Asks instances what they have to do, for as long as the proxy runs."""
+"""Asks instances what they have to do and for their namespace, for as long as the proxy runs."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from contextlib import AbstractAsyncContextManager
 
-from epd.background import in_background
+from epd.background import Background
 from epd.config import ProxyConfig
 from epd.errors import ProxyError
 from epd.http.upstream import Upstream
+from epd.request.polling import Polling, Question
 from epd.routing.balance import ItemBalanceName
 from epd.routing.instances import ANSWERING, CONSUMERS, Instance, Role
 from epd.routing.load import Report
-from epd.routing.report_page import read_report
+from epd.routing.namespaces import Namespaces
+from epd.routing.report_page import read_namespace, read_report
 from epd.routing.table import InstanceTable
 
 TICK_S = 0.25
@@ -22,7 +24,7 @@ MAX_PAGE_BYTES = 4 * 1024**2
 
 
 def reporting(
-    table: InstanceTable, upstream: Upstream, config: ProxyConfig
+    table: InstanceTable, upstream: Upstream, config: ProxyConfig, background: Background
 ) -> AbstractAsyncContextManager[None]:
     """Ask in the background, every `load_interval_s`, until the context is left.
 
@@ -30,17 +32,48 @@ def reporting(
         table: told what came of it.
         upstream: what is asked with.
         config: says how often, by when there has to be an answer, and for which roles it matters.
+        background: runs it.
     """
-    return in_background(_ask_all(table, upstream, config))
+
+    def due() -> list[Instance]:
+        interval_s = config.load_interval_s
+        return table.reports_due(_roles(config) if interval_s else (), interval_s)
+
+    def ask(instance: Instance) -> Awaitable[Report | None]:
+        return _ask(instance, upstream, config.health_timeout_s)
+
+    def tell(instance: Instance, report: Report | None) -> None:
+        table.reported(instance, report, config.load_interval_s or TICK_S)
+
+    def tick_s() -> float:
+        return min(config.load_interval_s / 8 or TICK_S, TICK_S)
+
+    return Polling(Question("reports", due, ask, None, tell, tick_s), background).running()
 
 
-async def _ask_all(table: InstanceTable, upstream: Upstream, config: ProxyConfig) -> None:
-    async with asyncio.TaskGroup() as group:
-        while True:
-            interval_s = config.load_interval_s
-            for instance in table.reports_due(_roles(config) if interval_s else (), interval_s):
-                group.create_task(_ask(instance, table, upstream, config))
-            await asyncio.sleep(min(interval_s / 8 or TICK_S, TICK_S))
+def asking_namespaces(
+    namespaces: Namespaces, upstream: Upstream, config: ProxyConfig, background: Background
+) -> AbstractAsyncContextManager[None]:
+    """Ask instances for their namespaces in the background, until the context is left.
+
+    Nothing is asked with `load_interval_s` 0, and where there is no store.
+
+    Args:
+        namespaces: told what came of it.
+        upstream: what is asked with.
+        config: says whether to ask, and by when there has to be an answer.
+        background: runs it.
+    """
+
+    def due() -> list[Instance]:
+        return namespaces.due() if config.load_interval_s and config.ec_store else []
+
+    async def ask(instance: Instance) -> str | None:
+        page = await _page(instance, upstream, config.health_timeout_s)
+        return None if page is None else read_namespace(page)
+
+    question = Question("namespaces", due, ask, None, namespaces.told, lambda: TICK_S)
+    return Polling(question, background).running()
 
 
 def _roles(config: ProxyConfig) -> list[Role]:
@@ -53,22 +86,21 @@ def _roles(config: ProxyConfig) -> list[Role]:
     return [role for role, name in balances.items() if name != "round_robin" or role in CONSUMERS]
 
 
-async def _ask(
-    instance: Instance, table: InstanceTable, upstream: Upstream, config: ProxyConfig
-) -> None:
-    report: Report | None = None
+async def _ask(instance: Instance, upstream: Upstream, timeout_s: float) -> Report | None:
+    """The instance's report; None where it gives none."""
+    page = await _page(instance, upstream, timeout_s)
+    return None if page is None else read_report(page)
+
+
+async def _page(instance: Instance, upstream: Upstream, timeout_s: float) -> bytes | None:
+    """The instance's metrics; None where it gives none: it is judged by its probes."""
     try:
-        async with (
-            asyncio.timeout(config.health_timeout_s),
-            upstream.open(
-                instance.url + "/metrics",
-                stage="proxy",
-                headers={},
-                head_timeout_s=config.health_timeout_s,
-            ) as reply,
-        ):
-            page = await reply.read(idle_s=config.health_timeout_s, limit=MAX_PAGE_BYTES)
-            report = read_report(page) if reply.ok else None
+        async with asyncio.timeout(timeout_s):
+            opened = await upstream.open(
+                instance.url + "/metrics", stage="proxy", headers={}, head_timeout_s=timeout_s
+            )
+            with opened as reply:
+                page = await reply.read(idle_s=timeout_s, limit=MAX_PAGE_BYTES)
+                return page if reply.ok else None
     except (ProxyError, TimeoutError):
-        report = None  # it gives none, and is judged by its probes
-    table.reported(instance, report, config.load_interval_s or TICK_S)
+        return None

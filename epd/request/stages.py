@@ -1,36 +1,39 @@
 """Encode, prefill, decode and release: one stage each, as requests to instances."""
 
 import time
-from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from collections.abc import Callable
 from http import HTTPStatus
-from types import TracebackType
 from typing import NamedTuple
 
 import orjson
 
 from epd.bodies.chat import CHAT
-from epd.bodies.endpoint import written
+from epd.bodies.endpoint import is_stream, written
+from epd.bodies.engine_errors import engine_died, may_be_fetch
 from epd.bodies.items import Body, MMItem
 from epd.config import ProxyConfig
+from epd.edge.engine_headers import PRIORITY
 from epd.errors import (
+    BUSY,
+    MediaFetchFailed,
     ProxyError,
     Stage,
     UpstreamBusy,
     UpstreamDenied,
+    UpstreamDied,
     UpstreamFailed,
     UpstreamRejected,
-    said_retry_after_s,
-    slug_of,
+    UpstreamTimeout,
 )
 from epd.http.reply import Answer, Reply
 from epd.http.upstream import Upstream
-from epd.request.context import RequestContext, Timed
-from epd.routing.health import BUSY
+from epd.request.context import RequestContext
 from epd.routing.instances import Instance
-from epd.transfer.encoded import Encoded, read_encoded
+from epd.spans import Span
+from epd.transfer.encoded import Consumed, Encoded, read_encoded
 from epd.transfer.kv import KVTransfer, Pair
 from epd.transfer.params import Params, reply_field
+from epd.upstream_text import said_retry_after_s
 
 MAX_STATUS = 599
 
@@ -51,6 +54,18 @@ class Prefilled(NamedTuple):
 
     replied: Params
     params: Params | None
+
+
+class Opened(NamedTuple):
+    """An answer of decode.
+
+    Attributes:
+        reply: its head, and its body as it comes.
+        span: of the request to decode, until the answer has been relayed; None: not traced.
+    """
+
+    reply: Reply
+    span: Span | None
 
 
 class Stages:
@@ -75,16 +90,23 @@ class Stages:
             ProxyError: the instance failed, or refused it.
         """
         with context.timed("encode", instance.url, item) as span:
-            answer = await self._upstream.fetch(
-                instance.url + CHAT.path,
-                stage="encode",
-                headers=context.headers_for(context.child_id(), span),
-                body=written(body, context.cuts),
-                timeout_s=self._config.encode_timeout_s,
-            )
+            headers = context.headers_for(context.child_id(), span)
+            headers.pop(PRIORITY, None)  # one encode serves all requests with this item
+            try:
+                answer = await self._upstream.fetch(
+                    instance.url + CHAT.path,
+                    stage="encode",
+                    headers=headers,
+                    body=written(body, context.cuts),
+                    timeout_s=self._config.encode_timeout_s,
+                )
+            except UpstreamTimeout as error:
+                if item.remote:  # its host may be as late as the instance
+                    raise _fetch_failed("encode") from error
+                raise
             if span is not None:
                 span.answered(answer.status)
-            accepted = _accepted(answer, "encode", context)
+            accepted = _accepted(answer, "encode", context, fetches=item.remote)
             context.named(accepted)
             return read_encoded(accepted, item.modality)
 
@@ -92,7 +114,7 @@ class Stages:
         self,
         transfer: KVTransfer,
         pair: Pair,
-        body: Body,
+        sent: Consumed,
         context: RequestContext,
     ) -> Prefilled:
         """Prefill the request, for one decode.
@@ -100,14 +122,14 @@ class Stages:
         Args:
             transfer: how decode gets the KV blocks.
             pair: who prefills, and for whom.
-            body: the request.
+            sent: the request.
             context: the request's.
 
         Raises:
             ProxyError: the instance failed, or said nothing of its blocks where it has to.
         """
         endpoint, instance = context.endpoint, pair.prefill
-        asked = endpoint.prefill(body, transfer.prefill_params(pair))
+        asked = endpoint.prefill(sent.body, transfer.prefill_params(pair))
         with context.timed("prefill", instance.url) as span:
             answer = await self._upstream.fetch(
                 instance.url + endpoint.path,
@@ -118,45 +140,77 @@ class Stages:
             )
             if span is not None:
                 span.answered(answer.status)
-            accepted = _accepted(answer, "prefill", context)
+            accepted = _accepted(answer, "prefill", context, fetches=sent.fetches)
             context.named(accepted)
             replied = reply_field(accepted, "kv_transfer_params", stage="prefill")
             params = transfer.decode_params(pair, replied)
         context.record.prefilled_s = time.monotonic()
         return Prefilled(replied, params)
 
-    def decode(
+    async def decode(  # noqa: PLR0913 - a request to an instance, and what is told of it
         self,
         instance: Instance,
-        body: Body,
+        sent: Consumed,
         context: RequestContext,
         rank: int | None = None,
         request_id: str | None = None,
-    ) -> "Decoding":
-        """Open the decode answer. The context is entered once the instance has said 2xx.
+        *,
+        on_head: Callable[[], None] | None = None,
+    ) -> Opened:
+        """Open decode's answer: its status is 2xx, and its body has begun.
 
         Args:
-            instance: who decodes.
-            body: the request.
+            instance: the decode instance.
+            sent: the request.
             context: the request's.
             rank: the instance's data-parallel rank; None: the instance sees to it.
             request_id: the id that it sees; None: the request's.
+            on_head: is called when a head with a 2xx has come, before the wait for the body.
 
         Raises:
             UpstreamRejected: the instance said anything else.
             ProxyError: the instance failed.
         """
-        endpoint, timed = context.endpoint, context.timed("decode", instance.url)
-        opening = self._upstream.open(
-            instance.url + endpoint.path,
-            stage="decode",
-            headers=context.headers_for(
-                request_id or context.request_id, timed.span, rank, endpoint.content_type(body)
-            ),
-            body=endpoint.written(body, context.cuts),
-            head_timeout_s=self._config.first_byte_timeout_s,
-        )
-        return Decoding(opening, timed, context, self._config.idle_timeout_s)
+        endpoint, body = context.endpoint, sent.body
+        with context.timed("decode", instance.url) as span:
+            reply = await self._upstream.open(
+                instance.url + endpoint.path,
+                stage="decode",
+                headers=context.headers_for(
+                    request_id or context.request_id, span, rank, endpoint.content_type(body)
+                ),
+                body=endpoint.written(body, context.cuts),
+                head_timeout_s=self._head_timeout_s(body),
+            )
+            if span is not None:
+                span.answered(reply.status)
+                span.event("head")
+            if not reply.ok:
+                with reply:
+                    said = await reply.read(idle_s=self._config.idle_timeout_s)
+                answer = Answer(reply.status, reply.headers, said)
+                raise _refusal(answer, context, fetches=sent.fetches)
+            if on_head is not None:
+                on_head()
+            # The head of a stream precedes its first token. Until that has come, the client has
+            # seen nothing, and another instance can do it.
+            try:
+                await reply.begun(self._config.idle_timeout_s)
+            except BaseException:
+                reply.close()
+                raise
+            context.record.at = "answer"
+            context.answering = span
+            return Opened(reply, span)
+
+    def _head_timeout_s(self, body: Body) -> float:
+        """Return how long decode may take to answer a request with its head.
+
+        The head of a stream precedes the first token. The head of any other answer follows the
+        last one, so that only the request's own deadline limits it.
+        """
+        config = self._config
+        return config.first_byte_timeout_s if is_stream(body) else config.request_timeout_s
 
     async def tokens(
         self, instance: Instance, question: Body, context: RequestContext
@@ -208,13 +262,14 @@ class Stages:
         """
         endpoint = context.endpoint
         with context.timed("release", instance.url) as span:
-            async with self._upstream.open(
+            opened = await self._upstream.open(
                 instance.url + endpoint.path,
                 stage="release",
                 headers=context.headers_for(context.child_id(), span),
                 body=endpoint.written(endpoint.release(body), context.cuts),
                 head_timeout_s=RELEASE_TIMEOUT_S,
-            ) as reply:
+            )
+            with opened as reply:
                 # An engine that fails it has had it, and has told prefill.
                 if not reply.ok and reply.status != HTTPStatus.INTERNAL_SERVER_ERROR:
                     raise UpstreamFailed(
@@ -224,68 +279,33 @@ class Stages:
                     )
 
 
-class Decoding:
-    """A decode request: see `Stages.decode`."""
-
-    __slots__ = ("_context", "_idle_s", "_opening", "_timed")
-
-    def __init__(
-        self,
-        opening: AbstractAsyncContextManager[Reply],
-        timed: Timed,
-        context: RequestContext,
-        idle_s: float,
-    ) -> None:
-        self._opening = opening
-        self._timed = timed
-        self._context = context
-        self._idle_s = idle_s
-
-    async def __aenter__(self) -> Reply:
-        """The answer, its head read."""
-        with self._timed as span:
-            reply = await self._opening.__aenter__()
-            if span is not None:
-                span.answered(reply.status)
-                span.event("head")
-            if reply.ok:
-                self._context.record.at = "answer"
-                self._context.answering = span
-                return reply
-            async with AsyncExitStack() as stack:
-                stack.push_async_exit(self._opening)
-                said = await reply.read(idle_s=self._idle_s)
-            raise _refusal(reply.status, said, reply.headers, self._context)
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close it."""
-        if self._timed.span is not None:
-            self._timed.span.end(slug_of(error))
-        await self._opening.__aexit__(kind, error, trace)
-
-
-def _refusal(
-    status: int, said: bytes, headers: Mapping[str, str], context: RequestContext
-) -> ProxyError:
-    """Decode's errors are the client's, whatever their status; what is no error is decode's."""
-    if HTTPStatus.BAD_REQUEST <= status <= MAX_STATUS:
-        return _denied(status, "decode", context) or UpstreamRejected(
-            status, said, stage="decode", headers=headers
+def _refusal(answer: Answer, context: RequestContext, *, fetches: bool) -> ProxyError:
+    """Return the error that decode's answer is: its own for the client, whatever its status."""
+    status = answer.status
+    if not HTTPStatus.BAD_REQUEST <= status <= MAX_STATUS:
+        return UpstreamFailed(
+            f"the decode instance answered {status}", slug="decode_bad_response", stage="decode"
         )
-    return UpstreamFailed(
-        f"the decode instance answered {status}", slug="decode_bad_response", stage="decode"
+    return (
+        _explained(answer, "decode", fetches=fetches)
+        or _denied(status, "decode", context)
+        or UpstreamRejected(status, answer.body, stage="decode", headers=answer.headers)
     )
 
 
-def _accepted(answer: Answer, stage: Stage, context: RequestContext) -> bytes:
-    """The body of a 2xx answer; an error for any other."""
+def _accepted(answer: Answer, stage: Stage, context: RequestContext, *, fetches: bool) -> bytes:
+    """Return the body of a 2xx answer; raise an error for any other.
+
+    Args:
+        answer: the instance's.
+        stage: the instance's.
+        context: the request's.
+        fetches: whether the instance had to fetch media for it.
+    """
     if answer.ok:
         return answer.body
+    if explained := _explained(answer, stage, fetches=fetches):
+        raise explained
     if answer.status in BUSY:
         raise UpstreamBusy(
             f"the {stage} instances have too much to do",
@@ -302,6 +322,27 @@ def _accepted(answer: Answer, stage: Stage, context: RequestContext) -> bytes:
         slug=f"{stage}_failed",
         stage=stage,
         answered=answer.status,
+    )
+
+
+def _explained(answer: Answer, stage: Stage, *, fetches: bool) -> ProxyError | None:
+    """Return the error that a 500 names as its cause; None where it names none."""
+    if answer.status != HTTPStatus.INTERNAL_SERVER_ERROR:
+        return None
+    if engine_died(answer.body):
+        return UpstreamDied(
+            f"the engine of the {stage} instance died", slug=f"{stage}_failed", stage=stage
+        )
+    if fetches and may_be_fetch(answer.body):
+        return _fetch_failed(stage)
+    return None
+
+
+def _fetch_failed(stage: Stage) -> MediaFetchFailed:
+    return MediaFetchFailed(
+        f"the {stage} instance could not fetch the media: check that the host of the URL has an "
+        "address, can be reached and answers",
+        stage=stage,
     )
 
 

@@ -61,16 +61,19 @@ class Warmup:
     async def _stored(
         self, cache: EncoderCache, model: str | None, encoded: Sequence[EncodedItem]
     ) -> Mapping[str, EntryInfo]:
-        """The entries of all items, once they are written."""
+        """The entries of all items by identifier, once they are written."""
         wanted = {one.encoded.identifier for one in encoded}
         clock = asyncio.get_running_loop().time
         deadline_s = clock() + STORED_WITHIN_S
         while None not in wanted and clock() < deadline_s:
-            found = await cache.find(
-                model, [str(identifier) for identifier in wanted], patient=True
-            )
-            if found is not None and wanted <= found.keys():
-                return found
+            keys = {
+                key
+                for one in encoded
+                for key in cache.keys(model, [str(one.encoded.identifier)], one.encoded.namespace)
+            }
+            found = await cache.find(list(keys), patient=True)
+            if found is not None and len(found) == len(keys) >= len(wanted):
+                return {key.identifier: info for key, info in found.items()}
             await asyncio.sleep(POLL_S)
         raise no_store("the encode instances' outputs did not come into the store")
 

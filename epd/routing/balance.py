@@ -189,6 +189,7 @@ class Choice:
         item: str = "",
         session: str = "",
         prefer: str | None = None,
+        fits: Callable[[Instance], bool] | None = None,
     ) -> Instance:
         """An instance, one that has not been tried where there is one.
 
@@ -197,14 +198,18 @@ class Choice:
             item: the key of what it is about, for `affinity`.
             session: whose request it is one of, for `session`.
             prefer: URL of the one that it goes to unless that has too much to do, or is drained.
+            fits: tells which instances can serve this request; None: all.
 
         Raises:
             NoInstance: there is none.
         """
         usable = self._table.usable(*self._roles)
+        if fits is not None:
+            usable = [one for one in usable if fits(one.instance)]
         if not usable:
             stage = self._roles[0]
-            raise NoInstance(f"there is no {stage} instance", slug=f"no_{stage}")
+            fitting = "" if fits is None else " of its consumer's namespace"
+            raise NoInstance(f"there is no {stage} instance{fitting}", slug=f"no_{stage}")
         candidates = usable
         if tried:
             candidates = self._fresh(usable, tried) or usable
@@ -219,9 +224,12 @@ class Choice:
         picked = self._balance.pick(loads, session if name == "session" else item)
         return candidates[loads.index(picked)].instance
 
-    def others(self, tried: Collection[Instance]) -> bool:
+    def others(
+        self, tried: Collection[Instance], fits: Callable[[Instance], bool] | None = None
+    ) -> bool:
         """Whether there is one that has not been tried."""
-        return bool(self._fresh(self._table.usable(*self._roles), tried))
+        fresh = self._fresh(self._table.usable(*self._roles), tried)
+        return bool(fresh) if fits is None else any(fits(one.instance) for one in fresh)
 
     def _fresh(
         self, usable: Sequence[Candidate], tried: Collection[Instance]

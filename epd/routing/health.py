@@ -10,25 +10,11 @@ import enum
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from http import HTTPStatus
 
-from epd.errors import (
-    ProxyError,
-    UpstreamBusy,
-    UpstreamFailed,
-    UpstreamRejected,
-    UpstreamTimeout,
-    UpstreamUnreachable,
-)
-
-BUSY = {HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE}
-"""Statuses of an instance that has too much to do, which is no failure of it."""
+from epd.errors import Outcome
 
 BUSY_S = 1.0
 """How long such an instance is left alone that does not say for how long."""
-
-UNJUDGED = {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.REQUEST_TIMEOUT}
-"""Statuses that say nothing of the instance's health."""
 
 
 class State(enum.StrEnum):
@@ -43,44 +29,6 @@ class State(enum.StrEnum):
     """It may be back; one request at a time finds out."""
 
 
-class Outcome(enum.Enum):
-    """What the end of a request says of its instance."""
-
-    GOOD = enum.auto()
-    BAD = enum.auto()
-    UNREACHABLE = enum.auto()
-    BUSY = enum.auto()
-    NOTHING = enum.auto()
-
-
-def judged(error: ProxyError) -> Outcome:
-    """What an error says of the instance that it came from."""
-    match error:
-        case UpstreamBusy():
-            return Outcome.BUSY
-        case UpstreamRejected():
-            return _judged(error.status)
-        case UpstreamUnreachable():
-            return Outcome.UNREACHABLE
-        case UpstreamFailed() | UpstreamTimeout():
-            return Outcome.BAD
-        case _:
-            return Outcome.NOTHING
-
-
-def _judged(status: int) -> Outcome:
-    if status in BUSY:
-        return Outcome.BUSY
-    if status in UNJUDGED:
-        return Outcome.NOTHING
-    return Outcome.BAD if status >= HTTPStatus.INTERNAL_SERVER_ERROR else Outcome.GOOD
-
-
-def asked_rest_s(error: BaseException | None) -> float | None:
-    """For how long an instance asks to be left alone, where it says so."""
-    return error.retry_after_s if isinstance(error, UpstreamRejected | UpstreamBusy) else None
-
-
 @dataclass(frozen=True, slots=True)
 class HealthPolicy:
     """When an instance is left alone, and when it is looked at again.
@@ -89,7 +37,8 @@ class HealthPolicy:
         eject_after: failures in a row.
         eject_s: for how long, times the number of ejections since it was last healthy for long.
         max_eject_s: at most; who was healthy for so long begins anew.
-        probe_interval_s: between two probes of an instance that is up.
+        probe_interval_s: between two probes of an instance that is up, give or take
+            `PROBE_JITTER`, as for the delays below.
         down_after: failed probes in a row.
         min_backoff_s: until an instance that is down is first probed again; doubled each time.
         max_backoff_s: at most.
@@ -106,6 +55,10 @@ class HealthPolicy:
 
 DEFAULT_HEALTH = HealthPolicy()
 
+PROBE_JITTER = 0.1
+"""Share by which a delay between two probes varies in either direction. Without it, all instances,
+workers and proxies that start together probe at the same moments."""
+
 
 class Health:
     """One instance's health.
@@ -116,7 +69,11 @@ class Health:
     """
 
     def __init__(
-        self, policy: HealthPolicy, now_s: float, on_change: Callable[[State], None]
+        self,
+        policy: HealthPolicy,
+        now_s: float,
+        on_change: Callable[[State], None],
+        random: Callable[[], float],
     ) -> None:
         """Begin as healthy, though nobody has met it, and to be probed at once.
 
@@ -124,10 +81,12 @@ class Health:
             policy: when it changes.
             now_s: a monotonic clock's time, as of all calls.
             on_change: told what it becomes.
+            random: returns a number from 0 to 1, for the jitter of probes.
         """
         self.policy = policy
         self.met = False
         self._on_change = on_change
+        self._random = random
         self._state = State.HEALTHY
         self._since_s = now_s
         self._until_s = now_s
@@ -164,10 +123,15 @@ class Health:
         return self._changes
 
     def answered(self, now_s: float) -> None:
-        """An answer has begun well, or a request has ended so: a trial is passed."""
+        """An answer has begun well, or a request has ended so: a trial is passed.
+
+        An outage that an answer ends is over for the probes too: those that failed during it do
+        not count towards the next one, and the back-off begins anew.
+        """
         self.met = True
         state = self.state(now_s)
         if state is State.TRIAL or state is State.DOWN:
+            self._failed_probes = 0
             self._become(State.HEALTHY, now_s)
 
     def ended(
@@ -208,9 +172,12 @@ class Health:
 
     def probed(self, now_s: float, *, well: bool | None) -> None:
         """A probe was answered well, or not, or could not be made."""
-        if well is not None:
-            self._judge_probe(now_s, well=well)
-        self._probe_s = now_s + self._next_probe_s()
+        try:
+            if well is not None:
+                self._judge_probe(now_s, well=well)
+        finally:  # without a next probe, an instance that is down would stay so
+            jitter = PROBE_JITTER * (2 * self._random() - 1)
+            self._probe_s = now_s + self._next_probe_s() * (1 + jitter)
 
     def _judge_probe(self, now_s: float, *, well: bool) -> None:
         self.met = self.met or well

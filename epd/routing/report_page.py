@@ -1,4 +1,4 @@
-"""What an instance has to do, found on its page of metrics."""
+"""What an instance says on its page of metrics: what it has to do, and its namespace."""
 
 import re
 from collections import Counter
@@ -16,6 +16,10 @@ MAX_REQUESTS = 100_000
 MAX_SAMPLES = 1024
 MAX_LINE_BYTES = 4096
 
+NAMESPACE = b"vllm:ec_store_namespace_info"
+"""Our connector's gauge, a sample for each engine (`ec_store.vllm_connector.metrics`)."""
+
+_NAMED = re.compile(rb'[{,]namespace="([^"\\]{1,256})"')
 _ENGINE = re.compile(rb"[{,]engine=\"(\d{1,4})\"")
 
 
@@ -35,11 +39,35 @@ def read_report(page: bytes) -> Report | None:
     return Report(sum(waiting.values()), sum(running.values()), dict(engines))
 
 
+def read_namespace(page: bytes) -> str:
+    """Return under which namespace all engines of a page keep encoder outputs; empty: under none.
+
+    Engines that differ cannot share entries, so the result is empty. A sample of 0 is a namespace
+    that the engine does not have any longer.
+    """
+    try:
+        samples = [line.rpartition(b"}") for line in _lines(page, NAMESPACE)]
+        labels = [one for one, _, value in samples if float((*value.split(), b"")[0]) != 0]
+        found = {named[1].decode() if (named := _NAMED.search(one)) else "" for one in labels}
+    except ValueError:
+        return ""
+    return found.pop() if len(found) == 1 else ""
+
+
 def _samples(page: bytes, name: bytes) -> Iterator[tuple[int, int]]:
     """The engine and the value of each.
 
     Raises:
         ValueError: one is no number of requests.
+    """
+    return map(_sample, _lines(page, name))
+
+
+def _lines(page: bytes, name: bytes) -> Iterator[bytes]:
+    """Yield the labels and the value of each sample.
+
+    Raises:
+        ValueError: there are too many, or one does not end.
     """
     begins = b"\n" + name
     found = page.find(begins)
@@ -51,7 +79,7 @@ def _samples(page: bytes, name: bytes) -> Iterator[tuple[int, int]]:
             end = page.find(b"\n", after, after + MAX_LINE_BYTES)
             if samples > MAX_SAMPLES or end < 0:
                 raise ValueError("no page of one server's")
-            yield _sample(page[after:end])
+            yield page[after:end]
         found = page.find(begins, after)
 
 

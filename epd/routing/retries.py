@@ -1,25 +1,12 @@
-"""The one loop that tries again, and its budget."""
+"""Retries: how many requests may be at a further try at once, and how long each waits."""
 
 import asyncio
 import math
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable
-from http import HTTPStatus
-from typing import TypeVar
+from typing import Self
 
-from epd.errors import (
-    NoInstance,
-    ProxyError,
-    UpstreamBusy,
-    UpstreamFailed,
-    UpstreamRejected,
-    UpstreamTimeout,
-    UpstreamUnreachable,
-)
-from epd.routing.health import BUSY, asked_rest_s
-
-T = TypeVar("T")
+from epd.errors import ProxyError
 
 SHARE = 0.2
 """Of the requests under way, how many may be at a further try at once (Envoy's retry budget)."""
@@ -33,19 +20,9 @@ JITTER_S = 0.05
 """Before the first further try it waits up to this long, before each next one twice as long (full
 jitter: https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/)."""
 
-ELSEWHERE = BUSY | {
-    HTTPStatus.REQUEST_TIMEOUT,
-    HTTPStatus.BAD_GATEWAY,
-    HTTPStatus.GATEWAY_TIMEOUT,
-}
-"""An instance's statuses that another one need not answer."""
-
-Again = Callable[[ProxyError], float | None]
-"""Says how long to wait before the next try, in seconds; None: there is none."""
-
 
 class Retries:
-    """Tries again, and sees to it that few do so at once.
+    """A budget of retries for all requests of one kind.
 
     When an instance dies under load, all its requests want another one at the same moment. They
     get it one after the other: at once, they would be too much for those that are left.
@@ -56,51 +33,24 @@ class Retries:
         self._again = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
 
-    async def run(self, attempt: Callable[[], Awaitable[T]], *, tries: int, again: Again) -> T:
-        """What the first try that succeeds returns.
+    def tries(self, most: int) -> "Tries":
+        """Return the tries of one request: a context that lasts as long as the request."""
+        return Tries(self, most)
 
-        Args:
-            attempt: one try.
-            tries: how many there are at most.
-            again: asked after each failure but the last.
-
-        Raises:
-            ProxyError: the last try's.
-        """
+    def begin(self) -> None:
+        """Count a request, for `Tries` alone."""
         self._requests += 1
-        try:
-            return await attempt()
-        except ProxyError as error:
-            return await self._further(attempt, tries - 1, again, error)
-        finally:
-            self._requests -= 1
 
-    async def _further(
-        self, attempt: Callable[[], Awaitable[T]], tries: int, again: Again, failure: ProxyError
-    ) -> T:
-        for number in range(tries):
-            delay_s = again(failure)
-            if delay_s is None:
-                break
-            await asyncio.sleep(delay_s + random.uniform(0, JITTER_S * 2**number))  # noqa: S311
-            if not await self._admitted():
-                break
-            release = asyncio.get_running_loop().call_later(HELD_S, self._leave)
-            try:
-                return await attempt()
-            except ProxyError as error:
-                failure = error
-            finally:
-                if release.when() > asyncio.get_running_loop().time():  # it has not been called
-                    release.cancel()
-                    self._leave()
-        raise failure
+    def end(self) -> None:
+        """Count it no more, for `Tries` alone."""
+        self._requests -= 1
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Free the place of a further try, for `Tries` alone."""
         self._again -= 1
         self._admit()
 
-    async def _admitted(self) -> bool:
+    async def admitted(self) -> bool:
         """Wait for a place in the budget; False where none came free in time."""
         place = asyncio.get_running_loop().create_future()
         self._waiting.append(place)
@@ -126,29 +76,51 @@ class Retries:
                 place.set_result(None)
 
 
-def is_instances_fault(error: ProxyError) -> bool:
-    """Whether another instance may do better: not where this one refused the request itself."""
-    if isinstance(error, UpstreamRejected):
-        return error.status in ELSEWHERE
-    failed = isinstance(error, UpstreamFailed | UpstreamTimeout | UpstreamBusy | NoInstance)
-    return failed and error.slug != "encode_metadata"
+class Tries:
+    """The tries of one request. The first one is free; each further one has a place for a time."""
 
+    __slots__ = ("_left", "_number", "_retries", "_timer")
 
-def retry_delay_s(error: ProxyError, *, others: bool, patience_s: float = 0.0) -> float | None:
-    """How long to wait before an instance is tried after this error; None: no instance is.
+    def __init__(self, retries: Retries, most: int) -> None:
+        self._retries = retries
+        self._left = most - 1
+        self._number = 0
+        self._timer: asyncio.TimerHandle | None = None
 
-    Args:
-        error: what the last one ended in.
-        others: whether there is one that was not tried.
-        patience_s: for how long it may be waited until the same one has time.
-    """
-    if not is_instances_fault(error):
-        return None
-    if others:
-        return 0.0
-    rest_s = asked_rest_s(error)
-    if rest_s is not None and rest_s <= patience_s:
-        return rest_s
-    # Too much to do, no answer in time, nobody there: the same once more would be no better.
-    hopeless = UpstreamRejected | UpstreamBusy | UpstreamTimeout | UpstreamUnreachable
-    return None if isinstance(error, hopeless) else 0.0
+    def __enter__(self) -> Self:
+        """Begin the first try."""
+        self._retries.begin()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the last one."""
+        self._leave()
+        self._retries.end()
+
+    async def another(self, error: ProxyError, delay_s: float = 0.0) -> None:
+        """End a try that has failed, and wait until the next one may begin.
+
+        Args:
+            error: what it ended in.
+            delay_s: the least delay.
+
+        Raises:
+            ProxyError: `error`: there were as many tries as there may be, or no place in the
+                budget became free in time.
+        """
+        self._leave()
+        if not self._left:
+            raise error
+        jitter_s = random.uniform(0, JITTER_S * 2**self._number)  # noqa: S311
+        self._left -= 1
+        self._number += 1
+        await asyncio.sleep(delay_s + jitter_s)
+        if not await self._retries.admitted():
+            raise error
+        self._timer = asyncio.get_running_loop().call_later(HELD_S, self._leave)
+
+    def _leave(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            self._retries.leave()

@@ -1,5 +1,6 @@
 """Which of the instances are fit for the next request: how each does, and what each has to do."""
 
+import random
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -36,6 +37,7 @@ class InstanceTable:
         *,
         on_change: Callable[[Instance, State], None] = lambda *_: None,
         clock: Callable[[], float] = time.monotonic,
+        jitter: Callable[[], float] | None = None,
     ) -> None:
         """Begin with all instances healthy.
 
@@ -44,13 +46,17 @@ class InstanceTable:
             policy: when one is left alone.
             on_change: told what an instance has become.
             clock: seconds of a clock that never jumps.
+            jitter: returns a number from 0 to 1, by which delays between probes vary; None: a
+                generator of the table's own does.
         """
         self._policy = policy
         self._on_change = on_change
         self._clock = clock
+        self._jitter = jitter or random.Random().random  # noqa: S311 - no secret
         self._by_role: dict[Role, list[Candidate]] = {role: [] for role in Role}
         self._members: dict[tuple[Role, str], Candidate] = {}
         self._leaving: dict[Instance, Load] = {}
+        self._removed: set[tuple[Role, str]] = set()
         self.roles: frozenset[Role] = frozenset()
         for instance in instances:
             self.add(instance)
@@ -77,8 +83,9 @@ class InstanceTable:
         """Let an instance take part from now on; one that does already is left as it is."""
         if instance.key in self._members:
             return
-        health = Health(self._policy, self._clock(), partial(self._on_change, instance))
+        health = self._new_health(partial(self._on_change, instance))
         load = self._leaving.pop(instance, None) or _load(instance)
+        self._removed.discard(instance.key)
         self._members[instance.key] = candidate = Candidate(instance, health, load)
         self._by_role[instance.role].append(candidate)
         self.roles |= {instance.role}
@@ -94,6 +101,7 @@ class InstanceTable:
             self.roles -= {instance.role}
         candidate.load.leave()
         self._leave(instance, candidate.load)
+        self._removed.add(instance.key)
 
     def reweigh(self, old: Instance, new: Instance) -> None:
         """Have an instance that takes part weigh what `new` says, which is the same otherwise."""
@@ -135,6 +143,11 @@ class InstanceTable:
         """
         return self._members[instance.key].health.state(self._clock())
 
+    def drains(self, instance: Instance) -> bool:
+        """Return whether an instance was removed or has no weight, and so may end at any time."""
+        candidate = self._members.get(instance.key)
+        return instance.key in self._removed if candidate is None else not candidate.load.weight
+
     def serves(self, *roles: Role) -> bool:
         """Whether an instance of these roles is not known to be down."""
         return any(self.state(instance) is not State.DOWN for instance in self.of(*roles))
@@ -167,9 +180,16 @@ class InstanceTable:
             fit = up
         return [one for one in fit if not one.health.busy(now_s)] or fit
 
-    def place(self, instance: Instance) -> Place:
-        """A place at this instance, for a request that will only then be sent there."""
-        return Place(instance, self._health_and_load(instance)[1])
+    def place(self, instance: Instance, promised: Place | None = None) -> Place:
+        """Return a place at this instance, for a request that will only then be sent there.
+
+        Args:
+            instance: the one.
+            promised: the place that the request had before, whose rank it keeps if it is at this
+                instance.
+        """
+        kept = None if promised is None or promised.instance != instance else promised.rank
+        return Place(instance, self._health_and_load(instance)[1], kept)
 
     def using(
         self, instance: Instance, *, alone: bool = True, promised: Place | None = None
@@ -185,9 +205,8 @@ class InstanceTable:
             promised: the place that the request had before, whose rank it keeps if it is at this
                 instance.
         """
-        health, load = self._health_and_load(instance)
-        kept = None if promised is None or promised.instance != instance else promised.rank
-        return Use(Place(instance, load, kept), health, self._clock, alone=alone)
+        health, _ = self._health_and_load(instance)
+        return Use(self.place(instance, promised), health, self._clock, alone=alone)
 
     def _health_and_load(self, instance: Instance) -> tuple[Health, Load]:
         """How an instance does, and what it has to do, though it may take no part."""
@@ -195,15 +214,19 @@ class InstanceTable:
         if candidate is not None:
             return candidate.health, candidate.load
         # Removed since it was chosen, or named by somebody else.
-        health = Health(self._policy, self._clock(), lambda _: None)
+        health = self._new_health(lambda _: None)
         load = self._leaving.get(instance)
         if load is None:
             self._leave(instance, load := _load(instance))
         return health, load
 
+    def _new_health(self, on_change: Callable[[State], None]) -> Health:
+        return Health(self._policy, self._clock(), on_change, self._jitter)
+
     def _leave(self, instance: Instance, load: Load) -> None:
         """Know of its requests for as long as there are any."""
         self._leaving = {one: its for one, its in self._leaving.items() if its.under_way}
+        self._removed &= {one.key for one in self._leaving}
         self._leaving[instance] = load
 
     def probes_due(self) -> list[Instance]:

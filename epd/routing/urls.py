@@ -3,6 +3,8 @@
 from ipaddress import ip_address
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
+from yarl import URL
+
 DNS_PORT = 53
 
 REDIS_PARAMETERS = {
@@ -11,6 +13,18 @@ REDIS_PARAMETERS = {
 }
 """What the URL of a store in Redis may say, by its scheme: others would fail when it is
 used, or hold a password where nobody looks for one."""
+
+
+def http_url(url: str) -> URL:
+    """Parse the URL of a request: what this refuses, no request can be sent to.
+
+    Raises:
+        ValueError: it is not a URL of HTTP with a host.
+    """
+    parts = URL(url)
+    if parts.scheme not in {"http", "https"} or parts.raw_host is None or parts.port is None:
+        raise ValueError("not an HTTP URL")
+    return parts
 
 
 def base_url(url: str) -> str:
@@ -29,7 +43,12 @@ def base_url(url: str) -> str:
     if parts.query or parts.fragment:
         raise ValueError(f"{parts.netloc!r} must be a base URL: no query, no fragment")
     _ = parts.port  # raises ValueError when it is none
-    return f"{parts.scheme}://{parts.netloc.lower()}{parts.path}".rstrip("/")
+    written = f"{parts.scheme}://{parts.netloc.lower()}{parts.path}".rstrip("/")
+    try:
+        http_url(written)  # `urlsplit` takes hosts that the HTTP client refuses
+    except ValueError as error:
+        raise ValueError(f"{url!r} is not a URL such as http://host:8001: {error}") from None
+    return written
 
 
 def service_url(service: str) -> str:

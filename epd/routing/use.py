@@ -1,12 +1,11 @@
 """One request of an instance: counted while it is under way, and judged by how it ends."""
 
 from collections.abc import Callable
-from http import HTTPStatus
 from types import TracebackType
 from typing import Self
 
-from epd.errors import ProxyError
-from epd.routing.health import Health, Outcome, asked_rest_s, judged
+from epd.errors import Outcome, ProxyError
+from epd.routing.health import Health
 from epd.routing.instances import Instance
 from epd.routing.load import Load
 
@@ -26,20 +25,26 @@ class Place:
         self._load = load
         self.rank = load.ranks.next() if load.ranks is not None and rank is None else rank
 
-    def __enter__(self) -> Self:
-        """It is taken."""
+    def begin(self) -> None:
+        """Count the request as load of the instance."""
         self._load.begin(self.rank)
+
+    def end(self) -> None:
+        """Count it no more."""
+        self._load.end(self.rank)
+
+    def __enter__(self) -> Self:
+        """Begin."""
+        self.begin()
         return self
 
-    def __exit__(
-        self, kind: object, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """It is free again."""
-        self._load.end(self.rank)
+    def __exit__(self, *_: object) -> None:
+        """End."""
+        self.end()
 
 
 class Use:
-    """One request of an instance."""
+    """One request of an instance. Each `begin` is followed by one `end`, or it is a context."""
 
     __slots__ = ("_alone", "_begun", "_clock", "_health", "_place")
 
@@ -56,9 +61,9 @@ class Use:
         """The data-parallel rank that it is for; None: the instance sees to it."""
         return self._place.rank
 
-    def __enter__(self) -> Self:
-        """It goes to the instance."""
-        self._place.__enter__()
+    def begin(self) -> Self:
+        """Count the request as load of the instance."""
+        self._place.begin()
         self._begun = self._health.begun()
         return self
 
@@ -66,19 +71,22 @@ class Use:
         """The instance has begun to answer well; its answer may yet take long."""
         self._health.answered(self._clock())
 
+    def end(self, error: BaseException | None) -> None:
+        """Judge the instance by how the request has ended; a cancelled one says nothing."""
+        self._place.end()
+        outcome, rest_s = Outcome.NOTHING, None
+        if error is None:
+            outcome = Outcome.GOOD
+        elif isinstance(error, ProxyError) and (self._alone or not error.engine_failed):
+            outcome, rest_s = error.outcome, error.rest_s
+        self._health.ended(outcome, self._clock(), begun=self._begun, rest_s=rest_s)
+
+    def __enter__(self) -> Self:
+        """Begin."""
+        return self.begin()
+
     def __exit__(
         self, kind: object, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """It has ended, and how."""
-        self._place.__exit__(kind, error, trace)
-        self._health.ended(
-            self._outcome(error), self._clock(), begun=self._begun, rest_s=asked_rest_s(error)
-        )
-
-    def _outcome(self, error: BaseException | None) -> Outcome:
-        if error is None:
-            return Outcome.GOOD
-        if not isinstance(error, ProxyError):
-            return Outcome.NOTHING
-        excused = not self._alone and error.answered == HTTPStatus.INTERNAL_SERVER_ERROR
-        return Outcome.NOTHING if excused else judged(error)
+        """End."""
+        self.end(error)

@@ -14,9 +14,11 @@ from epd.http.reply import Answer
 from epd.http.upstream import Upstream
 from epd.observe.figures import CONVERSATIONS, CONVERSATIONS_EVICTED, Figure
 from epd.observe.metrics import MetricsObserver
+from epd.request.recovery import retry_delay_s
 from epd.routing.balance import Choice
+from epd.routing.condition import UNANSWERED, WELL, WORST, Condition, condition
 from epd.routing.instances import ANSWERING, Instance, Role
-from epd.routing.retries import Retries, retry_delay_s
+from epd.routing.retries import Retries
 from epd.routing.table import InstanceTable
 
 CLUSTERS: Mapping[str, tuple[Stage, tuple[Role, ...]]] = {
@@ -99,9 +101,9 @@ class Admin:
     async def health(self) -> Health:
         """Status and body of `GET /health`.
 
-        A stage is `healthy`, `degraded` (some of its instances are not), `unhealthy` (none is) or
-        `empty`. 503 when a stage that has instances has no healthy one. An instance's `state` is
-        what it says now; `routing`, by role, whether requests go to it (`health.State`).
+        A stage is `healthy`, `degraded` (some of its instances are not), `unhealthy` (none
+        answers) or `empty`. 503 when a stage that has instances has none that answers. `routing`
+        is an instance's `Condition` by role, `state` the worst of them.
         """
         return await self._health.get()
 
@@ -117,26 +119,33 @@ class Admin:
 
     async def _ask_health(self) -> Health:
         groups = {name: self._table.of(*roles) for name, (_, roles) in CLUSTERS.items()}
-        routing = {one: self._table.state(one) for one in self._table.of(*Role)}
+        states = {one: self._table.state(one) for one in self._table.of(*Role)}
+        routed = {
+            one.instance for _, roles in CLUSTERS.values() for one in self._table.usable(*roles)
+        }
         results = await self._ask_all(
             "/health", headers={}, body=None, timeout_s=self._config.health_timeout_s
         )
+        conditions = {
+            one: condition(states[one], answers=_is_healthy(result), routed=one in routed)
+            for one, result in results.items()
+        }
         clusters = {
-            name: _cluster_state([_is_healthy(results[one]) for one in instances])
+            name: _cluster_state([conditions[one] for one in instances])
             for name, instances in groups.items()
         }
-        states: dict[str, dict[str, Any]] = {}
-        for one, result in results.items():
-            state = states.setdefault(one.url, {"roles": [], "routing": {}, **_said(result)})
-            state["roles"].append(one.role)
-            state["routing"][one.role.value] = routing[one]
-            state["state"] = "healthy" if _is_healthy(result) else "unhealthy"
+        shown: dict[str, dict[str, Any]] = {}
+        for one, found in conditions.items():
+            entry = shown.setdefault(one.url, {"roles": [], "routing": {}, **_said(results[one])})
+            entry["roles"].append(one.role)
+            entry["routing"][one.role.value] = found
+            entry["state"] = max(entry["routing"].values(), key=WORST.index)
         status = 503 if "unhealthy" in clusters.values() else 200
         return status, {
             "proxy": "healthy",
             **clusters,
             "conversations": self._counts(),
-            "instances": states,
+            "instances": shown,
         }
 
     def _counts(self) -> dict[str, int | None]:
@@ -179,23 +188,34 @@ class Admin:
         """The decode side's `/v1/models`.
 
         Raises:
+            ProxyError: as `of_decode` does.
+        """
+        return await self.of_decode("/v1/models", headers)
+
+    async def of_decode(self, path: str, headers: Mapping[str, str]) -> Answer:
+        """What one decode instance says of itself at this path.
+
+        Raises:
             ProxyError: it failed, or answered anything but 2xx.
         """
         tried: list[Instance] = []
 
-        async def attempt() -> Answer:
-            tried.append(self._models.best(tried))
-            return await self._upstream.fetch(
-                tried[-1].url + "/v1/models",
-                stage="decode",
-                headers=headers,
-                timeout_s=self._config.health_timeout_s,
-            )
-
-        def again(error: ProxyError) -> float | None:
-            return retry_delay_s(error, others=self._models.others(tried))
-
-        answer = await self._retries.run(attempt, tries=MODELS_TRIES, again=again)
+        with self._retries.tries(MODELS_TRIES) as tries:
+            while True:
+                try:
+                    tried.append(self._models.best(tried))
+                    answer = await self._upstream.fetch(
+                        tried[-1].url + path,
+                        stage="decode",
+                        headers=headers,
+                        timeout_s=self._config.health_timeout_s,
+                    )
+                    break
+                except ProxyError as error:
+                    delay_s = retry_delay_s(error, others=self._models.others(tried))
+                    if delay_s is None:
+                        raise
+                    await tries.another(error, delay_s)
         if not answer.ok:
             raise UpstreamRejected(
                 answer.status, answer.body, stage="decode", headers=answer.headers
@@ -245,9 +265,9 @@ def _said(result: Answer | ProxyError) -> dict[str, Any]:
     return {"status": None, "error": result.message}
 
 
-def _cluster_state(healthy: Sequence[bool]) -> str:
-    if not healthy:
+def _cluster_state(conditions: Sequence[Condition]) -> str:
+    if not conditions:
         return "empty"
-    if all(healthy):
+    if WELL.issuperset(conditions):
         return "healthy"
-    return "degraded" if any(healthy) else "unhealthy"
+    return "unhealthy" if UNANSWERED.issuperset(conditions) else "degraded"

@@ -4,13 +4,14 @@ import asyncio
 import math
 import re
 import select
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from epd.bodies.parsing import check_json_type
 from epd.config import ProxyConfig
 from epd.edge.access import Access, check_admin, check_registrar, client_key
 from epd.edge.body import read_body, too_large
@@ -22,6 +23,9 @@ from epd.server.slots import ADMISSION, BODY, CONFIG, KEYS, UNKNOWN
 
 LOOK_S = 0.1
 """Between two looks at whether a client that waits is still there."""
+
+OTHER_HEADER = "X-API-Key"
+"""Where Anthropic's clients and operators present their keys."""
 
 TIMEOUT = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 """A client's x-request-timeout, in seconds."""
@@ -76,9 +80,22 @@ def _authenticate(request: web.Request, visit: Visit) -> None:
         header = visit.context.endpoint.key_header
         tenant = keys.tenant_of(client_key(request.headers, header))
         if tenant is None:
-            form = "Bearer <key>" if header == "Authorization" else "<key>"
-            raise Unauthorized(f"a valid API key is needed: {header}: {form}")
+            raise Unauthorized(_wanted(header, visit.context.client_headers))
         visit.context.tenant = tenant
+
+
+def _wanted(header: str, headers: Mapping[str, str]) -> str:
+    """Return what a client is told whose key is not accepted.
+
+    Args:
+        header: where its key is looked for.
+        headers: the request's.
+    """
+    form = "Bearer <key>" if header == "Authorization" else "<key>"
+    wanted = f"a valid API key is needed: {header}: {form}"
+    if header == "Authorization" and OTHER_HEADER in headers:
+        return f"{wanted} ({OTHER_HEADER} is not accepted on this route)"
+    return wanted
 
 
 def _check_admin(request: web.Request) -> None:
@@ -94,6 +111,17 @@ async def read(request: web.Request) -> bytes | bytearray:
         ProxyError: see `epd.edge.body.read_body`.
     """
     return await read_body(request, request.app[CONFIG], request[BODY].grow)
+
+
+async def read_json(request: web.Request) -> bytes | bytearray:
+    """The body of a request that must be JSON.
+
+    Raises:
+        RequestRefused: 415, its client does not call it JSON.
+        ProxyError: as `read` does.
+    """
+    check_json_type(request.headers.get("Content-Type", ""))
+    return await read(request)
 
 
 def may_administer(request: web.Request) -> bool:

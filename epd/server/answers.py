@@ -1,23 +1,60 @@
 """What every answer has, and errors as answers."""
 
+import re
 from typing import get_args
 
 import orjson
 from aiohttp import web
 
 from epd.edge.protocol import SERVER
-from epd.errors import ProxyError, UpstreamRejected
+from epd.errors import ProxyError, RequestRefused, UpstreamRejected
 from epd.events import ItemResult, stage_seconds
 from epd.request.context import RequestContext
+from epd.server.keys import DENIED
 from epd.server.slots import ANSWERED, CONTEXT
 
+SAME_FOR_ALL = {"x-epd-stage": "decode", "x-epd-error": "decode_rejected"}
+"""How a key's refusal is told, whichever stage asked the instance that refused it."""
 
-def own_headers(context: RequestContext) -> dict[str, str]:
-    """Headers of every answer."""
-    record = context.record
+ERROR_TYPE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
+"""An `error.type` of an instance that may be logged, such as `NotFoundError`."""
+
+FIELD = re.compile(
+    r"(?=.{1,64}\Z)(?:body\.)?(?P<field>[A-Za-z_][A-Za-z0-9_]*(?:\.[0-9]+|\[[0-9]+\])*)"
+    r"(?:[.\[][A-Za-z0-9_.\[\]]*)?"
+)
+"""A path of fields in a request, as `error.param` has it. Its first name and the indexes behind it
+may be logged: in vLLM's `body.logit_bias.cat` the second name is the client's."""
+
+MAX_PATH = 200
+"""Characters of a path that its client is told of."""
+
+
+class UnknownRoute(RequestRefused):
+    """There is no such route. The answer names the path; a log must not, as it is the client's.
+
+    Attributes:
+        reason: what a log says.
+    """
+
+    reason = "there is no such route"
+
+    def __init__(self, path: str) -> None:
+        message = f"there is no {path[:MAX_PATH]}: GET /openapi.json describes all routes"
+        super().__init__(404, message, slug="unknown_route")
+
+
+def _identity(context: RequestContext) -> dict[str, str]:
+    """Headers by which an answer is known."""
     own = {"X-Request-Id": context.client_id or context.request_id, "Server": SERVER}
     if context.span is not None:
         own["X-Trace-Id"] = context.span.trace_id
+    return own
+
+
+def own_headers(context: RequestContext) -> dict[str, str]:
+    """Headers of every answer but the refusal of a key."""
+    record, own = context.record, _identity(context)
     if record.stages:
         spans = stage_seconds(record.stages)
         own["Server-Timing"] = ", ".join(
@@ -47,7 +84,10 @@ async def broken(
 ) -> web.StreamResponse:
     """A stream whose status has gone out, ended by its error, unless it has ended already."""
     if ANSWERED not in request:
-        await stream.write(request[CONTEXT].endpoint.error_event(error))
+        context = request[CONTEXT]
+        event = context.endpoint.error_event(error)
+        context.record.streamed_bytes += len(event)
+        await stream.write(event)
         await stream.write_eof()
     return stream
 
@@ -55,24 +95,55 @@ async def broken(
 def error_response(
     request: web.Request, error: ProxyError, context: RequestContext
 ) -> web.Response:
-    """An error in its endpoint's shape."""
+    """An error in its endpoint's shape.
+
+    No encode instance is asked about media that are stored. So which stage refused a key, at which
+    item, and what was done until then would tell a client without a key whether somebody has sent
+    them: it is told none of that.
+    """
+    if error.status in DENIED:
+        headers = error.headers | _identity(context)
+        if isinstance(error, UpstreamRejected):
+            error, headers = error.at(None), headers | SAME_FOR_ALL
+    else:
+        headers = error.headers | own_headers(context)
     response = web.Response(
         status=error.status,
         body=context.endpoint.error(error),
         content_type="application/json",
-        headers={**error.headers, **own_headers(context)},
+        headers=headers,
     )
     if not request.content.is_eof():  # nobody reads the rest of its body
         response.force_close()
     return response
 
 
+def answer_bytes(response: web.StreamResponse | None, context: RequestContext) -> int:
+    """Return the bytes of an answer's body, as far as it is known when its handler has ended."""
+    body = response.body if isinstance(response, web.Response) else None
+    return len(body) if isinstance(body, bytes | bytearray) else context.record.streamed_bytes
+
+
 def reason_of(error: ProxyError | None) -> str | None:
-    """What lies behind an error; not what an instance said, which may quote the prompt."""
-    if error is None or isinstance(error, UpstreamRejected):
+    """Return the cause of an error, for logs; None where there is no error."""
+    if error is None:
         return None
+    if isinstance(error, UnknownRoute):
+        return error.reason
+    if isinstance(error, UpstreamRejected):
+        return _refusal(error)
     cause = error.__cause__
     return error.message if cause is None else f"{error.message}: {_kind(cause)}"
+
+
+def _refusal(error: UpstreamRejected) -> str:
+    """Return an instance's status, error type and field: its message may quote a prompt."""
+    kind, param = str(error.detail["type"]), str(error.detail["param"] or "")
+    named = f" {kind}" if ERROR_TYPE.fullmatch(kind) else ""
+    said = f"the {error.stage} instance answered {error.status}{named}"
+    # The `param` of a 5xx is not about a field.
+    field = FIELD.fullmatch(param) if error.rejects_request else None
+    return said if field is None else f"{said} (param {field['field']})"
 
 
 def _kind(cause: BaseException) -> str:

@@ -1,15 +1,18 @@
 """What serves the application's routes: made when it starts, closed when it ends."""
 
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 
 from aiohttp import web
 
+from epd.background import Background
 from epd.cache.encoder_cache import EncoderCache
 from epd.config import ProxyConfig
 from epd.conversations.conversations import Conversations
 from epd.discovery.membership import membership
+from epd.edge.drain import DRAIN
 from epd.events import InstanceChanged, Observer
 from epd.http.upstream import Upstream
 from epd.media.fetch import MediaFetcher
@@ -25,19 +28,23 @@ from epd.request.pipeline import Pipeline
 from epd.request.probes import probing
 from epd.request.readbacks import Readbacks
 from epd.request.releases import Releases
-from epd.request.reports import reporting
+from epd.request.reports import asking_namespaces, reporting
 from epd.request.stages import Stages
 from epd.request.warmup import Warmup
+from epd.routing.fatal import FatalRequests
 from epd.routing.health import State
 from epd.routing.instances import ANSWERING, Instance
+from epd.routing.namespaces import Namespaces
 from epd.routing.registry import Change, Registry, Source
 from epd.routing.table import InstanceTable
 from epd.server import ui
 from epd.server.admin import Admin
+from epd.server.keys import JUDGE, KeyJudge
 from epd.server.policies import Policies
 from epd.server.reload import RELOAD
 from epd.server.roster import Roster
 from epd.server.slots import (
+    BACKGROUND,
     CONFIG,
     OBSERVERS,
     TRACER,
@@ -63,34 +70,54 @@ GONE = (State.DOWN, "removed")
 
 async def connections(app: web.Application) -> AsyncIterator[None]:
     """Everything that outlives a request, in the slots of the application (`cleanup_ctx`)."""
-    config = app[CONFIG]
+    config, background = app[CONFIG], app[BACKGROUND]
     conversations = Conversations.of(config)
     changed = partial(_changed, app[OBSERVERS], conversations)
     table = InstanceTable(policy=config.health, on_change=changed)
     transfer = KV_TRANSFERS[config.kv_transfer]()
+    fatal = FatalRequests(
+        lambda: config.suspect_s,
+        lambda instance: app[DRAIN].began or table.drains(instance),
+        time.monotonic,
+    )
+    namespaces = Namespaces(table)
     registry = Registry(table, config.instances, fits=transfer.fits, on_change=changed)
     async with (
         tracing(config) as tracer,  # left last: what ends with the others is exported too
-        watched(app[METRICS].loop_lag),
+        watched(app[METRICS].loop_lag, background),
         Upstream.connect(config.connect_timeout_s, config.upstream_ca_file) as upstream,
         MediaFetcher.open(config) as media,
-        _cache(config) as cache,
+        _cache(config, background) as cache,
         conversations,
-        membership(config, registry, upstream) as registrations,
-        probing(table, upstream, config),
-        reporting(table, upstream, config),
-        Releases.running(stages := Stages(upstream, config)) as releases,
+        membership(config, registry, upstream, background) as registrations,
+        probing(table, upstream, config, background),
+        reporting(table, upstream, config, background),
+        asking_namespaces(namespaces, upstream, config, background),
+        Releases.running(stages := Stages(upstream, config), fatal) as releases,
     ):
         decoders = Decoders(table, Picker(upstream, config), config)
         peers = Peers(table, transfer, upstream, config)
         readbacks = Readbacks(table, stages, transfer, conversations)
-        handovers = Handovers(table, stages, transfer, peers, decoders, releases, readbacks, config)
+        handovers = Handovers(
+            table, stages, transfer, peers, decoders, releases, readbacks, fatal, config
+        )
         encoded = EC_TRANSFERS[config.ec_transfer]()
         app[PIPELINE] = Pipeline(
-            table, stages, media, cache, encoded, handovers, decoders, app[POLICIES].decide, config
+            table,
+            namespaces,
+            stages,
+            media,
+            cache,
+            encoded,
+            handovers,
+            decoders,
+            fatal,
+            app[POLICIES].decide,
+            config,
         )
         app[WARMUP] = Warmup(app[PIPELINE], cache)
         app[ADMIN] = Admin(table, upstream, config, app[METRICS])
+        app[JUDGE] = KeyJudge(app[ADMIN].models)
         app[CONVERSATIONS] = conversations
         app[TABLE] = table
         app[ROSTER] = Roster(registry, table, registrations, transfer, config)
@@ -103,16 +130,24 @@ async def connections(app: web.Application) -> AsyncIterator[None]:
             ConversationsGlance(conversations),
         ):
             app[METRICS].registry.register(glance)
-
-        def follow(_: ProxyConfig) -> None:
-            registry.replace(Source.CONFIG, config.instances)
-            table.judge_by(config.health)
-            upstream.connect_within(config.connect_timeout_s)
-            if cache is not None:
-                cache.budget_s, cache.lease_s = config.ec_store_budget_s, config.ec_store_lease_s
-
-        app[RELOAD].follow(follow)
+        app[RELOAD].follow(partial(_adopt, config, registry, table, upstream, cache))
         yield
+
+
+def _adopt(
+    config: ProxyConfig,
+    registry: Registry,
+    table: InstanceTable,
+    upstream: Upstream,
+    cache: EncoderCache | None,
+    _: ProxyConfig,
+) -> None:
+    """Take over what a reload changed in the configuration."""
+    registry.replace(Source.CONFIG, config.instances)
+    table.judge_by(config.health)
+    upstream.connect_within(config.connect_timeout_s)
+    if cache is not None:
+        cache.budget_s, cache.lease_s = config.ec_store_budget_s, config.ec_store_lease_s
 
 
 def _changed(
@@ -129,9 +164,14 @@ def _changed(
         conversations.lost(instance.url)
 
 
-def _cache(config: ProxyConfig) -> AbstractAsyncContextManager[EncoderCache | None]:
+def _cache(
+    config: ProxyConfig, background: Background
+) -> AbstractAsyncContextManager[EncoderCache | None]:
     if config.ec_store is None:
         return nullcontext()
     return EncoderCache.connect(
-        config.ec_store, budget_s=config.ec_store_budget_s, lease_s=config.ec_store_lease_s
+        config.ec_store,
+        budget_s=config.ec_store_budget_s,
+        lease_s=config.ec_store_lease_s,
+        background=background,
     )

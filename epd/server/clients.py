@@ -1,24 +1,38 @@
 """What clients ask: media, models, and answers, which are relayed as decode gives them."""
 
 import asyncio
+import secrets
 
 from aiohttp import web
 
+from epd.bodies.cuts import NO_CUTS
 from epd.bodies.items import Body
 from epd.bodies.parsing import cut_and_parsed
 from epd.bodies.prompts import CONVERSATION, conversation_id
 from epd.cache.identity import conversation_key, salted
 from epd.conversations.turn import Turn
+from epd.edge import engine_headers
 from epd.errors import RequestRefused
 from epd.http.reply import Reply
 from epd.request import warmup
 from epd.request.context import RequestContext
 from epd.request.relay import StreamRelay
-from epd.server.admittance import read
+from epd.routing.fatal import Watched, fingerprint
+from epd.server.admittance import read, read_json
 from epd.server.answers import as_json, own_headers
 from epd.server.assembly import ADMIN, CONVERSATIONS, PIPELINE, WARMUP
-from epd.server.slots import ANSWERED, CONFIG, CONTEXT, STREAM
+from epd.server.keys import check_key
+from epd.server.slots import ANSWERED, BODY, CONFIG, CONTEXT, STREAM
 from epd.tenants import ANONYMOUS
+
+SEED = secrets.randbits(64)
+"""Of the fingerprints of bodies, in this process."""
+
+GUARDED = ("/v1/", "/v2/")
+"""How the paths begin for which an instance started with `--api-key` judges a client's key."""
+
+PRIORITY = "priority"
+"""Field of a request that says which of those that wait an engine takes first."""
 
 MAX_DECODE_BYTES = 256 * 1024**2
 """Largest answer of decode that is no stream: it is whole before the first byte goes out, so that
@@ -30,17 +44,28 @@ async def answer(request: web.Request) -> web.StreamResponse:
     app, context = request.app, request[CONTEXT]
     config, endpoint = app[CONFIG], context.endpoint
     content_type = request.headers.get("Content-Type", "")
-    body, context.cuts = endpoint.read(await read(request), content_type)
+    if not endpoint.path.startswith(GUARDED):
+        await check_key(request)
+    raw = await read(request)
+    context.watched = Watched(context.tenant.name, fingerprint(raw, SEED))
+    body, context.cuts = endpoint.read(raw, content_type, config.max_text_bytes)
+    body = endpoint.at_interval(body, config.stream_interval)
     context.model = body.get("model")
     if context.span is not None:
         context.span.asks(endpoint.operation, context.model)
     if endpoint.salted and context.tenant is not ANONYMOUS:  # whom all share with
         body = salted(body, config.scope_of(context.tenant))
+    body = _for_engines(request, body)
     if CONVERSATION in body:
         body, context.turn = _turn(request, body)
         if context.turn is not None:
             context.session = context.session or context.turn.key
-    async with await app[PIPELINE].run(body, context) as reply:
+    opened = await app[PIPELINE].run(body, context)
+    # Decode has the whole request, and it is not sent again: only the answer is left.
+    del raw, body
+    context.cuts = NO_CUTS
+    request[BODY].release()
+    with opened as reply:
         headers = _answer_headers(reply, context)
         if not headers["Content-Type"].startswith("text/event-stream"):
             whole = await reply.read(idle_s=config.idle_timeout_s, limit=MAX_DECODE_BYTES)
@@ -61,6 +86,29 @@ async def answer(request: web.Request) -> web.StreamResponse:
         request[ANSWERED] = stream.status
         await relay.drained()
         return stream
+
+
+def _for_engines(request: web.Request, body: Body) -> Body:
+    """Take over what the client's headers tell engines; return the body with its priority.
+
+    A priority puts a request before those of other tenants, and an instance's load tells what they
+    do: only a trusted tenant has either.
+    """
+    context, endpoint = request[CONTEXT], request[CONTEXT].endpoint
+    trusted = request.app[CONFIG].trusts(context.tenant)
+    headers = engine_headers.sent_on(request.headers, trusted=trusted)
+    priority = engine_headers.priority_of(request.headers)
+    if not trusted:
+        body = {key: value for key, value in body.items() if key != PRIORITY}
+    elif endpoint.generates and priority is not None:
+        # As a field it reaches prefill and decode, and not the encode stage.
+        if endpoint.priority_field:
+            body = {**body, PRIORITY: priority}
+        else:
+            headers[engine_headers.PRIORITY] = str(priority)
+    if headers:
+        context.headers = {**context.headers, **headers}
+    return body
 
 
 def _turn(request: web.Request, body: Body) -> tuple[Body, Turn | None]:
@@ -90,13 +138,16 @@ def _transport(request: web.Request) -> asyncio.WriteTransport:
 def _answer_headers(reply: Reply, context: RequestContext) -> dict[str, str]:
     headers, content_type = own_headers(context), reply.headers.get("Content-Type", "")
     headers["Content-Type"] = content_type if content_type.isprintable() else ""
-    return headers
+    return headers | engine_headers.passed_back(reply.headers)
 
 
 async def push_media(request: web.Request) -> web.Response:
     """`POST /v1/media`: has media encoded ahead of the request that asks about them."""
     context = request[CONTEXT]
-    body, context.cuts = cut_and_parsed(await read(request), warmup.parse)
+    await check_key(request)  # no instance is asked about media that are stored
+    raw = await read_json(request)
+    context.watched = Watched(context.tenant.name, fingerprint(raw, SEED))
+    body, context.cuts = cut_and_parsed(raw, warmup.parse, request.app[CONFIG].max_text_bytes)
     context.model = body.get("model")
     answer = await request.app[WARMUP].push(body, context)
     return as_json(answer, context)
@@ -105,6 +156,7 @@ async def push_media(request: web.Request) -> web.Response:
 async def forget_media(request: web.Request) -> web.Response:
     """`DELETE /v1/media/{uuid}?model=…`: forgets what the client calls so."""
     context = request[CONTEXT]
+    await check_key(request)
     uuid, context.model = request.match_info["uuid"], request.query.get("model")
     await request.app[PIPELINE].forget(uuid, context.model, context)
     return as_json({"id": uuid, "object": "media.deleted", "deleted": True}, context)
@@ -112,8 +164,18 @@ async def forget_media(request: web.Request) -> web.Response:
 
 async def models(request: web.Request) -> web.Response:
     """`GET /v1/models`: the decode side's."""
+    return await _of_decode(request, "/v1/models")
+
+
+async def tokenizer_info(request: web.Request) -> web.Response:
+    """`GET /tokenizer_info`: the decode side's tokenizer, where its instances tell it."""
+    await check_key(request)  # at the instance it needs no key
+    return await _of_decode(request, "/tokenizer_info")
+
+
+async def _of_decode(request: web.Request, path: str) -> web.Response:
     context = request[CONTEXT]
-    answer = await request.app[ADMIN].models(context.headers)
+    answer = await request.app[ADMIN].of_decode(path, context.headers)
     return web.Response(
         body=answer.body, content_type="application/json", headers=own_headers(context)
     )

@@ -10,17 +10,25 @@ from aiohttp.typedefs import Handler
 
 from epd.bodies.chat import CHAT
 from epd.bodies.endpoint import Endpoint
-from epd.bodies.endpoints import ENDPOINTS
+from epd.bodies.endpoints import ENDPOINTS, is_api
 from epd.config import ProxyConfig
 from epd.edge.access import Access, Headers, client_key
 from epd.edge.protocol import Connection
-from epd.errors import BadRequest, ProxyError, RequestRefused, WrongMethod, slug_of
+from epd.errors import (
+    BadRequest,
+    ProxyError,
+    RequestRefused,
+    UnknownMedia,
+    WrongMethod,
+    slug_of,
+)
 from epd.events import RequestDone
 from epd.observe.logs import REQUEST_ID as LOGGED
 from epd.request.context import RequestContext
 from epd.request.ids import request_id
 from epd.server.admittance import Visit, served
-from epd.server.answers import broken, error_response, reason_of
+from epd.server.answers import answer_bytes, broken, error_response, reason_of
+from epd.server.keys import check_key
 from epd.server.slots import (
     ACCESS,
     ANSWERED,
@@ -29,6 +37,7 @@ from epd.server.slots import (
     KEYS,
     MODELS,
     OBSERVERS,
+    ROUTE,
     STREAM,
     TRACER,
     UNKNOWN,
@@ -52,7 +61,7 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     started, app, route = time.monotonic(), request.app, _route(request)
     access = app[ACCESS].get(request.match_info.handler, Access.TENANT)  # no route: closed as most
     context = request[CONTEXT] = _context(request, app, access, route)
-    status, error = CLIENT_CLOSED, None
+    status, error, response = CLIENT_CLOSED, None, None
     logged = LOGGED.set(context.client_id or context.request_id)
     try:
         visit = Visit(app, context, route, access, started)
@@ -68,7 +77,7 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
             request_id=context.client_id or context.request_id,
             engine_id=context.request_id,
             method=request.method,
-            path=route,
+            path=request.get(ROUTE, route),
             status=status,
             seconds=time.monotonic() - started,
             error=_left(request) if status == CLIENT_CLOSED else slug_of(error),
@@ -87,6 +96,9 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
             saved_bytes=record.saved_bytes,
             trace_id=None if context.span is None else context.span.trace_id,
             policy=record.policy,
+            stream=STREAM in request,
+            answer_bytes=answer_bytes(response, context),
+            tenant=context.tenant.name,
         )
         if context.span is not None:
             context.span.done(event)
@@ -101,6 +113,8 @@ async def _answered(
     """The answer, and the error that it is or ends in; every error in the endpoint's shape."""
     try:
         return await served(request, handler, visit), None
+    except UnknownMedia as failure:
+        error = await _if_key_is_accepted(request, failure)
     except ProxyError as failure:
         error = failure
     except web.RequestPayloadError:
@@ -118,6 +132,18 @@ async def _answered(
     if stream is not None and stream.prepared:
         return await broken(request, stream, error), error
     return error_response(request, error, visit.context), error
+
+
+async def _if_key_is_accepted(request: web.Request, error: ProxyError) -> ProxyError:
+    """The error, or the refusal of a client's key that no instance has judged yet.
+
+    Else a client without a key could find out which media names there are.
+    """
+    try:
+        await check_key(request)
+    except ProxyError as refusal:
+        return refusal
+    return error
 
 
 def _context(
@@ -161,8 +187,7 @@ def _client_id(headers: Headers) -> str | None:
 
 
 def _span(tracer: Tracer, request: web.Request, route: str) -> RequestSpan | None:
-    """What a request to the API is traced by; health, metrics and what is no route are not."""
-    if not route.startswith("/v1/"):
+    if not is_api(route):
         return None
     return tracer.request(request.method, route, _kept(request.headers, TRACE_HEADERS))
 

@@ -1,17 +1,20 @@
 """What operators ask, and what asks for them: probes, figures, who takes part, what runs where."""
 
+from functools import cache
 from pathlib import Path
 
+import orjson
 from aiohttp import web
 
-from epd.bodies.parsing import parse_json
+from epd.bodies.parsing import check_json_type, parse_json
 from epd.edge.drain import DRAIN
 from epd.errors import BadRequest, NoInstance, Overloaded
 from epd.routing.instances import ANSWERING
-from epd.server.admittance import may_administer, read
+from epd.server.admittance import may_administer, read, read_json
 from epd.server.answers import as_json, own_headers
 from epd.server.assembly import ADMIN, METRICS, POLICIES, ROSTER, TABLE
-from epd.server.slots import CONTEXT
+from epd.server.keys import check_key
+from epd.server.slots import CONFIG, CONTEXT
 from epd.version import __version__
 
 OPENAPI = Path(__file__).with_name("openapi.json").read_bytes()
@@ -25,14 +28,22 @@ async def health(request: web.Request) -> web.Response:
 
 async def version(request: web.Request) -> web.Response:
     """`GET /version`: the proxy's, and of each instance vLLM's."""
+    await check_key(request)
     instances = await request.app[ADMIN].versions()
     return as_json({"version": __version__, "instances": instances}, request[CONTEXT])
 
 
 async def openapi(request: web.Request) -> web.Response:
     """`GET /openapi.json`: what there is to be asked."""
-    headers = own_headers(request[CONTEXT])
-    return web.Response(body=OPENAPI, content_type="application/json", headers=headers)
+    headers, prefix = own_headers(request[CONTEXT]), request.app[CONFIG].root_path
+    body = OPENAPI if prefix is None else _served_under(prefix)
+    return web.Response(body=body, content_type="application/json", headers=headers)
+
+
+@cache
+def _served_under(prefix: str) -> bytes:
+    """The document of a proxy whose routes are below a prefix."""
+    return orjson.dumps({**orjson.loads(OPENAPI), "servers": [{"url": prefix}]})
 
 
 async def ready(request: web.Request) -> web.Response:
@@ -59,7 +70,7 @@ async def instances(request: web.Request) -> web.Response:
 
 async def register(request: web.Request) -> web.Response:
     """`POST /instances`: lets an instance take part."""
-    body = await read(request)
+    body = await read_json(request)
     return as_json(await request.app[ROSTER].register(bytes(body)), request[CONTEXT])
 
 
@@ -76,13 +87,13 @@ async def policies(request: web.Request) -> web.Response:
 
 async def set_policies(request: web.Request) -> web.Response:
     """`PUT /policies`: has these in force, and no others."""
-    body = await read(request)
+    body = await read_json(request)
     return as_json(request.app[POLICIES].replace(bytes(body)), request[CONTEXT])
 
 
 async def add_policy(request: web.Request) -> web.Response:
     """`POST /policies`: has one more in force, or one with other options."""
-    body = await read(request)
+    body = await read_json(request)
     return as_json(request.app[POLICIES].add(bytes(body)), request[CONTEXT])
 
 
@@ -102,6 +113,7 @@ async def profile(command: str, request: web.Request) -> web.Response:
     """`POST /start_profile` and `/stop_profile`: tells every instance."""
     body = await read(request)
     if body:
+        check_json_type(request.headers.get("Content-Type", ""))
         parse_json(body)
     context = request[CONTEXT]
     headers = context.headers_for(context.request_id)

@@ -5,7 +5,7 @@ import gc
 import signal
 import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -15,12 +15,13 @@ from aiohttp import web
 from epd.config import ProxyConfig
 from epd.config.live import LiveConfig
 from epd.edge.drain import DRAIN
-from epd.edge.listening import Site, binding
+from epd.edge.listening import BACKLOG, Site, binding
 from epd.edge.protocol import Runner
+from epd.edge.unix_socket import listening_at
 from epd.http.tls import renew, server_context
 from epd.server.files import read_keys
 from epd.server.reload import RELOAD
-from epd.server.slots import KEYS, OBSERVERS
+from epd.server.slots import BACKGROUND, KEYS, OBSERVERS
 from epd.server.web import create_app
 from epd.tenants import ApiKeys
 
@@ -91,15 +92,25 @@ async def serve(config: LiveConfig, read: Callable[[], ProxyConfig]) -> None:
     """
     log = structlog.get_logger("epd")
     orders, tls = orders_by_signal(config), server_context(config)
-    async with running(config, orders, tls, read) as runner:
+    with ExitStack() as stack:
         with binding(config):
-            await Site(runner, tls, host=config.host, port=config.port).start()
-        for host, port, *_ in runner.addresses:
-            log.info("listening", url=url(config, host, port), topology=topology(config))
-        await orders.drain.wait()
-        log.info("draining")
-        await orders.close.wait()
-        log.info("stopping")
+            where = _where(config, stack)
+        async with running(config, orders, tls, read) as runner:
+            with binding(config):
+                await Site(runner, tls, runner.app[BACKGROUND], **where).start()
+            for address in runner.addresses:
+                log.info("listening", url=url(config, address), topology=topology(config))
+            await orders.drain.wait()
+            log.info("draining")
+            await orders.close.wait()
+            log.info("stopping")
+
+
+def _where(config: ProxyConfig, stack: ExitStack) -> dict[str, Any]:
+    """Where to listen; what has to be undone afterwards is left to the stack."""
+    if config.uds is None:
+        return {"host": config.host, "port": config.port}
+    return {"sock": stack.enter_context(listening_at(config.uds, BACKLOG))}
 
 
 @asynccontextmanager
@@ -132,7 +143,10 @@ async def running(
     if named is not None:
         config.become(dict(named))
     gc.freeze()  # what is here now stays: each full collection would look at it, for 50 ms
-    obeying = [asyncio.create_task(obey(runner.app, orders)) for obey in (_drain, _reload)]
+    obeying = [
+        asyncio.create_task(app[BACKGROUND].keep(order, partial(obey, app, orders)))
+        for order, obey in (("drain", _drain), ("reload", _reload))
+    ]
     try:
         yield runner
     finally:
@@ -199,8 +213,11 @@ async def first_of(*waits: Coroutine[Any, Any, object]) -> None:
     await asyncio.wait(tasks)
 
 
-def url(config: ProxyConfig, host: str, port: int) -> str:
-    """Where clients reach it."""
+def url(config: ProxyConfig, address: Any) -> str:
+    """Where clients reach it, by the address of a socket that listens."""
+    if config.uds is not None:
+        return f"unix:{config.uds}"
+    host, port, *_ = address
     return f"{'http' if config.ssl_certfile is None else 'https'}://{host}:{port}"
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from aiohttp import web
 
+from epd.background import Background
 from epd.config import ProxyConfig
 from epd.edge.access import Access
 from epd.edge.admission import Admission, Held
@@ -19,11 +20,14 @@ KEYS = web.AppKey("keys", ApiKeys)
 ACCESS = web.AppKey("access", Mapping[object, Access])
 """Whom each handler answers."""
 ADMISSION = web.AppKey("admission", Admission)
+BACKGROUND = web.AppKey("background", Background)
 OBSERVERS = web.AppKey("observers", Sequence[Observer])
 MODELS = web.AppKey("models", ModelNames)
 TRACER = web.AppKey("tracer", Tracer)
 """There only where requests are traced."""
 CONTEXT = web.RequestKey("context", RequestContext)
+ROUTE = web.RequestKey("route", str)
+"""Path of the route that its target names, where that has other methods than the request's."""
 BODY = web.RequestKey("body", Held)
 """What the body is counted with as it is read."""
 STREAM = web.RequestKey("stream", web.StreamResponse)

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from epd.config import ProxyConfig
 from epd.server.answers import own_headers
-from epd.server.slots import CONTEXT
+from epd.server.slots import CONFIG, CONTEXT
 from epd.ui.board import Board
 
 BOARD = web.AppKey("board", Board)
@@ -67,6 +67,13 @@ async def page(request: web.Request) -> web.Response:
     return _file("index.html", request)
 
 
+async def root(request: web.Request) -> web.Response:
+    """`GET /`: to the page, which a person who opens the address looks for."""
+    prefix = request.app[CONFIG].root_path or ""
+    headers = {"Location": f"{prefix}/ui", **own_headers(request[CONTEXT])}
+    return web.Response(status=302, headers=headers)
+
+
 async def asset(request: web.Request) -> web.Response:
     """`GET /ui/{file}`: what the page consists of."""
     return _file(request.match_info["file"], request)
@@ -86,7 +93,7 @@ def _file(name: str, request: web.Request) -> web.Response:
 async def state(request: web.Request) -> web.Response:
     """`GET /ui/state`: all that the page shows."""
     return web.Response(
-        body=request.app[BOARD].document(),
+        body=await request.app[BOARD].document(),
         content_type="application/json",
         headers={"Cache-Control": "no-store"} | own_headers(request[CONTEXT]),
     )

@@ -6,6 +6,7 @@ from functools import partial
 
 from aiohttp import web
 
+from epd.background import Background
 from epd.bodies.endpoints import ENDPOINTS
 from epd.config import ProxyConfig
 from epd.conversations import time_to_live
@@ -18,12 +19,24 @@ from epd.models import ModelNames
 from epd.observe.logs import LogObserver, set_level
 from epd.observe.metrics import MetricsObserver
 from epd.server import clients, operators, ui
+from epd.server.answers import UnknownRoute
 from epd.server.assembly import METRICS, POLICIES, RECENT, connections
+from epd.server.browsers import allow_origins
 from epd.server.files import read_keys
 from epd.server.middlewares import observe
 from epd.server.policies import Policies
 from epd.server.reload import RELOAD, Reload
-from epd.server.slots import ACCESS, ADMISSION, CONFIG, KEYS, MODELS, OBSERVERS, UNKNOWN
+from epd.server.slots import (
+    ACCESS,
+    ADMISSION,
+    BACKGROUND,
+    CONFIG,
+    KEYS,
+    MODELS,
+    OBSERVERS,
+    ROUTE,
+    UNKNOWN,
+)
 from epd.ui.recent import Recent
 
 
@@ -48,17 +61,19 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
     keys = read_keys(config)
     if keys is not None:
         app[KEYS] = keys
-    app[ACCESS] = dict[object, Access]((route.handler, access) for access, route in ROUTES)
-    app.add_routes([route for _, route in ROUTES])
+    routes = (*ROUTES, *allow_origins(app, config, ROUTES, _options))
+    app[ACCESS] = dict[object, Access]((route.handler, access) for access, route in routes)
+    app.add_routes([route for _, route in routes])
     app.add_routes([_any("/{anything:.*}", nothing, name=UNKNOWN)])
     app[MODELS] = ModelNames()
     app[METRICS] = MetricsObserver(app[ADMISSION])
+    app[BACKGROUND] = Background(app[METRICS].background_failed)
     app[RECENT] = Recent()
     app[POLICIES] = Policies(config)
     app[RELOAD] = Reload(app[METRICS].reloaded)
     app[DRAIN] = Drain()
     app.on_response_prepare.append(send_elsewhere)
-    log = LogObserver(config.kv_lease_s)
+    log = LogObserver(config.kv_lease_s, tenants=config.log_tenants)
     own: tuple[Observer, ...] = (app[METRICS], app[RECENT])
     app[OBSERVERS] = (*own, *((log,) if observers is None else observers))
 
@@ -66,7 +81,7 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
         app[ADMISSION].adopt(limits_of(config))
         app[POLICIES].follow(before)
         set_level(config.log_level)
-        log.adopt(config.kv_lease_s)
+        log.adopt(config.kv_lease_s, tenants=config.log_tenants)
         time_to_live.warn_of(config, before)
 
     app[RELOAD].follow(follow)
@@ -80,14 +95,19 @@ async def _not_yet(_: web.Request) -> None:
 
 async def nothing(request: web.Request) -> web.StreamResponse:
     """What is no route, or has other methods. aiohttp's own answer begins with `100 Continue`."""
-    routes = [it for it in request.app.router.resources() if it.name != UNKNOWN]
-    methods = {method for it in routes for method in (await it.resolve(request))[1]}
-    raise web.HTTPMethodNotAllowed(request.method, methods) if methods else web.HTTPNotFound()
+    methods = set[str]()
+    for route in request.app.router.resources():
+        if route.name != UNKNOWN and (own := (await route.resolve(request))[1]):
+            methods |= own
+            request[ROUTE] = route.canonical
+    if not methods:
+        raise UnknownRoute(request.rel_url.raw_path)
+    raise web.HTTPMethodNotAllowed(request.method, methods)
 
 
-_get, _put, _post, _delete, _any = (
+_get, _put, _post, _delete, _options, _any = (
     partial(declare, expect_handler=_not_yet)
-    for declare in (web.get, web.put, web.post, web.delete, partial(web.route, "*"))
+    for declare in (web.get, web.put, web.post, web.delete, web.options, partial(web.route, "*"))
 )
 ROUTES = (
     (Access.OPEN, _get("/health", operators.health)),  # a load balancer has no key
@@ -95,6 +115,7 @@ ROUTES = (
     (Access.OPEN, _get("/ping", operators.ready)),  # SageMaker's name for it
     (Access.OPEN, _post("/ping", operators.ready)),
     (Access.OPEN, _get("/openapi.json", operators.openapi)),  # it says nothing of this fleet
+    (Access.OPEN, _get("/", ui.root)),
     (Access.OPEN, _get("/ui", ui.page)),  # nor do these
     (Access.OPEN, _get("/ui/{file}", ui.asset)),
     (Access.OPEN, _get("/instances", operators.instances)),  # without a key as /health does
@@ -106,6 +127,7 @@ ROUTES = (
     (Access.TENANT, _get("/v1/responses/{id}", clients.kept_response)),
     (Access.TENANT, _post("/v1/responses/{id}/cancel", clients.kept_response)),
     (Access.TENANT, _get("/v1/models", clients.models)),
+    (Access.TENANT, _get("/tokenizer_info", clients.tokenizer_info)),
     (Access.TENANT, _get("/version", operators.version)),
     (Access.ADMIN, _get("/metrics", operators.metrics)),
     (Access.ADMIN, _get("/ui/state", ui.state)),

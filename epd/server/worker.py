@@ -28,6 +28,7 @@ from epd.observe.worker_metrics import WorkerMetrics
 from epd.server.assembly import METRICS, POLICIES
 from epd.server.last_good import read_from
 from epd.server.serve import Orders, running
+from epd.server.slots import BACKGROUND
 from epd.server.ui import BOARD
 from epd.ui.board import Board
 
@@ -84,9 +85,13 @@ async def work(config: ProxyConfig, inherited: Inherited) -> None:
         metrics = _shared(runner.app[METRICS], inherited)
         board = _shared_board(runner.app[BOARD], inherited)
         runner.app[POLICIES].share(SharedPage(inherited.policies))
-        writing = [asyncio.create_task(one.keep_writing()) for one in (metrics, board)]
+        background = runner.app[BACKGROUND]
+        writing = [
+            asyncio.create_task(background.keep(page, one.keep_writing))
+            for page, one in (("metrics_page", metrics), ("ui_page", board))
+        ]
         for descriptor in inherited.sockets:
-            await Site(runner, tls, sock=socket.socket(fileno=descriptor)).start()
+            await Site(runner, tls, background, sock=socket.socket(fileno=descriptor)).start()
         structlog.get_logger("epd").info("serving", pid=os.getpid())
         await orders.close.wait()
     for task in writing:

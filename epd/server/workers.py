@@ -17,16 +17,19 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, cast
 
 import orjson
 import structlog
 
+from epd.background import Background
 from epd.config import ProxyConfig
 from epd.config.live import LiveConfig
 from epd.discovery.membership import shared_store
-from epd.edge.listening import binding
+from epd.edge.listening import BACKLOG, binding
+from epd.edge.unix_socket import listening_at
 from epd.observe.shared_page import SharedPage
 from epd.observe.worker_metrics import bury
 from epd.server.last_good import LastGood
@@ -43,7 +46,6 @@ from epd.server.serve import (
 from epd.server.worker import DRAIN, RELOAD, Inherited
 from epd.ui.board import forget
 
-BACKLOG = 128
 STEADY_S = 30.0
 """A worker that lived so long, its start included, was not born broken."""
 MAX_DEATHS = 5
@@ -121,11 +123,14 @@ async def _supervise(config: LiveConfig, read: Callable[[], ProxyConfig], shares
     log = structlog.get_logger("epd")
     orders = orders_by_signal(config)
     with _listening(config) as groups, closing(LastGood(config, read)) as good:
-        reloading = asyncio.create_task(_reload(orders, good, shares.policies))
+        # This process has no metrics of its own: what goes wrong here is in its log alone.
+        background = Background(lambda *_: None)
+        reload = partial(_reload, orders, good, shares.policies)
+        reloading = asyncio.create_task(background.keep("reload", reload))
         for listener in groups[0]:
             log.info(
                 "listening",
-                url=url(config, *listener.getsockname()[:2]),
+                url=url(config, listener.getsockname()),
                 topology=topology(config),
                 workers=config.workers,
             )
@@ -270,12 +275,19 @@ def _pages(count: int) -> Iterator[list[SharedPage]]:
 def _listening(config: ProxyConfig) -> Iterator[list[Sockets]]:
     """Sockets on one port: for each worker, one for each address of the host.
 
+    A Unix socket is one for all workers: it has no `SO_REUSEPORT`.
+
     Raises:
         CannotListen: the address cannot be had.
     """
     with ExitStack() as stack:
+        groups: list[Sockets]
         with binding(config):
-            groups = _bound_to_one_port(config, stack)
+            if config.uds is None:
+                groups = _bound_to_one_port(config, stack)
+            else:
+                groups = [(stack.enter_context(listening_at(config.uds, BACKLOG)),)]
+                groups *= config.workers
         yield groups
 
 

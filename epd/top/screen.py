@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from epd.top.figures import bar, clock, printed, rate, seconds, share, size, spark
-from epd.ui.snapshot import Notice, Request, Second
+from epd.ui.snapshot import Notice, Outcome, Request, Second, Span
 from epd.ui.state import WORST, InstanceShown, StageShown, State
 from epd.ui.totals import ConversationsShown, Totals
 
@@ -31,6 +31,7 @@ COLORS = {
     "decode": "cyan",
     "release": "bright_magenta",
 }
+OUTCOMES: Mapping[Outcome, str] = {"ok": "", "rejected": "yellow", "left": "dim", "failed": "red"}
 BAR = 6
 MIN_BARS = 10
 BUSY = 4
@@ -130,11 +131,14 @@ def _now(state: State, last: Sequence[Second]) -> Text:
     totals = state["totals"]
     now = sum(one["requests"] for one in last[-5:]) / 5
     failed = sum(one["failed"] for one in last)
+    rejected = sum(one.get("rejected", 0) for one in last)  # an older proxy counts them as failed
     return Text.assemble(
         (f"{rate(now)}/s ", "bold"),
         (spark([one["requests"] for one in last[-20:]]), "cyan"),
         f"  {totals['in_flight']} under way  {totals['queued']} waiting  ",
         (f"{failed} failed", "bold red" if failed else "dim"),
+        ", ",
+        (f"{rejected} rejected", "yellow" if rejected else "dim"),
         " in the last minute",
     )
 
@@ -148,8 +152,8 @@ def _instances(
     hidden = len(chosen) > room - 1
     shown = {id(one) for one in (chosen[: room - 2] if hidden else chosen)}
     most = max([BUSY, *(one["requests"] for one in instances)])
-    table = _table("", "Instance", "", "", "/s", "p50", "p95", "failed", right=range(4, 8))
-    table.columns[1].max_width = max(14, width - 55)
+    table = _table("", "Instance", "", "", "/s", "p50", "p95", "failed", "rej.", right=range(4, 9))
+    table.columns[1].max_width = max(14, width - 60)
     for one in instances:
         if id(one) not in shown:
             continue
@@ -160,7 +164,7 @@ def _instances(
             Text(f"{glyph} {printed(word)}", color),
             Text(f"{one['requests']:>3} {bar(one['requests'] / most, BAR):<{BAR}}"),
             *_latency(one),
-            Text(str(one["failed"] or ""), "red"),
+            *_endings(one),
         )
     yield table
     if hidden:
@@ -171,6 +175,11 @@ def _latency(one: InstanceShown | StageShown) -> Iterable[Text]:
     yield Text(rate(one["rate"]))
     yield Text(seconds(one["p50_s"]))
     yield Text(seconds(one["p95_s"]))
+
+
+def _endings(one: InstanceShown | StageShown) -> Iterable[Text]:
+    yield Text(str(one["failed"] or ""), "red")
+    yield Text(str(one.get("rejected") or ""), "yellow")
 
 
 def _names(instances: Iterable[InstanceShown]) -> Mapping[tuple[str, str], str]:
@@ -185,13 +194,13 @@ def _names(instances: Iterable[InstanceShown]) -> Mapping[tuple[str, str], str]:
 def _stages(stages: Sequence[StageShown], room: int) -> Iterable[RenderableType]:
     if not stages:
         return
-    table = _table("Stage", "/s", "p50", "p95", "p99", "failed", right=range(1, 6))
+    table = _table("Stage", "/s", "p50", "p95", "p99", "failed", "rej.", right=range(1, 7))
     for one in stages[: room - 1]:
         table.add_row(
             Text(one["stage"], COLORS[one["stage"]]),
             *_latency(one),
             Text(seconds(one["p99_s"])),
-            Text(str(one["failed"] or ""), "red"),
+            *_endings(one),
         )
     yield table
 
@@ -200,7 +209,7 @@ def _notices(notices: Sequence[Notice], room: int) -> Iterable[Text]:
     if room and notices:
         yield Text("Errors and changes", "dim")
     for one in notices[: max(0, room - 1)]:
-        said, color = one["said"], "red"
+        said, color = one["said"], OUTCOMES[one.get("outcome", "failed")]
         if one["kind"] == "instance":
             _, color, said = STATES.get(said, ("", "", said))
         said, what, more = map(printed, (said, one["what"], one["more"]))
@@ -223,7 +232,7 @@ def _requests(requests: Sequence[Request], room: int, width: int) -> Iterable[Re
         table.add_row(
             Text(clock(one["ended_s"]), "dim"),
             Text(printed(one["id"])),
-            Text(printed(result), "red" if one["error"] else ""),
+            Text(printed(result), OUTCOMES[_outcome(one)]),
             Text(seconds(one["seconds"])),
             _bars(one, longest_s, cells),
         )
@@ -244,9 +253,14 @@ def _bars(request: Request, longest_s: float, cells: int) -> Text:
             line.append("─", "dim")
         else:
             line.append(
-                "█", "red" if running[-1]["error"] else COLORS.get(running[-1]["stage"], "")
+                "█", OUTCOMES[_outcome(running[-1])] or COLORS.get(running[-1]["stage"], "")
             )
     return line
+
+
+def _outcome(one: Request | Span) -> Outcome:
+    """Return how it ended; an older proxy tells its error alone."""
+    return one.get("outcome") or ("failed" if one["error"] else "ok")
 
 
 def _table(*titles: str, right: Iterable[int]) -> Table:

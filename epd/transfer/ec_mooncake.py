@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from epd.errors import NoInstance, UpstreamFailed
+from epd.errors import EncodeMismatch, NoInstance
 from epd.routing.use import Place
 from epd.transfer.ec import ECTransfer
 from epd.transfer.encoded import Encoded
@@ -43,12 +43,7 @@ class ECMooncake(ECTransfer):
         of which one may stand for several pushes.
         """
         if not replied.params:
-            raise UpstreamFailed(
-                "the encode instance returned no ec_transfer_params: is it started with "
-                "ECMooncakeConnector?",
-                slug="encode_metadata",
-                stage="encode",
-            )
+            raise EncodeMismatch("there are none: is it started with ECMooncakeConnector?")
         told = [str(item["transfer_id"]) for item in (asked or {}).get("ec_items", ())]
         params = {
             key: {**entry, "transfer_id": _transfer_id(entry, told)}
@@ -56,12 +51,7 @@ class ECMooncake(ECTransfer):
         }
         ids = [entry["transfer_id"] for entry in params.values() if entry["transfer_id"]]
         if len(set(ids)) < len(ids):
-            raise UpstreamFailed(
-                "the encode instance's ec_transfer_params cannot be matched to the item: two "
-                "features have one place",
-                slug="encode_metadata",
-                stage="encode",
-            )
+            raise EncodeMismatch("two features have one place")
         return replace(replied, params=params)
 
     def consumer_params(self, encoded: Iterable[Encoded]) -> Params:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ec_store import EntryInfo
 from epd.bodies.items import MM_KWARGS, Body, MMItem, metadata_part, raw_part, with_parts
-from epd.errors import UnknownMedia, UpstreamFailed
+from epd.errors import EncodeMismatch, UnknownMedia
 from epd.events import ItemResult
 from epd.transfer.params import Params, reply_field
 
@@ -42,37 +42,39 @@ def from_entry(info: EntryInfo) -> Encoded:
 
     There are no `ec_transfer_params`: they would promise a consumer an entry that may still come.
     """
-    return Encoded(identifier=info.key.identifier, metadata=info.metadata)
+    key = info.key
+    return Encoded(identifier=key.identifier, metadata=info.metadata, namespace=key.namespace)
 
 
 def read_encoded(reply: bytes, modality: str) -> Encoded:
     """The `ec_transfer_params` of one item's encode reply.
 
     Raises:
-        UpstreamFailed: the reply is not JSON, or what it reports does not fit one item. To guess
-            here would put one picture's tensor into another's place.
+        UpstreamFailed: the reply is not JSON.
+        EncodeMismatch: what it reports does not fit one item. To guess here would put one
+            picture's tensor into another's place.
     """
     params = reply_field(reply, "ec_transfer_params", stage="encode")
     if not params:
         return Encoded()
     if not all(isinstance(entry, dict) for entry in params.values()):
-        raise _ambiguous("an entry is not an object")
+        raise EncodeMismatch("an entry is not an object")
     if len(params) > 1:
         # A video with its sound (use_audio_in_video) makes two features of one part.
         if len({str(entry.get("modality")) for entry in params.values()}) != len(params):
-            raise _ambiguous("several features for one item")
+            raise EncodeMismatch("several features for one item")
         return Encoded(params)
     [(identifier, entry)] = params.items()
     if entry.get("modality", modality) != modality:
-        raise _ambiguous("it is of another modality")
+        raise EncodeMismatch("it is of another modality")
     match entry.get("item_indices", [0]):
         case [int() as index] if index == 0 and index is not False:
             pass
         case _:
-            raise _ambiguous("an item index is out of range")
+            raise EncodeMismatch("an item index is out of range")
     metadata = entry.get("metadata") or {}
     if not isinstance(metadata, dict) or not all(map(_is_numbers, metadata.values())):
-        raise _ambiguous("its metadata are not lists of numbers")
+        raise EncodeMismatch("its metadata are not lists of numbers")
     namespace = entry.get("namespace")
     return Encoded(params, identifier, metadata, namespace if isinstance(namespace, str) else None)
 
@@ -81,14 +83,6 @@ def _is_numbers(value: Any) -> bool:
     rows = value if isinstance(value, list) else [None]
     flat = [number for row in rows for number in (row if isinstance(row, list) else [row])]
     return all(isinstance(number, int | float) for number in flat)
-
-
-def _ambiguous(reason: str) -> UpstreamFailed:
-    return UpstreamFailed(
-        f"the encode instance's ec_transfer_params cannot be matched to the item: {reason}",
-        slug="encode_metadata",
-        stage="encode",
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +109,12 @@ class Consumed(NamedTuple):
         body: it.
         depends: whether it fails where an encoder output is not there: it has items without their
             media, or waits for a push.
+        fetches: whether it has media that the instance fetches.
     """
 
     body: Body
     depends: bool = False
+    fetches: bool = False
 
 
 def consumer_body(
@@ -126,8 +122,8 @@ def consumer_body(
 ) -> Consumed:
     """The request for prefill and decode, once its items are encoded.
 
-    Items go on metadata-only where that is known to give the same answer, and raw otherwise. Raw
-    items are found in the store all the same, by the same key.
+    Items go on metadata-only where that is known to give the same answer for all of them, and all
+    raw otherwise. Raw items are found in the store all the same, by the same key.
 
     Args:
         body: the request as the client sent it.
@@ -154,22 +150,33 @@ def consumer_body(
         for one in items
     }
     body = with_parts(body, parts)
-    return Consumed({**body, "ec_transfer_params": params} if params else body, bool(uuids))
+    return Consumed(
+        {**body, "ec_transfer_params": params} if params else body,
+        depends=bool(uuids),
+        fetches=any(one.item.remote and one.item not in uuids for one in items),
+    )
 
 
 def metadata_uuids(items: Sequence[EncodedItem], body: Body, *, raw: bool) -> dict[MMItem, str]:
-    """The items that go on metadata-only, with the `uuid` of each; see `consumer_body`.
+    """Return the items to send metadata-only, with the `uuid` of each: all of them, or none.
 
-    vLLM refuses a request that mixes metadata-only and raw items of a modality
-    (`vllm/renderers/chat_utils.py`, `_resolve_items`), and audio processors look at the items of
-    other modalities: all items of a modality, and with audio all items, or none.
+    vLLM rejects a request that mixes metadata-only and raw items of one modality
+    (`vllm/renderers/chat_utils.py`, `_resolve_items`). Whether it accepts a mixture of modalities
+    depends on the model: the processors of Qwen2.5-Omni, Keye and LLaVA-OneVision-2 write dummy
+    text for all items but get the media of the raw ones alone, which is a 400, and those of
+    Qwen2-VL, Qwen2.5-VL and Qwen3-VL accept it. Nothing that an encode instance reports tells them
+    apart: Qwen2.5-Omni and Keye report an item's fields as Qwen2-VL does.
+
+    Items that came without their media can only be metadata-only. Their request may mix modalities,
+    but not with audio, whose processors look at the items of other modalities.
     """
-    if raw and all(one.item.has_media for one in items):
+    complete = all(one.item.has_media for one in items)
+    if raw and complete:
         return {}
     uuids = {one.item: metadata_uuid(one, body) for one in items}
     others = {item.modality for item, uuid in uuids.items() if uuid is None}
     modalities = {item.modality for item in uuids}
-    if others and "audio" in modalities:
+    if others and (complete or "audio" in modalities):
         others = modalities
     return {item: uuid for item, uuid in uuids.items() if uuid and item.modality not in others}
 

@@ -1,7 +1,7 @@
 """What the page shows, put together when somebody asks, of all workers.
 
-With several, each writes what it knows to a page of memory that the others read, once a second if
-it is other than before. Nobody is asked on a request's way.
+With several, each writes what it knows to a page of memory that the others read: once a second
+while a client reads the state, if it is other than before. A request waits for none of it.
 """
 
 import asyncio
@@ -22,6 +22,12 @@ from epd.ui.totals import totals
 
 WRITE_S = 1.0
 """How old what is known of other workers may be."""
+LOOKED_S = 5.0
+"""For how long after a look the others go on writing."""
+POLL_S = 0.25
+"""How often a worker checks for a reader, while there is none."""
+AWAKE_S = 1.0
+"""How long the first look waits for what the others write; one of them may just have died."""
 FRESH_S = 0.5
 """How old an answer may be: it is made twice a second, however many look."""
 
@@ -48,6 +54,7 @@ class Board:
         self._written = b""
         self._made_s = -FRESH_S
         self._made = b""
+        self._making = asyncio.Lock()
 
     def share(self, pages: Sequence[SharedPage], seat: int) -> None:
         """Show what all workers know from now on.
@@ -60,10 +67,18 @@ class Board:
         self._others = [page for page in pages if page is not self._page]
 
     async def keep_writing(self) -> None:
-        """Let the other workers know, again and again."""
+        """Let the other workers know, again and again while a client reads the state."""
+        looked_at = False
         while True:
-            self.write()
-            await asyncio.sleep(WRITE_S)
+            before, looked_at = (
+                looked_at,
+                self._page is not None and self._page.wanted_within(LOOKED_S),
+            )
+            if looked_at:
+                if not before:  # the first look waits until the page is written
+                    self._written = b""
+                self.write()
+            await asyncio.sleep(WRITE_S if looked_at else POLL_S)
 
     def write(self) -> None:
         """Let them know, if there is anything new."""
@@ -78,15 +93,37 @@ class Board:
                 "other workers cannot be told of this one's requests", reason=str(error)
             )
 
-    def document(self) -> bytes:
+    async def document(self) -> bytes:
         """The page's state as JSON, at most `FRESH_S` old."""
-        now_s = time.monotonic()
-        if now_s - self._made_s >= FRESH_S:
-            snapshots = [self._known(), *self._known_to_others()]
-            figures = totals(self._metrics.shown.collect())
-            shown = state(snapshots, figures, self._store, Moment(now_s, time.time()))
-            self._made_s, self._made = now_s, orjson.dumps(shown)
+        async with self._making:
+            if time.monotonic() - self._made_s >= FRESH_S:
+                await self._wake_others()
+                self._made_s, self._made = time.monotonic(), self._document()
         return self._made
+
+    def _document(self) -> bytes:
+        snapshots = [self._known(), *self._known_to_others()]
+        figures = totals(self._metrics.shown.collect())
+        return orjson.dumps(
+            state(snapshots, figures, self._store, Moment(time.monotonic(), time.time()))
+        )
+
+    async def _wake_others(self) -> None:
+        """Have the others write, and wait for those that did not."""
+        asleep = [
+            (page, page.number()) for page in self._others if not page.wanted_within(LOOKED_S)
+        ]
+        try:
+            for page in self._others:
+                page.want()
+        except OSError as error:
+            structlog.get_logger("epd").warning(
+                "other workers cannot be asked for their requests", reason=str(error)
+            )
+        until_s = time.monotonic() + AWAKE_S
+        while asleep and time.monotonic() < until_s:
+            await asyncio.sleep(POLL_S / 2)
+            asleep = [(page, number) for page, number in asleep if page.number() == number]
 
     def _known(self) -> Snapshot:
         return Snapshot(instances=self._instances(), events=self._recent.events())

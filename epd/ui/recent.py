@@ -20,6 +20,8 @@ from epd.ui.snapshot import (
     Second,
     Span,
     is_work,
+    outcome_of,
+    stage_outcome_of,
 )
 
 SHOWN_SPANS = 16
@@ -34,17 +36,24 @@ class Recent:
     All of it is bounded, and an event costs an append.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        unix_clock: Callable[[], float] = time.time,
+    ) -> None:
         """Begin with nothing.
 
         Args:
-            clock: the monotonic clock that events are stamped with.
+            clock: the monotonic clock that spans are measured with.
+            unix_clock: the clock on the wall. A request and a notice get their time from it once,
+                when they happen: the page uses it as part of their keys.
         """
         self._clock = clock
+        self._unix_clock = unix_clock
         self._stages: dict[Stage, deque[StageDone]] = {
             stage: deque(maxlen=KEPT_SAMPLES) for stage in get_args(Stage)
         }
-        self._requests: deque[tuple[float, RequestDone]] = deque(maxlen=KEPT_REQUESTS)
+        self._requests: deque[tuple[float, float, RequestDone]] = deque(maxlen=KEPT_REQUESTS)
         self._errors: deque[tuple[float, RequestDone]] = deque(maxlen=KEPT_ERRORS)
         self._changes: deque[tuple[float, InstanceChanged]] = deque(maxlen=KEPT_CHANGES)
         self._seconds: deque[Second] = deque(maxlen=KEPT_SECONDS)
@@ -57,24 +66,29 @@ class Recent:
         """Keep it, unless it was about the proxy itself."""
         if not is_work(event.path):
             return
-        now_s = self._clock()
-        self._requests.append((now_s, event))
+        now_s, unix_s = self._clock(), round(self._unix_clock(), 3)
+        self._requests.append((now_s, unix_s, event))
         if event.error is not None:
-            self._errors.append((now_s, event))
+            self._errors.append((unix_s, event))
         second = self._second(int(now_s))
         second["requests"] += 1
-        second["failed"] += event.error is not None
+        if event.error is not None:
+            outcome = outcome_of(event)
+            second["failed"] += outcome == "failed"
+            second["rejected"] += outcome == "rejected"
         if event.items:
             second["hit"] += event.items.get("hit", 0)
             second["encoded"] += event.items.get("encoded", 0)
 
     def instance_changed(self, event: InstanceChanged) -> None:
         """Keep it."""
-        self._changes.append((self._clock(), event))
+        self._changes.append((round(self._unix_clock(), 3), event))
 
     def _second(self, at: int) -> Second:
         if not self._seconds or self._seconds[-1]["at_s"] != at:
-            self._seconds.append(Second(at_s=at, requests=0, failed=0, hit=0, encoded=0))
+            self._seconds.append(
+                Second(at_s=at, requests=0, failed=0, rejected=0, hit=0, encoded=0)
+            )
         return self._seconds[-1]
 
     def events(self) -> Events:
@@ -82,7 +96,7 @@ class Recent:
         return Events(
             samples={
                 stage: [
-                    (it.instance, it.started_s + it.seconds, it.seconds, it.error is not None)
+                    (it.instance, it.started_s + it.seconds, it.seconds, stage_outcome_of(it))
                     for it in ring
                 ]
                 for stage, ring in self._stages.items()
@@ -97,8 +111,8 @@ class Recent:
         )
 
 
-def _request(ended_s: float, event: RequestDone) -> Request:
-    began_s = ended_s - event.seconds
+def _request(now_s: float, ended_s: float, event: RequestDone) -> Request:
+    began_s = now_s - event.seconds
     return Request(
         id=event.request_id,
         engine_id=event.engine_id,
@@ -107,6 +121,7 @@ def _request(ended_s: float, event: RequestDone) -> Request:
         ended_s=ended_s,
         seconds=round(event.seconds, 5),
         error=event.error,
+        outcome=outcome_of(event),
         items={**event.items},
         retries=event.retries,
         degraded=sorted(event.degraded),
@@ -122,13 +137,19 @@ def _span(began_s: float, event: StageDone) -> Span:
         after_s=round(max(0.0, event.started_s - began_s), 5),
         seconds=round(event.seconds, 5),
         error=event.error,
+        outcome=stage_outcome_of(event),
     )
 
 
 def _notice(at_s: float, event: RequestDone | InstanceChanged) -> Notice:
     if isinstance(event, InstanceChanged):
         return Notice(
-            kind="instance", at_s=at_s, what=event.instance, said=event.state, more=event.role
+            kind="instance",
+            at_s=at_s,
+            what=event.instance,
+            said=event.state,
+            more=event.role,
+            outcome="ok",
         )
     return Notice(
         kind="request",
@@ -136,4 +157,5 @@ def _notice(at_s: float, event: RequestDone | InstanceChanged) -> Notice:
         what=event.request_id,
         said=event.error or "",
         more=f"{event.status} {event.reason or ''}".rstrip()[:SHOWN_TEXT],
+        outcome=outcome_of(event),
     )

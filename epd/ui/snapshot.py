@@ -1,11 +1,14 @@
 """What one process knows of late, as values that go through JSON to the one that is asked.
 
-Times are on the monotonic clock, which is the same for all processes of a machine.
+Samples and seconds are on the monotonic clock, which is the same for all processes of a machine.
+Requests and notices are on the clock on the wall: what one call of the page says of their times,
+the next one says too.
 """
 
 from typing import Literal, TypedDict
 
-from epd.events import ItemResult
+from epd.bodies.endpoints import is_api
+from epd.events import ItemResult, RequestDone, StageDone
 
 KEPT_REQUESTS = 64
 KEPT_ERRORS = 48
@@ -18,8 +21,16 @@ KEPT_SECONDS = 120
 NO_WORK = frozenset({"/v1/models"})
 """Of the API: asked for by load balancers and such, again and again."""
 
-Sample = tuple[str, float, float, bool]
-"""Of one request to an instance: the instance, when it ended, how long it took, if it failed."""
+CLIENT_ERROR, SERVER_ERROR = 400, 500
+CLIENT_CLOSED = 499
+"""Statuses of a request: from `CLIENT_ERROR` on the client's, from `SERVER_ERROR` on a failure."""
+
+Outcome = Literal["ok", "rejected", "left", "failed"]
+"""How a request ended, of a client or to an instance: answered; rejected, the request itself being
+at fault (4xx); left, its client disconnected; failed."""
+
+Sample = tuple[str, float, float, Outcome]
+"""Of one request to an instance: the instance, when it ended, how long it took, how it ended."""
 
 
 class Second(TypedDict):
@@ -28,6 +39,7 @@ class Second(TypedDict):
     at_s: int
     requests: int
     failed: int
+    rejected: int
     hit: int
     encoded: int
 
@@ -40,6 +52,7 @@ class Span(TypedDict):
     after_s: float
     seconds: float
     error: str | None
+    outcome: Outcome
 
 
 class Request(TypedDict):
@@ -52,6 +65,7 @@ class Request(TypedDict):
     ended_s: float
     seconds: float
     error: str | None
+    outcome: Outcome
     items: dict[ItemResult, int]
     retries: int
     degraded: list[str]
@@ -60,9 +74,9 @@ class Request(TypedDict):
 
 
 class Notice(TypedDict):
-    """A request that failed, its error and what lies behind it; or an instance that changed.
+    """A request that ended in an error, with the error and its cause; or an instance that changed.
 
-    Of an instance it says its URL, its new state and its role.
+    Of an instance it says its URL, its new state and its role; its outcome is `ok`.
     """
 
     kind: Literal["request", "instance"]
@@ -70,6 +84,7 @@ class Notice(TypedDict):
     what: str
     said: str
     more: str
+    outcome: Outcome
 
 
 class Events(TypedDict):
@@ -97,6 +112,24 @@ class Snapshot(TypedDict):
     events: Events
 
 
+def outcome_of(event: RequestDone) -> Outcome:
+    """Return how a client's request ended. A stream may fail after a status of 200."""
+    if event.error is None:
+        return "ok"
+    if event.status == CLIENT_CLOSED:
+        return "left"
+    return "rejected" if CLIENT_ERROR <= event.status < SERVER_ERROR else "failed"
+
+
+def stage_outcome_of(event: StageDone) -> Outcome:
+    """Return how a request to an instance ended."""
+    if event.error is None:
+        return "ok"
+    if event.rejected:
+        return "rejected"
+    return "left" if event.error == "cancelled" else "failed"
+
+
 def is_work(path: str) -> bool:
     """Whether requests of a route are shown: those that instances work for."""
-    return path.startswith("/v1/") and path not in NO_WORK
+    return is_api(path) and path not in NO_WORK

@@ -1,7 +1,7 @@
 """The document of `GET /ui/state`: what all processes know, put together. Pure."""
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple, TypedDict
@@ -42,10 +42,14 @@ FLOWS = ("queue", "store", "encode", "prefill", "decode", "release")
 
 
 class Latency(TypedDict):
-    """Of the last five minutes; quantiles are None where nothing ended well."""
+    """Of the last five minutes; quantiles are None where nothing ended well.
+
+    `failed` counts requests that the instance failed, `rejected` those that were at fault.
+    """
 
     rate: float
     failed: int
+    rejected: int
     count: int
     p50_s: float | None
     p95_s: float | None
@@ -88,10 +92,6 @@ class Moment(NamedTuple):
     monotonic_s: float
     unix_s: float
 
-    def unix(self, monotonic_s: float) -> float:
-        """When it was, by the clock on the wall."""
-        return round(self.unix_s - self.monotonic_s + monotonic_s, 3)
-
 
 def state(snapshots: Sequence[Snapshot], totals: Totals, store: str | None, now: Moment) -> State:
     """All of it.
@@ -112,17 +112,19 @@ def state(snapshots: Sequence[Snapshot], totals: Totals, store: str | None, now:
         instances=_instances(snapshots, flows),
         stages=[StageShown(stage=stage, **flow.whole()) for stage, flow in flows.items()],
         seconds=_seconds(snapshots, now),
-        requests=_requests(snapshots, now),
-        notices=_notices(snapshots, now),
+        requests=_requests(snapshots),
+        notices=_notices(snapshots),
     )
 
 
 def _latency(samples: Sequence[Sample], rate: float) -> Latency:
     """What requests to instances say, of which so many end in a second."""
-    seconds = sorted(seconds for _, _, seconds, failed in samples if not failed)
+    seconds = sorted(seconds for _, _, seconds, outcome in samples if outcome == "ok")
+    outcomes = Counter(outcome for *_, outcome in samples)
     return Latency(
         rate=round(rate, 2),
-        failed=len(samples) - len(seconds),
+        failed=outcomes["failed"],
+        rejected=outcomes["rejected"],
         count=len(samples),
         p50_s=quantile(seconds, 0.5),
         p95_s=quantile(seconds, 0.95),
@@ -188,35 +190,38 @@ def _seconds(snapshots: Iterable[Snapshot], now: Moment) -> list[Second]:
     """The last whole seconds, oldest first, those too in which nothing ended."""
     last = int(now.monotonic_s) - 1
     shown = {
-        at: Second(at_s=int(now.unix(at)), requests=0, failed=0, hit=0, encoded=0)
+        at: Second(
+            at_s=int(now.unix_s - now.monotonic_s + at),
+            requests=0,
+            failed=0,
+            rejected=0,
+            hit=0,
+            encoded=0,
+        )
         for at in range(last - SPARK_S + 1, last + 1)
     }
     for second in (one for snapshot in snapshots for one in snapshot["events"]["seconds"]):
         if (into := shown.get(second["at_s"])) is not None:
             into["requests"] += second["requests"]
             into["failed"] += second["failed"]
+            into["rejected"] += second["rejected"]
             into["hit"] += second["hit"]
             into["encoded"] += second["encoded"]
     return list(shown.values())
 
 
-def _requests(snapshots: Iterable[Snapshot], now: Moment) -> list[Request]:
+def _requests(snapshots: Iterable[Snapshot]) -> list[Request]:
     found = [one for snapshot in snapshots for one in snapshot["events"]["requests"]]
     found.sort(key=lambda one: one["ended_s"], reverse=True)
-    return [
-        Request(**{**one, "ended_s": now.unix(one["ended_s"])}) for one in found[:KEPT_REQUESTS]
-    ]
+    return found[:KEPT_REQUESTS]
 
 
-def _notices(snapshots: Iterable[Snapshot], now: Moment) -> list[Notice]:
+def _notices(snapshots: Iterable[Snapshot]) -> list[Notice]:
     found = [one for snapshot in snapshots for one in snapshot["events"]["notices"]]
     found.sort(key=_at, reverse=True)
     errors = [one for one in found if one["kind"] == "request"][:KEPT_ERRORS]
     changes = [one for one in found if one["kind"] == "instance"][:KEPT_CHANGES]
-    return [
-        Notice(**{**one, "at_s": now.unix(one["at_s"])})
-        for one in sorted((*errors, *changes), key=_at, reverse=True)
-    ]
+    return sorted((*errors, *changes), key=_at, reverse=True)
 
 
 def _at(notice: Notice) -> float:

@@ -10,10 +10,7 @@ from typing import TypedDict, get_args
 from prometheus_client.metrics_core import Metric
 
 from epd.events import ItemResult
-from epd.ui.snapshot import is_work
-
-ERROR = 400
-CLIENT_CLOSED = 499
+from epd.ui.snapshot import CLIENT_CLOSED, CLIENT_ERROR, SERVER_ERROR, is_work
 
 LABELS = {
     "epd_requests_total": ("path", "status"),
@@ -40,10 +37,14 @@ class ConversationsShown(TypedDict):
 
 
 class Totals(TypedDict):
-    """Since the proxy began, but for what it is doing now: `in_flight`, `queued`."""
+    """Since the proxy began, but for what it is doing now: `in_flight`, `queued`.
+
+    `failed` counts 5xx, `rejected` 4xx, `left` 499; `refused` is admission control's part of both.
+    """
 
     requests: int
     failed: int
+    rejected: int
     left: int
     refused: int
     retries: int
@@ -71,7 +72,11 @@ def totals(families: Iterable[Metric]) -> Totals:
     items = {result: count("epd_items_total", result) for result in get_args(ItemResult)}
     return Totals(
         requests=statuses.total(),
-        failed=sum(count for status, count in statuses.items() if status >= ERROR) - left,
+        failed=sum(count for status, count in statuses.items() if status >= SERVER_ERROR),
+        rejected=sum(
+            count for status, count in statuses.items() if CLIENT_ERROR <= status < SERVER_ERROR
+        )
+        - left,
         left=left,
         refused=count("epd_requests_refused_total"),
         retries=count("epd_request_retries_total"),

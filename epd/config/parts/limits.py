@@ -30,10 +30,23 @@ class LimitSettings(BaseModel):
     max_body_bytes: int = Field(
         default=128 * 1024**2, ge=1024, description="size of a request body"
     )
+    max_text_bytes: int = Field(
+        default=16 * 1024**2,
+        ge=1024,
+        description="a JSON request body without its media (data: URLs in base64, input_audio); "
+        "nothing else runs while it is parsed",
+    )
     max_connections: int = Field(
         default=0,
         ge=0,
         description="clients' connections to one process; 0: what its file descriptors allow",
+    )
+    stream_interval: int = Field(
+        default=1,
+        ge=1,
+        description="tokens in each chunk of a stream, after the first token, unless the request "
+        "has a stream_interval; vLLM takes it for chat and text completions, and its own "
+        "--stream-interval (1) is the least",
     )
     body_min_rate_bytes: int = Field(
         default=64 * 1024, ge=1, description="of a request body, each second, after the first 5"
@@ -59,10 +72,14 @@ class LimitSettings(BaseModel):
         "request that takes half of it is logged as a warning",
     )
     first_byte_timeout_s: Seconds = Field(
-        default=300.0, description="from the decode request to the first byte of its answer"
+        default=300.0,
+        description="from a streaming decode request to the first byte of its answer; an answer "
+        "without a stream is limited by request_timeout_s alone",
     )
     idle_timeout_s: Seconds = Field(
-        default=120.0, description="silence between two chunks of the decode answer"
+        default=600.0,
+        description="silence between two chunks of a decode answer; vLLM sends nothing while "
+        "reasoning is hidden, unless it runs with --sse-keep-alive-interval",
     )
     request_timeout_s: Seconds = Field(
         default=1800.0,
@@ -73,7 +90,9 @@ class LimitSettings(BaseModel):
         default=5.0, description="an instance's answer to /health and /v1/models"
     )
     probe_interval_s: Seconds = Field(
-        default=5.0, description="between two probes (GET /health) of an instance that is up"
+        default=5.0,
+        description="between two probes (GET /health) of an instance that is up; all delays "
+        "between probes vary by up to a tenth, so that probes of several instances spread",
     )
     probe_backoff_s: Seconds = Field(
         default=1.0,
@@ -87,6 +106,11 @@ class LimitSettings(BaseModel):
         default=30.0, description="for how long, times how often it had to be of late"
     )
     eject_max_s: Seconds = Field(default=300.0, description="the longest such time")
+    suspect_s: SecondsOrNone = Field(
+        default=300.0,
+        description="how long a request, or one with the same media, is rejected after two "
+        "instances died while they served it (503 suspected_fatal); 0: not at all",
+    )
     drain_delay_s: SecondsOrNone = Field(
         default=5.0, description="from SIGTERM, and /ready's 503, until no connection is taken"
     )

@@ -89,7 +89,7 @@ class RouteSettings(TransferSettings):
     load_interval_s: SecondsOrNone = Field(
         default=1.0,
         description="between two questions to an instance how many requests are waiting and "
-        "running (its /metrics); 0: it is not asked",
+        "running (its /metrics); 0: it is not asked, nor for its namespace",
     )
     session_header: HeaderName = Field(
         default="x-session-id",

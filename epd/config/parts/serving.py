@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from epd.config.fields import (
     EndpointUrl,
+    RootPath,
 )
 
 
@@ -17,6 +18,16 @@ class ServingSettings(BaseModel):
 
     host: str = Field(default="0.0.0.0", description="address to listen on")  # noqa: S104
     port: int = Field(default=8000, ge=0, le=65535, description="port to listen on")
+    uds: Path | None = Field(
+        default=None,
+        description="Unix socket to listen on in place of address and port; a file that nothing "
+        "listens on is replaced",
+    )
+    root_path: RootPath = Field(
+        default=None,
+        description="path under which a reverse proxy has this one, such as /vllm; every route is "
+        "answered with it and without it",
+    )
     workers: int = Field(
         default=1, ge=1, description="processes that serve it; one uses one core at most"
     )
@@ -46,6 +57,10 @@ class ServingSettings(BaseModel):
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="least level that is logged"
+    )
+    log_tenants: bool = Field(
+        default=False,
+        description="name the tenant, as in --api-keys-file, in the log line of a request",
     )
     otlp_traces_endpoint: EndpointUrl = Field(
         default=None,

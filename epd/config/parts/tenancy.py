@@ -9,6 +9,7 @@ from epd.config.fields import (
     AdminKey,
     KeySecret,
     Secret,
+    TenantNames,
 )
 from epd.config.parts.named import flag_of
 from epd.tenants import ANONYMOUS, Scope, Tenant
@@ -38,6 +39,12 @@ class TenancySettings(BaseModel):
         description="what opens /metrics, /ui/state, /policies, /start_profile and /stop_profile; "
         "without it they answer clients on this machine alone",
     )
+    trusted_tenants: TenantNames = Field(
+        default=(),
+        description="tenants, comma-separated, whose requests may have a priority, and may ask for "
+        "the load of the decode instance; the others' priorities are dropped. Without "
+        "--api-keys-file every client may",
+    )
     openai_api_key: Secret = Field(
         default=None,
         description="key sent to the instances where the client sends no Authorization",
@@ -55,7 +62,13 @@ class TenancySettings(BaseModel):
         for flag in ("tenant_max_requests", "tenant_requests_per_minute"):
             if getattr(self, flag) is not None and self.api_keys_file is None:
                 raise ValueError(f"{flag_of(flag)} needs --api-keys-file")
+        if self.trusted_tenants and self.api_keys_file is None:
+            raise ValueError("--trusted-tenants needs --api-keys-file")
         return self
+
+    def trusts(self, tenant: Tenant) -> bool:
+        """Return whether a tenant's requests may have a priority and ask for an engine's load."""
+        return tenant == ANONYMOUS or tenant.name in self.trusted_tenants
 
     def scope_of(self, tenant: Tenant) -> Scope:
         """What a tenant's keys and salts are derived under."""

@@ -33,6 +33,10 @@ export const clock = (unix_s) => new Date(unix_s * 1000).toLocaleTimeString(LANG
 export const plural = (number, one, many = `${one}s`) =>
   `${count(number)} ${number === 1 ? one : many}`;
 
+// Of requests to instances: those that an instance failed, and those that were at fault themselves.
+export const endings = ({ failed, rejected }) =>
+  [[failed, "failed"], [rejected, "rejected"]].filter(([number]) => number).map(([number, word]) => `${count(number)} ${word}`);
+
 export const host = (url) => url.replace(/^https?:\/\//, "");
 
 function figures(value) {

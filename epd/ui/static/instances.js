@@ -1,7 +1,7 @@
 // A card for each instance: what it is thought to be, what it has to do, how long it takes.
 
 import { by, el, Keyed, say, set, svg } from "./dom.js";
-import { count, host, plural, rate, seconds } from "./format.js";
+import { count, endings, host, rate, seconds } from "./format.js";
 import { groups, STATES, word } from "./fleet.js";
 
 const LEAST_SCALE = 4;
@@ -48,6 +48,6 @@ function update(card, one) {
   set(load, "aria-valuenow", one.requests);
   load.firstChild.style.width = `${(100 * one.requests) / most}%`;
   say(busy, `${count(one.requests)} under way`);
-  const failed = one.failed ? ` · ${plural(one.failed, "failed", "failed")}` : "";
-  say(figures, `${rate(one.rate)}/s · p50 ${seconds(one.p50_s)} · p95 ${seconds(one.p95_s)}${failed}`);
+  const ends = endings(one).map((words) => ` · ${words}`).join("");
+  say(figures, `${rate(one.rate)}/s · p50 ${seconds(one.p50_s)} · p95 ${seconds(one.p95_s)}${ends}`);
 }

@@ -1,7 +1,7 @@
 // How long each stage takes: three quantiles, and where they lie on one scale.
 
 import { by, el, Keyed, say, set, svg } from "./dom.js";
-import { plural, rate, seconds } from "./format.js";
+import { count, rate, seconds } from "./format.js";
 
 const LEAST_S = 1e-4;
 const DECADES = 6;
@@ -24,17 +24,18 @@ function make({ stage }) {
   return el(
     "tr",
     { "data-stage": stage },
-    el("th", { scope: "row" }, el("i", { class: "swatch" }), stage, el("small", { class: "more" }), el("small", { class: "failed" })),
+    el("th", { scope: "row" }, el("i", { class: "swatch" }), stage, el("small", { class: "more" }), el("small", { class: "failed" }), el("small", { class: "more" })),
     ...Array.from({ length: 4 }, () => el("td")),
     el("td", { class: "wide" }, scale),
   );
 }
 
-function update(row, { stage, rate: per_s, failed, p50_s, p95_s, p99_s }) {
+function update(row, { stage, rate: per_s, failed, rejected, p50_s, p95_s, p99_s }) {
   const [name, each, p50, p95, p99, scale] = row.cells;
-  const [, more, failures] = name.children;
+  const [, more, failures, rejections] = name.children;
   say(more, MORE[stage] ?? "");
-  say(failures, failed ? plural(failed, "failed", "failed") : "");
+  say(failures, failed ? `${count(failed)} failed` : "");
+  say(rejections, rejected ? `${count(rejected)} rejected` : "");
   say(each, rate(per_s));
   say(p50, seconds(p50_s));
   say(p95, seconds(p95_s));

@@ -9,7 +9,7 @@ const list = new Keyed(by("notices"), make);
 
 export function notices({ notices: shown, instances }) {
   names = new Map(groups(instances).flatMap((group) => group.instances).map((one) => [one.role + one.url, one.name]));
-  list.show(shown, (one) => [one.kind, one.at_s.toFixed(1), one.what, one.said].join(" "));
+  list.show(shown, (one) => [one.kind, one.at_s, one.what, one.said].join(" "));
   by("no-notices").hidden = shown.length > 0;
 }
 
@@ -27,10 +27,10 @@ function change({ at_s, what, said, more }) {
   );
 }
 
-function failure({ at_s, what, said, more }) {
+function failure({ at_s, what, said, more, outcome }) {
   return el(
     "li",
-    { "data-state": said === "client_closed" ? "left" : "failed" },
+    { "data-state": outcome },
     time(at_s),
     el("span", {}, el("b", {}, said), ` ${more}`, el("code", {}, what)),
   );

@@ -28,7 +28,8 @@ export function summary(state) {
   tile("Under way", count(totals.in_flight), `${count(totals.queued)} wait for their turn`, kept(totals.in_flight));
   tile("Whole request, p50", seconds(rank(0.5)), `p95 ${seconds(rank(0.95))}, of the last ${ended.length}`,
     requests.map((one) => (one.error ? null : one.seconds)).reverse(), null, 0.01);
-  tile("Failed, last minute", count(sum("failed")), failures(totals),
+  tile("Rejected, last minute", count(sum("rejected")), rejections(totals), history.map((one) => one.rejected));
+  tile("Failed, last minute", count(sum("failed")), `5xx: ${count(totals.failed)} in all`,
     history.map((one) => one.failed), sum("failed") ? "bad" : null);
   seen.splice(0, seen.length - HISTORY);
 }
@@ -53,8 +54,9 @@ function turnsContinued({ kept, turns, hit }) {
   return ["Of ", el("b", {}, plural(turns, "turn")), ", ", el("b", {}, share(hit, turns)), ` went on from decode's blocks${ready}.`];
 }
 
-function failures({ failed, refused, left }) {
-  return `in all ${count(failed)}; ${count(refused)} refused, ${plural(left, "client")} left`;
+// Refused: by admission control, a 429 or a 503.
+function rejections({ rejected, refused, left }) {
+  return `4xx: ${count(rejected)} in all; ${count(refused)} refused, ${plural(left, "client")} left`;
 }
 
 // The server keeps no past of what is only now: it is what this page has seen.

@@ -29,7 +29,7 @@ export function waterfall({ requests }) {
 }
 
 let last = [];
-const keyOf = (one) => (one.of ? `${keyOf(one.of)} detail` : `${one.engine_id} ${one.ended_s.toFixed(1)}`);
+const keyOf = (one) => (one.of ? `${keyOf(one.of)} detail` : one.engine_id);
 
 function make(one) {
   return one.of ? detail(one.of) : row(one);
@@ -50,7 +50,7 @@ function row(one) {
   });
   return el(
     "tr",
-    { role: "row", "data-failed": one.error != null },
+    { role: "row", "data-outcome": one.outcome },
     cell("ended", el("time", { datetime: new Date(one.ended_s * 1000).toISOString() }, clock(one.ended_s))),
     cell("id", button),
     cell("result", result(one)),
@@ -81,7 +81,7 @@ function bars(one) {
     ...spans.map((span) =>
       svg("rect", {
         "data-stage": span.stage,
-        "data-failed": span.error ? true : null,
+        "data-failed": span.outcome === "failed" ? true : null,
         x: span.after_s * 1000,
         y: span.lane * height,
         width: span.seconds * 1000,
@@ -111,7 +111,7 @@ function lanes(spans) {
 }
 
 function told({ spans }) {
-  return spans.map((span) => `${span.stage} ${seconds(span.seconds)}${span.error ? ", failed" : ""}`).join("; ") || "no stage";
+  return spans.map((span) => `${span.stage} ${seconds(span.seconds)}${span.error ? `, ${span.outcome}` : ""}`).join("; ") || "no stage";
 }
 
 function detail(one) {

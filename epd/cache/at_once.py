@@ -1,0 +1,52 @@
+"""When the store is asked on the event loop, with no thread in between. Pure.
+
+A look-up in memory takes some microseconds, and to hand it to a thread and back takes several times
+as long. But while a look-up runs on the event loop, nothing else does.
+"""
+
+SLOW_S = 0.001
+"""Mean duration of look-ups on the event loop, above which they are made on threads."""
+
+WEIGHT = 0.2
+"""Share of the latest look-up in the mean: one of more than `SLOW_S / WEIGHT` is enough."""
+
+THREADS_S = 5.0
+"""For how long look-ups are then made on threads at least."""
+
+MOST_KEYS = 16
+"""Entries in one look-up on the event loop."""
+
+
+class AtOnce:
+    """Decides by how long look-ups have taken.
+
+    The latest look-up on a thread has to be fast before one is made on the event loop: at the
+    start, after slow ones, and after one that did not end in time. Where look-ups of fewer entries
+    are made on the event loop, one of many on a thread changes nothing.
+    """
+
+    def __init__(self) -> None:
+        self._trusted = False
+        self._mean_s = 0.0
+        self._threads_until_s = 0.0
+
+    def allows(self, keys: int, now_s: float) -> bool:
+        """Return whether a look-up for so many entries is made on the event loop."""
+        return self._trusted and keys <= MOST_KEYS and now_s >= self._threads_until_s
+
+    def took_on_loop(self, seconds: float, now_s: float) -> None:
+        """Judge by a look-up on the event loop."""
+        self._mean_s += WEIGHT * (seconds - self._mean_s)
+        if self._mean_s > SLOW_S:
+            self._distrust(now_s)
+
+    def took_on_thread(self, seconds: float | None, now_s: float) -> None:
+        """Judge by a look-up on a thread; None: it did not end in time."""
+        if seconds is None:
+            self._distrust(now_s)
+        elif not self._trusted or now_s < self._threads_until_s:
+            self._trusted, self._mean_s = seconds <= SLOW_S, seconds
+
+    def _distrust(self, now_s: float) -> None:
+        self._trusted = False
+        self._threads_until_s = now_s + THREADS_S

@@ -1,0 +1,308 @@
+"""What follows a failed attempt, as tables: the first row that applies says how to go on. Pure.
+
+`scripts/recovery_table.py` writes both tables into docs/decisions/011-trying-again.md.
+"""
+
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import NamedTuple
+
+from epd.errors import MediaFetchFailed, ProxyError, Stage, UpstreamTimeout, UpstreamUnreachable
+from epd.request.sending import NOT_ENCODED, Attempt, Sending
+
+MAX_PREFILLS = 2
+"""Prefill instances that a request is sent to, before decode has to do without."""
+
+MAX_DECODES = 2
+"""Decode instances that a request is sent to."""
+
+MAX_ATTEMPTS = 2 + MAX_PREFILLS + MAX_DECODES
+"""With one prefill that could not read what an earlier turn has left, and one request that was
+refused because it had metadata in place of its media."""
+
+MAX_ENCODES = 3
+"""Encode instances that an item is sent to."""
+
+FETCH_AGAIN_S = 2.0
+"""An item whose URL could not be fetched is sent to one more instance if that was known so soon.
+Instances that repeat fetches themselves take longer (`VLLM_MEDIA_FETCH_MAX_RETRIES`)."""
+
+
+def retry_delay_s(error: ProxyError, *, others: bool, patience_s: float = 0.0) -> float | None:
+    """Return how long to wait before an instance is asked after this error; None: none is.
+
+    Args:
+        error: what the last one ended in.
+        others: whether there is one that was not asked.
+        patience_s: the longest rest of the only instance that is waited for.
+    """
+    if not error.retryable:
+        return None
+    if others:
+        return 0.0
+    if error.rest_s is not None and error.rest_s <= patience_s:
+        return error.rest_s
+    return 0.0 if error.repeatable else None
+
+
+class Failure(NamedTuple):
+    """An attempt that failed, and what else may be done.
+
+    Attributes:
+        sending: the attempt.
+        error: what it ended in.
+        other_prefills: whether there is a prefill instance that has not had the request.
+        other_decodes: whether there is such a decode instance.
+        may_prefill_locally: whether decode may do prefill's work (`--on-prefill-failure local`).
+    """
+
+    sending: Sending
+    error: ProxyError
+    other_prefills: bool
+    other_decodes: bool
+    may_prefill_locally: bool
+
+    def failed_at(self, stage: Stage) -> bool:
+        """Return whether this stage failed."""
+        return self.error.stage == stage
+
+    @property
+    def failures(self) -> tuple[Stage, ...]:
+        """The stages that have failed, this one among them if its instance was reached."""
+        before = self.sending.attempt.failures
+        unreached = isinstance(self.error, UpstreamUnreachable)
+        return before if unreached else (*before, self.error.stage)
+
+    @property
+    def can_repeat(self) -> bool:
+        """Whether an instance of the stage that failed may do better."""
+        others = self.other_prefills if self.failed_at("prefill") else self.other_decodes
+        return retry_delay_s(self.error, others=others) is not None
+
+    @property
+    def next_attempt(self) -> Attempt:
+        """The attempt again, which avoids the instances that have had it."""
+        sending, attempt = self.sending, self.sending.attempt
+        failed_load = self.failed_at("decode") and self.error.engine_failed
+        prefills = () if sending.prefill is None else (sending.prefill.instance,)
+        # A request whose items are taken to be encoded already goes out as the client sent it.
+        encoded = sending.encodings is not NOT_ENCODED
+        return attempt._replace(
+            prefills=attempt.prefills + prefills,
+            decodes=sending.decodes,
+            failures=self.failures,
+            doubtful=sending.decodes[-1] if failed_load else attempt.doubtful,
+            encodings=sending.encodings if encoded else attempt.encodings,
+            resent=attempt.resent or bool(prefills),
+        )
+
+
+class Rule(NamedTuple):
+    """A row of the table for requests.
+
+    Attributes:
+        condition: what has failed, in words.
+        follows: what follows, in words.
+        applies: the condition.
+        attempt: the next attempt.
+    """
+
+    condition: str
+    follows: str
+    applies: Callable[[Failure], bool]
+    attempt: Callable[[Failure], Attempt]
+
+
+def _read_back_failed(failure: Failure) -> bool:
+    return failure.failed_at("prefill") and failure.sending.reads_back and failure.error.worked
+
+
+def _metadata_refused(failure: Failure) -> bool:
+    sending, attempt = failure.sending, failure.sending.attempt
+    return (
+        failure.error.answered == HTTPStatus.BAD_REQUEST
+        and sending.prompt.depends
+        and not (attempt.raw or attempt.reencode)
+        and all(one.item.has_media for one in sending.encodings.items)
+    )
+
+
+def _entry_lost(failure: Failure) -> bool:
+    sending = failure.sending
+    lost = failure.error.engine_failed and not sending.attempt.reencode
+    return lost and sending.prompt.depends
+
+
+def _prefill_again(failure: Failure) -> bool:
+    few = failure.failures.count("prefill") < MAX_PREFILLS
+    # Not to the only instance, which has just died of it, while decode can do the same.
+    only = failure.error.died and not failure.other_prefills and failure.may_prefill_locally
+    return failure.failed_at("prefill") and few and not only and failure.can_repeat
+
+
+def _prefill_locally(failure: Failure) -> bool:
+    possible = failure.may_prefill_locally and failure.error.retryable
+    return failure.failed_at("prefill") and possible
+
+
+def _may_decode_again(failure: Failure) -> bool:
+    few = failure.failures.count("decode") < MAX_DECODES
+    return failure.failed_at("decode") and few and not isinstance(failure.error, UpstreamTimeout)
+
+
+def _blocks_lost(failure: Failure) -> bool:
+    # As with vLLM's `kv_load_failure_policy` "fail".
+    lost = failure.error.engine_failed and failure.sending.prefilled
+    return _may_decode_again(failure) and lost
+
+
+def _decode_again(failure: Failure) -> bool:
+    return _may_decode_again(failure) and failure.can_repeat
+
+
+def _doubtful_is_left(failure: Failure) -> bool:
+    left = failure.next_attempt.doubtful in failure.sending.decodes
+    unreached = isinstance(failure.error, UpstreamUnreachable)
+    return _may_decode_again(failure) and unreached and left
+
+
+def _not_counted(failure: Failure) -> Attempt:
+    """Return the next attempt, for which this one is no failure of its stage."""
+    return failure.next_attempt._replace(failures=failure.sending.attempt.failures)
+
+
+def _without_doubt(failure: Failure) -> Attempt:
+    attempt = failure.next_attempt
+    decodes = tuple(one for one in attempt.decodes if one != attempt.doubtful)
+    return attempt._replace(decodes=decodes)
+
+
+RULES = (
+    Rule(
+        "prefill fails while it reads decode's blocks of the previous turn",
+        "prefill computes them; the same instance may be chosen",
+        _read_back_failed,
+        lambda failure: _not_counted(failure)._replace(prefills=failure.sending.attempt.prefills),
+    ),
+    Rule(
+        "prefill or decode answers 400 to metadata in place of media",
+        "the request goes out with its media",
+        _metadata_refused,
+        lambda failure: _not_counted(failure)._replace(raw=True),
+    ),
+    Rule(
+        "prefill or decode answers 500 to a request that names encoder outputs, the first time",
+        "all items are encoded again, and their media go along",
+        _entry_lost,
+        lambda failure: failure.next_attempt._replace(reencode=True),
+    ),
+    Rule(
+        f"prefill fails, fewer than {MAX_PREFILLS} times, and an instance may do better",
+        "another prefill instance, or the only one",
+        _prefill_again,
+        lambda failure: failure.next_attempt,
+    ),
+    Rule(
+        "prefill fails otherwise, with `--on-prefill-failure local`",
+        "decode does prefill's work",
+        _prefill_locally,
+        lambda failure: failure.next_attempt._replace(without_prefill=True),
+    ),
+    Rule(
+        f"decode answers 500 after a prefill, fewer than {MAX_DECODES} times",
+        "prefill and decode again: the KV blocks may have been lost",
+        _blocks_lost,
+        lambda failure: failure.next_attempt,
+    ),
+    Rule(
+        f"decode fails in time, fewer than {MAX_DECODES} times, and an instance may do better",
+        "another decode instance, or the only one",
+        _decode_again,
+        lambda failure: failure.next_attempt,
+    ),
+    Rule(
+        "decode cannot be reached, and the other instance failed only because an entry was lost",
+        "that other decode instance, as the entry has been made again",
+        _doubtful_is_left,
+        _without_doubt,
+    ),
+)
+"""In this order. Failures of other stages, and all that no row names, are the client's answer."""
+
+
+def next_attempt(failure: Failure) -> Attempt | None:
+    """Return the attempt that follows a failure; None: the client gets the error."""
+    if failure.error.stage not in {"prefill", "decode"}:
+        return None
+    rule = next((rule for rule in RULES if rule.applies(failure)), None)
+    return None if rule is None else rule.attempt(failure)
+
+
+class EncodeFailure(NamedTuple):
+    """An item's encode that failed.
+
+    Attributes:
+        error: what it ended in.
+        tries: instances that the item was sent to.
+        elapsed_s: since the first of them was asked.
+        others: whether there is one that has not had it.
+        may_be_local: whether prefill or decode may encode it (`--on-encode-failure local`).
+        patience_s: the longest rest of an instance that is waited for.
+    """
+
+    error: ProxyError
+    tries: int
+    elapsed_s: float
+    others: bool
+    may_be_local: bool
+    patience_s: float
+
+
+class EncodeRule(NamedTuple):
+    """A row of the table for items. `delay_s`: seconds until the next try; None: there is none."""
+
+    condition: str
+    follows: str
+    applies: Callable[[EncodeFailure], bool]
+    delay_s: Callable[[EncodeFailure], float | None]
+
+
+def _fetched_again(failure: EncodeFailure) -> float | None:
+    soon = failure.tries == 1 and failure.elapsed_s < FETCH_AGAIN_S
+    return 0.0 if soon else None
+
+
+def _repeated(failure: EncodeFailure) -> float | None:
+    # Prefill or decode come next. Where they may not, it may have been a mere reset.
+    return 0.0 if failure.tries == 1 and not failure.may_be_local else None
+
+
+ENCODE_RULES = (
+    EncodeRule(
+        "the instance could not fetch the item's URL",
+        f"one more instance if that was known within {FETCH_AGAIN_S:.0f} s, else the error",
+        lambda failure: isinstance(failure.error, MediaFetchFailed),
+        _fetched_again,
+    ),
+    EncodeRule(
+        "the only instance died while it had the item",
+        "the same instance once more with `--on-encode-failure fail`, else prefill or decode",
+        lambda failure: failure.error.died and failure.error.retryable and not failure.others,
+        _repeated,
+    ),
+    EncodeRule(
+        "any other failure after which an instance may do better",
+        "another instance; the only one after a failure, or after the rest that it asks for",
+        lambda failure: failure.error.retryable,
+        lambda failure: retry_delay_s(
+            failure.error, others=failure.others, patience_s=failure.patience_s
+        ),
+    ),
+)
+"""In this order. At the end, prefill or decode encode the item (`--on-encode-failure local`)."""
+
+
+def encode_delay_s(failure: EncodeFailure) -> float | None:
+    """Return how long to wait before the item is sent once more; None: it is not."""
+    rule = next((rule for rule in ENCODE_RULES if rule.applies(failure)), None)
+    return None if rule is None else rule.delay_s(failure)

@@ -1,0 +1,67 @@
+"""Under which namespace each instance keeps encoder outputs. No I/O.
+
+Instances with different encoder weights have different namespaces, and share no outputs: so it is
+during a rolling update. An instance whose namespace is not known is taken to share with all.
+"""
+
+import math
+import time
+from collections.abc import Callable
+
+from epd.routing.health import State
+from epd.routing.instances import CONSUMERS, Instance, Role
+from epd.routing.table import InstanceTable
+
+INTERVAL_S = 5.0
+"""How often an instance is asked. One that was down is asked as soon as it is back."""
+
+
+class Namespaces:
+    """The namespaces of the instances of one table. Belongs to one event loop."""
+
+    def __init__(self, table: InstanceTable, clock: Callable[[], float] = time.monotonic) -> None:
+        """Know none yet."""
+        self._table = table
+        self._clock = clock
+        self._known: dict[tuple[Role, str], str] = {}
+        self._asked_s: dict[tuple[Role, str], float] = {}
+
+    def due(self) -> list[Instance]:
+        """Return the instances to ask now; each answer goes to `told`."""
+        members = {one.key: one for one in self._table.of(*Role)}
+        up = {key for key, one in members.items() if self._table.state(one) is not State.DOWN}
+        self._known = {key: name for key, name in self._known.items() if key in members}
+        self._asked_s = {key: asked_s for key, asked_s in self._asked_s.items() if key in up}
+        now_s = self._clock()
+        due = [
+            (key, one)
+            for key, one in members.items()
+            if key in up and self._asked_s.get(key, -math.inf) + INTERVAL_S <= now_s
+        ]
+        self._asked_s.update((key, now_s) for key, _ in due)
+        return [one for _, one in due]
+
+    def told(self, instance: Instance, namespace: str | None) -> None:
+        """Take what an instance says.
+
+        Args:
+            instance: the instance. One that is not in the table is forgotten by the next `due`.
+            namespace: empty: it has none, or several; None: it did not answer.
+        """
+        if namespace:
+            self._known[instance.key] = namespace
+        elif namespace is not None:
+            self._known.pop(instance.key, None)
+
+    def of(self, instance: Instance) -> str | None:
+        """Return an instance's namespace; None: it is not known."""
+        return self._known.get(instance.key)
+
+    def of_consumers(self) -> frozenset[str]:
+        """Return all namespaces that are known of instances that consume encoder outputs."""
+        known = (self.of(one) for one in self._table.of(*CONSUMERS))
+        return frozenset(one for one in known if one is not None)
+
+    def shares(self, instance: Instance, namespace: str | None) -> bool:
+        """Return whether outputs of an instance are found under a namespace, if it is known."""
+        return namespace is None or self.of(instance) in {None, namespace}
