@@ -36,6 +36,8 @@ PROXY_FLAGS = {
     "--prefill-timeout-s": 6,
     "--first-byte-timeout-s": 12,
     "--idle-timeout-s": 8,
+    "--request-timeout-s": 40,
+    "--suspect-s": 2,
     "--connect-timeout-s": 2,
     "--ec-store-budget-s": 0.5,
     "--max-body-bytes": MAX_BODY_BYTES,
@@ -48,7 +50,7 @@ PROXY_FLAGS = {
     "--log-format": "json",
 }
 """Deadlines short enough for a fault to end in one, and long enough for a busy machine; rests short
-enough to be over soon."""
+enough to be over soon. Without a stream, a hanging decode ends in the request's own deadline."""
 
 SERVES_WITHIN_S = 60.0
 SETTLES_WITHIN_S = 20.0

@@ -15,6 +15,7 @@ from typing import Protocol
 import aiohttp
 import redis
 
+from ec_store import open_store
 from epd.fleet import Process, free_ports
 from epd.routing.instances import Role
 
@@ -132,6 +133,7 @@ class DiskStore:
         self.url = f"file://{self._store}?max_bytes=16MiB"
         mounted = _ran("mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(folder))
         self._mounted = mounted
+        open_store(self.url).close()  # engines do so when they start
         self.kinds = ("removed", "corrupt", *(("full", "read-only") if mounted else ()))
 
     @asynccontextmanager

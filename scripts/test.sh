@@ -6,6 +6,8 @@ cd "$(dirname "$0")/.."
 ./scripts/setup.sh
 ./scripts/fetch_multi_turn.sh ||
     echo "vLLM's source could not be fetched and unpacked, which a test in tests/e2e/test_conversations.py needs"
+# The hundreds of programs that tests start would each compile this project's modules.
+export PYTHONDONTWRITEBYTECODE=
 [ $# = 0 ] || exec .venv/bin/python -m pytest "$@"
 failed=0
 .venv/bin/python -m pytest --ignore tests/e2e -n 4 --dist loadfile --no-loadscope-reorder || failed=$?

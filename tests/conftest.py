@@ -1,13 +1,12 @@
 """What several kinds of tests share."""
 
-import fcntl
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.models import written
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -22,10 +21,5 @@ def pytest_configure() -> None:
 
 @pytest.fixture(scope="session")
 def models() -> Path:
-    """A directory with the tiny models."""
-    directory = ROOT / ".run" / "models"
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / ".lock").open("w") as lock:  # of several test processes, one writes them
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        subprocess.run([sys.executable, ROOT / "scripts" / "tiny_models.py", directory], check=True)
-    return directory
+    """A directory with the tiny models of most tests."""
+    return written()

@@ -6,6 +6,8 @@ from xml.etree import ElementTree as ET
 import orjson
 import pytest
 
+from epd.cli import main
+
 RUN = {
     "name": "epd",
     "dataset": "pool",
@@ -37,10 +39,15 @@ OVERHEAD = {
 SERVE = {"kind": "serve", "runs": [RUN, PLAIN]}
 
 
-def plot(document: object, folder: Path) -> subprocess.CompletedProcess[str]:
+def written(document: object, folder: Path) -> Path:
     results = folder / "results.json"
     results.write_bytes(orjson.dumps(document))
-    command = [sys.executable, "-m", "epd", "bench", "plot", str(results), "--folder", str(folder)]
+    return results
+
+
+def plot(document: object, folder: Path) -> subprocess.CompletedProcess[str]:
+    results = str(written(document, folder))
+    command = [sys.executable, "-m", "epd", "bench", "plot", results, "--folder", str(folder)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -97,11 +104,14 @@ def test_a_target_without_a_cache_is_left_out_of_the_hit_rates(tmp_path: Path) -
         "no",
     ],
 )
-def test_what_holds_no_results_is_said_in_a_line(document: object, tmp_path: Path) -> None:
-    done = plot(document, tmp_path)
+def test_what_holds_no_results_is_said_in_a_line(
+    document: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "plot", str(written(document, tmp_path)), "--folder", str(tmp_path)])
 
-    assert done.returncode == 2
-    assert "holds no results" in done.stderr
+    assert ended.value.code == 2
+    assert "holds no results" in capsys.readouterr().err
 
 
 def test_a_folder_that_is_not_there_is_said_in_a_line(tmp_path: Path) -> None:

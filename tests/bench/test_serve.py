@@ -174,10 +174,14 @@ def test_a_longer_data_set_keeps_the_pictures_of_a_shorter_one(tmp_path: Path) -
         (["--url", NOBODY, "--dataset", "mnist"], "invalid choice: 'mnist'"),
     ],
 )
-async def test_wrong_flags_end_in_one_line_and_code_2(args: list[str], message: str) -> None:
-    code, _, err = await bench(*args)
+def test_wrong_flags_end_in_one_line_and_code_2(
+    capsys: pytest.CaptureFixture[str], args: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "serve", *args])
+    err = capsys.readouterr().err
 
-    assert code == 2
+    assert ended.value.code == 2
     assert message in err
     assert len(err.splitlines()) == 1
 

@@ -16,6 +16,8 @@ Series = dict[str, str]
 
 ALERTS = {rule["alert"]: rule for rule in rules() if "alert" in rule}
 P = 'job="epd", instance="p1:8000"'
+S = 'job="ec-store", instance="s1:8100"'
+V = 'job="vllm", instance="d1:8000", role="decode", model_name="m", engine="0"'
 CHAT = 'path="/v1/chat/completions", model_name="m"'
 E1 = 'role="encode", exported_instance="http://e1"'
 E2 = 'role="encode", exported_instance="http://e2"'
@@ -83,6 +85,25 @@ def gauge(name: str, labels: str, value: str) -> Series:
     return {f"{name}{{{P}, {labels}}}": f"{value}x100"}
 
 
+def bypassing(open_: str, bypassed: str, errors: str = "0x100") -> Series:
+    """An engine whose breaker is open or not, and what it did not fetch."""
+    return {
+        f"vllm:ec_store_breaker_open{{{V}}}": open_,
+        f"vllm:ec_store_bypassed_total{{{V}}}": bypassed,
+        f"vllm:ec_store_errors_total{{{V}}}": errors,
+        f"vllm:ec_store_timeouts_total{{{V}}}": "0x100",
+    }
+
+
+def maintained(succeeded: str, up: str = "1x100") -> Series:
+    """A service that says when it succeeded last: promtool begins at 0."""
+    return {
+        f"up{{{S}}}": up,
+        f"ec_store_maintenance_last_success_timestamp_seconds{{{S}}}": succeeded,
+    }
+
+
+STORE = {"job": "ec-store", "instance": "s1:8100"}
 PROXY = {"job": "epd", "instance": "p1:8000"}
 CASES = {
     "EpdProxyDown": Case({f"up{{{P}}}": "1x5 0x60"}, {f"up{{{P}}}": "1x5 0 0 1x60"}, labels=PROXY),
@@ -146,10 +167,33 @@ CASES = {
     ),
     "EpdStoreFails": Case(operations(15, 85), operations(5, 95), labels={"operation": "lookup"}),
     "EpdCacheHitsFell": Case(items(8, 1), items(8, 6), minutes=BEFORE + 100),
+    "EpdEngineStoreUnused": Case(
+        bypassing("1x100", "0+9x100"),
+        bypassing("1 1 1 1 0 0 1 1 1 1 0 0 1 1 1 1 0 0 0x100", "0+9x100"),
+        labels={"job": "vllm", "instance": "d1:8000", "role": "decode"}
+        | {"model_name": "m", "engine": "0"},
+    ),
+    "EpdStoreMaintenanceLate": Case(
+        maintained("0+60x10 600x100"),
+        maintained("0+60x10 600x17 1680+60x100"),
+        minutes=35,
+        labels=STORE,
+    ),
+    "EpdStoreMaintenanceFails": Case(
+        {f"ec_store_maintenance_failures_total{{{S}}}": "0x5 1 2 3 4 5 6x100"},
+        {f"ec_store_maintenance_failures_total{{{S}}}": "0x5 1 2x100"},
+        labels=STORE,
+    ),
     "EpdLoopStalls": Case(
         {f"epd_event_loop_lag_seconds{{{P}}}": "0.2x60"},
         {f"epd_event_loop_lag_seconds{{{P}}}": "0.2 0.2 0.01 0.2 0.2 0.2 0.05 0.2 0.01x60"},
         labels=PROXY,
+    ),
+    "EpdBackgroundFails": Case(
+        {f'epd_background_failures_total{{{P}, task="probes"}}': "0 0 0 1x60"},
+        {f'epd_background_failures_total{{{P}, task="probes"}}': "3x60"},
+        minutes=10,
+        labels={"instance": "p1:8000", "task": "probes"},
     ),
     "EpdReloadFailed": Case(
         {f"epd_config_last_reload_success{{{P}}}": "1 0x60"},
@@ -172,7 +216,11 @@ def test_every_alert_has_a_case() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_alert_fires_when_it_should_and_not_short_of_it(name: str, tmp_path: Path) -> None:
-    case, severity = CASES[name], ALERTS[name]["labels"]["severity"]
+    assert_fires(name, CASES[name], tmp_path)
+
+
+def assert_fires(name: str, case: Case, tmp_path: Path) -> None:
+    severity = ALERTS[name]["labels"]["severity"]
     labels = {"alertname": name, "alertstate": "firing", "severity": severity} | case.labels
     said = ", ".join(f'{key}="{value}"' for key, value in labels.items())
     fired = [{"labels": f"ALERTS{{{said}}}", "value": 1}]
@@ -192,6 +240,32 @@ def test_an_alert_says_what_is_seen_and_what_to_do(name: str) -> None:
     assert set(texts) == {"summary", "description", "runbook"}
     assert used <= set(CASES[name].labels)
     assert ALERTS[name]["labels"]["severity"] in {"page", "ticket"}
+
+
+@pytest.mark.parametrize(
+    ("name", "fires", "quiet"),
+    [
+        (
+            "EpdEngineStoreUnused",
+            bypassing("1x4 0 1x4 0 1x100", "0x100", errors="0+1x100"),  # one trial in 5 s fails
+            bypassing("1x100", "0 9 18x100"),  # the last step of an engine that is idle since
+        ),
+        (
+            "EpdStoreMaintenanceLate",
+            maintained("0x100"),  # it has never succeeded
+            maintained("0x8 540+60x100"),  # its first sweep is long
+        ),
+        (
+            "EpdStoreMaintenanceLate",
+            maintained("0+60x5 _x100", up="1x5 0x100"),  # it is gone
+            maintained("0+60x5 _ _ _ 540+60x100", up="1x5 0 0 0 1x100"),  # a restart
+        ),
+    ],
+)
+def test_an_alert_of_the_store_fires_in_other_cases_too(
+    name: str, fires: Series, quiet: Series, tmp_path: Path
+) -> None:
+    assert_fires(name, Case(fires, quiet, labels=CASES[name].labels), tmp_path)
 
 
 def test_ratios_are_of_the_last_five_minutes(tmp_path: Path) -> None:

@@ -14,7 +14,10 @@ from tests.deploy.tools import DASHBOARD, DEPLOY, load
 BOARD: dict[str, Any] = json.loads(DASHBOARD.read_text())
 WIDTH = 24
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
-ROWS = ("Overview", "Cache & savings", "Stages", "Instances", "Limits & faults", "Engines (vLLM)")
+ROWS = (
+    *("Overview", "Cache & savings", "Stages", "Instances", "Limits & faults"),
+    *("Engines (vLLM)", "Store"),
+)
 PLOTS = {"stat", "timeseries", "heatmap", "state-timeline"}
 
 

@@ -20,6 +20,7 @@ from tests.requests import image, request
 ADMIN = "0123456789abcdef0123456789abcdef"
 WITHIN_S = 60.0
 BOARD: dict[str, Any] = json.loads(DASHBOARD.read_text())
+METRICS = Path(__file__).parents[2] / "docs/metrics.md"
 EXPRESSIONS = [*(rule["expr"] for rule in rules()), *queries(BOARD)]
 OURS = ("epd_", "up")
 
@@ -111,6 +112,20 @@ async def test_what_dashboard_and_rules_ask_for_is_there(scraped: Prometheus) ->
         rule.get("alert") or rule["record"] for rule in rules()
     }
     assert all(rule["health"] != "err" for group in groups for rule in group["rules"])
+
+
+def documented() -> list[str]:
+    """The queries of docs/metrics.md."""
+    _, _, questions = METRICS.read_text().partition("## Questions")
+    return [line.strip() for line in questions.splitlines() if line.startswith("    ")]
+
+
+@pytest.mark.parametrize("expr", [*EXPRESSIONS, *documented()])
+def test_probes_and_polling_are_no_traffic(expr: str) -> None:
+    """`GET /health` that answers 503 every second is not a request that failed."""
+    for name, labels in asked(expr):
+        if name.startswith(("epd_requests_total", "epd_request_seconds")):
+            assert "path" in labels
 
 
 def test_what_is_recorded_is_used_and_what_is_used_is_recorded() -> None:

@@ -292,3 +292,20 @@ def test_redis_leaves_a_fifth_of_its_container_beside_its_entries() -> None:
     [limit] = re.findall(r"^maxmemory (\d+)gb$", (FOLDER / "redis.conf").read_text(), re.MULTILINE)
 
     assert size(container("redis")["resources"]["limits"]["memory"]) >= int(limit) * 2**30 * 1.25
+
+
+def test_redis_conf_is_the_one_of_the_documentation() -> None:
+    documented = (
+        (FOLDER.parents[1] / "docs/redis.md").read_text().split("## redis.conf")[1].split("```")[1]
+    )
+    shipped = _settings((FOLDER / "redis.conf").read_text())
+    names = {"tls-port", "tls-cert-file", "tls-key-file", "tls-ca-cert-file", "port", "maxmemory"}
+
+    assert ["maxmemory-samples", "10"] in shipped
+    assert [line for line in shipped if line[0] not in names] == [
+        line for line in _settings(documented) if line[0] not in names
+    ]
+
+
+def _settings(text: str) -> list[list[str]]:
+    return [line.split() for each in text.splitlines() if (line := each.partition("#")[0].strip())]

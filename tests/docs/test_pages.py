@@ -1,20 +1,34 @@
-"""What the documents tell people to type is taken by the commands; every decision is listed."""
+"""What documents tell people to type is taken by the commands; what they refer to is there."""
 
 import re
 import shlex
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 import ec_store.cli
+from ec_store.disk_settings import StoreSettings
 from epd.cli import make_parser
+from tests.deploy.tools import PROMETHEUS, rules
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 CODE = re.compile(r"^```(?:bash|sh)?\n(.*?)^```$|^((?:    .*\n)+)", re.MULTILINE | re.DOTALL)
 SYNOPSIS = re.compile(r"[|…─]| \.\.\.|=command | [A-Z]\b")
 """What stands for something else, and is not to be typed as it is."""
+
+
+LINK = re.compile(r"\]\(([^)#:\s]*)#([^)\s]+)\)")
+REFERENCE = re.compile(r"\b(docs/[\w/.-]+\.md)#([\w-]+)")
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link to a heading of a page has after `#`, as MkDocs makes it of the heading."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    texts = [re.sub(r"[^\w\s-]", "", text.lower()) for text in headings]
+    return {re.sub(r"[-\s]+", "-", text.strip()) for text in texts}
 
 
 def commands(page: Path) -> Iterator[str]:
@@ -52,3 +66,34 @@ def test_every_decision_is_in_their_index() -> None:
     index = (folder / "index.md").read_text()
 
     assert [page.name for page in sorted(folder.glob("0*.md")) if page.name not in index] == []
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "SECURITY.md"], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_a_link_to_a_heading_leads_to_one(page: Path) -> None:
+    lost = [
+        f"{target}#{anchor}"
+        for target, anchor in LINK.findall(page.read_text())
+        if anchor not in anchors(page.parent / target if target else page)
+    ]
+
+    assert lost == []
+
+
+def test_every_alert_is_in_the_guide_and_its_runbook_leads_to_headings() -> None:
+    guide = (ROOT / "docs" / "guides" / "monitoring.md").read_text()
+    alerts = [rule["alert"] for rule in rules() if "alert" in rule]
+    references = REFERENCE.findall((PROMETHEUS / "alerts.yaml").read_text())
+
+    assert {"EpdEngineStoreUnused", "EpdStoreMaintenanceLate"} <= set(alerts)
+    assert [name for name in alerts if f"`{name}`" not in guide] == []
+    assert references
+    assert [one for one in references if one[1] not in anchors(ROOT / one[0])] == []
+
+
+@pytest.mark.parametrize("page", ["configuration.md", "decisions/030-settings-of-a-store.md"])
+def test_every_setting_of_a_store_is_documented(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text()
+
+    assert [one.name for one in fields(StoreSettings) if f"`{one.name}" not in text] == []

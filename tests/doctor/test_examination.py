@@ -327,6 +327,21 @@ async def test_an_instance_that_closes_idle_connections_early_is_found(
     ]
 
 
+async def test_a_store_that_is_missing_is_a_failure_and_is_not_made(
+    clinic: Clinic, tmp_path: Path
+) -> None:
+    folder = tmp_path / "typo" / "x"
+    clinic.store = f"file://{folder}?max_bytes=1MiB"
+
+    [finding] = [one for one in await clinic.findings() if one.verdict is not Verdict.OK]
+
+    assert (finding.verdict, finding.subject) == (Verdict.FAIL, "store")
+    assert finding.seen == f"there is no store in {folder}"
+    assert "--ec-transfer-config" in finding.advice
+    assert "ec-store configure" in finding.advice
+    assert not folder.parent.exists()
+
+
 async def test_a_store_that_is_away_is_a_failure(clinic: Clinic) -> None:
     clinic.store = "redis://127.0.0.1:9/?connect_timeout=0.2s"
 

@@ -1,5 +1,6 @@
 """Findings out of facts."""
 
+from pathlib import PurePosixPath
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ from hypothesis import strategies as st
 from epd.config import ProxyConfig
 from epd.doctor.facts import InstanceFacts, Model, StoreFacts, Trial
 from epd.doctor.findings import Finding, Verdict, as_json, as_text, fail, ok, warn, worst
-from epd.doctor.host import judge_host
+from epd.doctor.host import judge_backlog, judge_host
 from epd.doctor.judge import judge_fleet, judge_instance, judge_store
+from epd.doctor.mounts import Mount, mount_of
 from epd.routing.instances import Instance, Role
 
 E = Instance(Role.ENCODE, "http://e")
@@ -91,6 +93,10 @@ def test_an_instance_that_cannot_be_reached_is_not_compared_with_others() -> Non
     assert bad(judge_fleet([facts(), facts(PD, problem="away", models=(), version=None)])) == []
 
 
+def mount(kind: str, options: str) -> Mount | None:
+    return mount_of(PurePosixPath("/mnt/ec"), [f"x /mnt {kind} {options} 0 0"])
+
+
 @pytest.mark.parametrize(
     ("store", "verdict", "seen"),
     [
@@ -100,7 +106,10 @@ def test_an_instance_that_cannot_be_reached_is_not_compared_with_others() -> Non
         (StoreFacts(writable=False), Verdict.WARN, "may not write"),
         (StoreFacts(entry="missing"), Verdict.FAIL, "is not in it"),
         (StoreFacts(entry="found"), Verdict.FAIL, "cannot be read"),
-        (StoreFacts(bytes=1, max_bytes=12, free_bytes=10), Verdict.WARN, "more than the 11"),
+        (StoreFacts(bytes=1, max_bytes=12, free_bytes=10), Verdict.WARN, "more than the 11 B"),
+        (StoreFacts(mount=mount("nfs4", "rw,hard")), Verdict.WARN, "nfs4 mount at /mnt caches"),
+        (StoreFacts(mount=mount("nfs", "lookupcache=all")), Verdict.WARN, "nfs mount at /mnt"),
+        (StoreFacts(mount=mount("ceph", "rw")), Verdict.WARN, "clients' clocks"),
     ],
 )
 def test_what_is_wrong_with_the_store_is_said_with_what_to_change(
@@ -111,6 +120,64 @@ def test_what_is_wrong_with_the_store_is_said_with_what_to_change(
     assert finding.verdict is verdict
     assert seen in finding.seen
     assert finding.advice
+
+
+def test_a_quota_above_the_room_is_lowered_where_it_is_in_force() -> None:
+    store = StoreFacts(bytes=2**30, max_bytes=64 * 2**30, free_bytes=9 * 2**30)
+
+    [finding] = bad(judge_store(config(), store))
+
+    assert finding.seen == "its quota of 64.0 GiB is more than the 10.0 GiB it can have"
+    assert "ec-store configure" in finding.advice
+    assert "--max-bytes" in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("nfs4", "rw,hard,lookupcache=positive"),
+        ("nfs4", "lookupcache=none"),
+        ("nfs", "rw,noac"),
+        ("tmpfs", "rw"),
+        ("ext4", "rw,relatime"),
+    ],
+)
+def test_mount_as_it_should_be_is_no_complaint(kind: str, options: str) -> None:
+    assert bad(judge_store(config(), StoreFacts(mount=mount(kind, options)))) == []
+
+
+TABLE = r"""
+/dev/vda / ext4 rw,relatime 0 0
+nas:/ec /mnt/ec nfs4 rw,vers=4.2,hard,lookupcache=positive 0 0
+tmpfs /mnt/ec/in\040memory tmpfs rw 0 0
+tmpfs /mnt tmpfs rw 0 0
+nas:/new /mnt/ec nfs4 rw,vers=4.2 0 0
+no line
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "options"),
+    [
+        ("/", "ext4", {"rw": "", "relatime": ""}),
+        ("/mnt/ecology", "tmpfs", {"rw": ""}),
+        ("/mnt/ec", "nfs4", {"rw": "", "vers": "4.2"}),
+        ("/mnt/ec/store", "nfs4", {"rw": "", "vers": "4.2"}),
+        ("/mnt/ec/in memory/store", "tmpfs", {"rw": ""}),
+    ],
+)
+def test_mount_of_a_path_is_the_last_of_the_nearest(
+    path: str, kind: str, options: dict[str, str]
+) -> None:
+    found = mount_of(PurePosixPath(path), TABLE.splitlines())
+
+    assert found is not None
+    assert (found.kind, found.options) == (kind, options)
+
+
+@given(st.text(), st.text())
+def test_no_mount_table_raises(path: str, table: str) -> None:
+    mount_of(PurePosixPath("/" + path), table.splitlines())
 
 
 def test_a_store_as_it_should_be_is_no_complaint() -> None:
@@ -127,6 +194,8 @@ def test_a_store_as_it_should_be_is_no_complaint() -> None:
         ({"allowed_local_media_path": "/nowhere"}, "media"),
         ({"api_keys_file": "keys"}, "access"),
         ({"host": "192.0.2.1"}, "access"),
+        ({"host": "localhost", "uds": "/run/epd/s"}, "access"),
+        ({"host": "localhost", "allowed_origins": ("*",)}, "access"),
         ({"allowed_media_domains": ()}, "media"),
     ],
 )
@@ -139,10 +208,38 @@ def test_settings_that_will_cause_trouble_are_found_without_an_instance(
         "allowed_media_domains": ("example.com",),
         "max_requests": 64,
     }
-    before = {one.subject for one in bad(judge_host(config(**sound)))} - {"umask"}
-    after = {one.subject for one in bad(judge_host(config(**sound | changes)))} - {"umask"}
+    ours = {"umask", "backlog"}  # of the machine, not of the settings
+    before = {one.subject for one in bad(judge_host(config(**sound)))} - ours
+    after = {one.subject for one in bad(judge_host(config(**sound | changes)))} - ours
 
     assert (before, after) == (set(), {subject})
+
+
+@pytest.mark.fault(72)
+@pytest.mark.parametrize(
+    ("somaxconn", "verdicts"),
+    [
+        (128, [Verdict.WARN]),
+        (1023, [Verdict.WARN]),
+        (1024, [Verdict.OK]),
+        (4096, [Verdict.OK]),
+        (None, []),
+    ],
+)
+def test_a_kernel_that_holds_few_connections_is_found(
+    somaxconn: int | None, verdicts: list[Verdict]
+) -> None:
+    findings = list(judge_backlog(somaxconn))
+
+    assert [one.verdict for one in findings] == verdicts
+    for one in bad(findings):
+        assert f"holds {somaxconn} connections" in one.seen
+        assert "sysctl -w net.core.somaxconn=4096" in one.advice
+
+
+@pytest.mark.fault(72)
+def test_this_machines_backlog_is_looked_at() -> None:
+    assert "backlog" in {one.subject for one in judge_host(config())}
 
 
 FINDINGS = st.lists(

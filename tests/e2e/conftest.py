@@ -20,7 +20,9 @@ from ec_store import EntryInfo, open_store
 from epd.fleet import Engine, Stack, Topology
 from epd.routing.instances import Role
 from tests.collector import Collector, over_http
+from tests.e2e.forked import ForkedStack
 from tests.e2e.stacks import AUDIO_STACKS, CLUSTER, REDIS, STACKS, VISION_STACKS, Spec
+from tests.models import written
 from tests.store.redis_server import RedisServer, cluster
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,6 +39,7 @@ class Served:
     client: openai.OpenAI
     baseline: openai.OpenAI
     collector: Collector
+    logs: Path
 
     @property
     def model(self) -> str:
@@ -46,6 +49,10 @@ class Served:
     @property
     def encode(self) -> Engine:
         return self.stack.of(Role.ENCODE)[0]
+
+    def log(self, engine: Engine) -> str:
+        """What an engine has logged."""
+        return (self.logs / f"{engine.name}.log").read_text()
 
     @property
     def consumers(self) -> list[Engine]:
@@ -90,7 +97,7 @@ def redis_servers(store: str, folder: Path) -> Iterator[tuple[Sequence[RedisServ
 
 @pytest.fixture(scope="session", params=VISION_STACKS + AUDIO_STACKS, ids=str)
 def stack(
-    request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
     spec: Spec = request.param
     directory = tmp_path_factory.mktemp(str(spec))
@@ -98,8 +105,8 @@ def stack(
         collector = running.enter_context(over_http())
         traces = ["--otlp-traces-endpoint", collector.url] if spec.traced else []
         redis, url = running.enter_context(redis_servers(spec.store, directory / "redis"))
-        described = Stack(
-            models / spec.model,
+        described = (Stack if spec.programs else ForkedStack)(
+            written(spec.model) / spec.model,
             Topology.parse(spec.topology),
             directory,
             local_media=MEDIA,
@@ -121,7 +128,7 @@ def stack(
             )
             for server in (described, decode)
         )
-        yield Served(described, redis, spec, client, baseline, collector)
+        yield Served(described, redis, spec, client, baseline, collector, directory / "logs")
         described.check_alive()
 
 

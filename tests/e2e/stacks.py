@@ -32,9 +32,12 @@ class Spec:
         store: where its encoder cache is.
         bf16: whether engines compute in bfloat16, and in float32 otherwise.
         ranks: over how many processes the encode engine's tensors are divided.
+        consumer_ranks: the same for each of the other engines.
         traced: whether engines and proxy export spans.
         conversing: whether prefill reads what decode keeps of a conversation, and keeps nothing
             itself.
+        programs: whether its engines are programs of their own, which each import vLLM, and not
+            forked from a process that has.
     """
 
     model: str
@@ -42,22 +45,26 @@ class Spec:
     store: str
     bf16: bool = False
     ranks: int = 1
+    consumer_ranks: int = 1
     traced: bool = False
     conversing: bool = False
+    programs: bool = False
 
     def __str__(self) -> str:
         traits = ["bf16"] * self.bf16 + [f"tp{self.ranks}"] * (self.ranks > 1)
+        traits += [f"consumer-tp{self.consumer_ranks}"] * (self.consumer_ranks > 1)
         traits += ["traced"] * self.traced + ["conversing"] * self.conversing
         return "-".join([self.model, self.topology, self.store, *traits])
 
     def flags(self) -> Mapping[Role, Sequence[str]]:
         """What the engines' command lines have beside those of every stack."""
         every = ["--trust-request-mm-kwargs", *(["--dtype", "bfloat16"] if self.bf16 else [])]
-        own = {
-            Role.ENCODE: ["--tensor-parallel-size", str(self.ranks)] if self.ranks > 1 else [],
-            Role.PREFILL: ["--no-enable-prefix-caching"] * self.conversing,
-        }
-        return {role: [*every, *own.get(role, [])] for role in Role}
+        own = {Role.PREFILL: ["--no-enable-prefix-caching"] * self.conversing}
+        return {role: [*every, *self._ranks_of(role), *own.get(role, [])] for role in Role}
+
+    def _ranks_of(self, role: Role) -> Sequence[str]:
+        ranks = self.ranks if role is Role.ENCODE else self.consumer_ranks
+        return ["--tensor-parallel-size", str(ranks)] if ranks > 1 else []
 
     def kv_extra(self) -> Mapping[str, Any]:
         """What prefill and decode are told beside their connector."""
@@ -73,10 +80,20 @@ ON_DISK = Spec(VISION, E_PD, DISK)
 ON_REDIS = Spec(VISION, E_PD, REDIS, bf16=not AMX)
 ON_CLUSTER = Spec(VISION, E_P_D, CLUSTER, ranks=2)
 VISION_STACKS = [ON_DISK, ON_CLUSTER, ON_REDIS]
-TRACED = Spec(AUDIO, E_P_D, DISK, traced=True)
+TRACED = Spec(AUDIO, E_P_D, DISK, traced=True, programs=True)
 CONVERSING = Spec(VISION, E_P_D, DISK, conversing=True)
+SHARDED = Spec(VISION, E_PD, DISK, consumer_ranks=2)
 AUDIO_STACKS = [Spec(AUDIO, E_PD, DISK), TRACED]
-STACKS = [*VISION_STACKS, *AUDIO_STACKS, CONVERSING]
+MODELS = (
+    "tiny-paddleocr-vl",
+    "tiny-paligemma",
+    "tiny-pixtral",
+    "tiny-qwen2.5-omni",
+    "tiny-qwen3-omni",
+)
+"""The models that only their own tests ask, on a stack each."""
+MODEL_STACKS = [Spec(model, E_PD, DISK) for model in MODELS]
+STACKS = [*VISION_STACKS, *AUDIO_STACKS, CONVERSING, SHARDED, *MODEL_STACKS]
 
 
 def on(*stacks: Spec) -> pytest.MarkDecorator:

@@ -160,10 +160,12 @@ def test_what_a_decode_engine_has_kept_is_gone_when_it_is_started_anew(stack: Se
     talk, [engine] = Talk(stack), stack.stack.of(Role.DECODE)
     with proxy(stack) as client:
         turns = [talk.turn(client, picture("cat.jpg")) for _ in range(2)]
+        ready = str(client.base_url).replace("/v1/", "/ready")
         stack.stack.kill(engine)
+        # An engine that is back before the proxy misses it is asked for blocks that are gone.
+        until(lambda: httpx.get(ready, timeout=60).status_code == 503)
         stack.stack.restart(engine)
-        url = str(client.base_url).removesuffix("/v1/")
-        until(lambda: httpx.get(f"{url}/ready", timeout=60).status_code == 200)
+        until(lambda: httpx.get(ready, timeout=60).status_code == 200)
         turns += [talk.turn(client, picture("coffee.jpg")) for _ in range(2)]
 
     check_right(turns)

@@ -13,6 +13,7 @@ from epd.fleet.ports import free_ports
 from epd.fleet.process import Process, stop, wait_until_ready
 from epd.routing.instances import Role
 from tests.e2e.conftest import Served, metric
+from tests.e2e.forked import ForkedProcess
 from tests.e2e.stacks import ON_DISK, on
 from tests.e2e.test_answers import ask
 from tests.e2e.test_kills import ASKED, CLIENTS, QUESTIONS, Load, until
@@ -50,9 +51,7 @@ def test_an_encode_engine_is_added_and_another_removed_under_load(
     due = [ask(stack.baseline, stack.model, *question) for question in QUESTIONS]
     port, side_channel, of_proxy = free_ports(3)
     first, second = stack.encode, replace(stack.encode, port=port, side_channel_port=side_channel)
-    server = second.server()
-    log = tmp_path / "second.log"
-    engine = Process(server.name, server.url, server.command, server.environment, log)
+    engine = ForkedProcess(second.server(), tmp_path / "second.log")
     dynamic = proxy(stack, tmp_path, of_proxy)
     with (
         started(engine, dynamic),

@@ -84,6 +84,7 @@ def test_engines_count_what_they_store_and_fetch(stack: Served) -> None:
     figures = {
         "vllm:ec_store_saves_total": stack.encode,
         "vllm:ec_store_save_bytes_total": stack.encode,
+        "vllm:ec_store_save_seconds_count": stack.encode,
         "vllm:ec_store_hits_total": stack.consumers[0],
         "vllm:ec_store_bytes_total": stack.consumers[0],
     }

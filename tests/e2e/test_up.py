@@ -6,8 +6,11 @@ import re
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 
@@ -92,15 +95,23 @@ def command(models: Path, tmp_path: Path) -> list[str]:
     return [
         *(sys.executable, "-m", "epd", "up", "--device", "cpu", "--model", str(models / VISION)),
         *(f"--{flag}={port}" for flag, port in ports.items()),
+        *("--topology", "2e1pd"),
         *("--allowed-local-media-path", str(MEDIA), "--log-path", str(tmp_path)),
     ]
 
 
-def test_it_serves_names_an_engine_that_was_killed_and_leaves_nothing(command: list[str]) -> None:
+@pytest.mark.fault(76)
+def test_it_serves_rejects_dead_urls_names_a_killed_engine_and_leaves_nothing(
+    command: list[str],
+) -> None:
     mark = new_mark()
-    with subprocess.Popen(
-        command, env=marked(mark), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as up:
+    with (
+        subprocess.Popen(
+            command, env=marked(mark), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as up,
+        ExitStack() as stack,
+    ):
+        stack.callback(up.send_signal, signal.SIGINT)  # where the test fails
         assert up.stdout is not None
         said: list[str] = []
         for line in up.stdout:
@@ -110,9 +121,17 @@ def test_it_serves_names_an_engine_that_was_killed_and_leaves_nothing(command: l
         assert found is not None, "".join(said)
         with openai.OpenAI(base_url=f"{found[1]}/v1", api_key="k", max_retries=0) as client:
             first = answer(client)
-            [encode] = [
+            with ThreadPoolExecutor() as threads:
+                dead = [threads.submit(dead_url, client, number) for number in range(6)]
+                beside = threads.submit(answer, client)
+                assert [one.result() for one in dead] == ["media_fetch_failed encode"] * 6
+                assert beside.result() == first
+            figures = httpx.get(f"{found[1]}/metrics").text
+            assert 'state="ejected"' not in figures
+            assert 'failed="true"' not in figures
+            encode = min(
                 pid for pid, line in processes_of(mark).items() if "--no-enable-prefix" in line
-            ]
+            )
             os.kill(encode, signal.SIGKILL)
             for line in up.stdout:
                 said.append(line)
@@ -144,7 +163,7 @@ def answer(client: openai.OpenAI) -> str:
 def test_an_engine_that_refuses_its_flags_ends_all(command: list[str]) -> None:
     mark = new_mark()
     ran = subprocess.run(
-        [*command, "--decode-flags", "--no-such-flag 1"],
+        [*command, "--topology", "1e1pd", "--decode-flags", "--no-such-flag 1"],
         env=marked(mark),
         capture_output=True,
         text=True,
@@ -156,3 +175,20 @@ def test_an_engine_that_refuses_its_flags_ends_all(command: list[str]) -> None:
     assert "epd up: prefill-decode-" in ran.stderr
     assert "unrecognized arguments: --no-such-flag 1" in ran.stderr
     assert left(mark, 0) == {}
+
+
+def dead_url(client: openai.OpenAI, number: int) -> str:
+    """Ask about a picture on a host without an address; return what the proxy says of it."""
+    [model] = client.models.list()
+    picture = {
+        "type": "image_url",
+        "image_url": {"url": f"https://dead-{number}.example.invalid/x.png"},
+    }
+    with pytest.raises(openai.UnprocessableEntityError) as raised:
+        client.chat.completions.create(
+            model=model.id,
+            messages=[{"role": "user", "content": [picture]}],  # type: ignore[list-item,misc]
+            max_tokens=8,
+        )
+    said = raised.value.response.headers
+    return f"{said['x-epd-error']} {said['x-epd-stage']}"

@@ -59,7 +59,7 @@ async def ended(reader: asyncio.StreamReader, timeout_s: float = 9) -> bool:
 def post(body: bytes | int, path: str = "/v1/chat/completions", **headers: str) -> bytes:
     """A request; with a number, the head of one whose body has so many bytes."""
     size = body if isinstance(body, int) else len(body)
-    lines = {"Host": "epd", "Content-Length": str(size)} | {
+    lines = {"Host": "epd", "Content-Length": str(size), "Content-Type": "application/json"} | {
         name.replace("_", "-"): value for name, value in headers.items()
     }
     head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())

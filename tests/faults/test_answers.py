@@ -26,7 +26,7 @@ from tests.faults.scripted import (
     send_slowly,
     wait,
 )
-from tests.proxy.fake_instance import STREAM, chunk
+from tests.proxy.fake_instance import STREAM, FakeInstance, chunk, decodes
 from tests.proxy.fleet import Launch, until
 from tests.requests import image, request, text
 
@@ -141,6 +141,42 @@ async def test_a_stream_that_breaks_is_ended_by_an_error_and_not_begun_again(
 
 
 @pytest.mark.fault(37)
+@pytest.mark.parametrize("prefills", [0, 1])
+@pytest.mark.parametrize("how", ["reset", "closed"])
+async def test_decode_that_dies_between_its_head_and_its_first_byte_is_replaced(
+    launch: Launch, how: str, prefills: int
+) -> None:
+    step, _ = BROKEN[how]
+    script = [read_request(), send(STREAM_HEAD), wait(0.1), step]
+    async with Scripted(script).running() as dies, FakeInstance(decodes).running() as decode:
+        urls = (dies.url, decode.url)
+        config: dict[str, Any] = {"decode_servers_urls": urls, "decode_balance": "round_robin"}
+        async with launch(prefill=prefills, **config) as fleet:
+            for _ in range(2):
+                async with fleet.post(request(text(), stream=True)) as reply:
+                    assert reply.status == 200
+                    assert (await reply.read()).endswith(DONE)
+
+            assert len(dies.exchanges) == 1
+            assert [done.retries for done in fleet.events.requests].count(1) == 1
+            assert {done.error for done in fleet.events.requests} == {None}
+
+
+@pytest.mark.fault(38)
+async def test_decode_that_is_silent_after_its_head_is_an_error_with_a_status(
+    launch: Launch,
+) -> None:
+    async with Scripted([read_request(), send(STREAM_HEAD), hold()]).running() as decode:
+        async with (
+            launch(decode_servers_urls=(decode.url,), idle_timeout_s=0.3) as fleet,
+            fleet.post(request(text(), stream=True)) as reply,
+        ):
+            assert (reply.status, reply.headers["x-epd-error"]) == (504, "decode_stalled")
+        assert len(decode.exchanges) == 1
+        await until(lambda: decode.aborted)
+
+
+@pytest.mark.fault(37)
 @pytest.mark.parametrize("end", ["close", "reset", "half_close"])
 async def test_wherever_the_network_cuts_a_stream_it_ends_in_an_error_and_never_as_if_whole(
     launch: Launch, end: End
@@ -152,12 +188,13 @@ async def test_wherever_the_network_cuts_a_stream_it_ends_in_an_error_and_never_
         urls = (relay.url(scheme="http"),)
         async with launch(decode_servers_urls=urls) as fleet:
             # From the first byte after the head to the last one before `[DONE]` is whole.
+            first = len(STREAM_HEAD) + len(b"%x\r\n" % len(STREAM[0])) + 1
             for cut in range(len(STREAM_HEAD) + 1, len(STREAM_HEAD + chunked(*STREAM)) - 3, 23):
                 relay.answers.cut_after = cut
                 async with fleet.post(request(text(), stream=True)) as reply:
                     content = await reply.read()
-                if end == "reset" and reply.status == 502:
-                    continue  # RST overtook the head
+                if reply.status == 502 and (end == "reset" or cut < first):
+                    continue  # RST overtook the head, or no byte of the body came
                 assert reply.status == 200
                 events, _, error = content.partition(b'data: {"error":')
                 assert whole.startswith(events)

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import json
+import secrets
 from collections.abc import Iterator
 from typing import Any
 
@@ -130,6 +131,32 @@ async def test_what_is_large_and_meant_well_is_read(launch: Launch, body: dict[s
 
 
 @pytest.mark.fault(51)
+@pytest.mark.fault(49)
+async def test_text_is_read_up_to_its_own_limit(launch: Launch) -> None:
+    """Nothing else runs while it is parsed."""
+    limit, body = 100_000, b'{"model": "m", "messages": [], "x": "'
+    async with launch(max_text_bytes=limit) as fleet:
+        as_long = body + b"x" * (limit - len(body) - 2) + b'"}'
+        assert (await answer(fleet, as_long))[0] == 200
+        fleet.d.calls.clear()
+        status, slug, error = await answer(fleet, as_long + b" ")
+
+        assert (status, slug) == (413, "text_too_large")
+        assert f"more than {limit} bytes" in error["message"]
+        assert fleet.d.calls == []
+
+
+@pytest.mark.fault(49)
+async def test_media_are_no_text_unless_they_are_escaped(launch: Launch) -> None:
+    plain = json.dumps(request(video(secrets.token_bytes(200_000)), text())).encode()
+    async with launch(max_text_bytes=100_000) as fleet:
+        assert (await answer(fleet, plain))[0] == 200
+        fleet.d.calls.clear()
+        escaped = plain.replace(b"/", rb"\/")
+        assert (await answer(fleet, escaped))[:2] == (413, "text_too_large")
+        assert fleet.d.calls == []
+
+
 async def test_of_duplicate_keys_all_see_the_last(launch: Launch) -> None:
     """The instances get the body as it was read here, not the bytes with both keys."""
     raw_bodies: list[bytes] = []
@@ -203,6 +230,7 @@ def content(*parts: object) -> dict[str, Any]:
         ),
         (content({"type": "text", "text": "x", "uuid": "x"}), "messages[0].content[0]"),
         (content({"type": "text", "image_url": {"url": "x"}}), "messages[0].content[0]"),
+        (content({"type": "new"}), "messages[0].content[0].type"),
         (content(image(uuid="../x")), "messages[0].content[0].uuid"),
     ],
     ids=str,
@@ -218,10 +246,8 @@ async def test_what_has_the_wrong_shape_is_refused_where_it_is(
 
 
 @pytest.mark.fault(52)
-@pytest.mark.parametrize("part", ["words", {"type": "refusal", "refusal": "no"}, {"type": "new"}])
-async def test_parts_that_are_not_known_here_go_on_as_they_are(
-    launch: Launch, part: object
-) -> None:
+@pytest.mark.parametrize("part", ["words", {"type": "refusal", "refusal": "no", "new": 1}])
+async def test_parts_that_are_text_are_passed_on_as_they_are(launch: Launch, part: object) -> None:
     async with launch() as fleet:
         status, *_ = await answer(fleet, json.dumps(content(part)).encode())
 

@@ -1,6 +1,8 @@
 """Connections to instances, by themselves: their waits, their limits, and when they are kept."""
 
 import asyncio
+import os
+import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -9,7 +11,17 @@ from typing import Any
 import pytest
 
 from epd.http.addresses import Addresses
-from epd.http.connection import PIECE_BYTES, READ_BUFFER_BYTES, Broken, Connection, Unreachable
+from epd.http.connection import (
+    DEAD_HOST_S,
+    JOINED_BYTES,
+    PIECE_BYTES,
+    PROBE_IDLE_S,
+    PROBE_INTERVAL_S,
+    READ_BUFFER_BYTES,
+    Broken,
+    Connection,
+    Unreachable,
+)
 from epd.http.http1 import Origin, request_head, target_of
 from epd.http.pool import Pool
 from tests.faults.scripted import (
@@ -278,6 +290,51 @@ async def test_each_address_of_a_name_has_its_turn(monkeypatch: pytest.MonkeyPat
             await until(lambda: len(seen) > number)  # noqa: B023 - called at once
 
     assert seen == ["127.0.0.1", "127.0.0.2"] * 2
+
+
+@pytest.mark.parametrize(
+    ("connect_s", "request_s", "failure"),
+    [(0.2, 1000, Unreachable), (1000, 0.2, TimeoutError)],
+)
+async def test_a_connection_is_made_in_time_for_itself_and_for_its_request(
+    connect_s: float, request_s: float, failure: type[Exception]
+) -> None:
+    """The host accepts, and never answers the TLS handshake."""
+    async with Scripted([hold()]).running() as server, pooling() as pool:
+        pool.connect_timeout_s = connect_s
+        origin = Origin("127.0.0.1", target_of(server.url).origin.port, tls=True, named=False)
+        with pytest.raises(failure):
+            async with asyncio.timeout(LONG_S) as limit:
+                await pool.connect(origin, in_s(request_s))
+        assert not limit.expired()
+
+
+async def test_the_kernel_is_told_to_find_dead_hosts() -> None:
+    async with asking([hold()]) as here:
+        transport, connection = await asyncio.get_running_loop().create_connection(
+            Connection, here.origin.host, here.origin.port
+        )
+        here.connections.append(connection)
+        with socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno())) as opened:
+            assert opened.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == PROBE_IDLE_S
+            probed_s = opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL)
+            dead_ms = opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+
+    assert (probed_s, dead_ms) == (PROBE_INTERVAL_S, DEAD_HOST_S * 1000)
+
+
+@pytest.mark.parametrize("size", [1, JOINED_BYTES, JOINED_BYTES + 1, PIECE_BYTES, PIECE_BYTES + 1])
+async def test_a_body_of_pieces_is_sent_whole(size: int) -> None:
+    body = bytes(at % 251 for at in range(size))
+    parts = (body[:7], memoryview(body)[7:-3], body[max(7, size - 3) :])
+    script = [read_head(), read_bytes(size), send(answer(b"1")), hold()]
+    async with asking(script) as here:
+        connection = await here.pool.connect(here.origin)
+        here.connections.append(connection)
+        await connection.ask(request_head(here.target, {}, size), parts, in_s(LONG_S))
+
+    assert here.server.exchanges[0].body == body
 
 
 async def test_silence_ends_a_wait_and_a_trickle_does_not() -> None:

@@ -11,12 +11,15 @@ WALL_CLOCK = {
     *("time.time", "time.time_ns", "time.localtime", "time.gmtime", "time.ctime"),
     *("datetime.now", "datetime.utcnow", "datetime.today", "date.today"),
 }
-"""Log lines have their time from structlog, and no other use of it."""
+"""Log lines have their time from structlog, or as structlog has it, and no other use of it."""
 
 NO_PART_OF_THE_PROXY = ("bench", "fleet", "doctor", "top")
 """Benchmarks say when they were made, the doctor compares clocks, `epd top` shows one."""
 
-TOLD = {"board.py: time.time", "registry.py: time.time"}
+TOLD = {
+    *("board.py: time.time", "recent.py: time.time", "registry.py: time.time"),
+    "logs.py: time.time_ns",
+}
 """When something happened, said to people: nothing waits for it."""
 
 SHARED = {"conversations.py: time.time"}

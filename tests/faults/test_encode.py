@@ -195,7 +195,7 @@ async def test_a_reset_before_the_answer_is_tried_again(launch: Launch, script: 
                 assert reply.status == 502
                 assert reply.headers["x-epd-error"] == "encode_failed"
 
-            assert len(broken.exchanges) == 3
+            assert len(broken.exchanges) == 2
 
 
 @pytest.mark.fault(7)

@@ -121,6 +121,35 @@ async def test_blocks_that_decode_did_not_come_for_are_released(launch: Launch) 
         await until(lambda: wire.fetched == 2)  # the answer, and the release
 
 
+async def begins(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
+    """Send the head of a stream, and then nothing."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    await asyncio.sleep(60)
+    raise AssertionError("nobody cancelled this")
+
+
+@pytest.mark.fault(34)
+@pytest.mark.parametrize("leaves", [True, False], ids=["client leaves", "decode is silent"])
+async def test_decode_that_has_sent_its_head_gets_no_release(launch: Launch, leaves: bool) -> None:
+    """It tells prefill itself when it is aborted: its blocks may be another request's by then."""
+    silence: Any = {} if leaves else {"idle_timeout_s": 0.3}
+    async with launch(prefill=1, decode=2, **silence) as fleet:
+        for one in fleet.decode:
+            one.chat = begins
+        asking = asyncio.ensure_future(whole(fleet, request(text(), stream=True)))
+        if leaves:
+            await until(lambda: sum(one.open for one in fleet.decode))
+            await asyncio.sleep(0.1)  # decode's head has come
+            asking.cancel()
+        else:
+            assert (await asking)[0] == 504
+        await until(lambda: sum(one.aborted for one in fleet.decode))
+        await asyncio.sleep(0.2)  # a release would be sent by now
+
+        assert sum(len(one.calls) for one in fleet.decode) == 1
+
+
 async def test_nothing_is_answered_before_both_have(launch: Launch) -> None:
     async with strict(launch, "mooncake") as (fleet, wire):
         go = asyncio.Event()

@@ -5,6 +5,7 @@ import gzip
 import json
 import random
 import socket
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -156,8 +157,11 @@ async def test_damaged_requests_end_in_our_errors_or_in_answers() -> None:
         async def send(sent: bytes) -> None:
             async with connected(fleet.url) as (reader, writer):
                 writer.write(sent)
-                async with asyncio.timeout(60):
-                    said = await reader.read()
+                said = b""
+                # It may close the connection with bytes unread, which is a reset.
+                with suppress(ConnectionResetError):
+                    async with asyncio.timeout(60):
+                        said = await reader.read()
             assert said == b"" or said.startswith(b"HTTP/")
             assert SECRET.encode() not in said
 
@@ -210,7 +214,7 @@ ROUTELESS = {
     "PUT /v1/media/one": 405,
     "GET /v1/chat/completions": 405,
     "DELETE /v1/media/one": 503,  # there is no store
-    "POST /": 404,
+    "POST /": 405,
 }
 
 
@@ -226,9 +230,12 @@ async def test_a_body_that_nobody_reads_is_not_asked_for(asked: str) -> None:
         assert said.headers.get("allow") == {
             "PUT /v1/media/one": "delete",
             "GET /v1/chat/completions": "post",
+            "POST /": "get, head",
         }.get(asked)
         paths = [event.path for event in fleet.events.requests]
-        assert (paths == ["unknown"]) == (said.status != 503)
+        routes = {"/v1/media/one": "/v1/media/{uuid}", "/nothing": "unknown"}
+        path = asked.partition(" ")[2]
+        assert paths == [routes.get(path, path)]
 
 
 @pytest.mark.fault(57)

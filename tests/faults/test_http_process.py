@@ -1,15 +1,26 @@
 """What test_http.py shows, on uvloop, whose transports are its own, as `epd serve` runs."""
 
 import asyncio
+import fcntl
 import json
+import socket
+import sys
+import termios
+from collections.abc import Callable
+from contextlib import suppress
+from io import BytesIO
 
+import aiohttp
+import psutil
 import pytest
 
 from tests.faults.processes import INSTANCES, serving
 from tests.faults.raw import answer, connected, ended, post
+from tests.faults.scripted import Exchange, Scripted, Step, hold, read_head, send
 from tests.faults.test_http import LONG_HEAD, NOT_HTTP, START, chat, floods, send_all
-from tests.proxy.fake_instance import FakeInstance, chunk, encodes
+from tests.proxy.fake_instance import FakeInstance, chunk, decodes, encodes
 from tests.proxy.fleet import until
+from tests.requests import request, text
 
 
 @pytest.mark.fault(57)
@@ -54,3 +65,73 @@ async def test_a_client_that_does_not_read_holds_decode_back_and_is_cut_off() ->
     assert sent[0] < 30_000_000
     [logged] = [line for line in lines if line["event"] == "request"]
     assert (logged["status"], logged["error"]) == (499, "client_stalled")
+
+
+def garbage_while_sending(proxy: Callable[[], psutil.Process]) -> list[Step]:
+    """Send garbage while the body is blocked, and take what was sent.
+
+    The proxy's process is stopped meanwhile, so that its event loop sees both at once.
+    """
+
+    async def body_is_blocked(at: Exchange) -> None:
+        opened = at.writer.get_extra_info("socket")
+        unread, before = unread_bytes(opened), 0
+        while not unread or unread != before:
+            await asyncio.sleep(0.1)
+            unread, before = unread_bytes(opened), unread
+
+    async def stop(_: Exchange) -> None:
+        proxy().suspend()
+
+    async def take_all_there_is(at: Exchange) -> None:
+        with suppress(TimeoutError):
+            while True:
+                async with asyncio.timeout(0.2):
+                    await at.reader.readexactly(65536)
+
+    async def go_on(_: Exchange) -> None:
+        proxy().resume()
+
+    return [
+        *(read_head(), body_is_blocked, stop, send(b"\0 garbage")),
+        *(take_all_there_is, go_on, hold()),
+    ]
+
+
+def unread_bytes(opened: socket.socket) -> int:
+    return int.from_bytes(fcntl.ioctl(opened.fileno(), termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
+IS_JSON = {"Content-Type": "application/json"}
+
+
+@pytest.mark.fault(34)
+async def test_an_instance_that_speaks_garbage_during_a_body_is_judged_and_another_answers() -> (
+    None
+):
+    running: list[psutil.Process] = []
+    bad, good = Scripted(garbage_while_sending(lambda: running[0])), FakeInstance(decodes)
+    encode = FakeInstance(encodes)
+    body = json.dumps(request(text("x" * 32 * 1024**2))).encode()
+    async with bad.running(), good.running(), encode.running(), aiohttp.ClientSession() as http:
+        urls = [
+            "--encode-servers-urls",
+            encode.url,
+            "--decode-servers-urls",
+            f"{bad.url},{good.url}",
+        ]
+        flags = ("--eject-after", "1", "--load-interval-s", "0", "--max-text-bytes", "67108864")
+        with serving(*urls, *flags) as (url, process):
+            running.append(psutil.Process(process.pid))
+            chat = f"{url}/v1/chat/completions"
+            for _ in range(2):  # one of them meets the bad one first
+                async with http.post(chat, headers=IS_JSON, data=BytesIO(body)) as reply:
+                    assert reply.status == 200
+            process.terminate()
+            assert process.stderr is not None
+            lines = [json.loads(line) for line in process.stderr.read().splitlines()]
+
+    assert len(bad.exchanges) == 1
+    assert len(good.calls) == 2
+    assert [line["state"] for line in lines if line.get("instance") == bad.url] == ["ejected"]
+    assert "internal_error" not in str(lines)

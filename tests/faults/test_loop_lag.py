@@ -7,6 +7,7 @@ import time
 import pytest
 import structlog
 
+from epd.background import Background
 from epd.cache import identity, keys
 from epd.media.parts import Inline
 from epd.observe.loop_lag import watched
@@ -14,13 +15,15 @@ from epd.tenants import Scope
 from tests.proxy.fleet import Launch, until
 from tests.requests import image, input_audio, request
 
+UNCOUNTED = Background(lambda *_: None)
+
 pytestmark = pytest.mark.fault(65)
 
 
 async def test_what_holds_the_loop_up_is_measured_and_logged_once() -> None:
     lags: list[float] = []
     with structlog.testing.capture_logs() as lines:
-        async with watched(lags.append, window_s=0.5):
+        async with watched(lags.append, UNCOUNTED, window_s=0.5):
             for _ in range(2):
                 await asyncio.sleep(0.05)
                 time.sleep(0.2)  # noqa: ASYNC251 - the fault
@@ -34,7 +37,7 @@ async def test_what_holds_the_loop_up_is_measured_and_logged_once() -> None:
 
 async def test_a_window_forgets_the_one_before() -> None:
     lags: list[float] = []
-    async with watched(lags.append, window_s=0.3):
+    async with watched(lags.append, UNCOUNTED, window_s=0.3):
         await asyncio.sleep(0)
         time.sleep(1)  # noqa: ASYNC251 - the fault
         await until(lambda: len(lags) > 1)
@@ -45,7 +48,7 @@ async def test_a_window_forgets_the_one_before() -> None:
 
 async def test_nothing_is_told_once_the_context_is_left() -> None:
     lags: list[float] = []
-    async with watched(lags.append, window_s=0.05):
+    async with watched(lags.append, UNCOUNTED, window_s=0.05):
         await until(lambda: lags)
     told = len(lags)
     await asyncio.sleep(0.2)

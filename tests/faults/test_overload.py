@@ -254,7 +254,10 @@ async def test_bodies_above_the_budget_are_503_and_the_others_served(
 
     async def post() -> tuple[int, str | None, str | None]:
         data = pieces() if chunked else BytesIO(sized(size))
-        async with fleet.http.post(f"{fleet.url}/v1/chat/completions", data=data) as reply:
+        headers = {"Content-Type": "application/json"}
+        async with fleet.http.post(
+            f"{fleet.url}/v1/chat/completions", data=data, headers=headers
+        ) as reply:
             await reply.read()
             return reply.status, reply.headers.get("x-epd-error"), reply.headers.get("Retry-After")
 
@@ -424,7 +427,10 @@ async def test_many_large_bodies_at_once_leave_memory_bounded() -> None:
     flags = ["--max-inflight-bytes", str(64 * 10**6), "--max-body-bytes", str(16 * 10**6)]
 
     async def post(http: aiohttp.ClientSession, url: str) -> int:
-        async with http.post(f"{url}/v1/chat/completions", data=BytesIO(body)) as reply:
+        headers = {"Content-Type": "application/json"}
+        async with http.post(
+            f"{url}/v1/chat/completions", data=BytesIO(body), headers=headers
+        ) as reply:
             await reply.read()
             return reply.status
 

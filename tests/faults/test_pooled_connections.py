@@ -81,7 +81,7 @@ async def test_a_connection_that_ends_when_it_is_used_again_is_replaced_unseen(r
 async def test_an_answer_that_has_begun_is_not_asked_for_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("epd.request.pipeline.MAX_DECODES", 1)  # the request's own further try
+    monkeypatch.setattr("epd.request.recovery.MAX_DECODES", 1)  # the request's own further try
     instance = Closing(b"HTTP/1.1 200 OK\r\nX: ")
 
     assert await _with_closing(instance, 2) == [200, 502]
@@ -92,7 +92,7 @@ async def test_an_answer_that_has_begun_is_not_asked_for_again(
 async def test_a_new_connection_that_ends_is_the_instances_failure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("epd.request.pipeline.MAX_DECODES", 1)
+    monkeypatch.setattr("epd.request.recovery.MAX_DECODES", 1)
     instance = Closing(always=True)
 
     assert await _with_closing(instance, 1) == [502]

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from epd.request.recovery import MAX_ATTEMPTS
 from tests.proxy.fake_instance import (
     KV_PARAMS,
     FakeInstance,
@@ -22,6 +23,21 @@ from tests.requests import image, request, text
 
 NOBODY = "http://127.0.0.1:9"
 FAIL: Any = {"on_prefill_failure": "fail"}
+
+
+@pytest.mark.fault(30)
+async def test_retries_that_were_made_are_counted_and_the_one_that_was_not_is_not(
+    launch: Launch,
+) -> None:
+    """Each prefill instance that refuses its connection is followed by the next one, for a time."""
+    unreached: Any = tuple(f"http://127.0.0.{number}:9" for number in range(1, 10))
+    async with launch(prefill_servers_urls=unreached) as fleet:
+        async with fleet.post(request(text())) as reply:
+            assert (reply.status, reply.headers["x-epd-stage"]) == (502, "prefill")
+
+        [done] = fleet.events.requests
+        tries = [one for one in done.stages if one.stage == "prefill"]
+        assert (len(tries), done.retries) == (MAX_ATTEMPTS, MAX_ATTEMPTS - 1)
 
 
 async def forgets(_: web.Request, __: dict[str, Any]) -> web.Response:
@@ -71,7 +87,7 @@ async def test_where_all_prefills_fail_decode_prefills_and_it_is_said(launch: La
     ("fault", "status", "slug"),
     [
         (refuses(500), 502, "prefill_failed"),
-        (drops, 502, "prefill_failed"),
+        (drops, 503, "suspected_fatal"),
         (hangs, 504, "prefill_timeout"),
         (refuses(503), 503, "prefill_overloaded"),
     ],
@@ -246,7 +262,7 @@ async def test_a_decode_that_is_not_there_is_left_out_and_prefills_are_given_bac
     ("fault", "status", "slug", "calls"),
     [
         (refuses(503, "busy"), 503, "decode_failed", 2),
-        (drops, 502, "decode_failed", 2),
+        (drops, 503, "suspected_fatal", 2),
         (refuses(500, "bug"), 500, "decode_failed", 1),
         (hangs, 504, "decode_timeout", 1),
     ],

@@ -25,7 +25,9 @@ from tests.proxy.fleet import Fleet, until
 from tests.requests import image, request, text
 
 LIMIT_S = 0.15
-"""Of every wait for an instance."""
+"""Of every wait for an instance, but that for an answer without a stream."""
+LIFE_S = 3.0
+"""Of a whole request, which alone limits that one."""
 
 
 async def resets(request: web.Request, _: dict[str, Any]) -> web.Response:
@@ -105,6 +107,7 @@ class RequestLife(RuleBasedStateMachine):
                 prefill_timeout_s=LIMIT_S,
                 first_byte_timeout_s=LIMIT_S,
                 idle_timeout_s=LIMIT_S,
+                request_timeout_s=LIFE_S,
             )
             return await self.launched.__aenter__()
 

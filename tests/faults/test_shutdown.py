@@ -14,6 +14,7 @@ import orjson
 import pytest
 from aiohttp import web
 
+from tests.faults.raw import post
 from tests.proxy.fake_instance import STREAM, FakeInstance, Handler, decodes, encodes, hangs
 from tests.proxy.fleet import until
 from tests.proxy.test_process import serving
@@ -152,8 +153,8 @@ async def test_a_body_on_its_way_is_still_read(workers: str) -> None:
         running.decode.go.set()
         host, port = running.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}"
-        writer.write(head.encode() + b"\r\n\r\n" + body[:10])
+        raw = post(body, Host="x")
+        writer.write(raw[: 10 - len(body)])
         await writer.drain()
         await asyncio.sleep(0.3)  # until it is heard of
         running.process.terminate()

@@ -6,11 +6,17 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 ANSWER = {"choices": [{"message": {"role": "assistant", "content": "a fake answer"}}]}
+
+
+EVENT = {"choices": [{"index": 0, "delta": {"content": "a"}}]}
+streams = threading.Semaphore(0)
+"""Released for each stream that has ended."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -20,8 +26,26 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(b"{}")
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.answer(json.dumps(ANSWER).encode())
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if body.get("stream"):
+            self.stream()
+        else:
+            self.answer(json.dumps(ANSWER).encode())
+
+    def stream(self) -> None:
+        """Send tokens until the client disconnects."""
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        event = f"data: {json.dumps(EVENT)}\n\n".encode()
+        try:
+            while True:
+                self.wfile.write(b"%x\r\n%b\r\n" % (len(event), event))
+                time.sleep(0.05)
+        except ConnectionError:
+            streams.release()
+            raise
 
     def answer(self, body: bytes) -> None:
         self.send_response(200)
@@ -56,6 +80,8 @@ def main() -> None:
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     if args.fake == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if args.fake == "patient":  # as vLLM: a stream that runs is waited for
+        signal.signal(signal.SIGTERM, lambda *_: streams.acquire() and sys.exit())
     if args.fake == "slow":
         time.sleep(600)
     Server(("127.0.0.1", args.port), Handler).serve_forever()

@@ -67,6 +67,18 @@ def test_a_server_that_dies_is_reported_with_the_end_of_its_log(tmp_path: Path) 
     stop([process])
 
 
+def test_probes_do_not_push_the_last_words_of_a_server_out(tmp_path: Path) -> None:
+    process = start(tmp_path, "import time; time.sleep(60)")
+    access = '(APIServer pid=7) INFO:     127.0.0.1:39174 - "{} HTTP/1.1" {}\n'
+    lines = [access.format("GET /health", "500 Internal Server Error"), "the engine is out\n"]
+    probes = [access.format(f"GET {path}", "200 OK") for path in ("/health", "/metrics")] * 40
+    process.log.write_text("".join([*lines, *probes]))
+    tail = process.tail()
+    stop([process])
+
+    assert tail == "".join(lines).rstrip("\n")
+
+
 @pytest.mark.parametrize(
     ("log", "doing"),
     [

@@ -1,6 +1,8 @@
 """What `epd up` starts, as values."""
 
+import fcntl
 import json
+import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epd.fleet.cache_folder import FolderTaken, default_folder, default_url, kept, make
+from epd.fleet.cache_folder import (
+    FolderTaken,
+    default_folder,
+    default_url,
+    kept,
+    make,
+    remove_abandoned,
+)
 from epd.fleet.devices import LETTERS, assign, overfull, parse, parse_instances
 from epd.fleet.engine import Engine
 from epd.fleet.plan import Plan, url_of
@@ -172,6 +181,7 @@ def test_each_stage_is_started_on_its_devices_as_it_has_to_be() -> None:
     ]
     assert prefill.environment() == {
         "CUDA_VISIBLE_DEVICES": "1",
+        "VLLM_MEDIA_FETCH_MAX_RETRIES": "1",
         "VLLM_NIXL_SIDE_CHANNEL_PORT": "5600",
         "UCX_TLS": "all",
         "UCX_NET_DEVICES": "all",
@@ -219,11 +229,12 @@ def test_prefill_and_decode_are_both_told_of_conversations() -> None:
 
 
 def test_the_variable_that_names_devices_is_the_platforms_or_one_that_is_named() -> None:
+    once = {"VLLM_MEDIA_FETCH_MAX_RETRIES": "1"}
     [encode, _] = plan(device="xpu", gpus="e=4,pd=5").engines
-    assert encode.environment() == {"ZE_AFFINITY_MASK": "4"}
+    assert encode.environment() == {"ZE_AFFINITY_MASK": "4", **once}
     hip = {**TWO, "HIP_VISIBLE_DEVICES": "4,5"}
     [encode, _] = plan(hip, device_affinity_env="HIP_VISIBLE_DEVICES").engines
-    assert encode.environment() == {"HIP_VISIBLE_DEVICES": "4"}
+    assert encode.environment() == {"HIP_VISIBLE_DEVICES": "4", **once}
 
 
 def test_what_the_caller_has_set_goes_before_the_platforms_own() -> None:
@@ -326,6 +337,60 @@ def test_a_cache_is_of_one_fleet_at_a_time(tmp_path: Path) -> None:
     assert not folder.exists()
     with kept(folder):
         pass
+
+
+def test_caches_of_fleets_that_are_gone_are_removed(tmp_path: Path) -> None:
+    user, other = os.getuid(), os.getuid() + 1
+    used, own, link, gone, foreign, odd, file = (
+        tmp_path / name
+        for name in (
+            f"epd-up-{user}-8000",
+            f"epd-up-{user}-8001",
+            f"epd-up-{user}-8002",
+            f"epd-up-{user}-8003",
+            f"epd-up-{other}-8003",
+            f"epd-up-{user}-mine",
+            f"epd-up-{user}-8004",
+        )
+    )
+    for folder in (used, own, gone, foreign, odd):
+        make(folder)
+        (folder / "entry").touch()
+    link.symlink_to(odd)
+    file.touch()
+    with kept(used):
+        removed = remove_abandoned(own, tmp_path)
+        left = set(tmp_path.iterdir())
+
+    assert removed == [gone]
+    assert left == {used, own, link, foreign, odd, file}
+    assert (odd / "entry").exists()
+
+
+def test_a_cache_of_another_user_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uid = os.getuid()
+    monkeypatch.setattr("os.getuid", lambda: uid + 1)
+    (tmp_path / f"epd-up-{uid + 1}-8000").mkdir()
+
+    assert remove_abandoned(tmp_path / "own", tmp_path) == []
+    assert [*tmp_path.iterdir()] == [tmp_path / f"epd-up-{uid + 1}-8000"]
+
+
+def test_a_cache_that_is_removed_until_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, flock, removals = tmp_path / "cache", fcntl.flock, [1]
+
+    def remove_first(handle: int, operation: int) -> None:
+        if removals:
+            removals.pop()
+            folder.rmdir()
+        flock(handle, operation)
+
+    monkeypatch.setattr("fcntl.flock", remove_first)
+    with kept(folder):
+        assert folder.is_dir()
+    assert removals == []
 
 
 def test_requests_ask_for_a_model_as_it_was_named(

@@ -151,6 +151,21 @@ def test_what_is_printed_to_be_pasted_answers(tmp_path: Path) -> None:
     assert body["max_tokens"] == 64  # a model of random weights never ends by itself
 
 
+def test_the_cache_of_a_run_that_was_killed_is_removed_by_the_next(tmp_path: Path) -> None:
+    killed, up = Up(tmp_path), Up(tmp_path)
+    cache = Path(f"/dev/shm/epd-up-{os.getuid()}-{killed.ports['port']}")  # noqa: S108
+    with killed.started() as process:
+        killed.wait_for(process, "ready: ")
+        process.kill()
+        process.wait(WITHIN_S)
+        assert left(killed.mark) == {}
+    with up.started() as process:
+        up.wait_for(process, "starting ")
+        assert not cache.exists()  # a run of another test may have removed it
+        process.send_signal(signal.SIGINT)
+        up.end_of(process)
+
+
 def test_an_engine_that_ends_while_it_starts_ends_all(tmp_path: Path) -> None:
     up = Up(tmp_path, "--encode-flags", "--fake fail", "--decode-flags", "--fake slow")
     ran = up.run()
@@ -198,6 +213,33 @@ def test_a_second_ctrl_c_waits_for_nobody(tmp_path: Path) -> None:
     assert process.returncode == 1
     assert "Everything is stopped." not in said
     assert left(up.mark, 0) == {}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--proxy-flags=--drain-timeout-s 0.5",), ("--decode-flags", "--fake patient")],
+    ids=["the engine cuts streams off", "the engine waits for streams"],
+)
+def test_a_stream_that_runs_ends_in_an_error_event(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    up = Up(tmp_path, *flags)
+    body = {"model": "a/model", "messages": [{"role": "user", "content": "Hello"}], "stream": True}
+    with up.started() as process:
+        up.wait_for(process, "ready: ")
+        with httpx.stream("POST", f"{up.url}/v1/chat/completions", json=body, timeout=30) as answer:
+            events = (line for line in answer.iter_lines() if line)
+            assert '"content": "a"' in next(events)
+            process.send_signal(signal.SIGINT)
+            *_, error = (event for event in events if "[DONE]" not in event)
+        said = up.end_of(process)
+    [log] = tmp_path.glob("logs/*/proxy.log")
+    [line] = [one for one in log.read_text().splitlines() if " request " in one]
+
+    assert json.loads(error.removeprefix("data: "))["error"]["message"] == (
+        "the proxy is shutting down"
+    )
+    assert "error=shutting_down" in line
+    assert "stopping (up to 35 s)\nEverything is stopped.\n" in said
+    assert process.returncode == 0
 
 
 def test_the_others_go_on_without_an_engine_that_ended(tmp_path: Path) -> None:

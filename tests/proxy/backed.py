@@ -3,13 +3,15 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 from ec_store import Entry, EntryKey, Store
+from epd.background import Background
+from epd.cache.encoder_cache import EncoderCache
 from tests.proxy.fake_instance import REPLY, FakeInstance, decodes, encodes, refuses
 from tests.proxy.fleet import Fleet, Launch
 from tests.requests import Part
@@ -19,11 +21,18 @@ BUDGET_S = 5.0
 """What is found does not depend on how fast a busy machine looks."""
 
 
+def opened_cache(url: str, lease_s: float) -> AbstractAsyncContextManager[EncoderCache]:
+    """The proxy's side of a store, without a proxy."""
+    background = Background(lambda *_: None)
+    return EncoderCache.connect(url, budget_s=BUDGET_S, lease_s=lease_s, background=background)
+
+
 class Backed:
     """Fake instances that do what the connector does, on a real store."""
 
-    def __init__(self, store: Store, folder: Path) -> None:
+    def __init__(self, store: Store, folder: Path, namespace: str = NAMESPACE) -> None:
         self.store = store
+        self.namespace = namespace
         self.folder = folder
         self.encode_s = 0.0
         self.write_s = 0.0
@@ -35,7 +44,7 @@ class Backed:
         reply = await encodes(request, body)
         said = json.loads(reply.text or "")
         for identifier, item in said["ec_transfer_params"].items():
-            item["namespace"] = NAMESPACE
+            item["namespace"] = self.namespace
             modality = next(iter(item["metadata"])).partition("_")[0]
             write = self._write(identifier, modality, item["metadata"])
             self.writes.append(asyncio.create_task(write))
@@ -44,7 +53,7 @@ class Backed:
     async def _write(self, identifier: str, modality: str, metadata: dict[str, Any]) -> None:
         await asyncio.sleep(self.write_s)
         entry = Entry(memoryview(bytes(16)), "F32", (1, 4), modality, metadata)
-        await asyncio.to_thread(self.store.put, EntryKey(NAMESPACE, identifier), entry)
+        await asyncio.to_thread(self.store.put, EntryKey(self.namespace, identifier), entry)
 
     async def decodes(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         """Answer; fail as vLLM does where an item without media is not in the store."""
@@ -58,7 +67,7 @@ class Backed:
 
     async def _has(self, identifier: str, waits: int) -> bool:
         for _ in range(waits):
-            if await asyncio.to_thread(self.store.get, EntryKey(NAMESPACE, identifier)):
+            if await asyncio.to_thread(self.store.get, EntryKey(self.namespace, identifier)):
                 return True
             await asyncio.sleep(0.02)
         return False

@@ -31,6 +31,7 @@ class Call:
     path: str
     headers: Mapping[str, str]
     body: dict[str, Any]
+    query: str = ""
 
     @property
     def parts(self) -> list[dict[str, Any]]:
@@ -49,6 +50,7 @@ class FakeInstance:
         aborted: how many of its answers were cancelled because nobody waited any more.
         open: how many chat requests it has that have not ended.
         metrics: answers `GET /metrics`.
+        connections: of the requests it works on.
     """
 
     chat: Handler
@@ -61,20 +63,42 @@ class FakeInstance:
     url: str = ""
     version: str = "0.33.0"
     models: tuple[str, ...] = ("m",)
+    api_key: str | None = None
     metrics: Callable[[], Awaitable[web.Response]] = field(default=lambda: has_none())  # noqa: PLW0108 - it comes later
+
+    connections: list[asyncio.Transport] = field(default_factory=list)
+    _sites: list[web.TCPSite] = field(default_factory=list)
+
+    async def stop_listening(self) -> None:
+        """Accept no further connection; those that are open stay."""
+        for site in self._sites:
+            await site.stop()
+        self._sites.clear()
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         self.open += 1
+        assert request.transport is not None
+        connection = request.transport
+        self.connections.append(connection)
         try:
             is_json = request.content_type == "application/json"
             body = await request.json() if is_json else {"form": await request.read()}
-            self.calls.append(Call(request.path, request.headers, body))
+            if self._denies(request):
+                return web.json_response({"error": "Unauthorized"}, status=401)
+            self.calls.append(Call(request.path, request.headers, body, request.query_string))
             return await self.chat(request, body)
         except (asyncio.CancelledError, ConnectionError):
             self.aborted += 1
             raise
         finally:
             self.open -= 1
+            self.connections.remove(connection)
+
+    def _denies(self, request: web.Request) -> bool:
+        """Whether vLLM's `--api-key` refuses it: of paths under /v1 and /v2."""
+        key, presented = self.api_key, request.headers.get("Authorization")
+        guarded = request.path[:3] in {"/v1", "/v2"}
+        return key is not None and guarded and presented != f"Bearer {key}"
 
     async def _other(self, request: web.Request) -> web.Response:
         if request.path == "/metrics":  # as it is asked what it has to do: no call
@@ -82,12 +106,17 @@ class FakeInstance:
         if request.path == "/health":  # it is probed: not a call
             return web.Response(status=200 if self.healthy else 503)
         self.other_calls.append(f"{request.method} {request.path}")
-        if request.path == "/v1/models":
-            data = [{"id": name} for name in self.models]
-            return web.json_response({"object": "list", "data": data})
-        if request.path == "/version":
-            return web.json_response({"version": self.version})
-        return web.Response(status=200 if self.profiler else 404)
+        if self._denies(request):
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        data = [{"id": name} for name in self.models]
+        said = {
+            "/v1/models": {"object": "list", "data": data},
+            "/version": {"version": self.version},
+            "/tokenizer_info": {"tokenizer_class": "T"},
+        }.get(request.path)
+        if said is None:
+            return web.Response(status=200 if self.profiler else 404)
+        return web.json_response(said)
 
     @asynccontextmanager
     async def running(
@@ -98,11 +127,12 @@ class FakeInstance:
             app.router.add_post(path, self._chat)
         for path in ("/start_profile", "/stop_profile"):
             app.router.add_post(path, self._other)
-        for path in ("/health", "/metrics", "/v1/models", "/version"):
+        for path in ("/health", "/metrics", "/v1/models", "/version", "/tokenizer_info"):
             app.router.add_get(path, self._other)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.2)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", port, ssl_context=context).start()
+        self._sites = [web.TCPSite(runner, "127.0.0.1", port, ssl_context=context)]
+        await self._sites[0].start()
         scheme = "http" if context is None else "https"
         self.url = f"{scheme}://127.0.0.1:{runner.addresses[0][1]}"
         try:
@@ -205,6 +235,8 @@ COMPLETION = {
     "model": "m",
     "choices": [{"index": 0, "text": "aé", "finish_reason": "stop", "logprobs": None}],
 }
+SCORES = ("/score", "/v1/score")
+RANKINGS = ("/rerank", "/v1/rerank", "/v2/rerank")
 OTHER_REPLIES: dict[str, dict[str, Any]] = {
     "/v1/completions": COMPLETION,
     "/v1/responses": RESPONSE,
@@ -216,6 +248,11 @@ OTHER_REPLIES: dict[str, dict[str, Any]] = {
         "data": [{"object": "embedding", "index": 0, "embedding": [0.5, 0.25]}],
         "usage": {"prompt_tokens": 1, "total_tokens": 1},
     },
+    **{path: {"object": "list", "data": [{"score": 0.5}]} for path in SCORES},
+    **{path: {"results": [{"index": 0}]} for path in RANKINGS},
+    "/pooling": {"object": "list", "data": [{"data": [0.5]}]},
+    "/classify": {"object": "list", "data": [{"label": "cat", "probs": [1.0]}]},
+    "/v2/embed": {"id": "embd", "embeddings": {"float": [[0.5]]}},
     "/tokenize": {"count": 2, "max_model_len": 8, "tokens": [1, 2]},
     "/detokenize": {"prompt": "aé"},
     "/v1/audio/transcriptions": {"text": "aé"},

@@ -16,7 +16,7 @@ import epd
 from epd.edge.listening import Site
 from epd.edge.protocol import Runner
 from epd.events import InstanceChanged, RequestDone, StageDone
-from epd.server.slots import CONFIG, OBSERVERS
+from epd.server.slots import BACKGROUND, CONFIG, OBSERVERS
 from tests.proxy.fake_instance import FakeInstance, decodes, encodes, prefills
 
 
@@ -90,7 +90,8 @@ class Fleet:
         self, body: dict[str, Any] | bytes, headers: dict[str, str] | None = None
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         data = BytesIO(body if isinstance(body, bytes) else json.dumps(body).encode())
-        return self.http.post(f"{self.url}/v1/chat/completions", headers=headers, data=data)
+        given = {"Content-Type": "application/json", **(headers or {})}
+        return self.http.post(f"{self.url}/v1/chat/completions", headers=given, data=data)
 
 
 UNASKED: dict[str, Any] = {"load_interval_s": 0}
@@ -123,7 +124,7 @@ class Launch:
             runner = Runner(app, app[CONFIG], app[OBSERVERS])
             await runner.setup()
             stack.push_async_callback(runner.cleanup)
-            await Site(runner, None, host="127.0.0.1", port=0).start()
+            await Site(runner, None, app[BACKGROUND], host="127.0.0.1", port=0).start()
             http = await stack.enter_async_context(aiohttp.ClientSession())
             url = f"http://127.0.0.1:{runner.addresses[0][1]}"
             yield Fleet(runner, url, http, events, **groups)

@@ -10,8 +10,9 @@ import epd
 from epd.routing.instances import Instance, Role
 from epd.server.admin import KEPT_S
 from epd.server.assembly import TABLE
+from tests.proxy.fake_instance import refuses
 from tests.proxy.fleet import Fleet, Launch, until
-from tests.requests import request, text
+from tests.requests import image, request, text
 
 
 async def test_health_of_a_healthy_fleet(launch: Launch) -> None:
@@ -45,10 +46,27 @@ async def test_one_of_two_unhealthy_is_degraded_and_still_serves(launch: Launch)
         assert body["instances"][fleet.encode[0].url]["state"] == "healthy"
         assert body["instances"][fleet.encode[1].url] == {
             "roles": ["encode"],
-            "routing": {"encode": "healthy"},
+            "routing": {"encode": "failing"},
             "status": 503,
-            "state": "unhealthy",
+            "state": "failing",
         }
+
+
+@pytest.mark.parametrize(("instances", "state"), [(1, "suspect"), (3, "ejected")])
+async def test_health_of_an_ejected_instance_does_not_contradict_itself(
+    launch: Launch, instances: int, state: str
+) -> None:
+    """It answers its health check; requests go to it only where too few others are left."""
+    async with launch(encode=instances, eject_after=1, encode_balance="round_robin") as fleet:
+        fleet.e.chat = refuses(500)
+        for number in range(instances):
+            await fleet.chat(request(image(b"%d" % number)))
+        async with fleet.http.get(fleet.url + "/health") as reply:
+            body = await reply.json()
+
+    shown = body["instances"][fleet.e.url]
+    assert (shown["state"], shown["routing"]) == (state, {"encode": state})
+    assert (reply.status, body["encode_cluster"]) == (200, "degraded")
 
 
 async def test_a_stage_without_a_healthy_instance_is_a_503(launch: Launch) -> None:

@@ -75,17 +75,17 @@ async def test_requests_are_spread_over_prefill_and_decode(launch: Launch) -> No
         assert [len(instance.calls) for instance in fleet.decode] == [2, 2]
 
 
-async def test_kwargs_and_priority_go_along_to_encode(launch: Launch) -> None:
+async def test_encode_is_sent_kwargs_and_no_priority(launch: Launch) -> None:
     async with launch(trust_request_mm_kwargs=True) as fleet:
         more = {
             "mm_processor_kwargs": {"max_pixels": 9},
             "media_io_kwargs": {"image": {"rgba_background_color": [0, 0, 0]}},
-            "priority": 3,
         }
-        await fleet.chat(request(image(), **more))
+        await fleet.chat(request(image(), priority=3, **more))
 
         assert more.items() <= fleet.e.calls[0].body.items()
-        assert more.items() <= fleet.d.calls[0].body.items()
+        assert "priority" not in fleet.e.calls[0].body
+        assert (more | {"priority": 3}).items() <= fleet.d.calls[0].body.items()
 
 
 async def test_encoded_items_go_on_as_metadata_under_the_same_uuid(launch: Launch) -> None:

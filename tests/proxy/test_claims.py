@@ -10,9 +10,8 @@ import pytest
 from ec_store import Entry, EntryInfo, EntryKey, Store, StoreUnavailable
 from ec_store.shared_disk import SharedDiskStore
 from epd.cache.claims import Claims, Turn
-from epd.cache.encoder_cache import EncoderCache
 from epd.cache.look import Look
-from tests.proxy.backed import BUDGET_S, NAMESPACE, Backed
+from tests.proxy.backed import NAMESPACE, Backed, opened_cache
 from tests.proxy.fleet import until
 
 KEYS = [EntryKey(NAMESPACE, name) for name in ("a", "b")]
@@ -21,7 +20,7 @@ VISITS = ("lookup", "claim", "claim_or_find", "release", "lease")
 
 @asynccontextmanager
 async def claiming(url: str) -> AsyncIterator[Claims]:
-    async with EncoderCache.connect(url, budget_s=BUDGET_S, lease_s=1) as cache:
+    async with opened_cache(url, lease_s=1) as cache:
         yield Claims(cache)
 
 
@@ -156,7 +155,7 @@ async def test_a_cache_that_is_left_as_it_is_told_to_look_again_ends(
 ) -> None:
     async with asyncio.timeout(30):
         for steps in range(4):
-            async with EncoderCache.connect(url, budget_s=BUDGET_S, lease_s=1) as cache:
+            async with opened_cache(url, lease_s=1) as cache:
                 assert cache.namespace("m") == NAMESPACE
                 cache.learn("m", "another")
                 for _ in range(steps):
@@ -167,9 +166,9 @@ async def test_what_is_found_again_is_not_leased_again(
     backed: Backed, url: str, calls: list[str]
 ) -> None:
     put(backed.store, KEYS[0])
-    async with EncoderCache.connect(url, budget_s=BUDGET_S, lease_s=3600) as cache:
+    async with opened_cache(url, lease_s=3600) as cache:
         for _ in range(20):
-            assert await cache.find("m", ["a"])
+            assert await cache.find(cache.keys("m", ["a"]))
             await asyncio.sleep(0.01)
 
         assert calls.count("lookup") >= 20

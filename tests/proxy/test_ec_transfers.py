@@ -186,6 +186,16 @@ async def test_who_is_encoded_for_has_its_place_taken_already(launch: Launch) ->
         await asyncio.gather(held, return_exceptions=True)
 
 
+@pytest.mark.fault(75)
+async def test_a_push_that_its_consumer_refuses_is_repeated_once(launch: Launch) -> None:
+    async with mooncake(launch, Pushes()) as fleet:
+        fleet.d.chat = refuses(400, "no")
+        status, _ = await fleet.chat(request(image()))
+
+        assert status == 400
+        assert len(fleet.d.calls) == 2
+
+
 @pytest.mark.parametrize("fault", [drops, refuses(500), refuses(503)])
 async def test_an_encode_that_is_tried_again_has_new_ids(launch: Launch, fault: Handler) -> None:
     pushes = Pushes()

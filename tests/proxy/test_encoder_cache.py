@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import shutil
 import threading
 import time
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,21 +15,28 @@ from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
-from ec_store import EntryKey
+from ec_store import Entry, EntryKey, open_store
 from epd.cache.claims import Claims
-from epd.cache.encoder_cache import EncoderCache
 from epd.observe.logs import LogObserver
 from tests.proxy.backed import (
-    BUDGET_S,
     NAMESPACE,
     Backed,
     caching,
     encoded,
     items_of,
     media_types,
+    opened_cache,
     parts_of,
 )
-from tests.proxy.fake_instance import Handler, decodes, encodes, hangs, refuses
+from tests.proxy.fake_instance import (
+    Handler,
+    decodes,
+    encodes,
+    fails_first,
+    hangs,
+    prefills,
+    refuses,
+)
 from tests.proxy.fleet import Launch, until
 from tests.requests import Part, image, input_audio, request, text, video
 
@@ -181,13 +190,62 @@ async def test_an_error_that_is_no_lost_entry_is_not_tried_again(
     launch: Launch, backed: Backed, url: str
 ) -> None:
     async with caching(launch, backed, url) as fleet:
-        fleet.d.chat = refuses(400, "too long")
+        fleet.d.chat = refuses(422, "too long")
         status, _ = await fleet.chat(request(image()))
         fleet.d.chat = refuses(500, "no")
         also, _ = await fleet.chat(request(text()))
 
-        assert (status, also) == (400, 500)
+        assert (status, also) == (422, 500)
         assert len(fleet.d.calls) == 2
+
+
+@pytest.mark.fault(75)
+@pytest.mark.parametrize("prefill", [0, 1])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_refused_with_metadata_is_retried_once_with_its_media(
+    launch: Launch, prefill: int, stream: bool
+) -> None:
+    async with launch(prefill=prefill) as fleet:
+        consumer, then = (fleet.p, prefills) if prefill else (fleet.d, decodes)
+        consumer.chat = fails_first(1, refuses(400, "Failed to apply Processor"), then)
+        async with fleet.post(request(text(), image(), stream=stream)) as reply:
+            assert reply.status == 200
+
+        first, second = consumer.calls
+        assert first.parts[1]["type"] == "image_embeds"
+        assert second.parts[1]["image_url"] == image()["image_url"]
+        assert len(fleet.e.calls) == 1  # its output is used by its key
+        assert fleet.events.requests[0].retries == 1
+        assert fleet.events.changes == []
+
+
+@pytest.mark.fault(75)
+@pytest.mark.parametrize("prefill", [0, 1])
+async def test_a_request_refused_with_metadata_and_with_media_ends_in_the_refusal(
+    launch: Launch, prefill: int
+) -> None:
+    async with launch(prefill=prefill) as fleet:
+        consumer = fleet.p if prefill else fleet.d
+        consumer.chat = refuses(400, "too long")
+        status, reply = await fleet.chat(request(text(), image()))
+        also, _ = await fleet.chat(request(text()))
+
+        assert (status, reply["error"]["message"], also) == (400, "too long", 400)
+        assert len(consumer.calls) == 3  # text alone has no metadata
+
+
+@pytest.mark.fault(75)
+async def test_a_refused_request_without_its_media_is_not_retried(
+    launch: Launch, backed: Backed, url: str
+) -> None:
+    async with caching(launch, backed, url) as fleet:
+        assert (await fleet.chat(request(image(uuid="cat"))))[0] == 200
+        fleet.d.calls.clear()
+        fleet.d.chat = refuses(400, "no")
+        status, _ = await fleet.chat(request({"type": "image_url", "uuid": "cat"}))
+
+        assert status == 400
+        assert len(fleet.d.calls) == 1
 
 
 @pytest.mark.fault(16)
@@ -199,6 +257,47 @@ async def test_without_the_store_requests_are_served(
     async with caching(launch, backed, away) as fleet:
         for _ in range(2):
             assert await items_of(fleet, request(image())) == {"encoded": 1}
+
+
+@pytest.mark.fault(16)
+async def test_a_store_that_is_missing_is_logged_once_and_never_made_by_the_proxy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("epd.cache.encoder_cache.REFRESH_S", 1.0)
+    folder = tmp_path / "store"
+    url = folder.as_uri()
+    key = EntryKey(NAMESPACE, "picture")
+    with capture_logs() as lines:
+        async with opened_cache(url, lease_s=1) as cache:
+            await until(lambda: cache.operations["open", "error"] > 1)
+            assert await cache.find([key]) is None
+            assert (await cache.write("claim", lambda store: store.claim([key], "o", 1))) is None
+            assert not folder.exists()
+
+            make_store(url, key)
+            await until(lambda: len(lines) == 2)
+            assert set(await cache.find([key]) or ()) == {key}
+
+            shutil.rmtree(folder)
+            await until(lambda: cache.operations["namespaces", "error"] > 1)
+            assert not folder.exists()
+            assert await cache.find([key]) == {}
+
+            make_store(url, key)
+            await until(lambda: len(lines) == 4)
+            assert set(await cache.find([key]) or ()) == {key}
+
+    seen = [(line["event"], line.get("reason")) for line in lines]
+    missing = ("there is no encoder cache", f"there is no store in {folder}")
+    there = ("the encoder cache can be used", None)
+    assert seen == [missing, there, missing, there]
+
+
+def make_store(url: str, key: EntryKey) -> None:
+    """As an engine does when it starts."""
+    with open_store(url) as store:
+        store.register_namespace("m", NAMESPACE)
+        store.put(key, Entry(memoryview(bytes(16)), "F32", (1, 4), "image", {}))
 
 
 @pytest.mark.fault(16)
@@ -217,6 +316,8 @@ async def test_a_store_that_hangs_costs_its_budget_and_then_nothing(
     async with caching(launch, backed, url, ec_store_budget_s=0.02) as fleet:
         await items_of(fleet, request(image()))
         await asyncio.gather(*backed.writes)
+        # What is kept in memory cannot hang, and may be asked on the event loop.
+        monkeypatch.setattr("ec_store.shared_disk.SharedDiskStore.in_memory", False)
         monkeypatch.setattr("ec_store.shared_disk.SharedDiskStore.lookup", lookup)
         try:
             done = [await items_of(fleet, request(image())) for _ in range(8)]
@@ -280,6 +381,20 @@ async def test_a_hit_goes_on_as_its_modality_can(
 
         assert encoded(fleet) == 1
         assert media_types(fleet.d) == [[kind], [kind]]
+
+
+@pytest.mark.fault(75)
+@pytest.mark.parametrize("part", [image(), input_audio()], ids=["image", "audio"])
+async def test_a_hit_beside_a_video_goes_on_raw_and_is_not_encoded_again(
+    launch: Launch, backed: Backed, url: str, part: Part
+) -> None:
+    async with caching(launch, backed, url) as fleet:
+        await items_of(fleet, request(part))
+        await asyncio.gather(*backed.writes)
+        assert await items_of(fleet, request(part, video())) == {"hit": 1, "encoded": 1}
+
+        assert encoded(fleet) == 2
+        assert media_types(fleet.d)[-1] == [part["type"], "video_url"]
 
 
 # Single flight.
@@ -551,7 +666,7 @@ async def test_a_claim_in_use_is_not_given_back_with_a_renewal_that_nobody_waits
 
     monkeypatch.setattr("epd.cache.claims.CLAIM_S", 0.3)
     monkeypatch.setattr("ec_store.shared_disk.SharedDiskStore.release", recorded)
-    async with EncoderCache.connect(url, budget_s=BUDGET_S, lease_s=1) as cache:
+    async with opened_cache(url, lease_s=1) as cache:
         with Claims(cache).turn("m", "item", 1) as turn:
             await turn.come()
             monkeypatch.setattr("ec_store.shared_disk.SharedDiskStore.claim", slow)

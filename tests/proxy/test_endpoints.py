@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 from aiohttp import web
 
 from epd.bodies.endpoints import ENDPOINTS
+from epd.bodies.forms import read_form
 from epd.version import __version__
 from tests.proxy.backed import Backed, caching
 from tests.proxy.clients import ALICE, BOB, bearer
@@ -21,6 +22,8 @@ from tests.proxy.fake_instance import (
     KV_PARAMS,
     OTHER_REPLIES,
     OTHER_STREAMS,
+    RANKINGS,
+    SCORES,
     decodes,
     drops,
     fails_first,
@@ -28,6 +31,7 @@ from tests.proxy.fake_instance import (
     refuses,
     streams,
 )
+from tests.proxy.fake_origin import FakeOrigin
 from tests.proxy.fleet import Fleet, Launch, until
 from tests.requests import data_url, image, text
 
@@ -64,13 +68,32 @@ def chat(part: Any, **more: Any) -> dict[str, Any]:
     return {"model": "m", "messages": [{"role": "user", "content": [part]}], **more}
 
 
-WITH_MEDIA = {
+def seen(url: str) -> dict[str, Any]:
+    return {"content": [image(url)]}
+
+
+def content_of(body: dict[str, Any]) -> list[Any]:
+    """The content that a request of `WITH_MEDIA` has its picture in."""
+    for field in ("messages", "input", "documents", "query", "inputs"):
+        value = body.get(field)
+        one = value[0] if isinstance(value, list) else value
+        if isinstance(one, dict):
+            content: list[Any] = one["content"]
+            return content
+    raise AssertionError(body)
+
+
+WITH_MEDIA: dict[str, Callable[[str], dict[str, Any]]] = {
     "/v1/chat/completions": lambda url: chat(image(url)),
     "/v1/responses": lambda url: response(picture(url)),
     "/v1/messages": lambda url: message(linked(url)),
     "/v1/messages/count_tokens": lambda url: message(linked(url)),
     "/v1/embeddings": lambda url: chat(image(url)),
     "/tokenize": lambda url: chat(image(url)),
+    **dict.fromkeys(("/pooling", "/classify"), lambda url: chat(image(url))),
+    **dict.fromkeys(SCORES, lambda url: {"queries": "a", "documents": seen(url)}),
+    **dict.fromkeys(RANKINGS, lambda url: {"query": seen(url), "documents": ["a"]}),
+    "/v2/embed": lambda url: {"inputs": [seen(url)]},
 }
 """A request with a picture, for every endpoint that can carry one."""
 with_media = pytest.mark.parametrize("path", WITH_MEDIA)
@@ -84,6 +107,11 @@ PLAIN: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"input": "hi"},
     "/tokenize": {"prompt": "hi"},
     "/detokenize": {"tokens": [1]},
+    **{path: {"queries": "a", "documents": ["b"]} for path in SCORES},
+    **{path: {"query": "a", "documents": ["b"]} for path in RANKINGS},
+    "/pooling": {"input": "hi"},
+    "/classify": {"input": "hi"},
+    "/v2/embed": {"texts": ["hi"]},
 }
 SALTED = [path for path in PLAIN if ENDPOINTS[path].salted]
 
@@ -122,6 +150,18 @@ async def test_decodes_answer_comes_as_it_is(fleet: Fleet, path: str) -> None:
     assert reply == OTHER_REPLIES.get(path, reply)
     [call] = fleet.d.calls
     assert (call.path, call.body["seed"]) == (path, 1)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_decode_gets_the_operators_stream_interval(launch: Launch, path: str) -> None:
+    async with launch(stream_interval=4) as fleet:
+        for own in ({}, {"stream_interval": 2}):
+            body = {**PLAIN[path], "stream": True, **own}
+            async with fleet.http.post(fleet.url + path, json=body) as reply:
+                assert reply.status == 200
+                await reply.read()
+
+    assert [call.body["stream_interval"] for call in fleet.d.calls] == [4, 2]
 
 
 GENERATES = [path for path in PLAIN if ENDPOINTS[path].generates]
@@ -360,16 +400,18 @@ async def test_what_chat_made_of_a_picture_is_not_taken_for_what_a_message_finds
         assert len(fleet.e.calls) == 2
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/tokenize", "/v1/messages/count_tokens"])
+@pytest.mark.security("S11")
+@pytest.mark.parametrize("path", [path for path in WITH_MEDIA if not ENDPOINTS[path].encodes])
 async def test_media_that_are_passed_on_go_raw_and_under_our_key(fleet: Fleet, path: str) -> None:
-    own = {"uuid": "own"} if path != "/v1/messages/count_tokens" else {}
+    named = path not in {"/v1/messages/count_tokens", "/v2/embed"}
     body = WITH_MEDIA[path](URL)
-    body["messages"][0]["content"][0] |= own
+    content_of(body)[0] |= {"uuid": "own"} if named else {}
     assert (await ask(fleet, path, body))[0] == 200
 
     assert fleet.e.calls == []
-    [part] = fleet.d.calls[0].parts
+    [part] = content_of(fleet.d.calls[0].body)
     assert URL in json.dumps(part)
+    assert ("uuid" in part) is named
     assert part.get("uuid", "key") != "own"
     assert fleet.events.requests[0].items == {}
 
@@ -403,8 +445,7 @@ async def test_no_endpoint_reaches_a_private_address(launch: Launch, path: str) 
 async def test_no_endpoint_takes_more_items_than_there_may_be(launch: Launch, path: str) -> None:
     async with launch(max_items=1) as fleet:
         body = WITH_MEDIA[path](URL)
-        [first] = body.get("messages") or body["input"]
-        first["content"] *= 2
+        content_of(body).extend(content_of(WITH_MEDIA[path](URL)))
         status, _ = await ask(fleet, path, body)
 
         assert status == 400
@@ -412,12 +453,15 @@ async def test_no_endpoint_takes_more_items_than_there_may_be(launch: Launch, pa
 
 
 @pytest.mark.security("S11")
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/tokenize", "/v1/chat/completions"])
+@pytest.mark.parametrize("path", [path for path in WITH_MEDIA if "messages" not in path])
 async def test_no_endpoint_takes_an_output_for_its_media(fleet: Fleet, path: str) -> None:
     part = {"type": "image_embeds", "image_embeds": {"image_grid_thw": [1, 2, 2]}, "uuid": "k"}
-    status, reply = await ask(fleet, path, chat(part))
+    body = WITH_MEDIA[path](URL)
+    content_of(body)[0] = part
+    status, reply = await ask(fleet, path, body)
 
-    assert (status, reply["error"]["param"]) == (400, "messages[0].content[0]")
+    assert status == 400
+    assert reply["error"]["param"].endswith("content[0]")
     assert fleet.d.calls == []
 
 
@@ -498,17 +542,162 @@ async def test_there_must_be_a_place_for_what_is_passed_on(launch: Launch, path:
 
 
 @pytest.mark.parametrize("kind", ["transcriptions", "translations"])
-async def test_a_form_is_passed_on_as_it_came(fleet: Fleet, kind: str) -> None:
+async def test_a_form_is_written_anew_for_decode(fleet: Fleet, kind: str) -> None:
     sound = b"\0\xff" * 100_000
-    form = aiohttp.FormData({"model": "m"})
+    form = aiohttp.FormData({"model": "m", "chunking_strategy": "auto"})
     form.add_field("file", sound, filename="a.wav", content_type="audio/wav")
     async with fleet.http.post(f"{fleet.url}/v1/audio/{kind}", data=form) as reply:
         assert await reply.json() == {"text": "aé"}
 
     [call] = fleet.d.calls
-    assert sound in call.body["form"]
-    boundary = call.headers["Content-Type"].partition("boundary=")[2]
-    assert call.body["form"].startswith(f"--{boundary}\r\n".encode())
+    sent = {
+        part.name: bytes(part.data)
+        for part in read_form(call.body["form"], call.headers["Content-Type"])
+    }
+    assert sent == {"model": b"m", "file": sound}
+
+
+@pytest.mark.fault(74)
+@pytest.mark.security("S5")
+@pytest.mark.parametrize("kind", ["transcriptions", "translations"])
+@pytest.mark.parametrize(
+    ("name", "value", "param"),
+    [
+        ("kv_transfer_params", "0", "kv_transfer_params"),
+        ("ec_transfer_params", "[]", "ec_transfer_params"),
+        ("vllm_xargs", '{"kv_transfer_params": ""}', "vllm_xargs.kv_transfer_params"),
+        ("vllm_xargs", '{"ec_transfer_params": 1}', "vllm_xargs.ec_transfer_params"),
+        ("vllm_xargs", "kv_transfer_params", "vllm_xargs"),
+    ],
+)
+async def test_no_instance_gets_a_form_with_a_reserved_field(
+    fleet: Fleet, kind: str, name: str, value: str, param: str
+) -> None:
+    form = aiohttp.FormData({"model": "m", name: value})
+    form.add_field("file", b"sound", filename="a.wav")
+    async with fleet.http.post(f"{fleet.url}/v1/audio/{kind}", data=form) as reply:
+        error = (await reply.json())["error"]
+
+    assert (reply.status, error["param"]) == (400, param)
+    assert all(instance.calls == [] for instance in fleet.instances)
+
+
+@pytest.mark.fault(74)
+@pytest.mark.security("S5")
+@pytest.mark.parametrize("path", PLAIN)
+@pytest.mark.parametrize("value", ["null", '""', "0", "[]", "{}", '{"do_remote_prefill": true}'])
+async def test_no_instance_gets_a_reserved_field_of_a_client(
+    fleet: Fleet, path: str, value: str
+) -> None:
+    """Neither as a field, nor twice, nor in the query or the headers."""
+    reserved = ["kv_transfer_params", "ec_transfer_params"]
+    twice = "".join(f'"{name}": {value}, ' for name in reserved) * 2
+    raw = b"{" + twice.encode() + json.dumps(PLAIN[path]).encode()[1:]
+    query = "&".join(f"{name}={value}" for name in (*reserved, "vllm_xargs"))
+    headers = {"Content-Type": "application/json"} | dict.fromkeys(reserved, value)
+    async with fleet.http.post(
+        f"{fleet.url}{path}?{query}", data=BytesIO(raw), headers=headers
+    ) as reply:
+        assert reply.status == 200
+
+    calls = [call for instance in fleet.instances for call in instance.calls]
+    assert calls
+    for call in calls:
+        assert call.query == ""
+        assert not {name.lower() for name in call.headers} & {*reserved, "vllm_xargs"}
+        # What the proxy itself says there is neither empty nor this.
+        assert json.loads(value) not in [call.body[name] for name in reserved if name in call.body]
+
+
+JSON_ROUTES = [
+    *(("POST", path) for path in PLAIN),
+    ("POST", "/v1/media"),
+    ("POST", "/instances"),
+    ("PUT", "/policies"),
+    ("POST", "/policies"),
+    ("POST", "/start_profile"),
+]
+
+
+@pytest.mark.security("S27")
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "text/plain",
+        "text/plain; charset=application/json",
+        "application/x-www-form-urlencoded",
+        "multipart/form-data; boundary=application/json",
+        "application/json, text/plain",
+        "application/jsonx",
+        "json",
+        "",
+    ],
+)
+async def test_a_body_that_is_not_called_json_is_refused(launch: Launch, kind: str) -> None:
+    """A web page of another origin may send the first ones without its browser asking."""
+    key = {"X-API-Key": "admin-key-0123456789", "Content-Type": kind}
+    settings: dict[str, Any] = {"admin_api_key": key["X-API-Key"], "dynamic_registration": True}
+    async with launch(prefill=1, **settings) as fleet:
+        for method, path in JSON_ROUTES:
+            body = json.dumps(PLAIN.get(path, {"a": 1})).encode()
+            async with fleet.http.request(
+                method, fleet.url + path, data=BytesIO(body), headers=key
+            ) as reply:
+                assert reply.status == 415, path
+                assert reply.headers["x-epd-error"] == "unsupported_media_type"
+        assert all(instance.calls == [] for instance in fleet.instances)
+        assert all("profile" not in " ".join(one.other_calls) for one in fleet.instances)
+
+
+@pytest.mark.parametrize("path", PLAIN)
+@pytest.mark.parametrize(
+    "kind", ["Application/JSON; charset=utf-8", "application/json;", "application/ld+json"]
+)
+async def test_a_body_that_is_called_json_is_answered(fleet: Fleet, path: str, kind: str) -> None:
+    body, headers = BytesIO(json.dumps(PLAIN[path]).encode()), {"Content-Type": kind}
+    async with fleet.http.post(fleet.url + path, data=body, headers=headers) as reply:
+        assert reply.status == 200
+
+
+@pytest.mark.fault(74)
+@pytest.mark.security("S26")
+@pytest.mark.parametrize("path", WITH_MEDIA)
+@pytest.mark.parametrize("kind", ["point_cloud_url", "prompt_embeds", "input_file"])
+async def test_no_instance_gets_a_content_part_that_no_check_covers(
+    fleet: Fleet, path: str, kind: str
+) -> None:
+    part = {"type": kind, kind: {"url": "http://169.254.169.254/"}, "data": "AAAA"}
+    body = WITH_MEDIA[path](URL) | {"conversation_id": "c"}
+    content_of(body).append(part)
+    status, reply = await ask(fleet, path, body)
+
+    assert (status, reply["error"]["type"]) in {
+        (400, "BadRequestError"),
+        (400, "invalid_request_error"),
+    }
+    assert all(instance.calls == [] for instance in fleet.instances)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"image_url": URL},
+        {"image_url": {"url": URL}, "uuid": "theirs"},
+        {"type": "input_image", "image_url": URL, "uuid": "theirs"},
+    ],
+)
+async def test_a_picture_of_a_chat_is_encoded_in_every_spelling_of_vllms(
+    fleet: Fleet, part: dict[str, Any]
+) -> None:
+    status, _ = await ask(fleet, "/v1/chat/completions", chat(part))
+
+    assert status == 200
+    [encode], [prefill], [decode] = fleet.e.calls, fleet.p.calls, fleet.d.calls
+    [sent] = encode.parts
+    assert (sent["type"], sent["image_url"]) == ("image_url", {"url": URL})
+    for call in (prefill, decode):
+        assert [one["type"] for one in call.parts] == ["image_embeds"]
+        assert "theirs" not in json.dumps(call.body)
 
 
 async def test_a_form_is_as_large_as_any_body_may_be(launch: Launch) -> None:
@@ -539,6 +728,68 @@ async def test_the_version_is_ours_and_of_each_instance_its_own(fleet: Fleet) ->
         "version": __version__,
         "instances": {instance.url: instance.version for instance in fleet.instances},
     }
+
+
+@pytest.mark.security("S2")
+@pytest.mark.parametrize("path", [path for path in PLAIN if not path.startswith(("/v1/", "/v2/"))])
+async def test_instances_judge_the_key_of_paths_that_theirs_does_not_guard(
+    fleet: Fleet, path: str
+) -> None:
+    """VLLM's `--api-key` is for paths under `/v1` and `/v2`."""
+    for instance in fleet.instances:
+        instance.api_key = "sk-instances"
+    denied, reply = await ask(fleet, path, PLAIN[path], bearer("wrong"))
+    assert (denied, fleet.d.calls) == (401, [])
+    assert reply["error"]["code"] == 401
+
+    assert (await ask(fleet, path, PLAIN[path], bearer("sk-instances")))[0] == 200
+
+
+@pytest.mark.security("S2")
+async def test_the_tokenizer_is_told_by_a_decode_instance_to_clients_with_a_key(
+    fleet: Fleet,
+) -> None:
+    fleet.d.api_key = "sk-instances"
+    answers = []
+    for key in ("wrong", "sk-instances"):
+        async with fleet.http.get(f"{fleet.url}/tokenizer_info", headers=bearer(key)) as reply:
+            answers.append((reply.status, await reply.json()))
+
+    assert [status for status, _ in answers] == [401, 200]
+    assert answers[1][1] == {"tokenizer_class": "T"}
+    assert "GET /tokenizer_info" not in fleet.p.other_calls
+
+
+@pytest.mark.security("S9")
+@pytest.mark.parametrize("url", ["file:///etc/passwd", "x", URL])
+async def test_images_that_are_strings_are_checked_and_passed_on(fleet: Fleet, url: str) -> None:
+    status, reply = await ask(fleet, "/v2/embed", {"images": [URL, url]})
+
+    assert status == (200 if url == URL else 400)
+    assert [call.body for call in fleet.d.calls] == ([{"images": [URL, url]}] if url == URL else [])
+    assert url == URL or reply["error"]["param"] == "images[1]"
+
+
+async def test_images_that_are_strings_are_fetched_by_the_proxy(launch: Launch) -> None:
+    async with FakeOrigin().running() as origin:
+        more = {"allow_http_media": True, "allow_private_media": True}
+        domains = ("127.0.0.1",)
+        async with launch(media_fetch="proxy", allowed_media_domains=domains, **more) as fleet:
+            picture = f"http://127.0.0.1:{origin.port}/"
+            assert (await ask(fleet, "/v2/embed", {"images": [picture]}))[0] == 200
+
+            assert fleet.d.calls[0].body == {"images": [data_url(b"picture")]}
+
+
+async def test_vectors_as_bytes_come_with_what_tells_them_apart(fleet: Fleet) -> None:
+    async def encoded(_: web.Request, __: dict[str, Any]) -> web.Response:
+        headers = {"Content-Type": "application/octet-stream", "metadata": '{"data": []}'}
+        return web.Response(body=b"\0\x80", headers=headers)
+
+    fleet.d.chat = encoded
+    body = {"input": "hi", "encoding_format": "bytes"}
+    async with fleet.http.post(f"{fleet.url}/v1/embeddings", json=body) as reply:
+        assert (await reply.read(), reply.headers["metadata"]) == (b"\0\x80", '{"data": []}')
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])

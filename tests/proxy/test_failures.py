@@ -6,6 +6,7 @@ from typing import Any
 import openai
 import pytest
 from aiohttp import ClientTimeout, web
+from yarl import URL
 
 from tests.proxy.fake_instance import (
     FakeInstance,
@@ -316,7 +317,7 @@ async def test_many_requests_at_once_are_all_under_way(launch: Launch) -> None:
 
 
 @pytest.mark.security("S19")
-async def test_an_instances_text_is_not_logged(launch: Launch) -> None:
+async def test_of_an_instances_refusal_all_but_its_text_is_logged(launch: Launch) -> None:
     async with launch() as fleet:
         fleet.d.chat = refuses(400, "you wrote PRIVATE-PROMPT")
         await fleet.chat(request(text()))
@@ -324,8 +325,35 @@ async def test_an_instances_text_is_not_logged(launch: Launch) -> None:
             assert reply.status == 404
 
         rejected, unknown = fleet.events.requests
-        assert (rejected.error, rejected.reason) == ("decode_rejected", None)
-        assert unknown.path == "unknown"
+        assert (rejected.error, rejected.reason) == (
+            "decode_rejected",
+            "the decode instance answered 400 BadRequestError",
+        )
+        assert (unknown.path, unknown.reason) == ("unknown", "there is no such route")
+
+
+async def test_a_client_is_told_which_path_is_no_route_and_where_all_are_described(
+    launch: Launch,
+) -> None:
+    async with launch() as fleet:
+        for path in ("/docs", "/v1/%1b[31m"):
+            async with fleet.http.get(URL(fleet.url + path, encoded=True)) as reply:
+                error = (await reply.json())["error"]
+
+            assert reply.status == 404
+            assert error["message"] == f"there is no {path}: GET /openapi.json describes all routes"
+        async with fleet.http.get(f"{fleet.url}/{'x' * 5000}") as reply:
+            assert len((await reply.json())["error"]["message"]) < 300
+
+
+async def test_a_wrong_method_is_logged_with_the_path_of_its_route(launch: Launch) -> None:
+    async with launch() as fleet:
+        for method, path in (("GET", "/v1/chat/completions"), ("PUT", "/v1/media/cat")):
+            async with fleet.http.request(method, f"{fleet.url}{path}") as reply:
+                assert reply.status == 405
+        paths = [one.path for one in fleet.events.requests]
+
+    assert paths == ["/v1/chat/completions", "/v1/media/{uuid}"]
 
 
 @pytest.mark.fault(40)

@@ -5,15 +5,17 @@ import json
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
+from ec_store import open_store
 from epd.cache.encoder_cache import EncoderCache
 from epd.observe.logs import REQUEST_ID
+from tests.proxy.backed import NAMESPACE, Backed
 from tests.proxy.fake_instance import (
     FakeInstance,
     Handler,
@@ -39,6 +41,7 @@ class Running:
     process: subprocess.Popen[str]
     instances: dict[str, FakeInstance]
     lines: list[dict[str, Any]]
+    received: dict[str, int] = field(default_factory=dict)
 
     async def ask(self, request_id: str, **more: Any) -> int:
         body = request(image(request_id.encode()), text(), **more)
@@ -46,7 +49,7 @@ class Running:
             aiohttp.ClientSession(headers={"x-request-id": request_id}) as http,
             http.post(f"{self.url}/v1/chat/completions", json=body) as reply,
         ):
-            await reply.read()
+            self.received[request_id] = len(await reply.read())
             return reply.status
 
     async def read(self) -> None:
@@ -72,8 +75,9 @@ async def proxy(*flags: str, **misdeeds: Handler) -> AsyncIterator[Running]:
         for instance in instances.values():
             await stack.enter_async_context(instance.running())
         urls = [f"--{role}-servers-urls={one.url}" for role, one in instances.items()]
-        with serving(*urls, "--log-level", "debug", *flags) as (url, process):
-            running = Running(url, process, instances, [])
+        lines: list[dict[str, Any]] = []
+        with serving(*urls, "--log-level", "debug", *flags, lines=lines) as (url, process):
+            running = Running(url, process, instances, lines)
             reading = asyncio.create_task(running.read())
             try:
                 yield running
@@ -96,6 +100,22 @@ async def test_an_instance_that_fails_is_named_and_what_came_of_it(role: str) ->
     assert line["degraded"] == f"{role}-local"
     assert {one["request_id"] for one in stages} == {"r-1"}
     assert {one["error"] for one in stages if one["stage"] == role} == {f"{role}_failed"}
+
+
+async def test_the_line_of_a_request_names_the_instances_that_answered_it() -> None:
+    async with proxy() as running:
+        assert await running.ask("whole") == 200
+        whole = await running.logged("request", request_id="whole")
+        assert await running.ask("stream", stream=True) == 200
+        stream = await running.logged("request", request_id="stream")
+
+    urls = {role: running.instances[role].url for role in ("prefill", "decode")}
+    for line in (whole, stream):
+        assert {role: line[role] for role in urls} == urls
+        assert line["model"] == running.instances["decode"].calls[-1].body["model"]
+        assert line["answer_bytes"] == running.received[line["request_id"]]
+    assert stream["stream"] is True
+    assert 0 < stream["ttft_s"] <= stream["seconds"]
 
 
 async def test_what_fails_at_once_for_several_is_told_apart() -> None:
@@ -133,14 +153,41 @@ async def test_blocks_that_could_not_be_given_back_are_a_warning_of_the_request(
 
 async def test_a_store_that_goes_away_is_a_line_with_what_comes_next(tmp_path: Path) -> None:
     folder = tmp_path / "store"
-    async with proxy("--ec-store", f"file://{folder}") as running:
+    open_store(folder.as_uri()).close()
+    async with proxy("--ec-store", folder.as_uri()) as running:
         await running.ask("r-1")
         folder.rename(tmp_path / "gone")
         folder.write_text("no folder")
         line = await running.logged("the encoder cache is away")
 
     assert "request_id" not in line
-    assert "asked again" in line["next"]
+    assert "retries every" in line["next"]
+
+
+@pytest.mark.fault(16)
+async def test_a_store_that_engines_have_not_made_yet_is_a_line_and_is_found_later(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "store"
+    async with proxy("--ec-store", f"file://{folder}") as running:
+        assert await running.ask("r-1") == 200
+        missing = await running.logged("there is no encoder cache")
+        assert not folder.exists()
+        with open_store(f"file://{folder}") as store:
+            store.register_namespace("m", NAMESPACE)
+            backed = Backed(store, folder)
+            encode = running.instances["encode"]
+            encode.chat = backed.encodes
+            await running.logged("the encoder cache can be used")
+            encode.calls.clear()
+            for _ in range(2):
+                assert await running.ask("r-2") == 200
+                await asyncio.gather(*backed.writes)
+
+    assert missing["level"] == "warning"
+    assert missing["reason"] == f"there is no store in {folder}"
+    assert "ec-store configure" in missing["next"]
+    assert len([call for call in encode.calls if call.path == "/v1/chat/completions"]) == 1
 
 
 async def test_what_is_done_for_the_store_later_is_in_no_requests_name() -> None:

@@ -158,6 +158,19 @@ async def test_a_video_by_name_is_a_404(launch: Launch, backed: Backed, url: str
         assert (status, reply["error"]["param"]) == (404, "messages[0].content[0]")
 
 
+@pytest.mark.fault(75)
+async def test_a_picture_by_name_beside_a_video_is_sent_as_metadata(
+    launch: Launch, backed: Backed, url: str
+) -> None:
+    """A video goes on raw. A mixture is all that is left, which some models accept."""
+    async with caching(launch, backed, url) as fleet:
+        await push(fleet, image(b"cat", uuid="cat"))
+        status, _ = await fleet.chat(request(video(), named("cat")))
+
+        assert status == 200
+        assert [part["type"] for part in fleet.d.calls[0].parts] == ["video_url", "image_embeds"]
+
+
 async def test_forgotten_media_are_not_known_any_more(
     launch: Launch, backed: Backed, url: str
 ) -> None:
@@ -407,3 +420,85 @@ async def test_sharing_tenants_share_pictures_and_forget_names_alone(
 
         assert (await forget(fleet, "cat", ALICE))[0] == 200
         assert (await push(fleet, image(b"cat"), key=BOB))[1]["data"][0]["result"] == "hit"
+
+
+KEY = "instances-key-0123456789"
+
+
+def judging(fleet: Fleet) -> None:
+    """Have the instances judge keys, as those do that are started with `--api-key`."""
+    for instance in fleet.instances:
+        instance.api_key = KEY
+
+
+@pytest.mark.security("S2")
+@pytest.mark.parametrize("key", [None, "wrong"])
+async def test_a_key_that_the_instances_refuse_changes_and_learns_nothing(
+    launch: Launch, backed: Backed, url: str, key: str | None
+) -> None:
+    async with caching(launch, backed, url, prefill=1) as fleet:
+        judging(fleet)
+        assert (await push(fleet, image(b"cat", uuid="cat"), key=KEY))[0] == 200
+        await settled(backed)
+        sent = len(fleet.e.calls)
+
+        assert (await push(fleet, image(b"cat"), key=key))[0] == 401
+        assert (await forget(fleet, "cat", key))[0] == 401
+        async with fleet.http.get(f"{fleet.url}/version", headers=bearer(key or "")) as reply:
+            assert reply.status == 401
+        # Stored or not, known by name or not: the answer is the same.
+        answers = [await refused(fleet, part, key) for part in (image(b"cat"), image(b"dog"))]
+        assert answers[0] == answers[1]
+        answers = [await refused(fleet, named(name), key) for name in ("cat", "dog")]
+        assert answers[0] == answers[1]
+
+        assert len(fleet.e.calls) == sent
+        status, _ = await fleet.chat(request(named("cat"), model="m"), bearer(KEY))
+        assert status == 200
+        assert (await forget(fleet, "cat", KEY))[0] == 200
+
+
+async def refused(
+    fleet: Fleet, part: Part, key: str | None
+) -> tuple[int, dict[str, Any], dict[str, str]]:
+    """Status, body and headers of a chat that is refused, without what differs for each request."""
+    async with fleet.post(request(part, model="m"), bearer(key) if key else None) as reply:
+        assert reply.status == 401
+        each = {"x-request-id", "date"}
+        headers = {name.lower(): value for name, value in reply.headers.items()}
+        assert {"x-epd-items", "server-timing", "x-epd-degraded"}.isdisjoint(headers)
+        kept = {name: value for name, value in headers.items() if name not in each}
+        return reply.status, await reply.json(), kept
+
+
+@pytest.mark.security("S2")
+async def test_an_instances_word_on_a_key_is_remembered_and_its_refusal_is_not(
+    launch: Launch, backed: Backed, url: str
+) -> None:
+    async with caching(launch, backed, url) as fleet:
+        judging(fleet)
+        for _ in range(3):
+            assert (await forget(fleet, "cat", KEY))[0] in {200, 404}
+        assert fleet.d.other_calls.count("GET /v1/models") == 1
+        for _ in range(3):
+            assert (await forget(fleet, "cat", "wrong"))[0] == 401
+        assert fleet.d.other_calls.count("GET /v1/models") == 4
+
+
+async def test_instances_that_need_no_key_accept_every_client(
+    launch: Launch, backed: Backed, url: str
+) -> None:
+    async with caching(launch, backed, url) as fleet:
+        assert (await push(fleet, image(b"cat", uuid="cat")))[0] == 200
+        await settled(backed)
+        assert (await forget(fleet, "cat"))[0] == 200
+        assert (await fleet.chat(request(named("cat"), model="m")))[0] == 404
+
+
+async def test_with_keys_of_the_proxys_own_no_instance_is_asked(
+    launch: Launch, backed: Backed, url: str, keys: Path
+) -> None:
+    async with caching(launch, backed, url, api_keys_file=keys) as fleet:
+        await forget(fleet, "cat", ALICE)
+
+        assert "GET /v1/models" not in fleet.d.other_calls

@@ -71,13 +71,14 @@ def asked(operation: str, result: str = "ok") -> Page:
 
 
 def gone_through(*stages: str, model: str = "m") -> Page:
-    """Stages, each once; those with a ! failed."""
+    """Stages, each once; those with a ! failed, those with a ? rejected the request."""
+    failed = {"!": "true", "?": "rejected"}
     return {
         named(
             "epd_stage_seconds_count",
             model_name=model,
-            stage=stage.rstrip("!"),
-            failed=str(stage.endswith("!")).lower(),
+            stage=stage.rstrip("!?"),
+            failed=failed.get(stage[-1], "false"),
         ): 1.0
         for stage in stages
     }
@@ -219,7 +220,7 @@ CASES: dict[str, tuple[Act, Page]] = {
             **counted("epd_requests_total", model_name="other", path=CHAT, status=404),
             **counted("epd_request_seconds_count", model_name="other", path=CHAT),
             **counted("epd_policy_requests_total", model_name="other", policy="encode_pd"),
-            **gone_through("decode!", model="other"),
+            **gone_through("decode?", model="other"),
         },
     ),
     "a new picture": (
@@ -255,7 +256,7 @@ CASES: dict[str, tuple[Act, Page]] = {
     ),
     "a request that decode refuses": (
         lambda fleet: misbehaving(fleet, "d", refuses(400), status=400),
-        ended("decode!", status=400),
+        ended("decode?", status=400),
     ),
     "a client that leaves at decode": (
         lambda fleet: leaves(fleet, "d"),

@@ -28,8 +28,9 @@ async def call(
 ) -> tuple[int, dict[str, Any]]:
     """Ask on a connection of its own, and so of any worker."""
     data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"} | ({"X-API-Key": key} if key else {})
     async with (
-        aiohttp.ClientSession(headers={"X-API-Key": key} if key else {}) as http,
+        aiohttp.ClientSession(headers=headers) as http,
         http.request(method, f"{url}/policies{query}", data=data) as reply,
     ):
         return reply.status, await reply.json()

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -33,9 +34,18 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
 
 @contextmanager
 def serving(
-    *args: str, env: dict[str, str] | None = None
+    *args: str,
+    env: dict[str, str] | None = None,
+    lines: list[dict[str, Any]] | None = None,
 ) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """`epd serve` on a free port, with JSON logs: its URL and its process."""
+    """`epd serve` on a free port, with JSON logs: its URL and its process.
+
+    Args:
+        args: flags.
+        env: variables beside those of this process.
+        lines: gets the log until the proxy listens.
+    """
+    lines = [] if lines is None else lines
     process = subprocess.Popen(
         [*EPD, "serve", *ADDRESS, "--log-format", "json", "--drain-delay-s", "0", *args],
         stderr=subprocess.PIPE,
@@ -45,8 +55,11 @@ def serving(
     assert process.stderr is not None
     with process:
         try:
-            said = (json.loads(line) for line in process.stderr)
-            yield next(line["url"] for line in said if line["event"] == "listening"), process
+            for line in process.stderr:
+                lines.append(json.loads(line))
+                if lines[-1]["event"] == "listening":
+                    break
+            yield lines[-1]["url"], process
         finally:
             process.kill()
 
@@ -244,7 +257,7 @@ async def test_it_fetches_over_https_by_name_from_whom_it_trusts(
             assert process.stderr is not None
             logged = process.stderr.read()
 
-    assert said == ((200, None) if trusted else (502, "media_origin_failed"))
+    assert said == ((200, None) if trusted else (422, "media_fetch_failed"))
     sent = [call.parts[0]["image_url"]["url"] for call in encode.calls]
     assert sent == ([data_url(b"picture")] if trusted else [])
     assert "secret" not in logged

@@ -91,10 +91,10 @@ async def test_files_stay_the_engines(
     ("path", "limits", "expected"),
     [
         ("http://169.254.169.254/latest/", {}, (400, "media_not_allowed")),
-        ("/404", {}, (400, "media_fetch_failed")),
+        ("/404", {}, (422, "media_fetch_failed")),
         ("/large", {"max_media_bytes": 9}, (400, "media_too_large")),
-        ("/500", {}, (502, "media_origin_failed")),
-        ("/slow", {"media_timeout_s": 0.2}, (504, "media_timeout")),
+        ("/500", {}, (422, "media_fetch_failed")),
+        ("/slow", {"media_timeout_s": 0.2}, (422, "media_fetch_failed")),
     ],
 )
 async def test_errors_name_the_item_and_reach_no_instance(

@@ -48,6 +48,28 @@ async def test_tenants_have_keys_and_salts_of_their_own(launch: Launch, keys: Pa
             assert prefill.parts == decode.parts
 
 
+NEEDED = "a valid API key is needed: Authorization: Bearer <key>"
+
+
+@pytest.mark.parametrize(
+    ("headers", "told"),
+    [
+        ({}, NEEDED),
+        ({"X-API-Key": ALICE}, f"{NEEDED} (X-API-Key is not accepted on this route)"),
+    ],
+)
+async def test_a_key_in_another_header_is_told_where_it_belongs(
+    launch: Launch, keys: Path, headers: dict[str, str], told: str
+) -> None:
+    async with (
+        launch(api_keys_file=keys) as fleet,
+        fleet.http.get(f"{fleet.url}/v1/models", headers=headers) as reply,
+    ):
+        error = (await reply.json())["error"]
+
+    assert (reply.status, error["message"]) == (401, told)
+
+
 async def test_text_is_salted_too(launch: Launch, keys: Path) -> None:
     async with launch(api_keys_file=keys) as fleet:
         for key in (ALICE, BOB):

@@ -20,7 +20,6 @@ from tests.proxy.fake_instance import (
     FakeInstance,
     chunk,
     decodes,
-    drops,
     encodes,
     fails_first,
     hangs,
@@ -304,7 +303,7 @@ async def test_who_waits_for_another_proxys_encode_says_so(
 async def test_each_further_try_is_a_further_child(launch: Launch, collector: Collector) -> None:
     async with launch(2, 2, 2, otlp_traces_endpoint=collector.url) as fleet:
         for group, then in ((fleet.encode, encodes), (fleet.decode, decodes)):
-            fault = fails_first(1, drops, then)
+            fault = fails_first(1, refuses(502), then)
             for instance in group:
                 instance.chat = fault
         status, _ = await fleet.chat(PICTURE)

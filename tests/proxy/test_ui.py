@@ -1,6 +1,7 @@
 """`/ui` and `epd top` over HTTP: whom they answer, what they say of several workers."""
 
 import asyncio
+import json
 import os
 import pty
 import re
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import termios
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,10 @@ import aiohttp
 import pytest
 from multidict import CIMultiDict
 
-from epd.server.ui import ASSETS
+from epd.observe.shared_page import SharedPage
+from epd.server.ui import ASSETS, BOARD
 from epd.tenants import key_line
+from epd.ui import board
 from tests.proxy.clients import ALICE, bearer
 from tests.proxy.fake_instance import FakeInstance, decodes, encodes, refuses
 from tests.proxy.fleet import Fleet, Launch, until
@@ -93,6 +97,17 @@ async def test_on_this_machine_its_own_page_may_ask_and_no_other(
         assert (await asked(fleet, "/ui/state", **own, Host="evil.example"))[0] == 403
 
 
+async def test_the_root_leads_to_the_page(launch: Launch, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(key_line("alice", ALICE))
+    keys.chmod(0o600)
+    async with launch(api_keys_file=keys) as fleet:
+        async with fleet.http.get(fleet.url, allow_redirects=False) as reply:
+            assert (reply.status, reply.headers["Location"]) == (302, "/ui")
+        async with fleet.http.get(fleet.url) as reply:
+            assert (reply.status, reply.content_type) == (200, "text/html")
+
+
 @pytest.mark.parametrize("path", ["/ui", "/ui/app.js", "/ui/style.css"])
 async def test_a_browser_is_told_to_run_nothing_else(launch: Launch, path: str) -> None:
     async with launch() as fleet:
@@ -124,6 +139,12 @@ async def test_the_state_says_what_has_happened(launch: Launch) -> None:
     assert [span["stage"] for span in answered["spans"]] == ["encode", "prefill", "decode"]
     assert (failed["status"], failed["error"]) == (400, "decode_rejected")
     assert [one["said"] for one in state["notices"]] == ["decode_rejected"]
+    assert (failed["outcome"], state["notices"][0]["outcome"]) == ("rejected", "rejected")
+    assert state["notices"][0]["more"] == "400 the decode instance answered 400 BadRequestError"
+    assert {one["stage"]: (one["failed"], one["rejected"]) for one in state["stages"]}[
+        "decode"
+    ] == (0, 1)
+    assert (state["totals"]["failed"], state["totals"]["rejected"]) == (0, 1)
     assert state["totals"]["requests"] == 2
     assert {one["role"]: one["count"] for one in state["instances"]} == {
         "encode": 1,
@@ -137,6 +158,49 @@ async def test_however_many_look_the_state_is_made_twice_a_second(launch: Launch
         bodies = await asyncio.gather(*(asked(fleet, "/ui/state") for _ in range(50)))
 
     assert len({body for *_, body in bodies}) <= 3
+
+
+async def test_a_board_is_written_only_while_it_is_read(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(board, "WRITE_S", 0.001)
+    monkeypatch.setattr(board, "POLL_S", 0.001)
+    with closing(SharedPage.made()) as first, closing(SharedPage.made()) as second:
+        async with launch() as here, launch() as there:
+            boards = [one.runner.app[BOARD] for one in (here, there)]
+            for seat, one in enumerate(boards):
+                one.share([first, second], seat)
+            writing = asyncio.create_task(boards[1].keep_writing())
+            try:
+                await there.chat(request(text()))
+                assert second.number() == 0
+
+                # The first look is answered with what the other knows now.
+                assert len(json.loads(await boards[0].document())["requests"]) == 1
+                written = second.number()
+                await there.chat(request(text()))
+                await until(lambda: second.number() > written)
+
+                monkeypatch.setattr(board, "LOOKED_S", 0)
+                await asyncio.sleep(0.05)
+                written = second.number()
+                await there.chat(request(text()))
+                await asyncio.sleep(0.05)
+                assert second.number() == written
+            finally:
+                writing.cancel()
+
+
+async def test_a_look_does_not_wait_for_a_worker_that_writes_nothing(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(board, "AWAKE_S", 0.05)
+    with closing(SharedPage.made()) as first, closing(SharedPage.made()) as second:
+        async with launch() as here:
+            here.runner.app[BOARD].share([first, second], 0)
+            status, _, body = await asked(here, "/ui/state")
+
+    assert (status, json.loads(body)["workers"]) == (200, 1)
 
 
 async def test_any_worker_says_what_all_have_seen_but_those_that_died() -> None:

@@ -25,11 +25,12 @@ ADMIN_ROUTES = [("GET", "/metrics"), ("POST", "/start_profile"), ("POST", "/stop
 ENGINE_ROUTES = [
     *("/invocations", "/collective_rpc", "/update_weights", "/sleep", "/wake_up", "/is_sleeping"),
     *("/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache", "/pause", "/resume"),
-    *("/abort_requests", "/tokenizer_info", "/server_info", "/load", "/pooling", "/classify"),
+    *("/abort_requests", "/server_info", "/load", "/generative_scoring"),
     *("/init_weight_transfer_engine", "/release_kv_cache_memory", "/scale_elastic_ep"),
-    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/score", "/v1/rerank", "/v2/embed"),
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/kv_event_sources"),
     *("/v1/realtime", "/v1/chat/completions/render", "/v1/completions/render", "/docs"),
-    *("/inference/v1/generate", "/v1/responses/a/input_items"),
+    *("/cohere/v2/chat", "/v1/systemone", "/inference/v1/generate", "/v1/chat/completions/batch"),
+    "/v1/responses/a/input_items",
 ]
 """Routes of vLLM that the proxy does not have."""
 
@@ -294,7 +295,8 @@ async def test_no_other_route_of_an_engine_is_reached(launch: Launch, path: str)
         "DELETE /v1/media/ HTTP/1.1",
         "DELETE /v1/media/a/b HTTP/1.1",
         "GET /v1 HTTP/1.1",
-        "GET / HTTP/1.1",
+        "POST / HTTP/1.1",
+        "PUT / HTTP/1.1",
     ],
 )
 async def test_no_other_method_and_no_other_target_is_served(launch: Launch, line: str) -> None:

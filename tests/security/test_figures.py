@@ -32,6 +32,7 @@ LABELS = {
     "state": re.compile("healthy|ejected|down|trial"),
     "instance": re.compile(r"http://127\.0\.0\.1:\d+"),
     "operation": re.compile("[a-z_]+"),
+    "task": re.compile("[a-z_]+"),
     "circuit": re.compile("store_(questions|changes)"),
     "version": re.compile(re.escape(__version__)),
     "le": re.compile(r"[\d.]+|\+Inf"),

@@ -6,10 +6,11 @@ Whatever is secret has the word in it, and is in every place that a request has 
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -74,6 +75,9 @@ def streams(*events: bytes) -> Handler:
     return chat
 
 
+SERVING = re.compile(r"url[\"=:]+(http://[0-9.:]+)")
+"""Where a proxy listens, in the line that says so."""
+
 ERROR = b'{"error": {"message": "SECRETprompt at /srv/SECRET", "type": "x", "param": "SECRET"}}'
 
 MISDEEDS: dict[str, Handler] = {
@@ -112,7 +116,8 @@ class Running:
 
     async def post(self, path: str, body: object, **headers: str) -> int:
         data = BytesIO(body if isinstance(body, bytes) else json.dumps(body).encode())
-        async with self.http.post(self.url + path, data=data, headers=HEADERS | headers) as reply:
+        headers = {"Content-Type": "application/json"} | HEADERS | headers
+        async with self.http.post(self.url + path, data=data, headers=headers) as reply:
             await reply.read()
             return reply.status
 
@@ -133,6 +138,8 @@ async def proxy(folder: Path, log_format: str, *flags: str) -> AsyncIterator[Run
             *("--encode-servers-urls", encode.url, "--decode-servers-urls", decode.url),
             *("--log-format", log_format, "--max-items", "3", "--max-body-bytes", "100000"),
             *("--encode-timeout-s", "2", "--first-byte-timeout-s", "2", "--drain-delay-s", "0"),
+            # An answer without a stream has no other deadline.
+            *("--request-timeout-s", "6"),
             *("--ec-store", f"file://{folder}/store", "--api-keys-file", str(keys), *flags),
         ]
         env = {
@@ -147,21 +154,25 @@ async def proxy(folder: Path, log_format: str, *flags: str) -> AsyncIterator[Run
             text=True,
             env=os.environ | env,
         )
-        with process:
+        with process, ExitStack() as failing:
+            failing.callback(process.kill)  # a test that fails before the end does not wait for it
             assert process.stdout is not None
-            first = await asyncio.to_thread(process.stdout.readline)
-            url = next(word for word in first.replace('"', " ").split() if "http://" in word)
-            url = url[url.index("http://") :]
+            written = list[str]()
+            while (serving := SERVING.search("".join(written))) is None:
+                written.append(await asyncio.to_thread(process.stdout.readline))
+                assert written[-1], written
+            url = serving[1]
             reading = asyncio.create_task(asyncio.to_thread(process.stdout.read))
             # One for each request: the proxy closes some, just when another is sent on it.
             connector = aiohttp.TCPConnector(force_close=True)
             async with aiohttp.ClientSession(connector=connector) as http:
-                running = Running(url, process, encode, decode, origin, http, [first])
+                running = Running(url, process, encode, decode, origin, http, written)
                 try:
                     yield running
                 finally:
                     process.send_signal(signal.SIGTERM)
                     running.written.append(await reading)
+            failing.pop_all()
         assert process.returncode == 0
 
 
@@ -273,7 +284,7 @@ async def served(running: Running) -> None:
 async def refused(running: Running) -> None:
     """What the proxy itself refuses, or does without the engines."""
     for path, body in requests():
-        assert await running.post(path, body) in {200, 400, 404, 413, 502, 503, 504}
+        assert await running.post(path, body) in {200, 400, 404, 413, 422, 502, 503, 504}
     chat = "/v1/chat/completions"
     for wrong in (f"Bearer SECRET{KEY}", "Basic SECRET", "SECRET"):
         assert await running.post(chat, {}, Authorization=wrong) == 401

@@ -1,7 +1,5 @@
 """States of a fleet, as the page is sent them."""
 
-import time
-
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from epd.events import InstanceChanged, RequestDone, StageDone
@@ -11,6 +9,7 @@ from epd.ui.state import WORST, Moment, State, state
 from epd.ui.totals import totals
 
 NOW_S = 5000.0
+UNIX_S = 1e9
 
 
 class Clock:
@@ -21,6 +20,9 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now_s
+
+    def unix(self) -> float:
+        return UNIX_S - NOW_S + self.now_s
 
 
 def stage(
@@ -61,6 +63,8 @@ def families() -> list[Metric]:
     requests.add_metric(["/v1/chat/completions", "200"], 900)
     requests.add_metric(["/v1/chat/completions", "502"], 4)
     requests.add_metric(["/v1/chat/completions", "499"], 2)
+    requests.add_metric(["/v1/chat/completions", "400"], 6)
+    requests.add_metric(["/v1/chat/completions", "429"], 1)
     requests.add_metric(["/metrics", "200"], 77)
     requests.add_metric(["/v1/models", "200"], 50)
     requests.add_metric(["/v1/media", "200"], 3)
@@ -87,7 +91,7 @@ def large(each: int = 20, hostile: str = "") -> State:
         hostile: what stands in whatever comes from outside.
     """
     clock = Clock()
-    recent = Recent(clock)
+    recent = Recent(clock, clock.unix)
     urls = {
         role: [f"http://{hostile}10.0.{number}.{role[0]}:8000" for number in range(each)]
         for role in ("encode", "prefill", "decode")
@@ -117,4 +121,4 @@ def large(each: int = 20, hostile: str = "") -> State:
             seen.append(Seen(role=role, url=url, state=condition, requests=number % 5))
             recent.instance_changed(InstanceChanged(url, role, condition))
     snapshot = Snapshot(instances=seen, events=recent.events())
-    return state([snapshot], totals(families()), "redis", Moment(NOW_S, time.time()))
+    return state([snapshot], totals(families()), "redis", Moment(NOW_S, UNIX_S))

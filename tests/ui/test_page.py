@@ -132,6 +132,27 @@ async def test_what_was_saved_is_said_of_what_there_was(
         assert looked.wrong == []
 
 
+async def test_what_clients_did_wrong_is_told_from_what_failed(tab: Tabs, stack: Stack) -> None:
+    state = cast("dict[str, Any]", large(1))
+    for second in state["seconds"]:
+        second["failed"] = second["rejected"] = 0
+    state["seconds"][-1]["rejected"] = 3
+    for one in (*state["instances"], *state["stages"]):
+        one["failed"], one["rejected"] = 0, 57
+    state["requests"] = [{**state["requests"][0], "outcome": "rejected"}]
+    async with tab(stack.url, state=state) as looked:
+        tiles = looked.page.locator("#tiles li")
+        await expect(tiles.filter(has_text="Rejected, last minute").locator("b")).to_have_text("3")
+        await expect(tiles.filter(has_text="Failed, last minute").locator("b")).to_have_text("0")
+        for shown in ("#instances li", "#latency tbody tr"):
+            await expect(looked.page.locator(shown).first).to_contain_text("57 rejected")
+            await expect(looked.page.locator(shown).first).not_to_contain_text("failed")
+        row = looked.page.locator("#requests tbody tr")
+        await expect(row).to_have_attribute("data-outcome", "rejected")
+
+        assert looked.wrong == []
+
+
 async def test_a_proxy_that_is_gone_is_said_to_be_and_found_again(stack: Stack, tab: Tabs) -> None:
     async with tab(stack.url) as looked:
         link = looked.page.locator("#link")

@@ -217,6 +217,35 @@ def test_a_field_that_is_null_says_nothing(field: str) -> None:
     assert prompt_of({"messages": [], field: None}, CHAT) == prompt_of({"messages": []}, CHAT)
 
 
+def chat_of(*parts: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": list(parts)}, {"role": "user"}]}
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "prompt_embeds", "data": "AAAA"},
+        {"type": "point_cloud", "point_cloud": "AAAA"},
+        {"type": None, "image_url": "http://a/b"},
+        {"image_url": "http://a/b"},
+        {},
+        1,
+        None,
+    ],
+)
+def test_of_a_part_that_is_not_compared_no_prompt_is_known(part: Any) -> None:
+    """Two turns may have the same tokens, and other embeddings behind them."""
+    assert prompt_of(chat_of("a", part), CHAT) is None
+    assert prompt_of(chat_of(part, {"type": "text", "text": "a"}), CHAT) is None
+
+
+@pytest.mark.parametrize(
+    "kind", ["text", "thinking", "refusal", "image_url", "input_audio", "image_embeds"]
+)
+def test_parts_that_are_compared_make_a_prompt(kind: str) -> None:
+    assert prompt_of(chat_of("a", {"type": kind}), CHAT) is not None
+
+
 @pytest.mark.parametrize("prompt", ["x", [1, 2]])
 def test_a_batch_of_one_prompt_is_that_prompt(prompt: Any) -> None:
     alone, batch = (prompt_of({"prompt": one}, ("prompt",)) for one in (prompt, [prompt]))

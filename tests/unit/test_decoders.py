@@ -6,9 +6,9 @@ import pytest
 
 import epd
 from epd.policies.course import Course, DecodeFrom, Facts
-from epd.request.attempts import Attempts
 from epd.request.context import RequestContext
 from epd.request.decoders import Decoders
+from epd.request.sending import Attempt
 from epd.routing.instances import Instance, Role
 from epd.routing.table import InstanceTable
 
@@ -40,4 +40,4 @@ async def test_host_and_port_are_enough_for_instances_with_and_without_tls(
     facts = Facts("/v1/completions", prefills=True, items=0, roles=frozenset({Role.DECODE}))
     context = RequestContext("r", {}, client_headers={config.decode_header: named})
 
-    assert await decoders.pick(Attempts(course, facts), context) == instance
+    assert await decoders.pick(Attempt(course, facts), context) == instance

@@ -1,5 +1,7 @@
 """Instances as they are written, hosts that are allowed, addresses that count."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ from epd.discovery.entries import (
     write_json,
 )
 from epd.discovery.sightings import Sightings
+from epd.http.http1 import target_of
 from epd.routing.allowed import check_pattern, is_allowed
 from epd.routing.instances import Instance, Role
 from epd.routing.urls import (
@@ -187,6 +190,28 @@ def test_what_no_store_of_registrations_is_is_refused_and_not_quoted(url: str, r
         registration_store_url(url)
 
     assert "SECRET" not in str(refused.value)
+
+
+@pytest.mark.fault(73)
+@pytest.mark.parametrize("host", ["a\\b:80", "a\u200bb", "a\u00adb", "ä..b", "a:99999"])
+def test_a_url_that_no_request_can_be_sent_to_is_refused(host: str) -> None:
+    with pytest.raises(ValueError, match=r"(?i)is not a URL such as|port out of range"):
+        base_url(f"http://{host}/")
+    with pytest.raises(EntriesInvalid):
+        registration(json.dumps({"role": "encode", "url": f"http://{host}/"}).encode())
+
+
+HOSTS = st.text(max_size=20) | st.text("ab.-_:[]%\\ä\u200b\u00ad0x/?", max_size=12)
+
+
+@pytest.mark.fault(73)
+@given(host=HOSTS)
+def test_requests_can_be_sent_to_every_url_that_is_taken(host: str) -> None:
+    try:
+        url = base_url(f"http://{host}")
+    except ValueError:
+        return
+    assert target_of(f"{url}/health").origin == target_of(url).origin
 
 
 @pytest.mark.parametrize("url", ["http://user:SECRET@h", "user:SECRET@h", "http://h/?key=SECRET"])

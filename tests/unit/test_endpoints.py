@@ -46,7 +46,8 @@ like_messages = st.lists(
     max_size=3,
 )
 like_bodies = st.dictionaries(
-    st.sampled_from(["messages", "input", "prompt"]), small | like_messages | st.just("words")
+    st.sampled_from(["messages", "input", "prompt", "documents", "query", "inputs"]),
+    small | like_messages | st.just("words"),
 )
 
 
@@ -324,6 +325,32 @@ def test_prefill_and_release_ask_for_one_token(endpoint: Endpoint, limit: str) -
     assert endpoint.release(body) == {"a": 1, "stream": True, limit: 1, "kv_transfer_params": KV}
 
 
+@pytest.mark.parametrize("asked", [{}, {"stream_interval": None}])
+@pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS])
+def test_a_stream_has_the_operators_interval(endpoint: Endpoint, asked: dict[str, Any]) -> None:
+    body = {"stream": True, **asked}
+
+    assert endpoint.at_interval(body, 4) == {"stream": True, "stream_interval": 4}
+    assert endpoint.at_interval(body, 1) is body
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body"),
+    [
+        (CHAT, {"stream": True, "stream_interval": 1}),
+        (CHAT, {"stream": False}),
+        (CHAT, {}),
+        (RESPONSES, {"stream": True}),
+        (MESSAGES, {"stream": True}),
+        (EMBEDDINGS, {"stream": True}),
+    ],
+)
+def test_no_other_request_has_the_operators_interval(
+    endpoint: Endpoint, body: dict[str, Any]
+) -> None:
+    assert endpoint.at_interval(body, 4) is body
+
+
 def test_errors_have_the_shape_that_clients_of_the_endpoint_expect() -> None:
     error = BadRequest("no", param="messages[0]")
     openai, anthropic = (orjson.loads(it.error(error)) for it in (CHAT, MESSAGES))
@@ -366,18 +393,99 @@ def test_anthropics_clients_go_by_the_type_of_an_error(error: ProxyError, kind: 
     assert orjson.loads(MESSAGES.error(error))["error"]["type"] == kind
 
 
-def test_a_form_goes_on_as_it_came() -> None:
-    audio = ENDPOINTS["/v1/audio/transcriptions"]
-    form, kind = b'--x\r\n"data":"' + b"A" * 100_000, "multipart/form-data; boundary=x"
-    body, cuts = audio.read(form, kind)
-
-    assert b"".join(audio.written(body, cuts)) == form
-    assert audio.content_type(body) == kind
-
-
 @pytest.mark.parametrize("kind", ["", "application/json", "multipart/form-data", "x; boundary=y"])
 def test_what_is_no_form_is_refused(kind: str) -> None:
     with pytest.raises(ProxyError) as refused:
-        ENDPOINTS["/v1/audio/transcriptions"].read(b"", kind)
+        ENDPOINTS["/v1/audio/transcriptions"].read(b"", kind, 0)
 
     assert refused.value.status == 415
+
+
+SCORE, POOLING, COHERE = (ENDPOINTS[path] for path in ("/score", "/pooling", "/v2/embed"))
+IMAGE: dict[str, Any] = {"type": "image_url", "image_url": {"url": URL}}
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["queries", "documents", "items", "data_1", "data_2", "text_1", "text_2", "query"],
+)
+def test_both_sides_of_scores_have_items_by_each_of_vllms_names(field: str) -> None:
+    alone = list(SCORE.items({field: {"content": [IMAGE]}}))
+    among = list(SCORE.items({field: ["a", {"content": ["b", {"type": "text"}, IMAGE]}]}))
+
+    assert [item.param for item in (*alone, *among)] == [
+        f"{field}.content[0]",
+        f"{field}[1].content[2]",
+    ]
+    body: Any = with_parts({field: {"content": [IMAGE]}}, {alone[0]: raw_part(alone[0], "key")})
+    assert body[field]["content"] == [IMAGE | {"uuid": "key"}]
+
+
+@pytest.mark.parametrize("value", ["a", ["a", "b"], [], None])
+def test_texts_to_score_have_none(value: Any) -> None:
+    assert list(SCORE.items({"queries": value, "documents": value})) == []
+
+
+@pytest.mark.security("S26")
+@pytest.mark.parametrize(
+    "value",
+    [
+        7,
+        {},
+        {"content": "words"},
+        [[IMAGE]],
+        [{"text": "a"}],
+        {"content": [{"type": "image_embeds", "image_embeds": {}, "uuid": "k"}]},
+        {"content": [{"type": "point_cloud_url", "point_cloud_url": {"url": URL}}]},
+    ],
+)
+def test_what_no_check_covers_is_not_scored(value: Any) -> None:
+    with pytest.raises(BadRequest):
+        list(SCORE.items({"documents": value}))
+
+
+@pytest.mark.security("S26")
+def test_no_plugin_of_an_instance_reads_a_request() -> None:
+    with pytest.raises(BadRequest) as refused:
+        read(POOLING, {"data": {"url": "http://169.254.169.254/"}, "input": "a"})
+
+    assert (refused.value.slug, refused.value.param) == ("unsupported_field", "data")
+
+
+def test_images_of_coheres_embeddings_are_strings_and_among_inputs() -> None:
+    text = {"type": "text", "text": "a"}
+    body = read(COHERE, {"images": [URL], "inputs": [{"content": [text, IMAGE]}]})
+    string, part = COHERE.items(body)
+
+    assert (string.media_param, part.media_param) == (
+        "images[0]",
+        "inputs[0].content[1].image_url.url",
+    )
+    assert not string.named
+    assert not part.named
+    other = {"type": "image_url", "image_url": {"url": "data:,2"}}
+    changed: Any = with_parts(body, dict.fromkeys((string, part), other))
+    assert changed == {"images": ["data:,2"], "inputs": [{"content": [text, other]}]}
+
+
+@pytest.mark.security("S26")
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"images": URL},
+        {"images": [7]},
+        {"images": [{"image_url": URL}]},
+        {"inputs": {}},
+        {"inputs": ["a"]},
+        {"inputs": [{"content": "a"}]},
+        {"inputs": [{"content": ["a"]}]},
+        {"inputs": [{"content": [IMAGE | {"uuid": "k"}]}]},
+        {"inputs": [{"content": [{"type": "image_url", "image_url": URL}]}]},
+        {"inputs": [{"content": [{"type": "image_url"}]}]},
+        {"inputs": [{"content": [{"type": "text", "text": "a", "image_url": {"url": URL}}]}]},
+        {"inputs": [{"content": [{"type": "video_url", "video_url": {"url": URL}}]}]},
+    ],
+)
+def test_what_is_no_input_of_coheres_is_refused(body: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest):
+        list(COHERE.items(read(COHERE, body)))

@@ -1,11 +1,15 @@
 """When an instance is left alone, and when it comes back."""
 
+from dataclasses import replace
+
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from epd.errors import (
     BadRequest,
+    Outcome,
     Overloaded,
     ProxyError,
     UpstreamBusy,
@@ -15,7 +19,7 @@ from epd.errors import (
     UpstreamTimeout,
     UpstreamUnreachable,
 )
-from epd.routing.health import Health, HealthPolicy, Outcome, State, judged
+from epd.routing.health import Health, HealthPolicy, State
 
 POLICY = HealthPolicy()
 
@@ -26,7 +30,9 @@ class Watched:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.became: list[State] = []
-        self.health = Health(POLICY, 0.0, self.became.append)
+        self.random = 0.5
+        """Decides the jitter of probes: 0.5 is none."""
+        self.health = Health(POLICY, 0.0, self.became.append, lambda: self.random)
 
     def state(self) -> State:
         return self.health.state(self.now_s)
@@ -167,6 +173,61 @@ def test_probes_of_who_is_down_grow_rare(one: Watched) -> None:
     assert waits == [0, 5, 5, 1, 2, 4, 8, 16, 30, 30]
 
 
+@pytest.mark.fault(14)
+@given(outage=st.integers(3, 12), later=st.integers(0, 6))
+def test_probes_that_failed_before_an_answer_do_not_count_after_it(outage: int, later: int) -> None:
+    one = Watched()
+    for _ in range(outage):
+        one.wait_for_probe()
+        one.health.probed(one.now_s, well=False)
+    assert one.state() is State.DOWN
+
+    one.ends(Outcome.GOOD)
+    assert one.state() is State.HEALTHY
+    for _ in range(later):
+        one.wait_for_probe()
+        one.health.probed(one.now_s, well=False)
+
+    assert one.state() is (State.DOWN if later >= POLICY.down_after else State.HEALTHY)
+    if later == POLICY.down_after:
+        assert one.wait_for_probe() == POLICY.min_backoff_s
+
+
+@pytest.mark.fault(14)
+def test_an_answer_that_begins_ends_an_outage_like_one_that_has_ended(one: Watched) -> None:
+    for _ in range(3):
+        one.wait_for_probe()
+        one.health.probed(one.now_s, well=False)
+    one.health.answered(one.now_s)
+    one.wait_for_probe()
+    one.health.probed(one.now_s, well=False)
+
+    assert one.state() is State.HEALTHY
+    assert one.became == [State.DOWN, State.HEALTHY]
+
+
+@pytest.mark.parametrize(("random", "factor"), [(0.0, 0.9), (0.5, 1.0), (1.0, 1.1)])
+def test_delays_between_probes_have_jitter(one: Watched, random: float, factor: float) -> None:
+    one.random = random
+    for well, delay_s in [(True, 5.0), (False, 5.0), (False, 5.0), (False, 1.0), (False, 2.0)]:
+        one.probe(well=well)
+        one.now_s += delay_s * factor - 0.01
+        assert not one.health.probe_due(one.now_s)
+        one.now_s += 0.02
+
+
+def test_an_observer_that_raises_does_not_end_the_probes() -> None:
+    def raises(_: State) -> None:
+        raise LookupError
+
+    health = Health(replace(POLICY, down_after=1), 0.0, raises, lambda: 0.5)
+    assert health.probe_due(0.0)
+    with pytest.raises(LookupError):
+        health.probed(0.0, well=False)
+
+    assert health.probe_due(POLICY.min_backoff_s)
+
+
 def test_who_is_ejected_and_does_not_answer_probes_is_down(one: Watched) -> None:
     one.probe(well=True)
     one.ends(*[Outcome.BAD] * 5)
@@ -204,7 +265,7 @@ def test_who_has_too_much_to_do_is_left_alone_and_not_ejected(one: Watched) -> N
     ],
 )
 def test_what_an_error_says_of_the_instance(error: ProxyError, outcome: Outcome) -> None:
-    assert judged(error) is outcome
+    assert error.outcome is outcome
 
 
 @pytest.mark.parametrize(
@@ -225,7 +286,7 @@ def test_what_an_error_says_of_the_instance(error: ProxyError, outcome: Outcome)
 def test_what_a_status_says_of_the_instance(status: int, outcome: Outcome) -> None:
     error = UpstreamRejected(status, b"", stage="decode", headers={})
 
-    assert judged(error) is outcome
+    assert error.outcome is outcome
 
 
 class AnyHistory(RuleBasedStateMachine):

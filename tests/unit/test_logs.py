@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from collections.abc import MutableMapping
+from typing import Any
 
 import orjson
 import pytest
@@ -9,16 +11,24 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.events import RequestDone
+from epd.events import RequestDone, StageDone
 from epd.observe.logs import LogObserver, plain
+from epd.routing.instances import Role
 
 LIBRARY = "import logging; logging.getLogger('library').{call}"
 CONFIGURED = "from epd.observe.logs import configure; configure('json', 'info'); " + LIBRARY
 
 
-FULL = structlog.dev.ConsoleRenderer(colors=False)
+FULL = structlog.dev.ConsoleRenderer(colors=False, sort_keys=False)
 TEXTS = st.text(st.sampled_from("ab =\"'\t\r\n[]\x1b\u00e9"), max_size=8)
-VALUES = st.one_of(TEXTS, st.integers(), st.floats(), st.none(), st.lists(TEXTS, max_size=2))
+VALUES = st.one_of(
+    TEXTS,
+    st.sampled_from(Role),
+    st.integers(),
+    st.floats(),
+    st.none(),
+    st.lists(TEXTS, max_size=2),
+)
 NAMES = st.one_of(
     st.from_regex(r"[a-z_]{1,8}", fullmatch=True),
     st.sampled_from(["exception", "stack", "logger", "logger_name"]),
@@ -89,7 +99,7 @@ def test_each_line_says_which_worker_wrote_it() -> None:
         2,
     )
     assert console_line.endswith(
-        "[info     ] listening                      n=2 url='http://a b' worker=3"
+        "[info     ] listening                      url='http://a b' n=2 worker=3"
     )
 
 
@@ -98,20 +108,67 @@ def test_each_line_says_which_worker_wrote_it() -> None:
     ("kv_wait_s", "level"), [(None, "info"), (14.9, "info"), (15.1, "warning")]
 )
 def test_half_of_a_lease_is_a_warning(kv_wait_s: float | None, level: str) -> None:
-    done = RequestDone(
-        request_id="r",
-        method="POST",
-        path="/v1/chat/completions",
-        status=200,
-        seconds=20.0,
-        error=None,
-        reason=None,
-        stages=(),
-        items={},
-        retries=0,
-        kv_wait_s=kv_wait_s,
-    )
-    with structlog.testing.capture_logs() as lines:
-        LogObserver(30.0).request_done(done)
+    assert line_of(request(kv_wait_s=kv_wait_s))["log_level"] == level
 
-    assert [line["log_level"] for line in lines] == [level]
+
+def request(**more: Any) -> RequestDone:
+    fields: dict[str, Any] = {
+        "request_id": "r",
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "status": 200,
+        "seconds": 20.0,
+        "error": None,
+        "reason": None,
+        "stages": (),
+        "items": {},
+        "retries": 0,
+    }
+    return RequestDone(**{**fields, "engine_id": "r", **more})
+
+
+def line_of(event: RequestDone, *, tenants: bool = False) -> MutableMapping[str, Any]:
+    with structlog.testing.capture_logs() as lines:
+        LogObserver(30.0, tenants=tenants).request_done(event)
+    [line] = lines
+    return line
+
+
+def test_the_line_of_a_stream_names_its_instances_its_model_and_its_first_token() -> None:
+    stages = (
+        StageDone("encode", "http://e:1", 0.0, 0.1, None),
+        StageDone("prefill", "http://p:1", 0.1, 0.1, None),
+        StageDone("decode", "http://d:1", 0.2, 0.1, "decode_timeout"),
+        StageDone("decode", "http://d:2", 0.3, 0.1, None),
+    )
+    line = line_of(
+        request(
+            stages=stages, model_name="m", stream=True, first_token_s=0.45678, answer_bytes=1234
+        )
+    )
+
+    assert (line["prefill"], line["decode"], line["model"]) == ("http://p:1", "http://d:2", "m")
+    assert (line["stream"], line["ttft_s"], line["answer_bytes"]) == (True, 0.4568, 1234)
+    assert "encode" not in line
+
+
+def test_the_line_of_a_whole_answer_has_no_time_to_first_token() -> None:
+    line = line_of(request(first_token_s=0.5, answer_bytes=9))
+
+    assert line["answer_bytes"] == 9
+    assert {"stream", "ttft_s"}.isdisjoint(line)
+
+
+@pytest.mark.parametrize("tenants", [True, False])
+def test_the_line_of_a_request_names_its_tenant_where_the_operator_wants_it(
+    *, tenants: bool
+) -> None:
+    line = line_of(request(tenant="alice"), tenants=tenants)
+
+    assert line.get("tenant") == ("alice" if tenants else None)
+
+
+def test_the_line_of_a_request_begins_with_how_it_ended() -> None:
+    line = line_of(request(status=502, error="decode_died", reason="it broke off"))
+
+    assert [*line][:6] == ["status", "seconds", "error", "reason", "method", "path"]

@@ -68,3 +68,36 @@ def test_values_are_counted_and_not_what_words_look_like(value: object) -> None:
         else:
             assert containers <= 2
             assert every <= 6
+
+
+@pytest.mark.fault(49)
+@pytest.mark.parametrize(("limit", "times"), [(10**6, 2), (10**5, 1)])
+def test_what_is_wrong_with_a_large_body_is_not_looked_for_in_its_media(
+    limit: int, times: int
+) -> None:
+    """Where an error is in all of a body is found by parsing its media too."""
+    raw = b'{"x": "data:image/png;base64,%s", "y": }' % (b"A" * 500_000)
+    sizes: list[int] = []
+
+    def parse(rest: bytes | bytearray) -> object:
+        sizes.append(len(rest))
+        return parsing.parse_json(rest)
+
+    with pytest.raises(BadRequest):
+        parsing.cut_and_parsed(raw, parse, limit)
+
+    assert len(sizes) == times
+    assert sizes[0] < 200
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [rb'"\ud83d"', rb'"\ude00"', rb'"\ude00\ud83d"', rb'{"\ud83d": 1}', b'"\xed\xa0\xbd"'],
+)
+def test_half_a_surrogate_pair_is_refused(raw: bytes) -> None:
+    """UTF-8 has no form of it, so no body with it could be written for an instance."""
+    with pytest.raises(BadRequest) as refused:
+        parsing.parse_json(raw)
+
+    assert refused.value.slug == "invalid_json"
+    assert parsing.parse_json(rb'"\ud83d\ude00"') == "\U0001f600"

@@ -1,11 +1,16 @@
-"""A stream whose client is gone before its task knows."""
+"""A stream on its way to the client: who is gone, and what is timed."""
 
 import asyncio
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, cast
 
 import pytest
 from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
 
+from epd.bodies.endpoints import ENDPOINTS
 from epd.http.connection import Sink
 from epd.http.reply import Reply
 from epd.request.context import RequestContext
@@ -55,6 +60,94 @@ class Stream(web.StreamResponse):
 
     async def write(self, data: Any) -> None:
         raise ConnectionResetError
+
+
+class Chunked:
+    """A reply that comes in these chunks; `seen` is called after each."""
+
+    def __init__(self, chunks: list[bytes], seen: Callable[[], None] = lambda: None) -> None:
+        self._chunks = iter(chunks)
+        self._seen = seen
+
+    async def pour(self, sink: Sink, _: float) -> bool:
+        for chunk in self._chunks:
+            more = sink(chunk)
+            self._seen()
+            if not more:
+                return False
+        return True
+
+
+COMMENTS = [b": keep-alive\n\n", b":\r\n\r\n", b": data: 1\n: event: response.x\n\n"]
+STREAMS = {
+    "/v1/chat/completions": (b'data: {"n": 1}\n\n', b"data: [DONE]\n\n"),
+    "/v1/responses": (
+        b'event: response.output_text.delta\r\ndata: {"n": 1}\r\n\r\n',
+        b'event: response.completed\ndata: {"response": {}}\n\n',
+    ),
+    "/v1/messages": (
+        b'event: content_block_delta\ndata: {"n": 1}\n\n',
+        b'event: message_stop\ndata: {"type": "message_stop"}\n\n',
+    ),
+}
+"""An event of tokens and the last event, for each grammar."""
+
+
+async def relayed(path: str, chunks: list[bytes]) -> tuple[bytes, list[tuple[bytes, bool, int]]]:
+    """Everything that was written, and of each moment: that, the first token, the gaps so far."""
+    context, client = RequestContext("id", {}, ENDPOINTS[path]), Transport()
+    moments: list[tuple[bytes, bool, int]] = []
+
+    def look() -> None:
+        gaps = context.record.gaps
+        assert gaps is not None
+        begun = context.record.first_event_s is not None
+        moments.append((client.written, begun, sum(gaps.counts)))
+
+    reply = cast("Reply", Chunked(chunks, look))
+    await StreamRelay(reply, web.StreamResponse(), client, context).run(1.0)
+    return client.written, moments
+
+
+@pytest.mark.parametrize("path", STREAMS)
+@given(
+    before=st.lists(st.sampled_from(COMMENTS), max_size=3),
+    between=st.lists(st.lists(st.sampled_from(COMMENTS), max_size=3), min_size=1, max_size=4),
+)
+async def test_comments_are_neither_the_first_token_nor_gaps(
+    path: str, before: list[bytes], between: list[list[bytes]]
+) -> None:
+    event, last = STREAMS[path]
+    chunks = [*before, *(chunk for comments in between for chunk in (event, *comments)), last]
+    written, moments = await relayed(path, chunks)
+
+    assert written == b"".join(chunks)
+    assert not any(begun for _, begun, _ in moments[: len(before)])
+    assert moments[len(before)][1:] == (True, 0)
+    assert moments[-1][2] == len(between)  # one gap before each further event
+
+
+@pytest.mark.parametrize("path", STREAMS)
+@given(
+    before=st.lists(st.sampled_from(COMMENTS), max_size=3),
+    after=st.lists(st.sampled_from(COMMENTS), max_size=3),
+    points=st.lists(st.integers(min_value=0)),
+)
+async def test_so_it_is_wherever_a_stream_is_cut(
+    path: str, before: list[bytes], after: list[bytes], points: list[int]
+) -> None:
+    event, last = STREAMS[path]
+    stream = b"".join([*before, event, *after, last])
+    edges = [0, *sorted(point % (len(stream) + 1) for point in points), len(stream)]
+    chunks = [stream[a:b] for a, b in pairwise(edges) if a < b]
+    written, moments = await relayed(path, chunks)
+
+    assert written == stream
+    told = len(b"".join(before)) + len(event)
+    for so_far, begun, gaps in moments:
+        # A CRLF event may go on without its last LF: it is whole already.
+        assert begun is (len(so_far) >= told - 1)
+        assert gaps <= (len(so_far) == len(stream))
 
 
 async def test_a_client_that_has_left_is_written_nothing_more() -> None:

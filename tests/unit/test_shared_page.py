@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import math
 import os
 import subprocess
 import sys
@@ -166,3 +167,19 @@ async def test_what_was_set_of_policies_is_forgotten_once_nobody_else_writes() -
 
     assert page.read() == b""
     page.close()
+
+
+def test_a_page_is_wanted_for_a_while(page: SharedPage, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("epd.observe.shared_page.time.monotonic", lambda: now_s)
+
+    assert not page.wanted_within(math.inf)
+    page.write(b"1")
+    assert not page.wanted_within(math.inf)
+    SharedPage(page.descriptor).want()
+    now_s += 5
+
+    assert page.wanted_within(5.1)
+    assert not page.wanted_within(5)
+    assert page.read() == b"1"
+    assert page.number() == 1

@@ -1,11 +1,12 @@
-from itertools import pairwise
+import re
+from itertools import accumulate, pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from epd.bodies import sse
-from epd.bodies.sse import ANTHROPIC, RESPONSES, EventAligner, Grammar
+from epd.bodies.sse import ANTHROPIC, OPENAI, RESPONSES, EventAligner, Grammar
 
 EVENTS = [
     "data: é漢\n\n".encode(),
@@ -52,6 +53,55 @@ def test_each_cut_point_of_a_stream() -> None:
         assert len(first) in ends
         assert first + aligner.feed(stream[point:]) == stream
         assert aligner.ended
+
+
+PLAIN = [
+    b'data: {"id":"1","choices":[]}\n\n',
+    b'data: {"errors":[]}\n\n',
+    b'data: {"error":{"message":"m"}}\n\n',
+    b'data: {"error" :1}\n\n',
+    b'data: { "error": 1}\n\n',
+    b'data: {"a":1,\rdata: [DONE]\r"b":2}\n\n',
+    b'data: {"a":1,\nevent: error\n"b":2}\n\n',
+    b'data: {"a":1,\ndata: {"b":2}\n\n',
+    b'data: {"a":1}\n\r\n',
+    b'event: x\ndata: {"a":1}\n\n',
+    b'event: message_stop\ndata: {"a":1}\n\n',
+    b'event: response.completed\ndata: {"response":{}}\n\n',
+]
+"""Events that are the only one of their chunk, and some that look like one."""
+
+
+@pytest.mark.parametrize("grammar", [OPENAI, RESPONSES, ANTHROPIC])
+@given(
+    events=st.lists(st.sampled_from([*PLAIN, *EVENTS, DONE]), min_size=1, max_size=6),
+    whole=st.lists(st.booleans(), min_size=6, max_size=6),
+    inside=st.lists(st.integers(min_value=0), max_size=3),
+    at_starts=st.booleans(),
+)
+@example(events=[PLAIN[7]], whole=[], inside=[15], at_starts=False)
+def test_one_event_in_a_chunk_is_judged_as_if_it_came_byte_by_byte(
+    grammar: Grammar,
+    events: list[bytes],
+    whole: list[bool],
+    inside: list[int],
+    *,
+    at_starts: bool,
+) -> None:
+    stream = b"".join(events)
+    ends = accumulate(map(len, events))
+    points = [end for end, kept in zip(ends, whole, strict=False) if kept] + inside
+    if at_starts:
+        points += [found.start() for found in re.finditer(b"data: ", stream)]
+    in_chunks, in_bytes = EventAligner(grammar), EventAligner(grammar)
+    for chunk in cut(stream, points):
+        out = in_chunks.feed(chunk)
+        expected = b"".join([in_bytes.feed(bytes([byte])) for byte in chunk])
+
+        # The one may let a CRLF event go at its CR LF CR, and the other with the LF after it.
+        assert abs(len(out) - len(expected)) <= 1
+        assert (in_chunks.done, in_chunks.failed) == (in_bytes.done, in_bytes.failed)
+        assert in_chunks.ended is in_bytes.ended
 
 
 def test_the_tail_of_a_broken_stream_is_held_back() -> None:

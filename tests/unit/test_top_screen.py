@@ -85,6 +85,34 @@ def test_where_not_all_have_a_place_the_bad_ones_do() -> None:
     assert "more" in text
 
 
+def test_what_clients_did_wrong_is_told_from_what_failed() -> None:
+    shown = large(1)
+    for second in shown["seconds"]:
+        second["failed"] = second["rejected"] = 0
+    shown["seconds"][-1] |= {"failed": 2, "rejected": 3}
+    shown["stages"] = [one for one in shown["stages"] if one["stage"] == "encode"]
+    for one in (*shown["instances"], *shown["stages"]):
+        one["failed"], one["rejected"] = 41, 57
+    lines = drawn(shown, 100, None)
+
+    assert "2 failed, 3 rejected in the last minute" in "\n".join(lines)
+    assert [line.split()[-2:] for line in lines if line.startswith(("E1", "encode"))] == [
+        ["41", "57"]
+    ] * 2
+    assert [line.split()[-2:] for line in lines if line.startswith("Stage")] == [["failed", "rej."]]
+
+
+def test_of_an_older_proxy_that_tells_no_rejections_the_rest_is_shown() -> None:
+    shown = cast("dict[str, Any]", large(1))
+    told = ("instances", "stages", "seconds", "requests", "notices")
+    for one in (one for name in told for one in shown[name]):
+        one.pop("rejected", None)
+        one.pop("outcome", None)
+    text = "\n".join(drawn(cast("State", shown), 100, None))
+
+    assert "502 decode_" in text
+
+
 def test_without_an_end_all_instances_are_there() -> None:
     text = "\n".join(drawn(large(20), 100, None))
 

@@ -5,14 +5,14 @@ from hypothesis import strategies as st
 
 from epd.bodies.chat import CHAT
 from epd.bodies.items import Body
-from epd.errors import UpstreamFailed
+from epd.errors import UnknownMedia, UpstreamFailed
 from epd.routing.instances import Instance, Role
 from epd.transfer.ec import Store
 from epd.transfer.encoded import Encoded, EncodedItem, consumer_body, read_encoded
 from epd.transfer.kv import Pair
 from epd.transfer.nixl import Nixl
 from epd.transfer.params import Params, reply_field
-from tests.requests import image, input_audio, request, text, video
+from tests.requests import Part, image, input_audio, request, text, video
 
 GRID = {"image_grid_thw": [1, 36, 54]}
 HASH = "ab" * 32
@@ -169,10 +169,12 @@ def test_video_goes_on_raw_under_its_uuid() -> None:
     assert new["messages"][0]["content"] == [{**video(), "uuid": "v"}]
 
 
-def test_a_picture_beside_a_video_goes_on_as_metadata() -> None:
+@pytest.mark.fault(75)
+def test_metadata_and_raw_media_of_two_modalities_are_never_mixed() -> None:
+    """Processors that build dummy text for all items and get the raw ones alone answer 400."""
     new = consumed(request(image(), video()), ("p", encoded("p")), ("v", film()))
 
-    assert kinds(new) == ["image_embeds", "video_url"]
+    assert new["messages"][0]["content"] == [{**image(), "uuid": "p"}, {**video(), "uuid": "v"}]
 
 
 def test_beside_audio_all_go_on_raw_where_one_must() -> None:
@@ -181,6 +183,47 @@ def test_beside_audio_all_go_on_raw_where_one_must() -> None:
     new = consumed(body, ("p", encoded("p")), ("v", film()), ("s", sound))
 
     assert kinds(new) == ["image_url", "video_url", "input_audio"]
+
+
+ANY_ITEMS = st.lists(
+    st.tuples(
+        st.sampled_from([image(), input_audio(), video(), image("http://a/b")]),
+        st.booleans(),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=6,
+)
+"""Parts, whether each came without its media, and whether its metadata was reported."""
+
+
+@given(items=ANY_ITEMS, raw=st.booleans())
+def test_items_of_a_request_go_on_all_as_metadata_or_all_raw(
+    items: list[tuple[Part, bool, bool]], raw: bool
+) -> None:
+    parts = [
+        {**part, part["type"]: None, "uuid": f"k{index}"} if named else part
+        for index, (part, named, _) in enumerate(items)
+    ]
+    replies = (
+        (f"k{index}", encoded(f"k{index}") if reported else Encoded())
+        for index, (_, _, reported) in enumerate(items)
+    )
+    possible = all(reported and part["type"] != "video_url" for part, _, reported in items)
+    named = [named for _, named, _ in items]
+    try:
+        sent = kinds(consumed(request(*parts), *replies, raw=raw))
+    except UnknownMedia as error:
+        assert any(named)
+        assert not possible
+        assert "needs the media themselves" in error.message
+        return
+
+    embeds = [kind.endswith("_embeds") for kind in sent]
+    if any(named) and not possible:  # a mixture is all that is left
+        assert all(embed for embed, name in zip(embeds, named, strict=True) if name)
+    else:
+        assert embeds == [possible and (any(named) or not raw)] * len(items)
 
 
 PAIR = Pair("id", Instance(Role.PREFILL, "http://p"))

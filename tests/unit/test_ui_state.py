@@ -1,7 +1,7 @@
 import json
 import math
 from collections import Counter
-from typing import get_args
+from typing import cast, get_args
 
 import orjson
 import pytest
@@ -15,9 +15,9 @@ from epd.ui.recent import SHOWN_SPANS, SHOWN_TEXT, Recent
 from epd.ui.snapshot import Seen, Snapshot
 from epd.ui.state import FLOWS, SPARK_S, Moment, State, quantile, state
 from epd.ui.totals import totals
-from tests.ui.states import NOW_S, Clock, done, families, large, stage
+from tests.ui.states import NOW_S, UNIX_S, Clock, done, families, large, stage
 
-NOW = Moment(NOW_S, 1e9)
+NOW = Moment(NOW_S, UNIX_S)
 E = "http://e:1"
 
 
@@ -28,7 +28,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def recent(clock: Clock) -> Recent:
-    return Recent(clock)
+    return Recent(clock, clock.unix)
 
 
 def known(recent: Recent, *instances: Seen) -> Snapshot:
@@ -64,7 +64,7 @@ def test_a_request_is_shown_with_when_its_stages_began(recent: Recent, clock: Cl
 
 
 def test_requests_of_all_workers_are_shown_the_last_first(clock: Clock) -> None:
-    workers = Recent(clock), Recent(clock)
+    workers = Recent(clock, clock.unix), Recent(clock, clock.unix)
     for number in range(6):
         clock.now_s += 1
         workers[number % 2].request_done(done(str(number), error="encode_failed"))
@@ -75,8 +75,23 @@ def test_requests_of_all_workers_are_shown_the_last_first(clock: Clock) -> None:
     assert document["workers"] == 2
 
 
+def test_a_time_once_said_is_said_again_though_the_clocks_drift_apart(
+    recent: Recent, clock: Clock
+) -> None:
+    clock.now_s = NOW_S - 3.05
+    recent.request_done(done("one", error="encode_failed"))
+    recent.instance_changed(InstanceChanged(E, "encode", "down"))
+    looks = [
+        state([known(recent)], totals(families()), None, Moment(NOW_S, UNIX_S + drift_s))
+        for drift_s in (-0.002, 0.002)
+    ]
+
+    assert looks[0]["requests"] == looks[1]["requests"]
+    assert looks[0]["notices"] == looks[1]["notices"]
+
+
 def test_no_bad_requests_push_out_an_instance_that_went(clock: Clock) -> None:
-    workers = Recent(clock), Recent(clock)
+    workers = Recent(clock, clock.unix), Recent(clock, clock.unix)
     workers[0].instance_changed(InstanceChanged(E, "encode", "down"))
     for number in range(1000):
         clock.now_s += 1
@@ -120,7 +135,7 @@ def test_nothing_grows_without_end(recent: Recent, clock: Clock) -> None:
 
 
 def test_rates_are_of_the_last_ten_seconds_of_all_workers(clock: Clock) -> None:
-    workers = Recent(clock), Recent(clock)
+    workers = Recent(clock, clock.unix), Recent(clock, clock.unix)
     for worker in workers:
         for ago_s in (1, 2, 3, 20, 200):
             worker.stage_done(stage("encode", E, NOW_S - ago_s - 0.1, 0.1))
@@ -146,6 +161,51 @@ def test_what_is_older_than_the_window_and_what_failed_is_in_no_quantile(recent:
     [one] = shown(known(recent, seen("healthy")))["instances"]
 
     assert (one["p50_s"], one["p99_s"], one["failed"], one["count"]) == (0.5, 0.5, 1, 2)
+
+
+def test_what_a_client_did_wrong_is_no_failure_of_an_instance(recent: Recent) -> None:
+    rejected = stage("encode", E, NOW_S - 3, 0.1, "encode_rejected")
+    recent.stage_done(rejected._replace(rejected=True))
+    recent.stage_done(stage("encode", E, NOW_S - 2, 0.1, "encode_failed"))
+    recent.stage_done(stage("encode", E, NOW_S - 1, 0.1, "cancelled"))
+    document = shown(known(recent, seen("healthy")))
+    [one] = document["instances"]
+    encode = next(one for one in document["stages"] if one["stage"] == "encode")
+
+    for latency in (one, encode):
+        assert (latency["failed"], latency["rejected"], latency["count"]) == (1, 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "outcome"),
+    [
+        (200, None, "ok"),
+        (400, "encode_rejected", "rejected"),
+        (404, "decode_rejected", "rejected"),
+        (429, "queue_full", "rejected"),
+        (499, "client_closed", "left"),
+        (502, "decode_failed", "failed"),
+        (200, "decode_died", "failed"),
+    ],
+)
+def test_requests_that_were_rejected_are_told_from_those_that_failed(
+    recent: Recent, clock: Clock, status: int, error: str | None, outcome: str
+) -> None:
+    clock.now_s = NOW_S - 3.5
+    recent.request_done(done(status=status, error=error))
+    document = shown(known(recent))
+    totals = {
+        name: sum(cast("dict[str, int]", one)[name] for one in document["seconds"])
+        for name in ("requests", "failed", "rejected")
+    }
+
+    assert [one["outcome"] for one in document["requests"]] == [outcome]
+    assert [one["outcome"] for one in document["notices"]] == [outcome] * (error is not None)
+    assert totals == {
+        "requests": 1,
+        "failed": outcome == "failed",
+        "rejected": outcome == "rejected",
+    }
 
 
 @pytest.mark.parametrize(
@@ -176,7 +236,7 @@ def test_one_url_in_two_roles_is_two_instances(recent: Recent) -> None:
 
 
 def test_seconds_are_a_whole_minute_with_nothing_left_out(clock: Clock) -> None:
-    workers = Recent(clock), Recent(clock)
+    workers = Recent(clock, clock.unix), Recent(clock, clock.unix)
     clock.now_s = NOW_S - 3.5
     for worker in workers:
         worker.request_done(done())
@@ -191,7 +251,8 @@ def test_seconds_are_a_whole_minute_with_nothing_left_out(clock: Clock) -> None:
 def test_totals_are_those_of_the_page_of_metrics() -> None:
     found = totals(families())
 
-    assert (found["requests"], found["failed"], found["left"]) == (909, 4, 2)
+    assert (found["requests"], found["failed"], found["left"]) == (916, 4, 2)
+    assert found["rejected"] == 7
     assert found["items"] == {"hit": 830, "encoded": 170, "local": 0}
     assert found["in_flight"] == 12
     assert found["saved"] == {"encodes": 830, "bytes": 312_400_000, "encode_seconds": 148.2}

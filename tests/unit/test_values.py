@@ -8,6 +8,7 @@ from epd.config import ProxyConfig
 from epd.errors import BadRequest, UpstreamRejected
 from epd.events import StageDone, stage_seconds
 from epd.routing.instances import Role
+from epd.server.answers import reason_of
 
 PROXY_FETCH = {"media_fetch": "proxy"}
 WRONG_DOMAINS = ["https://a.test", "a.test/x", "a.test:443", "*.a.test", "u@a.test", "a.test,", "["]
@@ -112,6 +113,36 @@ def test_an_instances_openai_error_is_kept_byte_for_byte() -> None:
     reply = b'{ "error": {"message": "m", "extra": 1} }'
 
     assert rejected(reply).body() == reply
+
+
+@pytest.mark.security("S19")
+@pytest.mark.parametrize(
+    ("error", "logged"),
+    [
+        ({"type": "NotFoundError", "param": "model"}, "400 NotFoundError (param model)"),
+        ({"type": "invalid_request_error"}, "400 invalid_request_error"),
+        ({"type": "T", "param": "messages[0].content[2]"}, "400 T (param messages[0])"),
+        ({"type": "T", "param": "body.messages.0.content"}, "400 T (param messages.0)"),
+        ({"type": "T", "param": "body.logit_bias.PRIVATE"}, "400 T (param logit_bias)"),
+        ({"type": "T", "param": "a PRIVATE text"}, "400 T"),
+        ({"type": "T", "param": "x" * 65}, "400 T"),
+        ({"type": "T", "param": "caf\u00e9"}, "400 T"),
+        ({"type": "T", "param": {"PRIVATE": 1}}, "400 T"),
+        ({"type": "a PRIVATE text", "param": "model"}, "400 (param model)"),
+        ({"type": ["PRIVATE"]}, "400"),
+    ],
+)
+def test_an_instances_error_is_logged_without_text(error: dict[str, object], logged: str) -> None:
+    said = rejected(orjson.dumps({"error": {"message": "PRIVATE", **error}}))
+
+    assert reason_of(said) == f"the decode instance answered {logged}"
+
+
+def test_the_param_of_an_instances_failure_is_not_logged() -> None:
+    said = b'{"error": {"message": "m", "type": "InternalServerError", "param": "PRIVATE"}}'
+    error = UpstreamRejected(500, said, stage="decode", headers={})
+
+    assert reason_of(error) == "the decode instance answered 500 InternalServerError"
 
 
 def test_and_names_the_clients_part_where_that_is_known() -> None:

@@ -1,8 +1,9 @@
 """Workers that count, are asked, die and are replaced, in any order: no counter goes back."""
 
+import asyncio
 import os
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, closing
 
 import pytest
 import structlog
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from epd.observe import worker_metrics
 from epd.observe.shared_page import HALF_BYTES, HEAD, NUMBER, SharedPage
 from epd.observe.worker_metrics import WorkerMetrics, bury
 
@@ -182,3 +184,46 @@ def test_a_worker_that_cannot_write_says_so_once_and_goes_on(pages: list[SharedP
     assert [line["event"] for line in lines] == [
         "other workers cannot be told of this one's metrics"
     ]
+
+
+@asynccontextmanager
+async def writing(worker: Worker) -> AsyncIterator[None]:
+    """A worker that writes by itself."""
+    task = asyncio.create_task(worker.metrics.keep_writing())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+async def changes(page: SharedPage, worker: Worker, turns: int) -> int:
+    """How often the page is written while the worker counts and takes some turns."""
+    before = page.number()
+    for _ in range(turns):
+        worker.counter.inc()
+        await asyncio.sleep(0)
+    return page.number() - before
+
+
+async def test_a_worker_writes_rarely_without_a_scrape(
+    pages: list[SharedPage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_metrics, "WRITE_S", 0)
+    one, other = Worker(pages, 0), Worker(pages, 1)
+    async with writing(one):
+        await asyncio.sleep(0)
+        assert await changes(pages[0], one, 10) == 0
+        other.figures()
+        assert await changes(pages[0], one, 10) >= 9
+
+    assert pages[1].number() == 1
+
+
+async def test_a_worker_writes_without_a_scrape_all_the_same(
+    pages: list[SharedPage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_metrics, "WRITE_S", 0)
+    monkeypatch.setattr(worker_metrics, "UNASKED_S", 0)
+    one = Worker(pages, 0)
+    async with writing(one):
+        assert await changes(pages[0], one, 10) >= 9

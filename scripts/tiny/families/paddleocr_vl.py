@@ -1,0 +1,66 @@
+"""PaddleOCR-VL: pictures, sent raw. vLLM's model class writes into its configuration."""
+
+from transformers import (
+    PaddleOCRVLConfig,
+    PaddleOCRVLForConditionalGeneration,
+    PaddleOCRVLImageProcessor,
+    PaddleOCRVLProcessor,
+)
+
+from scripts.tiny.families.qwen import ROPE
+from scripts.tiny.model import TinyModel, text_config
+from scripts.tiny.vocabulary import END, PAD, START, Vocabulary
+
+VOCABULARY = Vocabulary(
+    special=(
+        "<|IMAGE_START|>",
+        "<|IMAGE_END|>",
+        "<|IMAGE_PLACEHOLDER|>",
+        "<|VIDEO_PLACEHOLDER|>",
+    ),
+    placeholders={"image": "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"},
+    names={"image_token": "<|IMAGE_PLACEHOLDER|>"},
+)
+
+
+def build() -> TinyModel:
+    """A tiny PaddleOCR-VL."""
+    config = PaddleOCRVLConfig(
+        architectures=["PaddleOCRVLForConditionalGeneration"],
+        text_config=text_config(
+            VOCABULARY,
+            head_dim=64,
+            rope_parameters=ROPE,
+            bos_token_id=VOCABULARY.id(START),
+            eos_token_id=VOCABULARY.id(END),
+            pad_token_id=VOCABULARY.id(PAD),
+        ),
+        vision_config={
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "image_size": 112,
+        },
+        image_token_id=VOCABULARY.id("<|IMAGE_PLACEHOLDER|>"),
+        video_token_id=VOCABULARY.id("<|VIDEO_PLACEHOLDER|>"),
+        vision_start_token_id=VOCABULARY.id("<|IMAGE_START|>"),
+        vision_end_token_id=VOCABULARY.id("<|IMAGE_END|>"),
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+    processor = PaddleOCRVLProcessor(
+        image_processor=PaddleOCRVLImageProcessor(
+            size={"shortest_edge": 56 * 56, "longest_edge": 256 * 28 * 28}
+        ),
+        tokenizer=VOCABULARY.tokenizer(),
+    )
+    return TinyModel(
+        PaddleOCRVLForConditionalGeneration(config),
+        processor,
+        prefixes={
+            "model.language_model.": "model.",
+            "model.visual.": "visual.",
+            "model.projector.": "mlp_AR.",
+        },
+    )

@@ -1,0 +1,61 @@
+"""PaliGemma: one picture, sent raw. vLLM's model class writes into its configuration."""
+
+from transformers import (
+    PaliGemmaConfig,
+    PaliGemmaForConditionalGeneration,
+    PaliGemmaProcessor,
+    SiglipImageProcessor,
+)
+
+from scripts.tiny.model import HIDDEN, TinyModel, text_config
+from scripts.tiny.vocabulary import END, PAD, START, Vocabulary
+
+SIDE, PATCH = 224, 14
+VOCABULARY = Vocabulary(
+    # vLLM looks the line feed up as a token of this name. The processor adds 1152 tokens.
+    special=("<image>", "\n"),
+    placeholders={"image": ""},
+    names={"bos_token": START, "image_token": "<image>"},
+    size=1536,
+)
+
+
+def build() -> TinyModel:
+    """A tiny PaliGemma, on Gemma 1: its embeddings need not be tied."""
+    config = PaliGemmaConfig(
+        architectures=["PaliGemmaForConditionalGeneration"],
+        text_config=text_config(
+            VOCABULARY,
+            model_type="gemma",
+            head_dim=64,
+            bos_token_id=VOCABULARY.id(START),
+            eos_token_id=VOCABULARY.id(END),
+            pad_token_id=VOCABULARY.id(PAD),
+        ),
+        vision_config={
+            "model_type": "siglip_vision_model",
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "image_size": SIDE,
+            "patch_size": PATCH,
+            "vision_use_head": False,
+        },
+        image_token_index=VOCABULARY.id("<image>"),
+        vocab_size=VOCABULARY.size,
+        projection_dim=HIDDEN,
+        hidden_size=HIDDEN,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+    image_processor = SiglipImageProcessor(size={"height": SIDE, "width": SIDE})
+    image_processor.image_seq_length = (SIDE // PATCH) ** 2
+    processor = PaliGemmaProcessor(
+        image_processor=image_processor, tokenizer=VOCABULARY.tokenizer()
+    )
+    return TinyModel(
+        PaliGemmaForConditionalGeneration(config),
+        processor,
+        prefixes={"model.vision_tower.": "model.vision_tower.vision_model."},
+    )

@@ -1,0 +1,42 @@
+"""Qwen2-Audio: sounds, sent as metadata alone."""
+
+from transformers import (
+    Qwen2AudioConfig,
+    Qwen2AudioForConditionalGeneration,
+    Qwen2AudioProcessor,
+    WhisperFeatureExtractor,
+)
+
+from scripts.tiny.families.qwen import VOCABULARY
+from scripts.tiny.model import TinyModel, text_config
+from scripts.tiny.vocabulary import END
+
+
+def build() -> TinyModel:
+    """A tiny Qwen2-Audio."""
+    config = Qwen2AudioConfig(
+        architectures=["Qwen2AudioForConditionalGeneration"],
+        text_config=text_config(VOCABULARY, model_type="qwen2", eos_token_id=VOCABULARY.id(END)),
+        audio_config={
+            "d_model": 64,
+            "encoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "encoder_ffn_dim": 128,
+        },
+        audio_token_index=VOCABULARY.id("<|AUDIO|>"),
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+    processor = Qwen2AudioProcessor(
+        feature_extractor=WhisperFeatureExtractor(feature_size=128),
+        tokenizer=VOCABULARY.tokenizer(),
+    )
+    return TinyModel(
+        Qwen2AudioForConditionalGeneration(config),
+        processor,
+        prefixes={
+            "lm_head.": "language_model.lm_head.",
+            "model.language_model.": "language_model.model.",
+            "model.": "",
+        },
+    )

@@ -1,0 +1,148 @@
+"""Qwen2.5-Omni and Qwen3-Omni, their thinkers alone: pictures, videos and sounds.
+
+vLLM's model class of Qwen3-Omni writes into its configuration; it sends its pictures raw. The
+processor of Qwen2.5-Omni accepts no mixture of raw and metadata-only items in a request.
+"""
+
+from transformers import (
+    Qwen2_5OmniConfig,
+    Qwen2_5OmniProcessor,
+    Qwen2_5OmniThinkerForConditionalGeneration,
+    Qwen2VLImageProcessor,
+    Qwen2VLVideoProcessor,
+    Qwen3OmniMoeConfig,
+    Qwen3OmniMoeProcessor,
+    Qwen3OmniMoeThinkerForConditionalGeneration,
+    WhisperFeatureExtractor,
+)
+
+from scripts.tiny.families.qwen import ROPE
+from scripts.tiny.model import HIDDEN, TinyModel, text_config
+from scripts.tiny.vocabulary import END, START, Vocabulary
+
+THINKER = {"": "thinker."}
+AUDIO = {
+    "d_model": 64,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 128,
+    "output_dim": HIDDEN,
+}
+VISION = {
+    "depth": 2,
+    "hidden_size": 64,
+    "num_heads": 4,
+    "intermediate_size": 128,
+    "out_hidden_size": HIDDEN,
+}
+
+
+def omni_vocabulary(image: str, video: str, audio: str, bos: str, eos: str) -> Vocabulary:
+    """The vocabulary of an Omni model, whose generations name their tokens differently."""
+    vision_bos, vision_eos = "<|vision_start|>", "<|vision_end|>"
+    return Vocabulary(
+        special=(vision_bos, vision_eos, image, video, bos, eos, audio),
+        placeholders={
+            "image": f"{vision_bos}{image}{vision_eos}",
+            "video": f"{vision_bos}{video}{vision_eos}",
+            "audio": f"{bos}{audio}{eos}",
+        },
+        names={
+            "image_token": image,
+            "video_token": video,
+            "audio_token": audio,
+            "vision_bos_token": vision_bos,
+            "vision_eos_token": vision_eos,
+            "audio_bos_token": bos,
+            "audio_eos_token": eos,
+        },
+    )
+
+
+QWEN2_5 = omni_vocabulary("<|IMAGE|>", "<|VIDEO|>", "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
+QWEN3 = omni_vocabulary(
+    "<|image_pad|>", "<|video_pad|>", "<|audio_pad|>", "<|audio_start|>", "<|audio_end|>"
+)
+
+
+def qwen2_5_omni() -> TinyModel:
+    """A tiny Qwen2.5-Omni."""
+    config = Qwen2_5OmniConfig(
+        architectures=["Qwen2_5OmniModel"],
+        thinker_config={
+            "text_config": text_config(
+                QWEN2_5,
+                rope_parameters=ROPE,
+                bos_token_id=QWEN2_5.id(START),
+                eos_token_id=QWEN2_5.id(END),
+            ),
+            "audio_config": AUDIO,
+            "vision_config": {**VISION, "window_size": 112, "fullatt_block_indexes": [1]},
+            "image_token_index": QWEN2_5.id("<|IMAGE|>"),
+            "video_token_index": QWEN2_5.id("<|VIDEO|>"),
+            "audio_token_index": QWEN2_5.id("<|AUDIO|>"),
+            "audio_start_token_id": QWEN2_5.id("<|audio_bos|>"),
+            "audio_end_token_id": QWEN2_5.id("<|audio_eos|>"),
+            "vision_start_token_id": QWEN2_5.id("<|vision_start|>"),
+            "vision_end_token_id": QWEN2_5.id("<|vision_end|>"),
+            "user_token_id": 0,
+            "tie_word_embeddings": False,
+        },
+        enable_audio_output=False,
+        dtype="bfloat16",
+    )
+    pixels = {"shortest_edge": 56 * 56, "longest_edge": 256 * 28 * 28}
+    processor = Qwen2_5OmniProcessor(
+        image_processor=Qwen2VLImageProcessor(size=pixels),
+        video_processor=Qwen2VLVideoProcessor(size=pixels),
+        feature_extractor=WhisperFeatureExtractor(feature_size=128),
+        tokenizer=QWEN2_5.tokenizer(),
+    )
+    model = Qwen2_5OmniThinkerForConditionalGeneration(config.thinker_config)
+    return TinyModel(model, processor, config, THINKER)
+
+
+def qwen3_omni() -> TinyModel:
+    """A tiny Qwen3-Omni, dense: none of its layers has experts."""
+    config = Qwen3OmniMoeConfig(
+        architectures=["Qwen3OmniMoeForConditionalGeneration"],
+        thinker_config={
+            "text_config": text_config(
+                QWEN3,
+                head_dim=64,
+                rope_parameters={**ROPE, "mrope_interleaved": True},
+                mlp_only_layers=[0, 1],
+                bos_token_id=QWEN3.id(START),
+                eos_token_id=QWEN3.id(END),
+            ),
+            "audio_config": {**AUDIO, "downsample_hidden_size": 16},
+            "vision_config": {
+                **VISION,
+                "num_position_embeddings": 256,
+                # vLLM reads these two, which published configurations have.
+                "image_size": 256,
+                "apply_vit_abs_pos_embed": True,
+                "deepstack_visual_indexes": [0],
+            },
+            "image_token_id": QWEN3.id("<|image_pad|>"),
+            "video_token_id": QWEN3.id("<|video_pad|>"),
+            "audio_token_id": QWEN3.id("<|audio_pad|>"),
+            "audio_start_token_id": QWEN3.id("<|audio_start|>"),
+            "audio_end_token_id": QWEN3.id("<|audio_end|>"),
+            "vision_start_token_id": QWEN3.id("<|vision_start|>"),
+            "vision_end_token_id": QWEN3.id("<|vision_end|>"),
+            "user_token_id": 0,
+            "tie_word_embeddings": False,
+        },
+        enable_audio_output=False,
+        dtype="bfloat16",
+    )
+    pixels = {"shortest_edge": 64 * 64, "longest_edge": 256 * 32 * 32}
+    processor = Qwen3OmniMoeProcessor(
+        image_processor=Qwen2VLImageProcessor(size=pixels, patch_size=16),
+        video_processor=Qwen2VLVideoProcessor(size=pixels, patch_size=16),
+        feature_extractor=WhisperFeatureExtractor(feature_size=128),
+        tokenizer=QWEN3.tokenizer(),
+    )
+    model = Qwen3OmniMoeThinkerForConditionalGeneration(config.thinker_config)
+    return TinyModel(model, processor, config, THINKER)

@@ -1,0 +1,58 @@
+"""A tiny model, and what vLLM serves it from."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
+
+from scripts.tiny.vocabulary import Vocabulary
+from scripts.tiny.weights import redraw, renamed
+
+HIDDEN = 256
+"""Width of every text model, and so of every encoder output."""
+
+
+@dataclass(frozen=True, slots=True)
+class TinyModel:
+    """A model as its family builds it.
+
+    Attributes:
+        model: the model, its weights not yet drawn.
+        processor: what makes tensors of media, with the tokenizer.
+        config: the configuration that vLLM reads, where it is not the model's own.
+        prefixes: the prefixes that vLLM wants for the weights, by those that they have.
+    """
+
+    model: PreTrainedModel
+    processor: ProcessorMixin
+    config: PreTrainedConfig | None = None
+    prefixes: Mapping[str, str] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        """Draw the weights and write everything that a vLLM needs to serve the model."""
+        redraw(self.model)
+        (self.config or self.model.config).save_pretrained(folder)
+        # Some processors bring a template of their own, which knows other modalities or none.
+        self.processor.chat_template = self.processor.tokenizer.chat_template
+        self.processor.save_pretrained(folder)
+        weights = dict(renamed(self.model.to(torch.bfloat16).state_dict(), self.prefixes))
+        (folder / "model.safetensors").write_bytes(save(weights, {"format": "pt"}))
+
+
+def text_config(vocabulary: Vocabulary, **more: Any) -> dict[str, Any]:
+    """The configuration of a text model of two layers."""
+    return {
+        "vocab_size": vocabulary.size,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        # vLLM's CPU attention accepts heads of 64 and refuses heads of 16.
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": False,
+        **more,
+    }

@@ -1,0 +1,82 @@
+"""The tokens of a tiny model: one per byte, then the special ones of its family."""
+
+import json
+import string
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+LETTERS = (string.ascii_lowercase + " ").encode()
+"""The tokens that a tiny model answers with."""
+
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The special tokens of a family, and where its prompts have media.
+
+    Attributes:
+        special: the family's special tokens, after those of every family.
+        placeholders: what the chat template writes for an item of a modality.
+        names: the special tokens that processors look up by a name, such as `image_token`.
+        size: the number of tokens that the model has embeddings for.
+    """
+
+    special: tuple[str, ...]
+    placeholders: Mapping[str, str]
+    names: Mapping[str, str] = field(default_factory=dict)
+    size: int = 320
+
+    def id(self, token: str) -> int:
+        """Return the number of a special token."""
+        return 256 + self._special().index(token)
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """A tokenizer whose byte tokens have their byte's number, with a chat template."""
+        vocabulary = {letter: byte for byte, letter in enumerate(byte_letters())}
+        bytewise = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+        bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        bytewise.decoder = decoders.ByteLevel()
+        bytewise.add_special_tokens(list(self._special()))
+        fast = PreTrainedTokenizerFast(
+            tokenizer_object=bytewise, eos_token=END, pad_token=PAD, **self.names
+        )
+        fast.chat_template = self.chat_template()
+        return fast
+
+    def chat_template(self) -> str:
+        """The ChatML template that vLLM renders messages with."""
+        return f"""
+{{%- set placeholders = {json.dumps(dict(self.placeholders))} -%}}
+{{%- for message in messages -%}}
+    {{{{- '{START}' + message.role + '\\n' -}}}}
+    {{%- if message.content is string -%}}
+        {{{{- message.content -}}}}
+    {{%- else -%}}
+        {{%- for part in message.content -%}}
+            {{{{- part.text if part.type == 'text' else placeholders[part.type] -}}}}
+        {{%- endfor -%}}
+    {{%- endif -%}}
+    {{{{- '{END}\\n' -}}}}
+{{%- endfor -%}}
+{{%- if add_generation_prompt -%}}
+    {{{{- '{START}assistant\\n' -}}}}
+{{%- endif -%}}
+"""
+
+    def _special(self) -> tuple[str, ...]:
+        return (PAD, START, END, *self.special)
+
+
+def byte_letters() -> list[str]:
+    """The letter by which byte-level tokenizers write each byte.
+
+    Printable bytes stand for themselves, the others for the letters from U+0100 on:
+    https://github.com/openai/gpt-2/blob/master/src/encoder.py, bytes_to_unicode.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    substitutes = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(substitutes)) for byte in range(256)]

@@ -1,0 +1,43 @@
+"""Seeded random weights with which different media give different answers."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from transformers import PreTrainedModel
+
+from scripts.tiny.vocabulary import LETTERS
+
+SEED = 15
+GAINS = {"q_proj": 2.0, "k_proj": 2.0, "o_proj": 4.0, "lm_head": 8.0}
+"""Factors on 1/sqrt(fan-in). With sharp attention single patches count, where flat attention would
+average all pictures to much the same; a loud `lm_head` keeps sampled tokens among the letters."""
+HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
+HEAD_NORM_GAIN = 3.0
+"""Of models that normalise queries and keys, which undoes the gains of their projections."""
+
+
+def redraw(model: PreTrainedModel) -> None:
+    """Draw every matrix anew; transformers' initial ones are so small that every input is alike."""
+    generator = torch.Generator().manual_seed(SEED)
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bias"):
+            parameter.data.zero_()
+        elif name.endswith(HEAD_NORMS):
+            parameter.data.fill_(HEAD_NORM_GAIN)
+        elif parameter.ndim > 1:
+            gain = GAINS.get(name.split(".")[-2], 1.0)
+            std = gain / parameter[0].numel() ** 0.5
+            parameter.data.normal_(std=std, generator=generator)
+    output = model.get_output_embeddings().weight.data
+    silence = torch.ones(len(output), dtype=torch.bool)
+    silence[list(LETTERS)] = False
+    output[silence] = 0
+
+
+def renamed(
+    weights: Mapping[str, torch.Tensor], prefixes: Mapping[str, str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights under the names vLLM knows."""
+    for name, weight in weights.items():
+        old = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+        yield prefixes.get(old, "") + name.removeprefix(old), weight.contiguous()

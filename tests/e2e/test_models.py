@@ -1,0 +1,161 @@
+"""Models beside the two that most tests are served by: an item seen before is a hit.
+
+In vLLM the classes of PaddleOCR-VL, PaliGemma, Pixtral and Qwen3-Omni write into the configuration
+they are given. Those of Qwen2.5-Omni do not, on a CPU; its processor accepts no mixture of raw and
+metadata-only items.
+"""
+
+import logging
+import re
+import secrets
+import time
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+import httpx
+import openai
+import pytest
+
+from epd.routing.report_page import read_namespace
+from tests.e2e.conftest import Served, metric
+from tests.e2e.stacks import MODEL_STACKS, on
+from tests.e2e.test_answers import PICTURES, SOUNDS, picture, sound
+from tests.e2e.test_encoder_cache import ENCODED
+from tests.requests import Part, text
+
+log = logging.getLogger(__name__)
+
+OMNI_STACKS = [spec for spec in MODEL_STACKS if "omni" in spec.model]
+on_models, on_omni = on(*MODEL_STACKS), on(*OMNI_STACKS)
+
+LOST = ("misses", "timeouts", "errors", "misfits", "failed_requests", "exceptions")
+"""The connector's counts of entries that a consumer did not get."""
+NAMESPACE = re.compile(r"encoder cache in \S+, namespace (\S+)")
+WORDS = text("what?")
+
+
+@dataclass
+class Answer:
+    """An answer, and what the proxy says of its items.
+
+    Attributes:
+        tokens: its tokens.
+        logprobs: the log-probability of each.
+        items: the header `x-epd-items`, empty without a proxy.
+        seconds: how long it took.
+    """
+
+    tokens: list[str]
+    logprobs: list[float]
+    items: str
+    seconds: float
+
+    def check_equal(self, other: "Answer") -> None:
+        """Check that both have the same tokens with the same log-probabilities."""
+        assert self.tokens == other.tokens
+        assert self.logprobs == pytest.approx(other.logprobs, abs=1e-3)
+
+
+def answer(client: openai.OpenAI, model: str, *parts: Part) -> Answer:
+    """Ask for 16 tokens at temperature 0, under a salt that no other request has."""
+    messages: Any = [{"role": "user", "content": list(parts)}]
+    started = time.monotonic()
+    reply = client.chat.completions.with_raw_response.create(
+        model=model,
+        messages=messages,
+        max_tokens=16,
+        temperature=0,
+        logprobs=True,
+        extra_body={"cache_salt": secrets.token_hex(8)},
+    )
+    seconds = time.monotonic() - started
+    logprobs = reply.parse().choices[0].logprobs
+    assert logprobs is not None
+    content = logprobs.content or []
+    return Answer(
+        [token.token for token in content],
+        [token.logprob for token in content],
+        reply.headers.get("x-epd-items", ""),
+        seconds,
+    )
+
+
+def alone(stack: Served, *parts: Part) -> Answer:
+    """The answer of the engine that is given the media itself, under keys that nothing has."""
+    own = [part if part["type"] == "text" else {**part, "uuid": uuid4().hex} for part in parts]
+    return answer(stack.baseline, stack.model, *own)
+
+
+def lost(stack: Served) -> dict[str, float]:
+    """How many entries the consumer did not get, by reason."""
+    [consumer] = stack.consumers
+    return {name: metric(consumer, f"vllm:ec_store_{name}_total") for name in LOST}
+
+
+def check_second_is_a_hit(stack: Served, part: Part) -> None:
+    """Ask twice about an item that nothing has asked about, and compare with the engine alone."""
+    [consumer] = stack.consumers
+    expected = alone(stack, part, WORDS)
+    before = lost(stack)
+    hits = metric(consumer, "vllm:ec_store_hits_total")
+
+    first = answer(stack.client, stack.model, part, WORDS)
+    encodes = metric(stack.encode, ENCODED)
+    second = answer(stack.client, stack.model, part, WORDS)
+    log.info("%s: first %.3f s, second %.3f s", stack.model, first.seconds, second.seconds)
+
+    first.check_equal(expected)
+    second.check_equal(expected)
+    assert first.items == "hit=0,encoded=1,local=0"
+    assert second.items == "hit=1,encoded=0,local=0"
+    assert metric(stack.encode, ENCODED) == encodes
+    assert metric(consumer, "vllm:ec_store_hits_total") > hits
+    assert lost(stack) == before
+
+
+@pytest.mark.fault(70)
+@on_models
+def test_a_picture_seen_before_is_a_hit(stack: Served) -> None:
+    check_second_is_a_hit(stack, picture("coffee.jpg"))
+
+
+@pytest.mark.fault(70)
+@on_omni
+def test_a_sound_heard_before_is_a_hit(stack: Served) -> None:
+    check_second_is_a_hit(stack, sound("chord.wav"))
+
+
+@pytest.mark.fault(70)
+@on_models
+def test_all_processes_of_all_engines_have_one_namespace(stack: Served) -> None:
+    """Of each engine the scheduler and the worker log theirs, and its API server shows it."""
+    logged = [NAMESPACE.findall(stack.log(engine)) for engine in stack.stack.engines]
+    pages = [httpx.get(f"{engine.url}/metrics").content for engine in stack.stack.engines]
+
+    assert [len(names) for names in logged] == [2] * len(stack.stack.engines)
+    [namespace] = {name for names in logged for name in names}
+    assert {read_namespace(page) for page in pages} == {namespace}
+
+
+@pytest.mark.fault(75)
+@on_omni
+def test_a_picture_and_a_video_in_one_request(stack: Served) -> None:
+    """A processor that builds dummy text for all items must get the media of all items."""
+    parts = picture("cat.jpg"), picture("ball.gif", "video_url"), WORDS
+    expected = alone(stack, *parts)
+    answer(stack.client, stack.model, *parts).check_equal(expected)
+    again = answer(stack.client, stack.model, *parts)
+
+    again.check_equal(expected)
+    assert again.items == "hit=2,encoded=0,local=0"
+
+
+@on_models
+def test_different_media_give_different_answers(stack: Served) -> None:
+    """Without this the comparisons above would prove nothing."""
+    pictures = [alone(stack, picture(name), WORDS) for name in PICTURES]
+    sounds = [alone(stack, sound(name), WORDS) for name in SOUNDS * ("omni" in stack.model)]
+    answers = {tuple(one.tokens) for one in [*pictures, *sounds]}
+
+    assert len(answers) == len(pictures) + len(sounds)

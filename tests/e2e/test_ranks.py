@@ -1,0 +1,33 @@
+"""A consumer whose tensors are divided over two processes."""
+
+import pytest
+
+from tests.e2e.conftest import Served, metric
+from tests.e2e.stacks import SHARDED, on
+from tests.e2e.test_answers import check_equal, unseen
+from tests.requests import text
+
+on_sharded = on(SHARDED)
+
+HITS = "vllm:ec_store_hits_total"
+SHARED = "all workers have mapped the shared memory"
+
+
+@on_sharded
+@pytest.mark.parametrize("stream", [False, True])
+def test_all_ranks_of_a_consumer_have_the_entries_of_a_step(stack: Served, stream: bool) -> None:
+    """The first entries come with the step, the later ones through shared memory."""
+    [consumer] = stack.consumers
+    before = metric(consumer, HITS)
+    for count in (1, 1, 3):
+        items = [unseen(stack) for _ in range(count)]
+        first = check_equal(stack, *items, text("what?"), stream=stream)
+        assert check_equal(stack, *items, text("what?"), stream=stream) == first
+
+    assert metric(consumer, HITS) - before == 5
+    log = stack.log(consumer)
+    assert SHARED in log
+    assert all(f"worker {number} has mapped" in log for number in range(2))
+    assert "cannot map" not in log
+    assert metric(consumer, "vllm:ec_store_exceptions_total") == 0
+    stack.stack.check_alive()

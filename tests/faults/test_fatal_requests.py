@@ -1,0 +1,441 @@
+"""Row 68: a request after which instances die."""
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from aiohttp import web
+from structlog.testing import capture_logs
+
+from epd.edge.drain import DRAIN
+from epd.routing.instances import Role
+from epd.server.assembly import TABLE
+from tests.faults.scripted import Scripted, answer, read_request, reset, send
+from tests.proxy.clients import ALICE, BOB, bearer
+from tests.proxy.fake_instance import (
+    FakeInstance,
+    Handler,
+    chunk,
+    decodes,
+    drops,
+    encodes,
+    hangs,
+    prefills,
+    refuses,
+)
+from tests.proxy.fleet import Fleet, Launch, until
+from tests.requests import image, request, text
+
+pytestmark = pytest.mark.fault(68)
+
+ENGINE_DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+KILLS = [drops, refuses(500, ENGINE_DEAD)]
+KILLED = (503, "suspected_fatal")
+
+
+def killed_by(handler: Handler, *instances: FakeInstance) -> None:
+    for instance in instances:
+        instance.chat = handler
+
+
+def sent(instances: Iterable[FakeInstance]) -> int:
+    return sum(len(instance.calls) for instance in instances)
+
+
+async def outcome(
+    fleet: Fleet, body: dict[str, Any], headers: dict[str, str] | None = None
+) -> tuple[int, str | None]:
+    async with fleet.post(body, headers) as reply:
+        await reply.read()
+        return reply.status, reply.headers.get("x-epd-error")
+
+
+@pytest.mark.parametrize("kill", KILLS)
+@pytest.mark.parametrize("topology", [(4, 3, 3), (4, 0, 3), (1, 1, 1), (1, 0, 1), (2, 0, 2)])
+async def test_a_fatal_request_meets_two_instances(
+    launch: Launch, topology: tuple[int, int, int], kill: Handler
+) -> None:
+    encode, prefill, decode = topology
+    async with launch(encode, prefill, decode) as fleet:
+        killed_by(kill, *fleet.instances)
+        assert await outcome(fleet, request(text(), image())) == KILLED
+        assert sent(fleet.instances) == 2
+
+
+@pytest.mark.parametrize("kill", KILLS)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prefill", [0, 3])
+async def test_a_fatal_text_meets_two_instances(
+    launch: Launch, kill: Handler, prefill: int, stream: bool
+) -> None:
+    async with launch(encode=1, prefill=prefill, decode=3) as fleet:
+        killed_by(kill, *fleet.instances)
+        assert await outcome(fleet, request(text(), stream=stream)) == KILLED
+        assert sent(fleet.instances) == 2
+
+
+async def test_the_second_try_of_an_item_is_another_encode_instance(launch: Launch) -> None:
+    async with launch(encode=2, encode_balance="round_robin") as fleet:
+        killed_by(drops, fleet.encode[0])
+        async with fleet.post(request(image())) as reply:
+            assert reply.status == 200
+            assert reply.headers["x-epd-items"] == "hit=0,encoded=1,local=0"
+
+        assert [len(instance.calls) for instance in fleet.encode] == [1, 1]
+
+
+async def test_an_item_goes_to_decode_after_the_only_encode_instance(launch: Launch) -> None:
+    async with launch() as fleet:
+        killed_by(drops, fleet.e)
+        async with fleet.post(request(image())) as reply:
+            assert reply.status == 200
+            assert reply.headers["x-epd-degraded"] == "encode-local"
+
+        assert len(fleet.e.calls) == 1
+
+
+async def test_a_fatal_request_is_rejected_at_once_when_it_comes_again(launch: Launch) -> None:
+    async with launch(encode=4, decode=3) as fleet:
+        killed_by(drops, *fleet.instances)
+        body = request(text(), image())
+        await outcome(fleet, body)
+        async with fleet.post(body) as reply:
+            error = (await reply.json())["error"]
+            assert (reply.status, reply.headers["x-epd-error"]) == KILLED
+            assert error["type"] == "ServiceUnavailableError"
+            assert reply.headers["x-should-retry"] == "false"
+            assert 290 <= int(reply.headers["Retry-After"]) <= 300
+
+        assert sent(fleet.instances) == 2
+
+
+async def test_a_fatal_item_is_rejected_in_every_request(launch: Launch) -> None:
+    async with launch(encode=4, decode=3) as fleet:
+        killed_by(drops, *fleet.instances)
+        await outcome(fleet, request(text("what?"), image(b"poison")))
+        killed_by(encodes, *fleet.encode)
+        killed_by(decodes, *fleet.decode)
+
+        assert await outcome(fleet, request(text("who?"), image(b"poison"))) == KILLED
+        assert await outcome(fleet, request(text("what?"), image(b"other"))) == (200, None)
+
+
+async def test_a_fatal_text_is_rejected_and_no_other(launch: Launch) -> None:
+    async with launch(decode=3) as fleet:
+        killed_by(drops, *fleet.decode)
+        await outcome(fleet, request(text("poison")))
+        killed_by(decodes, *fleet.decode)
+
+        assert await outcome(fleet, request(text("poison"))) == KILLED
+        assert await outcome(fleet, request(text("other"))) == (200, None)
+
+
+async def test_a_request_without_a_second_encode_instance_is_rejected_for_its_item(
+    launch: Launch,
+) -> None:
+    """Encode has died of the item, and decode when it encoded the item itself."""
+    async with launch(encode=1, decode=2) as fleet:
+        killed_by(drops, *fleet.instances)
+        await outcome(fleet, request(text("what?"), image(b"poison")))
+        killed_by(encodes, *fleet.encode)
+        killed_by(decodes, *fleet.decode)
+
+        assert await outcome(fleet, request(text("who?"), image(b"poison"))) == KILLED
+
+
+async def test_a_fatal_request_of_one_tenant_rejects_no_other_tenants(
+    launch: Launch, keys: Any
+) -> None:
+    async with launch(encode=4, api_keys_file=keys) as fleet:
+        body = request(text(), image())
+        killed_by(drops, *fleet.instances)
+        assert await outcome(fleet, body, bearer(ALICE)) == KILLED
+        killed_by(encodes, *fleet.encode)
+        killed_by(decodes, *fleet.decode)
+
+        assert await outcome(fleet, body, bearer(ALICE)) == KILLED
+        assert await outcome(fleet, body, bearer(BOB)) == (200, None)
+
+
+async def test_a_client_that_leaves_after_a_death_has_one_more(launch: Launch) -> None:
+    async with launch(encode=4, encode_balance="round_robin") as fleet:
+        killed_by(drops, fleet.encode[0])
+        killed_by(hangs, *fleet.encode[1:])
+        body = request(text(), image())
+        left = asyncio.create_task(outcome(fleet, body))
+        await until(lambda: sent(fleet.encode) == 2)
+        left.cancel()
+        await until(lambda: sum(one.aborted for one in fleet.encode) == 1)
+        killed_by(drops, *fleet.encode)
+
+        assert await outcome(fleet, body) == KILLED
+        assert sent(fleet.encode) == 3  # one that hung did not die
+
+
+@pytest.mark.parametrize(
+    "ending", [None, f'data: {{"error": {{"message": "{ENGINE_DEAD}", "code": 500}}}}\n\n']
+)
+async def test_a_request_whose_streams_ended_two_instances_is_rejected(
+    launch: Launch, ending: str | None
+) -> None:
+    async def dies(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await stream.prepare(request)
+        await stream.write(chunk("a"))
+        if ending is None:
+            assert request.transport is not None
+            request.transport.abort()
+        else:
+            await stream.write(ending.encode())
+        return stream
+
+    async with launch(decode=3, decode_balance="round_robin") as fleet:
+        killed_by(dies, *fleet.decode)
+        body = request(text(), stream=True)
+        first, second = [await outcome(fleet, body) for _ in range(2)]
+
+        assert (first, second) == ((200, None), (200, None))
+        assert await outcome(fleet, body) == KILLED
+        assert sent(fleet.decode) == 2
+
+
+@pytest.mark.parametrize(
+    ("role", "then", "body"),
+    [("decode", decodes, request(text())), ("encode", encodes, request(text(), image()))],
+)
+async def test_a_death_is_forgotten_once_the_same_is_processed_without_harm(
+    launch: Launch, role: str, then: Handler, body: dict[str, Any]
+) -> None:
+    """Each instance dies once, and each time another one processes what it had."""
+    balance: Any = {f"{role}_balance": "round_robin"}
+    async with launch(encode=2, decode=2, **balance) as fleet:
+        for victim in getattr(fleet, role):
+            asked = len(victim.calls)
+            killed_by(drops, victim)
+            while len(victim.calls) == asked:
+                assert await outcome(fleet, body) == (200, None)
+            killed_by(then, victim)
+
+
+async def test_one_death_of_an_instance_counts_once_for_all_that_ask_for_the_same(
+    launch: Launch,
+) -> None:
+    """An engine that is killed fails everything it had, and fails on until its server ends."""
+    async with launch(decode=2) as fleet:
+        killed_by(hangs, fleet.decode[0])
+        body = request(text())
+        waiting = [asyncio.create_task(outcome(fleet, body)) for _ in range(8)]
+        await until(lambda: sent(fleet.decode) == 8)
+        for connection in fleet.decode[0].connections:
+            connection.abort()
+        ended = await asyncio.gather(*waiting)
+
+        assert set(ended) == {(200, None)}
+
+
+async def test_an_instance_that_is_drained_does_not_die_of_a_request(launch: Launch) -> None:
+    async with launch(encode=3, decode=1, encode_balance="round_robin") as fleet:
+        killed_by(drops, *fleet.encode)
+        fleet.runner.app[DRAIN].begin()
+        async with fleet.post(request(image())) as reply:
+            assert reply.status == 200
+            assert reply.headers["x-epd-degraded"] == "encode-local"
+
+
+@pytest.mark.parametrize("fault", [refuses(500, "bug"), refuses(502), refuses(408), hangs])
+async def test_other_failures_are_no_deaths(launch: Launch, fault: Handler) -> None:
+    async with launch(encode=3, encode_timeout_s=0.3) as fleet:
+        killed_by(fault, *fleet.encode)
+        async with fleet.post(request(image())) as reply:
+            assert reply.status == 200
+            assert reply.headers["x-epd-degraded"] == "encode-local"
+
+
+async def test_an_instance_that_breaks_off_its_whole_answer_has_survived_the_request(
+    launch: Launch,
+) -> None:
+    cut = [read_request(), send(answer(b"{}", length=100)), reset()]
+    async with (
+        Scripted(cut).running() as first,
+        Scripted(cut).running() as second,
+        launch(encode_servers_urls=(first.url, second.url)) as fleet,
+        fleet.post(request(image())) as reply,
+    ):
+        assert reply.status == 200
+        assert reply.headers["x-epd-degraded"] == "encode-local"
+
+
+async def test_requests_with_the_same_fatal_item_at_once_meet_two_instances(
+    launch: Launch,
+) -> None:
+    """One waits for the other's encode, and tries by itself when that has failed."""
+
+    async def dies_late(request: web.Request, body: dict[str, Any]) -> web.Response:
+        await asyncio.sleep(0.2)
+        return await drops(request, body)
+
+    async with launch(encode=4, encode_balance="round_robin") as fleet:
+        killed_by(dies_late, *fleet.encode)
+        bodies = [request(text(str(number)), image(b"poison")) for number in range(3)]
+        ended = await asyncio.gather(*(outcome(fleet, body) for body in bodies))
+
+        assert set(ended) == {KILLED}
+        assert sent(fleet.encode) == 2
+
+
+@pytest.mark.parametrize("topology", [(0, 0, 3), (1, 0, 3), (3, 0, 3), (1, 3, 3)])
+async def test_nothing_is_rejected_where_the_operator_says_so(
+    launch: Launch, topology: tuple[int, int, int]
+) -> None:
+    """A request still meets two instances."""
+    async with launch(*topology, suspect_s=0) as fleet:
+        killed_by(drops, *fleet.instances)
+        body = request(text(), *([image()] if topology[0] else []))
+        assert (await outcome(fleet, body))[0] == 502
+        assert sent(fleet.instances) == 2
+        killed_by(encodes, *fleet.encode)
+        killed_by(prefills, *fleet.prefill)
+        killed_by(decodes, *fleet.decode)
+
+        assert await outcome(fleet, body) == (200, None)
+
+
+async def test_decode_does_the_work_of_the_only_prefill_that_died(launch: Launch) -> None:
+    """A server answers for its dead engine until it ends: to ask it again would be the second."""
+    async with launch(prefill=1) as fleet:
+        killed_by(refuses(500, ENGINE_DEAD), fleet.p)
+        async with fleet.post(request(text())) as reply:
+            assert reply.status == 200
+            assert reply.headers["x-epd-degraded"] == "prefill-local"
+
+        assert len(fleet.p.calls) == 1
+
+
+async def test_the_log_names_the_instance_and_nothing_of_the_request(launch: Launch) -> None:
+    async with launch(decode=3) as fleet:
+        killed_by(drops, *fleet.decode)
+        with capture_logs() as logs:
+            await outcome(fleet, request(text("secret words")))
+
+        [line] = [one for one in logs if one["event"].startswith("request rejected")]
+        assert line["instance"] in {one.url for one in fleet.decode}
+        assert line["rejected_s"] == 300
+        assert "secret" not in str(line)
+
+
+async def test_a_decode_death_sends_no_release_to_another_instance(launch: Launch) -> None:
+    async with launch(prefill=2, decode=3) as fleet:
+        killed_by(drops, *fleet.decode)
+        assert await outcome(fleet, request(text())) == KILLED
+        await asyncio.sleep(0.2)  # a release would be sent by now
+
+        assert sent(fleet.decode) == 2
+
+
+async def test_a_reused_connection_hides_no_death(launch: Launch) -> None:
+    """A server that dies of a request ends its connection as one does that was idle for too long.
+
+    It accepts no new one, though.
+    """
+    async with launch(encode=3, encode_balance="round_robin") as fleet:
+        for number in range(3):
+            assert await outcome(fleet, request(image(b"%d" % number))) == (200, None)
+        for instance in fleet.encode:
+            instance.chat = ends_with(instance)
+
+        assert await outcome(fleet, request(image(b"poison"))) == KILLED
+        assert sent(fleet.encode) == 3 + 2
+
+
+def ends_with(instance: FakeInstance) -> Handler:
+    """Stop to listen, and drop the connection, as a process that dies."""
+
+    async def chat(request: web.Request, body: dict[str, Any]) -> web.Response:
+        await instance.stop_listening()
+        return await drops(request, body)
+
+    return chat
+
+
+@pytest.mark.parametrize("failure", ["local", "fail"])
+@pytest.mark.parametrize("encode", [1, 2, 4])
+async def test_one_death_fails_no_request_of_many_items(
+    launch: Launch, encode: int, failure: str
+) -> None:
+    """All items that the instance has break off in the same moment."""
+    config: dict[str, Any] = {"on_encode_failure": failure, "encode_balance": "round_robin"}
+    async with launch(encode=encode, decode=2, **config) as fleet:  # each has some of the items
+        killed_by(hangs, fleet.e)
+        parts = [image(b"%d" % number) for number in range(8)]
+        waiting = asyncio.create_task(outcome(fleet, request(text(), *parts)))
+        await until(lambda: fleet.e.calls)
+        await asyncio.sleep(0.1)
+        killed_by(encodes, fleet.e)
+        for connection in [*fleet.e.connections]:
+            connection.abort()
+
+        assert await waiting == (200, None)
+
+
+async def test_an_engine_that_says_in_its_stream_that_it_is_dead_has_died(launch: Launch) -> None:
+    """As vLLM sends it: the error event, and right after it the end."""
+    error = f'data: {{"error": {{"message": "{ENGINE_DEAD}", "code": 500}}}}\n\n'
+
+    async def dies(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await stream.prepare(request)
+        await stream.write(error.encode() + b"data: [DONE]\n\n")
+        return stream
+
+    async with launch(decode=4, decode_balance="round_robin") as fleet:
+        killed_by(dies, *fleet.decode)
+        body = request(text(), stream=True)
+        ended = [await outcome(fleet, body) for _ in range(3)]
+
+        assert ended == [(200, None), (200, None), KILLED]
+        assert sent(fleet.decode) == 2
+
+
+async def test_instances_that_are_down_die_too(launch: Launch) -> None:
+    async with launch(encode=3, decode=3, probe_interval_s=0.05) as fleet:
+        for instance in fleet.instances:
+            instance.healthy = False
+        killed_by(drops, *fleet.instances)
+        await until(lambda: len(fleet.events.changes) == 6)
+        assert await outcome(fleet, request(text(), image())) == KILLED
+
+        assert sent(fleet.instances) == 2
+
+
+async def test_an_instance_that_was_drained_and_removed_does_not_die(launch: Launch) -> None:
+    async with launch(encode=0, encode_servers_urls=(), decode=3) as fleet:
+        table, body = fleet.runner.app[TABLE], request(text())
+        killed_by(hangs, *fleet.decode)
+        waiting = asyncio.create_task(outcome(fleet, body))
+        await until(lambda: sent(fleet.decode) == 1)
+        [leaving] = [one for one in fleet.decode if one.calls]
+        [old] = [one for one in table.of(Role.PREFILL_DECODE) if one.url == leaving.url]
+        table.reweigh(old, drained := replace(old, weight=0.0))
+        table.remove(drained)
+        others = [one for one in fleet.decode if one is not leaving]
+        killed_by(drops, *others)
+        for connection in [*leaving.connections]:
+            connection.abort()
+        await waiting
+
+        assert await outcome(fleet, body) == KILLED
+        assert sent(others) == 2  # each died once
+
+
+async def test_a_release_that_an_instance_dies_of_counts(launch: Launch) -> None:
+    async with launch(prefill=2, decode=4, decode_balance="round_robin") as fleet:
+        killed_by(drops, *fleet.decode)
+        killed_by(refuses(503), fleet.d)
+        body = request(text())
+        ended = [await outcome(fleet, body) for _ in range(3)]
+        died = [one for one in fleet.decode[1:] if one.calls]
+
+        assert ended[-1] == KILLED
+        assert len(died) <= 2

@@ -1,0 +1,148 @@
+"""A request's body is in memory until decode has answered, and no longer."""
+
+import asyncio
+import gc
+import re
+import tracemalloc
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from epd.server.slots import ADMISSION
+from tests.proxy.fake_instance import Handler, chunk
+from tests.proxy.fleet import Fleet, Launch
+from tests.requests import image, request, text
+
+MB = 1024**2
+PICTURE = b"p" * (3 * MB)
+BODY_BYTES = 4 * MB
+"""As base64."""
+
+
+async def discards(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Begin a stream once a request is read, of which nothing is kept."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = re.search(rb"(?i)content-length: (\d+)", head)
+    if length is None:  # a probe
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+    else:
+        left = int(length[1])
+        while left:
+            left -= len(await reader.read(min(left, 65536)))
+        event = chunk("a")
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n" % (len(event), event)
+        )
+        await reader.read()  # until the proxy leaves
+    writer.close()
+
+
+def holds(release: asyncio.Event) -> Handler:
+    """Stream one event, and the rest when it may."""
+
+    async def chat(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await stream.prepare(request)
+        await stream.write(chunk("a"))
+        await release.wait()
+        await stream.write(b"data: [DONE]\n\n")
+        return stream
+
+    return chat
+
+
+@asynccontextmanager
+async def streams(fleet: Fleet, count: int) -> AsyncIterator[list[int]]:
+    """So many streams under way, each of a request with a picture of its own; their statuses."""
+    release = asyncio.Event()
+    fleet.d.chat = holds(release)
+    async with AsyncExitStack() as stack:
+        statuses = []
+        for number in range(count):
+            body = request(text(), image(PICTURE + b"%06d" % number), stream=True)
+            reply = await stack.enter_async_context(fleet.post(body))
+            statuses.append(reply.status)
+            await reply.content.readany()
+            for instance in fleet.instances:
+                instance.calls.clear()
+        yield statuses
+        release.set()
+
+
+@pytest.fixture
+def traced() -> Iterator[None]:
+    tracemalloc.start()
+    yield
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("topology", [(1, 0, 1), (1, 1, 1)])
+async def test_streams_under_way_leave_room_for_more_bodies(
+    launch: Launch, topology: tuple[int, int, int]
+) -> None:
+    async with launch(*topology, max_inflight_bytes=10 * MB) as fleet, streams(fleet, 6) as said:
+        assert said == [200] * 6
+        assert fleet.runner.app[ADMISSION].body_bytes == 0
+
+
+@pytest.mark.usefixtures("traced")
+async def test_streams_under_way_keep_no_body_in_memory(launch: Launch) -> None:
+    async with launch(1, 0, 1) as fleet:
+        kept = dict[int, int]()
+        for count in (2, 6):
+            async with streams(fleet, count) as said:
+                assert said == [200] * count
+                gc.collect()
+                kept[count] = tracemalloc.get_traced_memory()[0]
+
+    assert kept[6] - kept[2] < BODY_BYTES
+
+
+@pytest.mark.usefixtures("traced")
+async def test_streams_of_requests_sent_with_their_media_keep_none_in_memory(
+    launch: Launch,
+) -> None:
+    server = await asyncio.start_server(discards, "127.0.0.1", 0)
+    url = "http://{}:{}".format(*server.sockets[0].getsockname()[:2])
+    config: Any = {"encode_servers_urls": (), "decode_servers_urls": (url,)}
+    kept = []
+    async with server, launch(encode=0, **config) as fleet, AsyncExitStack() as stack:
+        for _ in range(2):
+            for number in range(4):
+                body = request(text(), image(PICTURE + b"%06d" % number), stream=True)
+                reply = await stack.enter_async_context(fleet.post(body))
+                assert reply.status == 200
+                await reply.content.readany()
+            gc.collect()
+            kept.append(tracemalloc.get_traced_memory()[0])
+
+    assert kept[1] - kept[0] < BODY_BYTES
+
+
+async def test_a_body_counts_until_decode_has_answered(launch: Launch) -> None:
+    async with launch(max_inflight_bytes=10 * MB) as fleet:
+        answers = asyncio.Event()
+
+        async def waits(_: web.Request, __: dict[str, Any]) -> web.Response:
+            await answers.wait()
+            return web.json_response({"choices": []})
+
+        fleet.d.chat = waits
+        bodies = [request(text(), image(PICTURE + b"%06d" % number)) for number in range(2)]
+        running = [asyncio.create_task(fleet.chat(body)) for body in bodies]
+        while len(fleet.d.calls) < 2:  # noqa: ASYNC110 - the instance tells nobody
+            await asyncio.sleep(0.01)
+        counted = fleet.runner.app[ADMISSION].body_bytes
+        async with fleet.post(request(text(), image(PICTURE))) as third:
+            status = third.status
+        answers.set()
+        ended = await asyncio.gather(*running)
+
+        assert 2 * BODY_BYTES < counted < 2.1 * BODY_BYTES
+        assert status == 503
+        assert [one for one, _ in ended] == [200, 200]
+        assert fleet.runner.app[ADMISSION].body_bytes == 0

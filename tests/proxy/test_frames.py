@@ -1,0 +1,83 @@
+"""How many calls deep the way from a request's handler to an instance's socket is.
+
+Counted over the chain of tasks: a task counts the frames of the call that made it.
+"""
+
+import asyncio
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import pytest
+
+import epd
+from epd.http.connection import Connection
+from tests.proxy.fleet import Launch
+from tests.requests import image, request, text
+
+OURS = str(Path(epd.__file__).parent)
+HANDLER = "answer"
+MOST = {"encode": 19, "prefill": 9, "decode": 9}
+"""Frames from the handler to the call that writes to the instance's socket, both counted."""
+
+
+class Depths:
+    """The frames of this package above each request to an instance, by the path's first caller."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, list[str]] = {}
+        self._made_in: WeakKeyDictionary[asyncio.Task[Any], list[str]] = WeakKeyDictionary()
+
+    def frames(self) -> list[str]:
+        """Names of the calls from the handler to the caller of this."""
+        names, frame = list[str](), sys._getframe(2)  # noqa: SLF001 - there is no other way
+        while frame is not None:
+            if frame.f_code.co_filename.startswith(OURS):
+                name = frame.f_code.co_qualname
+                if not name.endswith("<listcomp>"):  # no frame since Python 3.12
+                    names.append(name)
+                if name == HANDLER:
+                    return names
+            frame = frame.f_back  # type: ignore[assignment]
+        task = asyncio.current_task()
+        return names + (self._made_in.get(task, []) if task is not None else [])
+
+    def make_task(
+        self, loop: asyncio.AbstractEventLoop, coroutine: Any, **more: Any
+    ) -> asyncio.Task[Any]:
+        """Make a task, and remember where."""
+        task = asyncio.Task(coroutine, loop=loop, **more)
+        with suppress(RuntimeError):  # made outside of any task
+            self._made_in[task] = self.frames()
+        return task
+
+
+@pytest.fixture
+def depths(monkeypatch: pytest.MonkeyPatch) -> Depths:
+    depths, ask = Depths(), Connection.ask
+
+    async def asked(self: Connection, *args: Any) -> None:
+        names = depths.frames()
+        if HANDLER in names:
+            [stage] = {name for name in names if name.startswith("Stages.")}
+            depths.of[stage.removeprefix("Stages.")] = [*names, "Connection.ask"]
+        await ask(self, *args)
+
+    monkeypatch.setattr(Connection, "ask", asked)
+    return depths
+
+
+@pytest.mark.parametrize(("prefills", "stored"), [(0, False), (1, True)])
+async def test_each_stage_is_near_the_handler(
+    launch: Launch, depths: Depths, url: str, prefills: int, stored: bool
+) -> None:
+    asyncio.get_running_loop().set_task_factory(depths.make_task)
+    more: dict[str, Any] = {"ec_store": url} if stored else {}
+    async with launch(prefill=prefills, **more) as fleet:
+        status, _ = await fleet.chat(request(image(), image(b"another"), text()))
+
+    assert status == 200
+    assert set(depths.of) == {"encode", "decode", *(["prefill"] if prefills else [])}
+    assert {stage: names for stage, names in depths.of.items() if len(names) > MOST[stage]} == {}

@@ -1,0 +1,146 @@
+"""A store in memory: look-ups on the event loop, all else on threads."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from ec_store import Entry, EntryInfo, EntryKey, Store, StoreUnavailable
+from ec_store.shared_disk import SharedDiskStore
+from epd.cache import at_once
+from epd.cache.encoder_cache import EncoderCache
+from epd.cache.look import Look
+from tests.proxy.backed import NAMESPACE, opened_cache
+from tests.proxy.fleet import until
+
+STORED, MISSING = EntryKey(NAMESPACE, "stored"), EntryKey(NAMESPACE, "missing")
+
+
+class Seen:
+    """The threads that calls were made on; True for the event loop's."""
+
+    def __init__(self) -> None:
+        self.look_ups: list[bool] = []
+        self.claims: list[bool] = []
+        self.behaves: Callable[[bool], None] = lambda _: None
+        self._loop_thread = threading.get_ident()
+
+    def here(self) -> bool:
+        return threading.get_ident() == self._loop_thread
+
+
+@pytest.fixture
+def seen(store: Store, monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """A store that says that it is in memory."""
+    store.put(STORED, Entry(memoryview(bytes(16)), "F32", (1, 4), "image", {}))
+    found, claim = SharedDiskStore.lookup, SharedDiskStore.claim
+    calls = Seen()
+
+    def lookup(self: SharedDiskStore, keys: Sequence[EntryKey]) -> list[EntryInfo | None]:
+        calls.look_ups.append(calls.here())
+        calls.behaves(calls.here())
+        return found(self, keys)
+
+    def claiming(self: SharedDiskStore, *args: Any) -> list[bool]:
+        calls.claims.append(calls.here())
+        return claim(self, *args)
+
+    monkeypatch.setattr(SharedDiskStore, "lookup", lookup)
+    monkeypatch.setattr(SharedDiskStore, "claim", claiming)
+    monkeypatch.setattr(SharedDiskStore, "in_memory", True)
+    monkeypatch.setattr(at_once, "SLOW_S", 0.05)  # other processes may have the core meanwhile
+    return calls
+
+
+async def trust(cache: EncoderCache, seen: Seen) -> None:
+    """Look until that is done on the event loop."""
+    async with asyncio.timeout(20):
+        while True not in seen.look_ups:
+            assert await cache.find([STORED])
+    seen.look_ups.clear()
+
+
+async def test_look_ups_leave_their_thread_once_they_are_fast(url: str, seen: Seen) -> None:
+    async with opened_cache(url, lease_s=60) as cache:
+        assert await cache.find([STORED])
+        assert seen.look_ups == [False]
+        await trust(cache, seen)
+
+        assert cache.operations["lookup", "ok"] >= 2
+
+
+async def test_claims_are_made_on_threads(url: str, seen: Seen) -> None:
+    async with opened_cache(url, lease_s=60) as cache:
+        await trust(cache, seen)
+        look = Look([STORED, MISSING], "owner", 10.0)
+        assert await cache.visit(look)
+
+        assert look.claimed == [MISSING]
+        assert list(look.found or ()) == [STORED]
+        # The claim is followed by another look, on its thread.
+        assert (seen.look_ups, seen.claims) == ([True, False], [False])
+
+
+async def test_a_look_up_that_holds_the_loop_up_sends_the_next_ones_to_threads(
+    url: str, seen: Seen
+) -> None:
+    def slow(here: bool) -> None:
+        if here:
+            time.sleep(0.5)
+
+    async with opened_cache(url, lease_s=60) as cache:
+        await trust(cache, seen)
+        seen.behaves = slow
+        for _ in range(3):
+            assert await cache.find([STORED])
+
+        assert seen.look_ups == [True, False, False]
+
+
+async def test_a_look_up_that_hangs_on_its_thread_is_never_made_on_the_loop(
+    url: str, seen: Seen
+) -> None:
+    go = threading.Event()
+    seen.behaves = lambda here: None if here else (go.wait(60), None)[1]
+    async with opened_cache(url, lease_s=60) as cache:
+        cache.budget_s = 0.02
+        try:
+            assert [await cache.find([STORED]) for _ in range(5)] == [None] * 5
+        finally:
+            go.set()
+
+        assert True not in seen.look_ups
+
+
+async def test_a_failure_on_the_loop_counts_as_one(url: str, seen: Seen) -> None:
+    def fails(_: bool) -> None:
+        raise StoreUnavailable("gone")
+
+    async with opened_cache(url, lease_s=60) as cache:
+        await trust(cache, seen)
+        seen.behaves = fails
+        assert [await cache.find([STORED]) for _ in range(4)] == [None] * 4
+
+        assert seen.look_ups == [True] * 3
+        assert cache.operations["lookup", "error"] == 3
+        assert cache.operations["lookup", "skipped"] == 1
+
+
+async def test_a_store_on_a_disk_is_asked_on_threads_alone(
+    url: str, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SharedDiskStore, "in_memory", False)
+    async with opened_cache(url, lease_s=60) as cache:
+        for _ in range(10):
+            assert await cache.find([STORED])
+
+    assert seen.look_ups == [False] * 10
+
+
+async def test_leases_of_what_was_found_on_the_loop_are_taken(url: str, seen: Seen) -> None:
+    async with opened_cache(url, lease_s=60) as cache:
+        await trust(cache, seen)
+        await until(lambda: cache.operations["lease", "ok"])

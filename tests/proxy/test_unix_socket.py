@@ -1,0 +1,174 @@
+"""A Unix socket in place of an address: its file, workers, TLS, and who is local."""
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import ssl
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import aiohttp
+import pytest
+
+from epd.edge.listening import BACKLOG
+from epd.edge.unix_socket import listening_at
+from tests.proxy.fake_instance import FakeInstance, decodes, encodes, hangs
+from tests.proxy.fleet import until
+from tests.proxy.test_process import INSTANCES, certificate, run, serving
+from tests.requests import request, text
+
+CHAT = "http://epd/v1/chat/completions"
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    """A short path: a socket's has at most 107 bytes."""
+    with TemporaryDirectory(prefix="epd") as folder:
+        yield Path(folder) / "s"
+
+
+def client(path: Path) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path)))
+
+
+def stale(path: Path) -> None:
+    """Leave a socket's file as a process does that is killed."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+
+
+@pytest.mark.parametrize("workers", ["1", "3"])
+async def test_it_serves_on_a_unix_socket_and_removes_its_file(path: Path, workers: str) -> None:
+    encode, decode = FakeInstance(encodes), FakeInstance(decodes)
+    stale(path)
+    async with encode.running(), decode.running():
+        flags = ["--encode-servers-urls", encode.url, "--decode-servers-urls", decode.url]
+        with serving(*flags, "--uds", str(path), "--workers", workers) as (url, process):
+            assert url == f"unix:{path}"
+            async with client(path) as http:
+                for _ in range(6):
+                    async with http.post(CHAT, json=request(text())) as reply:
+                        assert reply.status == 200
+            process.terminate()
+
+            assert await asyncio.to_thread(process.wait, 100) == 0
+    assert list(path.parent.iterdir()) == []
+    assert len(decode.calls) == 6
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+@pytest.mark.parametrize("workers", ["1", "2"])
+async def test_it_serves_tls_on_a_unix_socket(path: Path, workers: str) -> None:
+    pem = await asyncio.to_thread(certificate, path.parent)
+    tls = ssl.create_default_context(cafile=str(pem))
+    encode, decode = FakeInstance(encodes), FakeInstance(decodes)
+    async with encode.running(), decode.running():
+        flags = ["--encode-servers-urls", encode.url, "--decode-servers-urls", decode.url]
+        files = ["--ssl-certfile", str(pem), "--ssl-keyfile", str(pem)]
+        with serving(*flags, *files, "--uds", str(path), "--workers", workers) as (_, process):
+            # aiohttp's client has no TLS over such sockets.
+            reader, writer = await asyncio.open_unix_connection(
+                path, ssl=tls, server_hostname="localhost"
+            )
+            writer.write(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+            writer.close()
+            process.terminate()
+
+            assert await asyncio.to_thread(process.wait, 100) == 0
+    assert list(path.parent.iterdir()) == [pem]
+
+
+async def test_a_draining_proxy_accepts_nothing_and_another_takes_its_place(path: Path) -> None:
+    encode, decode = FakeInstance(encodes), FakeInstance(hangs)
+    async with encode.running(), decode.running():
+        flags = ["--encode-servers-urls", encode.url, "--decode-servers-urls", decode.url]
+        flags += ["--uds", str(path)]
+        with serving(*flags) as (_, old), ExitStack() as stack:
+            async with client(path) as http:
+                asked = asyncio.ensure_future(http.post(CHAT, json=request(text())))
+                await until(lambda: decode.calls)
+                old.send_signal(signal.SIGTERM)
+                await until(lambda: not listens(path))
+                decode.chat = decodes
+                stack.enter_context(serving(*flags))
+                async with client(path) as other, other.post(CHAT, json=request(text())) as reply:
+                    assert reply.status == 200
+                old.send_signal(signal.SIGTERM)
+                assert await asyncio.to_thread(old.wait, 100) == 0
+                await asyncio.wait([asked])
+            # The old one has not removed the new one's file.
+            assert await asyncio.to_thread(listens, path)
+
+
+def listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+        return True
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("taken", ["listening", "file", "folder"])
+def test_a_path_that_is_taken_ends_in_one_line(path: Path, taken: str, workers: str) -> None:
+    with ExitStack() as stack:
+        if taken == "listening":
+            listener = stack.enter_context(closing(socket.socket(socket.AF_UNIX)))
+            listener.bind(str(path))
+            listener.listen()
+        elif taken == "file":
+            path.write_text("kept")
+        else:
+            path = path / "missing" / "s"
+        ended = run("serve", *INSTANCES, "--uds", str(path), "--workers", workers)
+        there = path.exists()
+
+    assert ended.returncode == 1
+    assert f"cannot listen on {path}: " in ended.stderr
+    assert ended.stderr.count("\n") == 1
+    assert there is (taken != "folder")
+    assert taken != "file" or path.read_text() == "kept"
+
+
+def test_a_socket_whose_backlog_is_full_is_not_stale(path: Path) -> None:
+    with listening_at(path, 0), socket.socket(socket.AF_UNIX) as waits:
+        waits.connect(str(path))
+        with pytest.raises(OSError, match="another process listens"), listening_at(path, BACKLOG):
+            pass
+        assert path.exists()
+
+
+def test_a_file_that_another_process_has_made_since_stays(path: Path) -> None:
+    with listening_at(path, 1):
+        path.unlink()
+        stale(path)
+    assert path.exists()
+
+
+def test_the_mode_of_the_file_is_the_umasks(path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        with listening_at(path, 1):
+            assert path.stat().st_mode & 0o777 == 0o750
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.security("S3")
+async def test_clients_of_a_unix_socket_are_not_local(path: Path) -> None:
+    """Behind it may be a reverse proxy with clients from anywhere."""
+    with serving(*INSTANCES, "--uds", str(path)):
+        async with client(path) as http:
+            answers: dict[str, Any] = {}
+            for key in ("", "wrong"):
+                headers = {"Host": "localhost"} | ({"X-API-Key": key} if key else {})
+                async with http.get("http://localhost/metrics", headers=headers) as reply:
+                    answers[key] = reply.status
+    assert answers == {"": 403, "wrong": 403}

@@ -1,0 +1,88 @@
+"""When look-ups are made on the event loop."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epd.cache.at_once import MOST_KEYS, SLOW_S, THREADS_S, WEIGHT, AtOnce
+
+FAST_S = SLOW_S / 100
+
+
+def trusted(now_s: float = 0.0) -> AtOnce:
+    judge = AtOnce()
+    judge.took_on_thread(FAST_S, now_s)
+    return judge
+
+
+def test_the_first_look_up_is_made_on_a_thread() -> None:
+    assert not AtOnce().allows(1, 0.0)
+
+
+def test_a_fast_look_up_on_a_thread_brings_the_next_to_the_loop() -> None:
+    assert trusted().allows(1, 0.0)
+
+
+def test_a_slow_look_up_on_a_thread_keeps_the_next_there() -> None:
+    judge = AtOnce()
+    judge.took_on_thread(2 * SLOW_S, 0.0)
+
+    assert not judge.allows(1, 0.0)
+
+
+def test_a_look_up_of_many_entries_is_made_on_a_thread() -> None:
+    assert trusted().allows(MOST_KEYS, 0.0)
+    assert not trusted().allows(MOST_KEYS + 1, 0.0)
+
+
+def test_one_look_up_that_holds_the_loop_up_ends_that_for_a_while() -> None:
+    judge = trusted()
+    judge.took_on_loop(2 * SLOW_S / WEIGHT, 100.0)
+
+    assert not judge.allows(1, 100.0)
+    judge.took_on_thread(FAST_S, 100.0)
+    assert not judge.allows(1, 100.0 + THREADS_S - 0.1)
+    assert judge.allows(1, 100.0 + THREADS_S)
+
+
+def test_a_store_that_is_slow_again_on_threads_is_not_asked_on_the_loop() -> None:
+    judge = trusted()
+    judge.took_on_loop(2 * SLOW_S / WEIGHT, 100.0)
+    judge.took_on_thread(FAST_S, 100.1)
+    judge.took_on_thread(2 * SLOW_S, 100.2)
+
+    assert not judge.allows(1, 100.0 + THREADS_S)
+    judge.took_on_thread(FAST_S, 100.0 + THREADS_S)
+    assert judge.allows(1, 100.0 + THREADS_S)
+
+
+def test_a_slow_look_up_of_many_entries_leaves_the_others_on_the_loop() -> None:
+    judge = trusted()
+    judge.took_on_thread(2 * SLOW_S, 0.0)
+
+    assert judge.allows(1, 0.0)
+
+
+def test_a_store_that_never_answers_on_a_thread_is_not_asked_on_the_loop_again() -> None:
+    judge = trusted()
+    judge.took_on_thread(None, 0.0)
+
+    assert not judge.allows(1, 10 * THREADS_S)
+    judge.took_on_thread(FAST_S, 10 * THREADS_S)
+    assert judge.allows(1, 10 * THREADS_S)
+
+
+def test_look_ups_that_are_all_a_little_slow_leave_the_loop() -> None:
+    judge = trusted()
+    for _ in range(20):
+        judge.took_on_loop(1.5 * SLOW_S, 0.0)
+
+    assert not judge.allows(1, 0.0)
+
+
+@given(st.lists(st.floats(0, SLOW_S)))
+def test_fast_look_ups_stay_on_the_loop(durations: list[float]) -> None:
+    judge = trusted()
+    for seconds in durations:
+        judge.took_on_loop(seconds, 0.0)
+
+    assert judge.allows(1, 0.0)

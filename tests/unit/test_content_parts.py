@@ -1,0 +1,155 @@
+"""Which content parts a request may have, and what each is taken for."""
+
+from typing import Any
+
+import orjson
+import pytest
+
+from epd.bodies.endpoints import ENDPOINTS
+from epd.bodies.items import TEXTS, MMItem
+from epd.bodies.messages import BLOCKS, RESULTS
+from epd.errors import BadRequest
+from tests.requests import data_url, image, input_audio, text
+
+URL = data_url(b"picture")
+PICTURE = {"type": "image", "source": {"type": "url", "url": URL}}
+CONVERSATIONS = ["/v1/chat/completions", "/tokenize", "/v1/embeddings"]
+
+
+def items(path: str, parts: list[Any]) -> list[MMItem]:
+    messages = [{"role": "user", "content": parts}]
+    endpoint = ENDPOINTS[path]
+    field = "input" if path == "/v1/responses" else "messages"
+    return list(endpoint.items(endpoint.parse(orjson.dumps({field: messages}))))
+
+
+def refusal(path: str, part: Any) -> BadRequest:
+    with pytest.raises(BadRequest) as refused:
+        items(path, [part])
+    return refused.value
+
+
+@pytest.mark.parametrize("kind", sorted(TEXTS))
+@pytest.mark.parametrize("path", [*CONVERSATIONS, "/v1/responses"])
+def test_text_is_accepted_by_every_name_that_vllm_has_for_it(path: str, kind: str) -> None:
+    assert items(path, [{"type": kind, "text": "a", "name": "n", "cache_control": {}}]) == []
+
+
+@pytest.mark.fault(74)
+@pytest.mark.security("S26")
+@pytest.mark.parametrize("kind", ["point_cloud_url", "file", "input_file", "document", "", "Text"])
+@pytest.mark.parametrize("path", [*CONVERSATIONS, "/v1/responses", "/v1/messages"])
+def test_a_part_of_an_unknown_type_is_refused(path: str, kind: str) -> None:
+    error = refusal(path, {"type": kind, "text": "a", "file_url": "http://169.254.169.254/"})
+
+    field = "input" if path == "/v1/responses" else "messages"
+    assert (error.status, error.slug) == (400, "unknown_content_part")
+    assert error.param == f"{field}[0].content[0].type"
+    assert kind == "" or repr(kind) not in error.message  # it is logged, and could be anything
+
+
+@pytest.mark.fault(74)
+@pytest.mark.security("S26")
+@pytest.mark.parametrize("kind", [0, [], {}, True, ["text"]])
+@pytest.mark.parametrize("path", [*CONVERSATIONS, "/v1/responses", "/v1/messages"])
+def test_a_type_that_is_no_string_is_refused(path: str, kind: Any) -> None:
+    assert refusal(path, {"type": kind, "text": "a"}).status == 400
+
+
+@pytest.mark.fault(74)
+@pytest.mark.security("S26")
+@pytest.mark.parametrize(
+    "key", ["prompt_embeds", "image_embeds", "audio_embeds", "video_embeds", "image_pil"]
+)
+@pytest.mark.parametrize("path", [*CONVERSATIONS, "/v1/responses"])
+def test_a_part_that_clients_must_not_send_is_refused_wherever_it_hides(
+    path: str, key: str
+) -> None:
+    for part in (
+        {"type": key, key: "AAAA", "data": "AAAA"},
+        {key: "AAAA", "data": "AAAA"},
+        {"type": None, key: None, "uuid": "u"},
+        {"tool_reference": 1, "name": "n", key: 1, "data": "AAAA"},
+        {**text(), key: "AAAA"},
+        {**input_audio(), key: 1, "data": "AAAA"},
+        {**image(), "uuid": "u", key: "AAAA"},
+        {"type": "input_image", "image_url": URL, key: "AAAA"},
+    ):
+        assert refusal(path, part).status == 400
+
+
+@pytest.mark.parametrize("path", CONVERSATIONS)
+@pytest.mark.parametrize(
+    ("part", "kind"),
+    [
+        ({"image_url": URL}, "image_url"),
+        ({"image_url": {"url": URL}}, "image_url"),
+        ({"audio_url": URL, "type": None}, "audio_url"),
+        ({"video_url": URL, "uuid": "u"}, "video_url"),
+        ({"image_url": None, "uuid": "u"}, "image_url"),
+        ({"input_audio": {"data": "AAAA", "format": "wav"}}, "input_audio"),
+        ({"type": "input_image", "image_url": URL, "detail": "auto"}, "image_url"),
+        ({"type": "input_image", "image_url": URL, "uuid": "u"}, "image_url"),
+        ({"type": "input_image", "uuid": "u"}, "image_url"),
+    ],
+)
+def test_a_media_part_is_found_in_every_spelling_of_vllms(
+    path: str, part: dict[str, Any], kind: str
+) -> None:
+    [item] = items(path, [part])
+
+    assert (item.kind, item.part["type"], item.uuid) == (kind, kind, part.get("uuid"))
+    if kind == "input_audio":
+        assert item.part[kind] == part[kind]
+    elif part.get(kind):
+        assert item.part[kind] == {"url": URL}
+
+
+@pytest.mark.parametrize("path", CONVERSATIONS)
+@pytest.mark.parametrize("part", [{}, {"text": "a"}, {"type": None}, {"url": URL}, {"uuid": "u"}])
+def test_a_part_without_a_type_that_vllm_refuses_is_refused(path: str, part: Any) -> None:
+    assert refusal(path, part).param == "messages[0].content[0]"
+
+
+def test_a_part_without_a_type_is_one_thing_only() -> None:
+    two = {"image_url": URL, "video_url": URL}
+
+    assert refusal("/v1/chat/completions", two).param == "messages[0].content[0]"
+
+
+@pytest.mark.parametrize("kind", ["reasoning_text", "summary_text"])
+def test_the_text_of_reasoning_items_is_accepted(kind: str) -> None:
+    assert items("/v1/responses", [{"type": kind, "text": "a"}]) == []
+
+
+@pytest.mark.parametrize("kind", sorted(BLOCKS))
+def test_blocks_that_vllm_accepts_are_accepted(kind: str) -> None:
+    block = PICTURE if kind == "image" else {"type": kind, "text": "a"}
+
+    assert len(items("/v1/messages", [block])) == (kind == "image")
+
+
+def test_blocks_that_vllm_ignores_in_a_tool_result_are_dropped() -> None:
+    ignored = [{"type": kind, "source": {"data": "A"}} for kind in ("document", "search_result")]
+    content = [ignored[0], {"type": "text", "text": "a"}, ignored[1], PICTURE]
+    result = {"type": "tool_result", "tool_use_id": "t", "content": content}
+    endpoint = ENDPOINTS["/v1/messages"]
+    body = endpoint.parse(orjson.dumps({"messages": [{"role": "user", "content": [result]}]}))
+
+    assert {"text", "image"} <= RESULTS
+    assert body["messages"][0]["content"][0]["content"] == [{"type": "text", "text": "a"}, PICTURE]
+    [item] = endpoint.items(body)
+    assert item.path == ("messages", 0, "content", 0, "content", 1)
+
+
+@pytest.mark.fault(74)
+@pytest.mark.parametrize("block", [PICTURE, {"type": "document"}, {"text": "a"}, "a", None, 1])
+def test_a_system_prompt_is_text(block: Any) -> None:
+    endpoint = ENDPOINTS["/v1/messages"]
+    system = [{"type": "text", "text": "a"}, block]
+    with pytest.raises(BadRequest) as refused:
+        endpoint.parse(orjson.dumps({"messages": [], "system": system}))
+
+    assert refused.value.param == "system[1].type"
+    endpoint.parse(orjson.dumps({"messages": [], "system": system[:1]}))
+    endpoint.parse(orjson.dumps({"messages": [], "system": "a"}))

@@ -1,0 +1,179 @@
+"""Deaths of instances, counted by what they had been sent."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epd.errors import SuspectedFatal, UpstreamDied
+from epd.routing.fatal import (
+    DIGESTED_BYTES,
+    MAX_SUSPECTS,
+    SAME_DEATH_S,
+    FatalRequests,
+    Watched,
+    fingerprint,
+)
+from epd.routing.instances import Instance, Role
+
+ONE, OTHER, THIRD = (Instance(Role.DECODE, f"http://d{number}:1") for number in range(3))
+REJECT_S = 300.0
+
+
+@dataclass
+class Deaths:
+    """The ledger, with a clock of its own."""
+
+    now_s: float = 0.0
+    draining: set[Instance] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.ledger = FatalRequests(
+            lambda: REJECT_S, self.draining.__contains__, lambda: self.now_s
+        )
+
+    def die(self, instance: Instance, *items: str, body: str = "b", tenant: str = "t") -> bool:
+        """Return whether the request is rejected from now on."""
+        error = UpstreamDied("it broke", slug="decode_failed", stage="decode")
+        return isinstance(
+            self.ledger.after(error, instance, Watched(tenant, body), items), SuspectedFatal
+        )
+
+    def rejected(self, *items: str, body: str = "b", tenant: str = "t") -> bool:
+        try:
+            self.ledger.check(Watched(tenant, body), items)
+        except SuspectedFatal:
+            return True
+        return False
+
+
+def test_two_deaths_reject_and_one_does_not() -> None:
+    deaths = Deaths()
+
+    assert not deaths.die(ONE)
+    assert not deaths.rejected()
+    assert deaths.die(OTHER)
+    assert deaths.rejected()
+
+
+def test_an_item_is_rejected_whatever_it_comes_in() -> None:
+    deaths = Deaths()
+    deaths.die(ONE, "cat", body="first")
+    deaths.die(OTHER, "cat", body="second")
+
+    assert deaths.rejected("cat", body="third")
+    assert not deaths.rejected("dog", body="third")
+    assert not deaths.rejected(body="first")
+
+
+@pytest.mark.parametrize(
+    ("later_s", "rejected"), [(SAME_DEATH_S, False), (SAME_DEATH_S + 0.001, True)]
+)
+def test_an_instance_dies_again_once_it_can_be_up_again(later_s: float, rejected: bool) -> None:
+    deaths = Deaths()
+    deaths.die(ONE)
+    deaths.now_s += later_s
+
+    assert deaths.die(ONE) is rejected
+
+
+@pytest.mark.parametrize(("later_s", "rejected"), [(REJECT_S - 0.001, True), (REJECT_S, False)])
+def test_a_rejection_ends_in_time(later_s: float, rejected: bool) -> None:
+    deaths = Deaths()
+    deaths.die(ONE)
+    deaths.die(OTHER)
+    deaths.now_s += later_s
+
+    assert deaths.rejected() is rejected
+
+
+def test_deaths_that_lie_far_apart_do_not_add_up() -> None:
+    deaths = Deaths()
+    deaths.die(ONE)
+    deaths.now_s += REJECT_S
+
+    assert not deaths.die(OTHER)
+
+
+def test_what_was_processed_without_harm_is_forgotten() -> None:
+    deaths = Deaths()
+    deaths.die(ONE, "cat")
+    deaths.ledger.survived(Watched("t", "b"), ["cat"], body=False)
+
+    assert not deaths.die(OTHER, "cat", body="another")  # the item has one death
+    assert deaths.die(THIRD)  # the body has two
+
+
+def test_an_instance_that_leaves_does_not_die() -> None:
+    deaths = Deaths(draining={ONE, OTHER})
+
+    assert not deaths.die(ONE)
+    assert not deaths.die(OTHER)
+    assert len(deaths.ledger) == 0
+
+
+def test_the_deaths_of_a_request_are_counted_over_its_stages() -> None:
+    deaths, watched = Deaths(), Watched("t", "b")
+    error = UpstreamDied("it broke", slug="encode_failed", stage="encode")
+    deaths.ledger.after(error, ONE, watched, ["cat"])
+    deaths.ledger.after(error, ONE, watched, ["dog"])  # the same death
+    assert not watched.spent
+    deaths.ledger.after(error, OTHER, watched, ["dog"])
+
+    assert watched.spent
+    assert not deaths.rejected("cat", body="other")
+    assert deaths.rejected("dog", body="other")
+
+
+def test_the_number_of_suspects_is_bounded_and_the_oldest_is_forgotten() -> None:
+    deaths = Deaths()
+    for number in range(MAX_SUSPECTS):
+        deaths.die(ONE, body=str(number))
+    assert len(deaths.ledger) == MAX_SUSPECTS
+    deaths.die(ONE, body="one more")
+
+    assert len(deaths.ledger) == MAX_SUSPECTS
+    assert not deaths.die(OTHER, body="0")
+    assert deaths.die(OTHER, body=str(MAX_SUSPECTS - 1))
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([ONE, OTHER, THIRD]),
+            st.sampled_from(["a", "b"]),
+            st.sampled_from(["t", "u"]),
+            st.floats(0, 2 * SAME_DEATH_S),
+        ),
+        max_size=12,
+    )
+)
+def test_a_request_is_rejected_exactly_after_two_separate_deaths(
+    events: list[tuple[Instance, str, str, float]],
+) -> None:
+    deaths, last, count = Deaths(), dict[object, float](), dict[tuple[str, str], int]()
+    for instance, body, tenant, later_s in events:
+        deaths.now_s += later_s
+        apart = deaths.now_s - last.get((instance, body, tenant), -1e9) > SAME_DEATH_S
+        count[body, tenant] = count.get((body, tenant), 0) + apart
+        last[instance, body, tenant] = deaths.now_s
+
+        assert deaths.die(instance, body=body, tenant=tenant) == (count[body, tenant] >= 2)
+    for (body, tenant), times in count.items():
+        assert deaths.rejected(body=body, tenant=tenant) == (times >= 2)
+
+
+@given(st.binary(max_size=64), st.binary(max_size=64))
+def test_a_fingerprint_tells_bodies_apart(one: bytes, other: bytes) -> None:
+    assert (fingerprint(one, 7) == fingerprint(other, 7)) == (one == other)
+    assert fingerprint(one, 7) == fingerprint(bytearray(one), 7)
+    assert fingerprint(one, 7) != fingerprint(one, 8)
+
+
+@pytest.mark.parametrize("size", [2 * DIGESTED_BYTES, 2 * DIGESTED_BYTES + 1, 10 * DIGESTED_BYTES])
+def test_a_large_bodys_fingerprint_is_of_its_length_and_both_ends(size: int) -> None:
+    body = bytes(size)
+    changed = [b"x" + body[1:], body[:-1] + b"x", body + b"\0"]
+
+    assert len({fingerprint(one, 7) for one in [body, *changed]}) == 4

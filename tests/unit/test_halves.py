@@ -1,0 +1,51 @@
+"""Prefill and decode of one attempt, at once."""
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+
+from epd.errors import UpstreamDied, UpstreamFailed
+from epd.request import handover
+from epd.request.handover import Halves
+
+pytestmark = pytest.mark.fault(68)
+
+
+def died(stage: str) -> UpstreamDied:
+    return UpstreamDied("it broke", slug=f"{stage}_failed")
+
+
+async def ended(prefill: float, decode: float | None, error: Exception | None = None) -> list[str]:
+    """Let both halves die after so many seconds; return those whose death was seen."""
+    seen: list[str] = []
+
+    async def half(stage: str, delay_s: float | None) -> None:
+        if delay_s is None:
+            await asyncio.Event().wait()
+        else:
+            await asyncio.sleep(delay_s)
+        seen.append(stage)
+        raise error or died(stage)
+
+    halves = Halves()
+    with suppress(ExceptionGroup):
+        async with asyncio.TaskGroup() as group:
+            group.create_task(halves.run("prefill", half("prefill", prefill)))
+            group.create_task(halves.run("decode", half("decode", decode)))
+    return seen
+
+
+async def test_a_death_a_moment_after_the_other_is_seen() -> None:
+    assert await ended(0.0, 0.05) == ["prefill", "decode"]
+    assert await ended(0.05, 0.0) == ["decode", "prefill"]
+
+
+async def test_a_half_that_lives_on_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handover, "DIES_WITHIN_S", 0.05)
+
+    assert await ended(0.0, None) == ["prefill"]
+
+
+async def test_other_failures_cancel_the_other_half_at_once() -> None:
+    assert await ended(0.0, 0.05, UpstreamFailed("it said 500")) == ["prefill"]

@@ -1,0 +1,207 @@
+"""Log lines: in order, one write for many requests, and none held back that matters."""
+
+import asyncio
+import io
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+import orjson
+import pytest
+
+from epd.observe.lines import BATCH_BYTES, BATCH_S, WHOLE_BYTES, LineLogger, LineWriter
+
+REQUESTS = """
+import asyncio, logging, re, structlog, sys
+from epd.observe import logs
+from epd.events import RequestDone, StageDone
+logs.configure({log_format!r}, "info", worker={worker})
+observer = logs.LogObserver(30.0)
+stages = (StageDone("decode", "http://d:1", 1.0, 0.01234, None),)
+done = RequestDone(
+    request_id="a b", engine_id="e", method="POST", path="/v1/chat/completions", status=200,
+    seconds=0.1, error=None, reason=None, stages=stages, items={{"hit": 2}}, retries=1, policy="é",
+    model_name="a model", stream=True, first_token_s=0.05, answer_bytes=77,
+)
+"""
+TWICE = """
+async def main():
+    observer.request_done(done)
+    observer.__dict__["_lines"] = None
+    observer.request_done(done)
+asyncio.run(main())
+"""
+EXIT = """
+async def main():
+    observer.request_done(done)
+    sys.exit(3)
+asyncio.run(main())
+"""
+
+
+class Written(io.BytesIO):
+    """Remembers writes.
+
+    Attributes:
+        most: bytes that one write takes.
+        meanwhile: is called once, within a write.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[bytes] = []
+        self.most: int | None = None
+        self.meanwhile: Callable[[], None] | None = None
+
+    def write(self, data: bytes) -> int:  # type: ignore[override]
+        meanwhile, self.meanwhile = self.meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
+        self.parts.append(bytes(data[: self.most]))
+        return super().write(self.parts[-1])
+
+
+@pytest.fixture
+def stream() -> Written:
+    return Written()
+
+
+async def test_lines_of_requests_are_one_write(stream: Written) -> None:
+    lines = LineWriter(stream)
+    for number in range(100):
+        lines.write_soon(str(number))
+    assert stream.parts == []
+    await asyncio.sleep(3 * BATCH_S)
+
+    assert len(stream.parts) == 1
+    assert stream.getvalue().split() == [b"%d" % number for number in range(100)]
+    lines.write_soon("later")
+    await asyncio.sleep(3 * BATCH_S)
+    assert stream.getvalue().endswith(b"99\nlater\n")
+
+
+async def test_any_other_line_is_written_at_once_behind_those_that_wait(stream: Written) -> None:
+    lines = LineWriter(stream)
+    lines.write_soon("request")
+    LineLogger(lines).warning("warning")
+
+    assert stream.getvalue() == b"request\nwarning\n"
+    assert len(stream.parts) == 1
+
+
+@pytest.mark.parametrize(("left", "written"), [(1, False), (0, True)])
+async def test_no_more_than_a_batch_waits(stream: Written, left: int, written: bool) -> None:
+    LineWriter(stream).write_soon("x" * (BATCH_BYTES - 1 - left))
+
+    assert bool(stream.getvalue()) is written
+
+
+async def test_a_batch_is_written_in_parts_that_a_pipe_takes_as_one_piece(stream: Written) -> None:
+    """Several workers share a pipe, and a longer write may be cut by another's."""
+    lines = LineWriter(stream)
+    for number in range(100):
+        lines.write_soon(f"{number} " + "x" * 300)
+    lines.write_soon("y" * 2 * WHOLE_BYTES)
+    lines.flush()
+
+    assert b"".join(stream.parts) == stream.getvalue()
+    assert all(part.endswith(b"\n") for part in stream.parts)
+    *parts, last, longer = map(len, stream.parts)
+    assert max(*parts, last) <= WHOLE_BYTES < min(parts) + 303
+    assert longer == 2 * WHOLE_BYTES + 1
+
+
+async def test_a_stream_that_takes_less_gets_the_rest(stream: Written) -> None:
+    stream.most = 7
+    LineWriter(stream).write("a line of some length")
+
+    assert stream.getvalue() == b"a line of some length\n"
+
+
+async def test_what_logs_while_a_line_is_written_does_not_wait_for_itself(stream: Written) -> None:
+    """As the finalizer of a task that a garbage collection finds."""
+    lines = LineWriter(stream)
+    stream.meanwhile = lambda: lines.write("found")
+    lines.write("one")
+
+    assert sorted(stream.getvalue().split()) == [b"found", b"one"]
+
+
+def test_lines_of_a_second_loop_are_written_too(stream: Written) -> None:
+    lines = LineWriter(stream)
+
+    async def write(line: str, *, wait: bool) -> None:
+        lines.write_soon(line)
+        await asyncio.sleep(3 * BATCH_S if wait else 0)
+
+    asyncio.run(write("first", wait=False))
+    asyncio.run(write("second", wait=True))
+
+    assert stream.getvalue() == b"first\nsecond\n"
+
+
+async def test_lines_of_threads_are_whole(stream: Written) -> None:
+    lines = LineWriter(stream)
+
+    def write_many(number: int) -> None:
+        for _ in range(200):
+            lines.write(f"{number} " * 100)
+
+    threads = [threading.Thread(target=write_many, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        lines.write_soon("request")
+        await asyncio.sleep(0)
+    for thread in threads:
+        thread.join()
+    lines.flush()
+
+    found = {line for line in stream.getvalue().splitlines() if line != b"request"}
+    assert found == {f"{n} ".encode() * 100 for n in range(4)}
+    assert stream.getvalue().count(b"\n") >= 800
+
+
+async def test_a_stream_that_nobody_reads_fails_no_request(stream: Written) -> None:
+    def fail() -> None:
+        raise BrokenPipeError
+
+    lines = LineWriter(stream)
+    for write in (lines.write_soon, lines.write):
+        stream.meanwhile = fail
+        write("x" * BATCH_BYTES)
+    lines.write("later")
+
+    assert stream.getvalue() == b"later\n"
+
+
+@pytest.mark.parametrize("log_format", ["json", "console"])
+@pytest.mark.parametrize("worker", [None, 3])
+def test_the_line_of_a_request_is_what_structlog_makes_of_it(
+    log_format: str, worker: int | None
+) -> None:
+    first, second = ran(REQUESTS.format(log_format=log_format, worker=worker) + TWICE, 0)
+
+    if log_format == "json":
+        ours, its = orjson.loads(first), orjson.loads(second)
+        assert ours.pop("timestamp")[:10] == its.pop("timestamp")[:10]
+        assert ours == its
+        assert ours["items"] == "hit=2"
+    else:
+        (when, _, ours), (other, _, its) = (line.partition(b" ") for line in (first, second))
+        assert when[:10] == other[:10]
+        assert len(when) == len(other) == len("2026-01-01T00:00:00.000000Z")
+        assert ours == its
+
+
+def test_what_waits_is_written_when_the_process_exits() -> None:
+    [line] = ran(REQUESTS.format(log_format="json", worker=None) + EXIT, 3)
+
+    assert orjson.loads(line)["request_id"] == "a b"
+
+
+def ran(code: str, status: int) -> list[bytes]:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert done.returncode == status, done.stderr.decode()
+    return done.stderr.splitlines()

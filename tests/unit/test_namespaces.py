@@ -1,0 +1,156 @@
+"""Which namespace each instance has, as far as a proxy knows."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epd.errors import NoInstance
+from epd.routing.balance import Choice
+from epd.routing.instances import Instance, Role
+from epd.routing.namespaces import INTERVAL_S, Namespaces
+from epd.routing.report_page import NAMESPACE, read_namespace
+from epd.routing.table import InstanceTable
+
+E1, E2 = (Instance(Role.ENCODE, f"http://e{n}") for n in (1, 2))
+D1, D2 = (Instance(Role.PREFILL_DECODE, f"http://d{n}") for n in (1, 2))
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def table(clock: Clock) -> InstanceTable:
+    return InstanceTable([E1, D1, D2], clock=clock)
+
+
+@pytest.fixture
+def namespaces(table: InstanceTable, clock: Clock) -> Namespaces:
+    return Namespaces(table, clock)
+
+
+def test_instances_are_asked_at_once_and_then_at_intervals(
+    namespaces: Namespaces, clock: Clock
+) -> None:
+    assert namespaces.due() == [E1, D1, D2]
+    assert namespaces.due() == []
+    clock.now_s += INTERVAL_S - 0.1
+    assert namespaces.due() == []
+    clock.now_s += 0.1
+    assert namespaces.due() == [E1, D1, D2]
+
+
+def test_an_instance_that_was_down_is_asked_as_soon_as_it_is_back(
+    namespaces: Namespaces, table: InstanceTable, clock: Clock
+) -> None:
+    namespaces.due()
+    for _ in range(10):
+        table.probed(D1, well=False)
+    clock.now_s += 1
+    assert namespaces.due() == []
+    for _ in range(10):
+        table.probed(D1, well=True)
+    assert namespaces.due() == [D1]
+
+
+def test_an_answer_that_does_not_come_changes_nothing(namespaces: Namespaces) -> None:
+    namespaces.told(D1, "a")
+    namespaces.told(D1, None)
+    assert namespaces.of(D1) == "a"
+    namespaces.told(D1, "")
+    assert namespaces.of(D1) is None
+
+
+def test_what_is_remembered_is_bounded_by_the_instances(
+    namespaces: Namespaces, table: InstanceTable
+) -> None:
+    for number in range(100):
+        come = Instance(Role.ENCODE, f"http://come{number}")
+        table.add(come)
+        namespaces.due()
+        namespaces.told(come, "a")
+        table.remove(come)
+        namespaces.told(come, "a")
+        namespaces.due()
+        assert namespaces.of(come) is None
+
+
+def test_an_instance_that_is_reweighed_keeps_its_namespace(namespaces: Namespaces) -> None:
+    namespaces.told(D1, "a")
+    assert namespaces.of(Instance(D1.role, D1.url, weight=0.5)) == "a"
+
+
+def test_consumers_alone_have_namespaces_to_be_looked_up(namespaces: Namespaces) -> None:
+    namespaces.told(E1, "encode's")
+    assert namespaces.of_consumers() == frozenset()
+    namespaces.told(D1, "a")
+    assert namespaces.of_consumers() == {"a"}
+    namespaces.told(D2, "b")
+    assert namespaces.of_consumers() == {"a", "b"}
+
+
+def test_an_instance_shares_unless_it_is_known_not_to(namespaces: Namespaces) -> None:
+    assert namespaces.shares(E1, "a")
+    namespaces.told(E1, "b")
+    assert not namespaces.shares(E1, "a")
+    assert namespaces.shares(E1, "b")
+    assert namespaces.shares(E1, None)
+
+
+def test_no_instance_that_does_not_fit_is_chosen() -> None:
+    choice = Choice(InstanceTable([E1, E2]), lambda: "round_robin", Role.ENCODE)
+
+    assert {choice.best(fits=lambda one: one == E2) for _ in range(5)} == {E2}
+    assert choice.others([E1], lambda one: one == E2)
+    assert not choice.others([E2], lambda one: one == E2)
+    with pytest.raises(NoInstance, match="namespace"):
+        choice.best(fits=lambda _: False)
+
+
+def test_a_namespace_that_an_engine_no_longer_names_does_not_count() -> None:
+    """Its scheduler has derived another one."""
+    before = page('engine="0",namespace="b"')
+    withdrawn = before.replace(b'"b"} 1.0', b'"b"} 0.0')
+
+    assert read_namespace(withdrawn + page('engine="0",namespace="a"')) == "a"
+    assert not read_namespace(before + page('engine="0",namespace="a"'))
+    assert not read_namespace(withdrawn)
+    assert not read_namespace(before.replace(b'"b"} 1.0', b'"b"} one'))
+
+
+def page(*labels: str) -> bytes:
+    samples = "".join(f"vllm:ec_store_namespace_info{{{one}}} 1.0\n" for one in labels)
+    return f'# TYPE x gauge\nvllm:ec_store_namespace_infos{{namespace="no"}} 1\n{samples}'.encode()
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        ((), ""),
+        (('engine="0",model_name="m",namespace="qwen@0:12"',), "qwen@0:12"),
+        (('namespace="qwen@0:12",pid="1"',), "qwen@0:12"),
+        (('engine="0",namespace="a"', 'engine="1",namespace="a"'), "a"),
+        (('engine="0",namespace="a"', 'engine="1",namespace="b"'), ""),
+        (('engine="0",namespace="a"', 'engine="1"'), ""),
+        (('engine="0",other_namespace="a"',), ""),
+        ((f'namespace="{"a" * 256}"',), "a" * 256),
+        ((f'namespace="{"a" * 257}"',), ""),
+        ((r'namespace="a\"b"',), ""),
+    ],
+)
+def test_namespace_on_a_page_of_metrics(labels: tuple[str, ...], expected: str) -> None:
+    assert read_namespace(page(*labels)) == expected
+
+
+@given(st.binary(max_size=300))
+def test_any_page_is_read(content: bytes) -> None:
+    assert read_namespace(b"\n" + NAMESPACE + content) is not None
+    assert read_namespace(page('namespace="a"').replace(b'"a"', b'"' + content + b'"')) is not None

@@ -1,0 +1,320 @@
+"""What follows a failed attempt: each row of the recovery tables, and what no row names."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epd.bodies.chat import CHAT
+from epd.bodies.items import MMItem
+from epd.errors import (
+    BadRequest,
+    EncodeMismatch,
+    MediaFetchFailed,
+    NoInstance,
+    ProxyError,
+    Stage,
+    SuspectedFatal,
+    UpstreamBusy,
+    UpstreamDenied,
+    UpstreamDied,
+    UpstreamFailed,
+    UpstreamRejected,
+    UpstreamTimeout,
+    UpstreamUnreachable,
+)
+from epd.policies.course import Course, Facts
+from epd.request.context import RequestContext
+from epd.request.recovery import (
+    ENCODE_RULES,
+    FETCH_AGAIN_S,
+    MAX_ATTEMPTS,
+    RULES,
+    EncodeFailure,
+    Failure,
+    encode_delay_s,
+    next_attempt,
+)
+from epd.request.sending import Attempt, Encodings, Sending
+from epd.routing.instances import Instance, Role
+from epd.routing.table import InstanceTable
+from epd.transfer.encoded import Consumed, Encoded, EncodedItem
+from tests.requests import image, request, text
+
+P1, P2 = (Instance(Role.PREFILL, f"http://p{number}:1") for number in (1, 2))
+D1, D2 = (Instance(Role.DECODE, f"http://d{number}:1") for number in (1, 2))
+TABLE = InstanceTable([P1, P2, D1, D2])
+
+
+def item(*, has_media: bool = True) -> MMItem:
+    part = image() if has_media else {"type": "image_url", "image_url": None, "uuid": "u"}
+    [found] = CHAT.items(request(part, text()))
+    return found
+
+
+def failure(error: ProxyError, **more: Any) -> Failure:
+    """A failure of the first attempt at P1 and D1, whose request names an encoder output."""
+    facts = Facts("/v1/chat/completions", prefills=True, items=1, roles=TABLE.roles)
+    attempt = Attempt(Course(), facts, **more.pop("attempt", {}))
+    sending = Sending(
+        attempt,
+        RequestContext("r", {}),
+        encodings=Encodings((EncodedItem(item(), "u", Encoded(), "encoded"),)),
+        prompt=Consumed({}, depends=more.pop("depends", True)),
+        prefill=TABLE.place(P1),
+        decode=more.pop("decode", D1 if error.stage == "decode" else None),
+        reads_back=more.pop("reads_back", False),
+        prefilled=more.pop("prefilled", False),
+    )
+    others = {"other_prefills": True, "other_decodes": True, "may_prefill_locally": True} | more
+    return Failure(sending, error, **others)
+
+
+def failed(stage: Stage, answered: int | None = None) -> UpstreamFailed:
+    return UpstreamFailed("x", stage=stage, answered=answered)
+
+
+def rejected(status: int, stage: Stage = "decode") -> UpstreamRejected:
+    return UpstreamRejected(status, b"", stage=stage, headers={})
+
+
+def unreachable(stage: Stage) -> UpstreamUnreachable:
+    return UpstreamUnreachable("x", stage=stage)
+
+
+DOUBTFUL: dict[str, Any] = {"decodes": (D2,), "doubtful": D2, "failures": ("decode",)}
+
+ROWS: list[tuple[int, Failure, dict[str, Any]]] = [
+    (
+        1,
+        failure(failed("prefill"), reads_back=True),
+        {"prefills": (), "failures": (), "resent": True},
+    ),
+    (
+        2,
+        failure(rejected(400)),
+        {"raw": True, "prefills": (P1,), "decodes": (D1,), "failures": ()},
+    ),
+    (
+        3,
+        failure(rejected(500)),
+        {"reencode": True, "decodes": (D1,), "failures": ("decode",), "doubtful": D1},
+    ),
+    (4, failure(failed("prefill")), {"prefills": (P1,), "failures": ("prefill",)}),
+    (
+        5,
+        failure(failed("prefill"), attempt={"prefills": (P2,), "failures": ("prefill",)}),
+        {"prefills": (P2, P1), "failures": ("prefill", "prefill"), "without_prefill": True},
+    ),
+    (
+        6,
+        failure(rejected(500), prefilled=True, depends=False),
+        {"decodes": (D1,), "failures": ("decode",), "doubtful": D1, "reencode": False},
+    ),
+    (7, failure(failed("decode")), {"decodes": (D1,), "failures": ("decode",)}),
+    (
+        8,
+        failure(unreachable("decode"), other_decodes=False, attempt=DOUBTFUL),
+        {"decodes": (D1,), "failures": ("decode",)},
+    ),
+]
+
+
+@pytest.mark.parametrize(("row", "case", "changes"), ROWS)
+def test_a_row_makes_the_next_attempt(row: int, case: Failure, changes: dict[str, Any]) -> None:
+    applies = [number for number, rule in enumerate(RULES, 1) if rule.applies(case)]
+    assert applies[0] == row
+
+    attempt = next_attempt(case)
+
+    assert attempt is not None
+    assert {name: getattr(attempt, name) for name in changes} == changes
+
+
+def test_every_row_has_a_case() -> None:
+    assert [row for row, _, _ in ROWS] == list(range(1, len(RULES) + 1))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        failure(failed("encode")),
+        failure(BadRequest("x")),
+        failure(UpstreamDenied("x", stage="prefill")),
+        failure(SuspectedFatal("x", stage="decode")),
+        failure(rejected(404)),
+        failure(UpstreamTimeout("x", stage="decode")),
+        failure(unreachable("decode"), other_decodes=False),
+        failure(
+            UpstreamBusy("x", stage="prefill"), other_prefills=False, may_prefill_locally=False
+        ),
+        failure(failed("decode"), attempt={"failures": ("decode",)}),
+        failure(rejected(400), attempt={"raw": True}),
+        failure(rejected(400), attempt={"reencode": True}),
+        failure(rejected(400), depends=False),
+        failure(rejected(500), depends=False),
+        failure(rejected(500), attempt={"reencode": True, "failures": ("decode",)}),
+        failure(failed("prefill"), attempt={"failures": ("prefill",)}, may_prefill_locally=False),
+    ],
+)
+def test_the_client_gets_the_error(case: Failure) -> None:
+    assert next_attempt(case) is None
+
+
+def test_metadata_that_were_refused_stay_refused_without_the_media() -> None:
+    case = failure(rejected(400))
+    bare = EncodedItem(item(has_media=False), "u", Encoded(), "hit")
+    case.sending.encodings = Encodings((*case.sending.encodings.items, bare))
+
+    assert next_attempt(case) is None
+
+
+@pytest.mark.parametrize(
+    ("others", "local", "without_prefill"), [(True, True, False), (False, True, True)]
+)
+def test_the_only_prefill_instance_that_died_is_not_asked_again_if_decode_can_prefill(
+    others: bool, local: bool, without_prefill: bool
+) -> None:
+    died = UpstreamDied("x", stage="prefill")
+    attempt = next_attempt(failure(died, other_prefills=others, may_prefill_locally=local))
+
+    assert attempt is not None
+    assert attempt.without_prefill is without_prefill
+
+
+def test_the_only_prefill_instance_that_died_is_asked_again_if_decode_cannot_prefill() -> None:
+    died = UpstreamDied("x", stage="prefill")
+    attempt = next_attempt(failure(died, other_prefills=False, may_prefill_locally=False))
+
+    assert attempt is not None
+    assert not attempt.without_prefill
+
+
+def test_an_instance_that_was_not_reached_has_not_failed() -> None:
+    attempt = next_attempt(failure(unreachable("prefill")))
+
+    assert attempt is not None
+    assert (attempt.prefills, attempt.failures) == ((P1,), ())
+
+
+def test_an_attempt_keeps_the_encoder_outputs_of_the_one_before() -> None:
+    case = failure(failed("decode"))
+    attempt = next_attempt(case)
+
+    assert attempt is not None
+    assert attempt.encodings is case.sending.encodings
+
+
+@pytest.mark.parametrize("known", [None, Encodings(namespace="n")])
+def test_an_attempt_that_failed_before_its_encode_leaves_no_encoder_outputs(
+    known: Encodings | None,
+) -> None:
+    case = failure(NoInstance("x", stage="prefill"), attempt={"encodings": known})
+    unsent = Sending(case.sending.attempt, case.sending.context)
+    attempt = next_attempt(case._replace(sending=unsent))
+
+    assert attempt is not None
+    assert attempt.encodings is known
+
+
+ERRORS = st.one_of(
+    st.sampled_from(
+        [
+            make(stage)
+            for stage in ("prefill", "decode")
+            for make in (
+                failed,
+                unreachable,
+                lambda stage: failed(stage, 500),
+                lambda stage: UpstreamTimeout("x", stage=stage),
+                lambda stage: UpstreamDied("x", stage=stage),
+                lambda stage: NoInstance("x", stage=stage),
+                lambda stage: UpstreamBusy("x", stage=stage, retry_after_s=1.0),
+            )
+        ]
+    ),
+    st.builds(
+        rejected,
+        st.sampled_from([400, 404, 408, 429, 500, 502, 503, 504]),
+        st.sampled_from(["prefill", "decode"]),
+    ),
+)
+
+
+@given(errors=st.lists(ERRORS, min_size=30, max_size=30), local=st.booleans(), other=st.booleans())
+def test_failures_of_instances_that_were_reached_come_to_an_end(
+    errors: list[ProxyError], local: bool, other: bool
+) -> None:
+    facts = Facts("/", prefills=True, items=1, roles=TABLE.roles)
+    attempt: Attempt | None = Attempt(Course(), facts)
+    reached = 0
+    for error in errors:
+        assert attempt is not None
+        if attempt.without_prefill and error.stage == "prefill":
+            continue  # no prefill instance is asked any more
+        case = failure(error, may_prefill_locally=local, other_prefills=other)
+        case.sending.attempt = attempt
+        case.sending.reads_back = not attempt.resent  # a turn leaves its blocks to one attempt
+        reached += not isinstance(error, UpstreamUnreachable)
+        attempt = next_attempt(case)
+        if attempt is None:
+            break
+
+    assert reached <= MAX_ATTEMPTS
+
+
+def encode_failure(error: ProxyError, **more: Any) -> EncodeFailure:
+    given = {"tries": 1, "elapsed_s": 0.0, "others": True, "may_be_local": True, "patience_s": 5.0}
+    return EncodeFailure(error, **(given | more))
+
+
+FETCH = MediaFetchFailed("x", stage="encode")
+DIED = UpstreamDied("x", stage="encode")
+BUSY = UpstreamBusy("x", stage="encode", retry_after_s=4.0)
+
+
+@pytest.mark.parametrize(
+    ("row", "case", "delay_s"),
+    [
+        (1, encode_failure(FETCH), 0.0),
+        (1, encode_failure(FETCH, elapsed_s=FETCH_AGAIN_S), None),
+        (1, encode_failure(FETCH, tries=2), None),
+        (2, encode_failure(DIED, others=False), None),
+        (2, encode_failure(DIED, others=False, may_be_local=False), 0.0),
+        (2, encode_failure(DIED, others=False, may_be_local=False, tries=2), None),
+        (3, encode_failure(DIED), 0.0),
+        (3, encode_failure(failed("encode"), others=False), 0.0),
+        (3, encode_failure(BUSY, others=False), 4.0),
+        (3, encode_failure(BUSY, others=False, patience_s=3.0), None),
+    ],
+)
+def test_a_row_says_when_an_item_is_encoded_again(
+    row: int, case: EncodeFailure, delay_s: float | None
+) -> None:
+    applies = [number for number, rule in enumerate(ENCODE_RULES, 1) if rule.applies(case)]
+
+    assert applies[0] == row
+    assert encode_delay_s(case) == delay_s
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        BadRequest("x"),
+        EncodeMismatch("x"),
+        SuspectedFatal("x", stage="encode"),
+        rejected(400, "encode"),
+        UpstreamDenied("x", stage="encode"),
+    ],
+)
+def test_an_item_that_is_at_fault_is_not_encoded_again(error: ProxyError) -> None:
+    assert encode_delay_s(encode_failure(error)) is None
+
+
+def test_an_attempt_is_not_changed_by_what_follows_it() -> None:
+    case = failure(failed("prefill"))
+    before = case.sending.attempt._replace()
+
+    assert next_attempt(case) != before
+    assert case.sending.attempt == before
