@@ -9,6 +9,10 @@ excused by what was broken at that moment, or something left behind.
 
 With --kill-every, one instance of each role is killed and comes back, again and again, and that is
 all: every request must be served but those whose answer had begun.
+
+With --workers, several processes serve, and all but the first are killed, each about once in 45 s.
+Only the requests that the worker had accepted may end with it. What must hold is looked at in each
+process.
 """
 
 import argparse
@@ -16,9 +20,9 @@ import asyncio
 import random
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +30,19 @@ import aiohttp
 
 from epd.fleet import Topology, free_ports
 from epd.routing.instances import Role
-from scripts.chaos_faults import Faults, excused, excused_by_a_kill, kills, plan, storm
-from scripts.chaos_fleet import DiskStore, Instance, Proxy, RedisStore
-from scripts.chaos_load import MAX_BODY_BYTES, Clients, Questions, ask
-from scripts.chaos_report import MORE_FDS, Figures, Left, figures
+from scripts.chaos_faults import (
+    Faults,
+    excused,
+    excused_by_a_kill,
+    kill_workers,
+    kills,
+    plan,
+    storm,
+)
+from scripts.chaos_fleet import DiskStore, Instance, RedisStore
+from scripts.chaos_load import MAX_BODY_BYTES, Clients, Line, Questions, ask
+from scripts.chaos_proxy import Proxy, answered, kills_of_workers, not_asked_by, under_way
+from scripts.chaos_report import MORE_FDS, Figures, Left, Sample, Seen, figures
 
 PROXY_FLAGS = {
     "--encode-timeout-s": 4,
@@ -53,7 +66,7 @@ PROXY_FLAGS = {
 enough to be over soon. Without a stream, a hanging decode ends in the request's own deadline."""
 
 SERVES_WITHIN_S = 60.0
-SETTLES_WITHIN_S = 20.0
+SETTLES_WITHIN_S = 30.0
 IN_A_ROW = 8
 
 
@@ -65,25 +78,40 @@ class Stand:
         proxy: the proxy.
         instances: what is behind it.
         store: the encoder cache.
-        memory: seconds, and megabytes that the proxy had then.
+        memory: what the processes of the proxy had, second by second.
     """
 
     proxy: Proxy
     instances: Sequence[Instance]
     store: DiskStore | RedisStore
-    memory: list[tuple[float, float]] = field(default_factory=list)
+    memory: list[Sample] = field(default_factory=list)
 
     async def watch(self, until: asyncio.Event) -> None:
         """Take down the proxy's memory, once a second."""
         clock = asyncio.get_running_loop().time
         while not until.is_set():
             self.proxy.check_alive()
-            self.memory.append((clock(), self.proxy.rss_mb))
+            self.memory.append((clock(), self.proxy.rss_mb()))
             await asyncio.sleep(1.0)
 
     async def sum(self, what: str) -> int:
         """Of what each instance says of itself."""
         return sum([(await one.state())[what] for one in self.instances])
+
+    async def left(self, fds: Mapping[str, int]) -> Left:
+        """What is left at the moment, of a proxy that had so many descriptors at the start."""
+        pages, now = await self.proxy.pages(), self.proxy.fds()
+        kept = await self.sum("kept")
+        return Left(
+            recovered=True,
+            idle=(),
+            open=await self.sum("open"),
+            under_way=[*under_way(pages), *not_asked_by(pages)],
+            claims=self.store.claims(),
+            kept=kept,
+            kept_later=kept,
+            fds={name: (first, now.get(name, 0)) for name, first in fds.items()},
+        )
 
 
 @asynccontextmanager
@@ -100,8 +128,8 @@ async def standing(args: argparse.Namespace, folder: Path) -> AsyncIterator[Stan
             command = _command("scripts.chaos_instance", flags=flags)
             instances.append(Instance(role, at, command, folder / f"{role}-{at}.log"))
             stack.callback(instances[-1].kill)
-        command = _command("epd", "serve", flags=_proxy_flags(instances, store.url, port))
-        proxy = Proxy(command, port, folder / "proxy.log")
+        command = _command("epd", "serve", flags=_proxy_flags(args, instances, store.url, port))
+        proxy = Proxy(command, port, folder / "proxy.log", args.workers)
         stack.callback(proxy.stop)
         for one in instances:
             await one.ready()
@@ -114,13 +142,16 @@ def _command(*words: str, flags: dict[str, Any]) -> list[str]:
     return [sys.executable, "-m", *words, *pairs]
 
 
-def _proxy_flags(instances: Sequence[Instance], store: str, port: int) -> dict[str, Any]:
+def _proxy_flags(
+    args: argparse.Namespace, instances: Sequence[Instance], store: str, port: int
+) -> dict[str, Any]:
     def urls(*roles: Role) -> str:
         return ",".join(one.url for one in instances if one.role in roles)
 
     return {
         "--host": "127.0.0.1",
         "--port": port,
+        "--workers": args.workers,
         "--encode-servers-urls": urls(Role.ENCODE),
         "--prefill-servers-urls": urls(Role.PREFILL),
         "--decode-servers-urls": urls(Role.DECODE, Role.PREFILL_DECODE),
@@ -135,11 +166,13 @@ async def run(args: argparse.Namespace, folder: Path) -> Figures:
         clients = Clients(stand.proxy.url, Questions(random.Random(args.seed)))  # noqa: S311
         if not await serves(clients):
             raise TimeoutError(f"the proxy does not serve to begin with: see {folder}")
-        fds, faults = stand.proxy.fds, Faults()
+        fds, faults = stand.proxy.fds(), Faults()
         await weather(args, stand, clients, faults)
         left = await remains(stand, clients, fds)
+        left = replace(left, processes=stand.proxy.stop())
         excuse = excused_by_a_kill if args.kill_every else excused
-        return figures(clients.outcomes, faults.seen, excuse, stand.memory, left)
+        cuts = stand.proxy.cuts
+        return figures(Seen(clients.outcomes, faults.seen, cuts, stand.memory, left), excuse)
 
 
 async def weather(args: argparse.Namespace, stand: Stand, clients: Clients, faults: Faults) -> None:
@@ -148,6 +181,9 @@ async def weather(args: argparse.Namespace, stand: Stand, clients: Clients, faul
     asyncio.get_running_loop().call_later(args.seconds, until.set)
     async with asyncio.TaskGroup() as group:
         group.create_task(stand.watch(until))
+        rng = random.Random(args.seed)  # noqa: S311 - a schedule, no secret
+        workers = kills_of_workers(stand.proxy.killable, rng, args.seconds)
+        group.create_task(kill_workers(faults, workers))
         if args.kill_every:
             group.create_task(kills(faults, stand.instances, args.kill_every, until))
             group.create_task(clients.run(args.concurrency, until, clients.questions.plain))
@@ -158,18 +194,26 @@ async def weather(args: argparse.Namespace, stand: Stand, clients: Clients, faul
             group.create_task(clients.run(args.concurrency, until, clients.questions.any))
 
 
-async def remains(stand: Stand, clients: Clients, fds: int) -> Left:
+async def remains(stand: Stand, clients: Clients, fds: Mapping[str, int]) -> Left:
     """What is left, once the proxy had time to get over it."""
     recovered = await serves(clients)
     idle = await not_asked(stand, clients)
+    settled = await settles(stand, fds)
+    recovered = await serves(clients) and recovered
+    later = await settles(stand, fds)
+    return replace(later, recovered=recovered, idle=idle, kept=settled.kept)
+
+
+async def settles(stand: Stand, fds: Mapping[str, int]) -> Left:
+    """What is left when nothing is any more, or when it has been waited for long enough."""
     clock = asyncio.get_running_loop().time
     deadline_s = clock() + SETTLES_WITHIN_S
-    while clock() < deadline_s:
-        if stand.proxy.fds <= fds + MORE_FDS and not await stand.sum("open"):
-            break
+    while True:
+        left = await stand.left(fds)
+        calm = all(last <= first + MORE_FDS for first, last in left.fds.values())
+        if (calm and not (left.open or left.under_way or left.claims)) or clock() > deadline_s:
+            return left
         await asyncio.sleep(0.5)
-    open_, kept = await stand.sum("open"), await stand.sum("kept")
-    return Left(recovered, idle, open_, kept, (fds, stand.proxy.fds))
 
 
 async def serves(clients: Clients) -> bool:
@@ -177,7 +221,7 @@ async def serves(clients: Clients) -> bool:
     clock = asyncio.get_running_loop().time
     deadline_s = clock() + SERVES_WITHIN_S
     right = 0
-    async with aiohttp.ClientSession() as http:
+    async with Line().session() as http:
         while right < IN_A_ROW and clock() < deadline_s:
             outcome = await ask(http, clients.url, clients.questions.plain())
             right = right + 1 if outcome.result == "right" else 0
@@ -185,7 +229,7 @@ async def serves(clients: Clients) -> bool:
 
 
 async def not_asked(stand: Stand, clients: Clients) -> list[str]:
-    """The instances that get no request any more, however long they are waited for."""
+    """The instances and workers that get no request any more, however long one waits."""
     before = {one: (await one.state())["asked"] for one in stand.instances}
     idle = list(stand.instances)
     clock = asyncio.get_running_loop().time
@@ -194,7 +238,27 @@ async def not_asked(stand: Stand, clients: Clients) -> list[str]:
         while idle and clock() < deadline_s:
             await ask(http, clients.url, clients.questions.plain())
             idle = [one for one in idle if (await one.state())["asked"] == before[one]]
-    return [one.name for one in idle]
+    return [*(one.name for one in idle), *await idle_workers(stand, clients, deadline_s)]
+
+
+async def idle_workers(stand: Stand, clients: Clients, deadline_s: float) -> list[str]:
+    """The processes of the proxy that answer no request until then, many of which come."""
+    before = {name: answered(page) for name, page in (await stand.proxy.pages()).items()}
+    clock = asyncio.get_running_loop().time
+    while True:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(IN_A_ROW):
+                group.create_task(asked_alone(clients))
+        pages = await stand.proxy.pages()
+        idle = [name for name, page in pages.items() if answered(page) <= before.get(name, 0)]
+        if not idle or clock() > deadline_s:
+            return idle
+
+
+async def asked_alone(clients: Clients) -> None:
+    """Ask on a connection of its own, which any worker may accept."""
+    async with Line().session() as http:
+        await ask(http, clients.url, clients.questions.plain())
 
 
 def arguments() -> argparse.Namespace:
@@ -209,6 +273,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--topology", type=Topology.parse, default="2e2p2d", help="or 2e2pd")
     parser.add_argument("--store", choices=("file", "redis"), default="file")
+    parser.add_argument(
+        "--workers", type=int, default=1, help="processes of the proxy, all but the first killed"
+    )
     parser.add_argument(
         "--kill-every", type=float, metavar="SECONDS", help="kill one of each role, and that alone"
     )

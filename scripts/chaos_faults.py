@@ -16,12 +16,17 @@ from dataclasses import dataclass
 from epd.routing.instances import Role
 from scripts.chaos_fleet import Breakable, Instance
 from scripts.chaos_load import Outcome
+from scripts.chaos_proxy import Cut, Kill, Worker
 
 MOST_AT_ONCE = 3
 PAUSE_S, LASTS_S = (0.2, 2.0), (0.5, 4.0)
 
 AFTERMATH_S = 3.0
 """How long after its end a fault is still felt: connections to be found dead, probes to be due."""
+
+SUSPECTED, SUSPECTED_S = "suspected_fatal", 5.0
+"""The slug of a request, or of an item, that instances died of; and for how long after the end of
+the first fault it may be: `--suspect-s` for the second death to come, and once more after it."""
 
 DOWN_S = 1.0
 """How long an instance that was killed stays away, where one of each role is."""
@@ -71,9 +76,15 @@ class Fault:
     began_s: float
     ended_s: float = math.inf
 
+    @property
+    def of_death(self) -> bool:
+        """Whether it looks as an instance's death does."""
+        return self.kind in GOES_AWAY and self.role in {*AFTER_ENCODE, Role.ENCODE.value}
+
     def felt(self, outcome: Outcome) -> bool:
         """Whether a request may have felt it."""
-        return self.began_s <= outcome.ended_s and outcome.began_s <= self.ended_s + AFTERMATH_S
+        after_s = SUSPECTED_S if outcome.slug == SUSPECTED else AFTERMATH_S
+        return self.began_s <= outcome.ended_s and outcome.began_s <= self.ended_s + after_s
 
 
 class Faults:
@@ -133,6 +144,18 @@ async def storm(faults: Faults, planned: Sequence[Planned]) -> None:
             group.create_task(put(one))
 
 
+async def kill_workers(faults: Faults, planned: Sequence[Kill]) -> None:
+    """Kill workers as planned; in the end all serve again."""
+
+    async def put(one: Kill) -> None:
+        await asyncio.sleep(one.at_s)
+        await faults.put(one.worker, "kill", 0.0)
+
+    async with asyncio.TaskGroup() as group:
+        for one in planned:
+            group.create_task(put(one))
+
+
 async def kills(
     faults: Faults, instances: Sequence[Instance], every_s: float, until: asyncio.Event
 ) -> None:
@@ -161,10 +184,19 @@ async def _waited(until: asyncio.Event, seconds: float) -> bool:
     return until.is_set()
 
 
+def cut_by(outcome: Outcome, cuts: Iterable[Cut]) -> bool:
+    """Whether a request's connection was one of those of a worker that was killed."""
+    return outcome.result == "cut off" and any(
+        outcome.began_s <= cut.at_s <= outcome.ended_s and outcome.port in cut.ports for cut in cuts
+    )
+
+
 def excused(outcome: Outcome, faults: Iterable[Fault]) -> bool:
     """Whether one of the faults that a request felt may end it in this error."""
     if outcome.slug.startswith(NEVER):
         return False
+    if outcome.slug == SUSPECTED:
+        return len({fault.name for fault in faults if fault.of_death}) > 1
     at_work = [fault for fault in faults if fault.role in AFTER_ENCODE]
     return any(
         fault.kind in _kinds(outcome, of_prefill=fault.role == Role.PREFILL) for fault in at_work
@@ -201,7 +233,8 @@ def excused_by_a_kill(outcome: Outcome, faults: Iterable[Fault]) -> bool:
     kills_of = Counter(
         fault.role
         for fault in faults
-        if outcome.began_s - AFTERMATH_S <= fault.began_s <= outcome.ended_s
+        if fault.role != Worker.role
+        and outcome.began_s - AFTERMATH_S <= fault.began_s <= outcome.ended_s
     )
     begun = outcome.result == "broken off" or outcome.slug == "decode_died"
     return max(kills_of.values(), default=0) > (0 if begun else 1)

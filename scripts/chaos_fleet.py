@@ -1,4 +1,4 @@
-"""What `chaos.py` runs: fake instances, a store, the proxy; each a process that can be broken."""
+"""What `chaos.py` runs behind the proxy: fake instances and a store, which can be broken."""
 
 import asyncio
 import os
@@ -174,6 +174,11 @@ class DiskStore:
         finally:
             filler.unlink()
 
+    def claims(self) -> int:
+        """How many entries are claimed by a proxy at the moment."""
+        now_s = time.time()
+        return sum(_ends_at(path) > now_s for path in (self._store / "claims").glob("*"))
+
     def close(self) -> None:
         """Unmount it."""
         if self._mounted:
@@ -238,44 +243,15 @@ class RedisStore:
                 yield
                 client.config_set("maxmemory", 0)
 
+    def claims(self) -> int:
+        """How many entries are claimed by a proxy at the moment."""
+        client = redis.Redis(port=self._port, protocol=2)
+        return sum(1 for _ in client.scan_iter("*:c"))
+
     def close(self) -> None:
         """End it."""
         self._process.kill()
         self._process.wait()
-
-
-class Proxy:
-    """`epd serve`."""
-
-    def __init__(self, command: Sequence[str], port: int, log: Path) -> None:
-        """Start it."""
-        self.log = log
-        self.url = f"http://127.0.0.1:{port}"
-        self._process = Process("proxy", self.url, command, ENVIRONMENT, log)
-        self._proc = Path(f"/proc/{self._process.pid}")
-
-    async def ready(self) -> None:
-        """Wait until it serves."""
-        await wait_for(self._process)
-
-    def check_alive(self) -> None:
-        """Raise `ProcessDied` where it has ended."""
-        self._process.check_alive()
-
-    @property
-    def rss_mb(self) -> float:
-        """Memory that it has resident."""
-        status = (self._proc / "status").read_text()
-        return int(status.partition("VmRSS:")[2].split()[0]) / 1024
-
-    @property
-    def fds(self) -> int:
-        """Descriptors that it has open."""
-        return len(list((self._proc / "fd").iterdir()))
-
-    def stop(self) -> None:
-        """End it."""
-        self._process.kill()
 
 
 async def wait_for(process: Process) -> None:
@@ -284,6 +260,14 @@ async def wait_for(process: Process) -> None:
         while not await asyncio.to_thread(process.is_ready):
             process.check_alive()
             await asyncio.sleep(0.05)
+
+
+def _ends_at(claim: Path) -> float:
+    """When a claim ends: a link that says its seconds, or a change of one that is gone by then."""
+    try:
+        return claim.lstat().st_mtime + float(str(claim.readlink()).partition(" ")[0])
+    except (OSError, ValueError):
+        return 0.0
 
 
 def _ran(*command: str) -> bool:

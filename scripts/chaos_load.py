@@ -4,6 +4,7 @@ import asyncio
 import base64
 import hashlib
 import random
+import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -40,6 +41,7 @@ Result = Literal[
     "broken off",  # the same, as the last event of a stream
     "left",  # the client went
     "wrong",  # another answer
+    "cut off",  # the connection ended before the answer did
     "lost",  # no end at all, or a clean one without [DONE]
     "misshapen",  # an end that no OpenAI client can read
 ]
@@ -113,6 +115,7 @@ class Outcome:
         slug: the error's, where one was told.
         detail: what was seen, for who looks into it.
         request_id: the proxy's.
+        port: the client's, of its connection; 0 where it is not known.
     """
 
     name: str
@@ -124,6 +127,7 @@ class Outcome:
     slug: str = ""
     detail: str = ""
     request_id: str = ""
+    port: int = 0
 
     @property
     def kind(self) -> str:
@@ -190,6 +194,30 @@ class Questions:
         return Question("cut body", self.plain().body, None, cut=True)
 
 
+class Line:
+    """A client's connection: one for each request, so that no other request can end it.
+
+    Attributes:
+        port: the client's, of the last one; 0: not connected yet.
+    """
+
+    def __init__(self) -> None:
+        self.port = 0
+
+    def session(self) -> aiohttp.ClientSession:
+        """A session whose connections it knows."""
+        connector = aiohttp.TCPConnector(force_close=True, socket_factory=self._socket)
+        return aiohttp.ClientSession(connector=connector)
+
+    def _socket(self, address: tuple[Any, ...]) -> socket.socket:
+        family, kind, protocol, *_ = address
+        opened = socket.socket(family, kind, protocol)
+        opened.setblocking(False)
+        opened.bind(("127.0.0.1", 0))  # a port that is known before it is connected
+        self.port = opened.getsockname()[1]
+        return opened
+
+
 @dataclass
 class Clients:
     """Clients that ask one question after the other until they are told to stop.
@@ -208,45 +236,53 @@ class Clients:
         self, count: int, until: asyncio.Event, next_question: Callable[[], Question]
     ) -> None:
         """Ask, `count` at a time."""
-        # A connection of its own for each: what it is cut off from is nobody else's doing.
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        async with aiohttp.ClientSession(connector=connector) as http, asyncio.TaskGroup() as group:
+        async with asyncio.TaskGroup() as group:
             for _ in range(count):
-                group.create_task(self._client(http, until, next_question))
+                group.create_task(self._client(until, next_question))
 
-    async def _client(
-        self,
-        http: aiohttp.ClientSession,
-        until: asyncio.Event,
-        next_question: Callable[[], Question],
-    ) -> None:
-        while not until.is_set():
-            outcome = await ask(http, self.url, next_question())
-            self.outcomes.append(outcome)
-            if outcome.result == "error":
-                await asyncio.sleep(0.05)  # refused at once, nobody asks again at once
+    async def _client(self, until: asyncio.Event, next_question: Callable[[], Question]) -> None:
+        line = Line()
+        async with line.session() as http:
+            while not until.is_set():
+                outcome = await ask(http, self.url, next_question(), line)
+                self.outcomes.append(outcome)
+                if outcome.result == "error":
+                    await asyncio.sleep(0.05)  # refused at once, nobody asks again at once
 
 
-async def ask(http: aiohttp.ClientSession, url: str, question: Question) -> Outcome:
-    """Ask, and see how it ends."""
+async def ask(
+    http: aiohttp.ClientSession, url: str, question: Question, line: Line | None = None
+) -> Outcome:
+    """Ask, and see how it ends.
+
+    Args:
+        http: what to ask with.
+        url: of the proxy.
+        question: what to ask.
+        line: whose session it is.
+    """
+    line = line or Line()
+    line.port = 0
     clock = asyncio.get_running_loop().time
     began_s = clock()
     seen: dict[str, Any] = {"result": "lost", "detail": f"no end within {PATIENCE_S:g} s"}
     try:
         async with asyncio.timeout(PATIENCE_S):
-            seen = await _asked(http, url, question)
+            seen = await _asked(http, url, question, line)
     except TimeoutError:
         pass
     except (aiohttp.ClientError, OSError) as error:
-        seen["detail"] = repr(error)
-    return Outcome(question.name, question.stream, began_s, clock(), **seen)
+        seen = {"result": "cut off", "detail": repr(error)}
+    return Outcome(question.name, question.stream, began_s, clock(), **seen, port=line.port)
 
 
-async def _asked(http: aiohttp.ClientSession, url: str, question: Question) -> dict[str, Any]:
+async def _asked(
+    http: aiohttp.ClientSession, url: str, question: Question, line: Line
+) -> dict[str, Any]:
     try:
         async with asyncio.timeout(question.leaves_after_s):
             if question.cut:
-                return await _cut_off(url, question)
+                return await _cut_off(url, question, line)
             async with http.post(
                 f"{url}/v1/chat/completions",
                 data=BytesIO(question.body),
@@ -260,10 +296,11 @@ async def _asked(http: aiohttp.ClientSession, url: str, question: Question) -> d
         return {"result": "left"}
 
 
-async def _cut_off(url: str, question: Question) -> dict[str, Any]:
+async def _cut_off(url: str, question: Question, line: Line) -> dict[str, Any]:
     """Send half a body, and go."""
     host, _, port = url.removeprefix("http://").partition(":")
     _, writer = await asyncio.open_connection(host, int(port))
+    line.port = writer.get_extra_info("sockname")[1]
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\n"
     writer.write(f"{head}Content-Length: {len(question.body)}\r\n\r\n".encode())
     writer.write(question.body[: len(question.body) // 2])

@@ -7,11 +7,12 @@ from dataclasses import asdict, dataclass
 
 import orjson
 
-from scripts.chaos_faults import Fault, had_another
+from scripts.chaos_faults import Fault, cut_by, had_another
 from scripts.chaos_load import Outcome
+from scripts.chaos_proxy import Cut
 
 MORE_FDS = 16
-"""Connections to the store that a proxy may have kept."""
+"""Connections to the store that a process of the proxy may have kept."""
 
 SLOPE_FROM_S = 300.0
 """Before, memory grows into what a load needs, and a slope says nothing."""
@@ -20,6 +21,8 @@ MAX_SLOPE = 1.0
 EXAMPLES = 10
 
 Excuse = Callable[[Outcome, Iterable[Fault]], bool]
+Sample = tuple[float, Mapping[tuple[str, int], float]]
+"""Seconds, and the megabytes that each process of the proxy had then, by name and pid."""
 
 
 @dataclass(frozen=True)
@@ -28,17 +31,49 @@ class Left:
 
     Attributes:
         recovered: whether every request is answered again.
-        idle: instances that are not asked any more.
+        idle: instances and workers that are not asked any more.
         open: requests that instances still work on.
+        under_way: what a process of the proxy believes to be doing, and instances that it skips.
+        claims: entries that a proxy still claims in the store.
         kept: prompts that prefill instances keep for a decode that has not come.
-        fds: descriptors that the proxy had at the start, and has.
+        kept_later: the same, after a few requests that no fault met.
+        fds: descriptors that each process of the proxy had at the start, and has.
+        processes: workers that lived on without the process that started them.
     """
 
     recovered: bool
     idle: Sequence[str]
     open: int
+    under_way: Sequence[str]
+    claims: int
     kept: int
-    fds: tuple[int, int]
+    kept_later: int
+    fds: Mapping[str, tuple[int, int]]
+    processes: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Resident memory of a process over its life, in megabytes."""
+
+    seconds: float
+    first: float
+    last: float
+    per_min: float
+
+    @classmethod
+    def over(cls, samples: Sequence[tuple[float, float]]) -> "Memory":
+        """That of a process with these seconds and megabytes."""
+        (began_s, first), (ended_s, last) = samples[0], samples[-1]
+        return cls(round(ended_s - began_s, 1), first, last, _slope(samples))
+
+    @property
+    def grows(self) -> bool:
+        """Whether it grew for longer than a load needs."""
+        return self.seconds >= SLOPE_FROM_S and self.per_min >= MAX_SLOPE
+
+    def __str__(self) -> str:
+        return f"{self.first:.0f} MB, {self.last:.0f} MB ({self.per_min:+.2f} MB/min)"
 
 
 @dataclass(frozen=True)
@@ -50,13 +85,13 @@ class Figures:
     questions: Mapping[str, int]
     outcomes: Mapping[str, int]
     faults: Mapping[str, int]
+    cut_off: int
     wrong: int
     lost: int
     misshapen: int
     not_excused: int
     had_another: int
-    rss_mb: tuple[float, float]
-    rss_mb_per_min: float
+    memory: Mapping[str, Memory]
     left: Left
     examples: Sequence[str]
 
@@ -68,11 +103,17 @@ class Figures:
             "requests lost": self.lost == 0,
             "answers in no shape": self.misshapen == 0,
             "errors not excused": self.not_excused == 0,
-            "memory grows": self.seconds < SLOPE_FROM_S or self.rss_mb_per_min < MAX_SLOPE,
-            "descriptors left": self.left.fds[1] <= self.left.fds[0] + MORE_FDS,
+            "memory grows": not any(one.grows for one in self.memory.values()),
+            "descriptors left": all(
+                last <= first + MORE_FDS for first, last in self.left.fds.values()
+            ),
             "requests left upstream": self.left.open == 0,
+            "places or bytes left": not self.left.under_way,
+            "claims left": self.left.claims == 0,
+            "KV caches left by good requests": self.left.kept_later <= self.left.kept,
+            "processes left": not self.left.processes,
             "does not serve again": self.left.recovered,
-            "instances not asked again": not self.left.idle,
+            "instances or workers not asked again": not self.left.idle,
         }
         return [name for name, holds in checks.items() if not holds]
 
@@ -86,60 +127,78 @@ class Figures:
             "of them": _counts(self.questions),
             "ended": _counts(self.outcomes),
             "faults": f"{sum(self.faults.values())}: {_counts(self.faults)}",
+            "cut off by the kill of their worker": self.cut_off,
             "wrong answers": self.wrong,
             "lost requests": self.lost,
             "answers not in OpenAI's shape": self.misshapen,
             "errors that no fault excuses": self.not_excused,
             "errors though each role had a sound instance": self.had_another,
-            "memory of the proxy, start and end": "{:.0f} MB, {:.0f} MB".format(*self.rss_mb),
-            "its growth": f"{self.rss_mb_per_min:+.2f} MB/min",
-            "its descriptors, start and end": "{}, {}".format(*self.left.fds),
+            "memory, start and end": _each(self.memory),
+            "descriptors, start and end": _each(
+                {name: f"{first}, {last}" for name, (first, last) in self.left.fds.items()}
+            ),
             "open upstream at the end": self.left.open,
+            "places or bytes not given back": "; ".join(self.left.under_way) or "none",
+            "claims in the store": self.left.claims,
             "KV caches left to their lease": self.left.kept,
             "serves again": "yes" if self.left.recovered else "no",
-            "instances not asked again": ", ".join(self.left.idle) or "none",
+            "instances or workers not asked again": ", ".join(self.left.idle) or "none",
+            "workers that lived on alone": ", ".join(self.left.processes) or "none",
             "invariants broken": ", ".join(self.broken) or "none",
         }
         table = [f"| {name} | {value} |" for name, value in rows.items()]
         return "\n".join(["| figure | value |", "| --- | --- |", *table, *self.examples])
 
 
-def figures(
-    outcomes: Sequence[Outcome],
-    faults: Sequence[Fault],
-    excuse: Excuse,
-    memory: Sequence[tuple[float, float]],
-    left: Left,
-) -> Figures:
+@dataclass(frozen=True)
+class Seen:
+    """What was seen of a run.
+
+    Attributes:
+        outcomes: how its requests ended.
+        faults: what was broken.
+        cuts: workers that were killed.
+        memory: of the proxy, in the order of its seconds.
+        left: what is left.
+    """
+
+    outcomes: Sequence[Outcome]
+    faults: Sequence[Fault]
+    cuts: Sequence[Cut]
+    memory: Sequence[Sample]
+    left: Left
+
+
+def figures(seen: Seen, excuse: Excuse) -> Figures:
     """The figures of a run.
 
     Args:
-        outcomes: how its requests ended.
-        faults: what was broken.
+        seen: what was seen of it.
         excuse: which errors may be.
-        memory: seconds, and megabytes that the proxy had then.
-        left: what is left.
     """
+    outcomes, faults = seen.outcomes, seen.faults
     results = Counter(outcome.result for outcome in outcomes)
     errors = [one for one in outcomes if one.result in {"error", "broken off"}]
     felt = {one: [fault for fault in faults if fault.felt(one)] for one in errors}
     inexcusable = [one for one in errors if not excuse(one, felt[one])]
     needless = [one for one in errors if had_another(one, felt[one])]
-    bad = [one for one in outcomes if one.result in {"wrong", "lost", "misshapen"}]
+    cut = {id(one) for one in outcomes if cut_by(one, seen.cuts)}
+    lost = [one for one in outcomes if one.result in {"lost", "cut off"} and id(one) not in cut]
+    bad = [*lost, *(one for one in outcomes if one.result in {"wrong", "misshapen"})]
     return Figures(
-        seconds=round(memory[-1][0] - memory[0][0], 1),
+        seconds=round(seen.memory[-1][0] - seen.memory[0][0], 1),
         requests=len(outcomes),
         questions=dict(Counter(outcome.name for outcome in outcomes)),
         outcomes=dict(Counter(outcome.kind for outcome in outcomes)),
         faults=dict(Counter(f"{fault.role} {fault.kind}" for fault in faults)),
+        cut_off=len(cut),
         wrong=results["wrong"],
-        lost=results["lost"],
+        lost=len(lost),
         misshapen=results["misshapen"],
         not_excused=len(inexcusable),
         had_another=len(needless),
-        rss_mb=(memory[0][1], memory[-1][1]),
-        rss_mb_per_min=_slope(memory),
-        left=left,
+        memory=_by_process(seen.memory),
+        left=seen.left,
         examples=[
             f"{label}: {_example(one, faults)}"
             for label, several in (
@@ -152,12 +211,25 @@ def figures(
     )
 
 
+def _by_process(samples: Sequence[Sample]) -> dict[str, Memory]:
+    """The memory of each process; of workers that were killed that of the last one."""
+    lives: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for at_s, megabytes in samples:
+        for process, mb in megabytes.items():
+            lives.setdefault(process, []).append((at_s, mb))
+    return {name: Memory.over(life) for (name, _), life in lives.items()}
+
+
 def _slope(memory: Sequence[tuple[float, float]]) -> float:
     """Megabytes a minute, by least squares over the last three quarters."""
     later = memory[len(memory) // 4 :]
     if len({at for at, _ in later}) < 2:  # noqa: PLR2004 - a line has two points
         return 0.0
     return round(statistics.linear_regression(*zip(*later, strict=True)).slope * 60, 3)
+
+
+def _each(of: Mapping[str, object]) -> str:
+    return "; ".join(f"{name} {value}" for name, value in of.items())
 
 
 def _counts(counts: Mapping[str, int]) -> str:

@@ -187,8 +187,9 @@ class RegionReader:
             raise OSError(f"{handle.path} is another file")
         self._words = _words(memory)
         self._reader = reader
-        self._memory = torch.from_numpy(np.frombuffer(memory, np.uint8))
-        self.registered = register(self._memory)
+        mapped = np.frombuffer(memory, np.uint8)
+        self.registered = register(mapped)
+        self._memory = torch.from_numpy(mapped)
 
     def view(self, place: Place) -> torch.Tensor:
         """Return an entry's bytes, uint8, which must not be used after `has_read`."""
@@ -208,8 +209,8 @@ def _words(memory: mmap.mmap) -> "np.ndarray[Any, np.dtype[np.uint64]]":
     return np.frombuffer(memory, np.uint64, count=MAX_READERS, offset=TOKEN_BYTES)
 
 
-def register(memory: torch.Tensor) -> bool:
-    """Register memory with CUDA or ROCm, so that devices copy from it by themselves.
+def register(memory: "np.ndarray[Any, np.dtype[np.uint8]]") -> bool:
+    """Register memory with CUDA or ROCm until it is freed, so that devices copy from it themselves.
 
     Call it on a thread that ends: an error stays the last one of its thread, where PyTorch may take
     it for another call's.
@@ -219,4 +220,9 @@ def register(memory: torch.Tensor) -> bool:
     """
     if not torch.cuda.is_available():
         return False
-    return int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
+    cudart, address = torch.cuda.cudart(), memory.ctypes.data
+    if int(cudart.cudaHostRegister(address, memory.nbytes, 0)) != 0:
+        return False
+    # Otherwise devices would copy from these pages where other memory is mapped at this address.
+    weakref.finalize(memory, cudart.cudaHostUnregister, address).atexit = False
+    return True

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -200,6 +201,38 @@ def test_it_is_registered_once_and_each_entry_is_loaded_from_it(
     assert registered[0].nbytes == 8 * SIZE + HEADER_BYTES
     assert [bytes(one.reshape(-1).view(torch.uint8).numpy()) for one in loaded] == [bytes(DATA)] * 3
     assert region.taken_bytes() == 0
+    region.close()
+
+
+def test_memory_is_unregistered_when_nothing_refers_to_it_and_before_it_is_unmapped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A driver that still knew the address would copy other memory's old pages from there."""
+    calls: list[tuple[str, bool]] = []
+
+    def is_mapped() -> bool:
+        return Path("/proc/self/maps").read_text().count("/memfd:ec-store") == 2
+
+    def register(address: int, size: int, flags: int) -> int:
+        calls.append(("register", is_mapped()))
+        return 0
+
+    def unregister(address: int) -> int:
+        calls.append(("unregister", is_mapped()))
+        return 0
+
+    cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    region = Region(SIZE, 1)
+    reader = RegionReader(region.shared().handle, 0)
+    view = reader.view(sent(region))
+    del reader
+    assert calls == [("register", True)]
+
+    del view
+    assert calls == [("register", True), ("unregister", True)]
+    assert not is_mapped()
     region.close()
 
 

@@ -4,15 +4,17 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import orjson
 import pytest
 
-from scripts.chaos_faults import Fault, excused, excused_by_a_kill, plan
+from scripts.chaos_faults import Fault, cut_by, excused, excused_by_a_kill, plan
 from scripts.chaos_fleet import ROLE_KINDS, Breakable, RedisStore
 from scripts.chaos_load import Outcome, Result
-from scripts.chaos_report import Figures, Left, figures
+from scripts.chaos_proxy import Cut
+from scripts.chaos_report import Figures, Left, Seen, figures
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,11 +27,15 @@ class Target:
 
 
 @pytest.mark.parametrize(
-    ("topology", "store", "seconds"), [("2e2p2d", "redis", 30), ("2e2pd", "file", 20)]
+    ("topology", "store", "seconds", "workers"),
+    [("2e2p2d", "redis", 30, 1), ("2e2pd", "file", 20, 1), ("2e2p2d", "redis", 20, 3)],
 )
-def test_nothing_is_lost_wrong_or_left_behind(topology: str, store: str, seconds: int) -> None:
+def test_nothing_is_lost_wrong_or_left_behind(
+    topology: str, store: str, seconds: int, workers: int
+) -> None:
     command = [sys.executable, str(ROOT / "scripts" / "chaos.py"), "--json", "--seed", "1"]
     flags = ["--topology", topology, "--store", store, "--seconds", str(seconds)]
+    flags += ["--workers", str(workers)]
     ran = subprocess.run(
         [*command, *flags],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -44,6 +50,7 @@ def test_nothing_is_lost_wrong_or_left_behind(topology: str, store: str, seconds
     assert seen["broken"] == []
     assert seen["outcomes"]["right"] > 0
     assert sum(seen["faults"].values()) > seconds / 10
+    assert seen["faults"].get("worker kill", 0) >= workers - 1
 
 
 def test_what_is_broken_depends_on_the_seed_alone() -> None:
@@ -75,6 +82,8 @@ def outcome(result: Result, status: int = 200, slug: str = "") -> Outcome:
         (outcome("error", 502, "encode_failed"), Fault("kill", "encode", "e", 9.0), False),
         (outcome("error", 502, "decode_failed"), Fault("kill", "store", "store", 9.0), False),
         (outcome("error", 500, "internal_error"), Fault("kill", "decode", "d", 9.0), False),
+        (outcome("error", 502, "decode_failed"), Fault("kill", "worker", "worker 2", 9.0), False),
+        (outcome("error", 503, "suspected_fatal"), Fault("kill", "decode", "d", 9.0), False),
         (outcome("broken off", 502), Fault("break", "prefill_decode", "pd", 9.0), True),
         (outcome("broken off", 504), Fault("break", "prefill_decode", "pd", 9.0), False),
     ],
@@ -85,6 +94,18 @@ def test_an_error_is_excused_by_what_may_cause_it(
     faults = [fault] if fault.felt(ended) else []
 
     assert excused(ended, faults) is may_be
+
+
+def test_two_deaths_excuse_the_rejection_of_what_instances_died_of() -> None:
+    rejected = outcome("error", 503, "suspected_fatal")
+    of_encode, of_decode = (
+        Fault("kill", "encode", "e", 3.0, 6.0),
+        Fault("reset", "decode", "d", 9.0),
+    )
+
+    assert of_encode.felt(rejected)
+    assert excused(rejected, [of_encode, of_decode])
+    assert not excused(rejected, [of_encode, of_encode])
 
 
 def test_one_kill_excuses_no_request_whose_answer_had_not_begun() -> None:
@@ -98,11 +119,37 @@ def test_one_kill_excuses_no_request_whose_answer_had_not_begun() -> None:
     assert not excused_by_a_kill(broken, [])
 
 
+@pytest.mark.parametrize(
+    ("ended", "cut", "may_be"),
+    [
+        (Outcome("text", False, 10.0, 12.0, "cut off", port=5), Cut(11.0, frozenset({5})), True),
+        (Outcome("text", False, 10.0, 12.0, "cut off", port=6), Cut(11.0, frozenset({5})), False),
+        (Outcome("text", False, 10.0, 12.0, "cut off", port=5), Cut(9.0, frozenset({5})), False),
+        (Outcome("text", False, 10.0, 12.0, "lost", port=5), Cut(11.0, frozenset({5})), False),
+    ],
+)
+def test_the_kill_of_a_worker_excuses_only_the_requests_that_it_had(
+    ended: Outcome, cut: Cut, may_be: bool
+) -> None:
+    assert cut_by(ended, [cut]) is may_be
+
+
 def seen(*outcomes: Outcome, left: Left) -> Figures:
-    return figures(outcomes, [], excused, [(0.0, 60.0), (1.0, 61.0)], left)
+    memory = [(0.0, {PROXY: 60.0}), (1.0, {PROXY: 61.0})]
+    return figures(Seen(outcomes, [], [], memory, left), excused)
 
 
-ALL_WELL = Left(recovered=True, idle=(), open=0, kept=0, fds=(30, 30))
+PROXY = ("proxy", 7)
+ALL_WELL = Left(
+    recovered=True,
+    idle=(),
+    open=0,
+    under_way=(),
+    claims=0,
+    kept=3,
+    kept_later=3,
+    fds={"proxy": (30, 30), "worker 1": (30, 40)},
+)
 
 
 @pytest.mark.parametrize(
@@ -114,10 +161,15 @@ ALL_WELL = Left(recovered=True, idle=(), open=0, kept=0, fds=(30, 30))
         ("lost", ALL_WELL, ["requests lost"]),
         ("misshapen", ALL_WELL, ["answers in no shape"]),
         ("error", ALL_WELL, ["errors not excused"]),
-        ("right", Left(True, (), 1, 0, (30, 30)), ["requests left upstream"]),
-        ("right", Left(True, (), 0, 0, (30, 90)), ["descriptors left"]),
-        ("right", Left(False, (), 0, 0, (30, 30)), ["does not serve again"]),
-        ("right", Left(True, ("decode-1",), 0, 0, (30, 30)), ["instances not asked again"]),
+        ("cut off", ALL_WELL, ["requests lost"]),
+        ("right", replace(ALL_WELL, open=1), ["requests left upstream"]),
+        ("right", replace(ALL_WELL, fds={"worker 2": (30, 90)}), ["descriptors left"]),
+        ("right", replace(ALL_WELL, recovered=False), ["does not serve again"]),
+        ("right", replace(ALL_WELL, idle=["a"]), ["instances or workers not asked again"]),
+        ("right", replace(ALL_WELL, under_way=["a"]), ["places or bytes left"]),
+        ("right", replace(ALL_WELL, claims=1), ["claims left"]),
+        ("right", replace(ALL_WELL, kept_later=4), ["KV caches left by good requests"]),
+        ("right", replace(ALL_WELL, processes=["worker 1"]), ["processes left"]),
     ],
 )
 def test_a_run_fails_by_what_it_must_not_show(ended: Result, left: Left, broken: list[str]) -> None:

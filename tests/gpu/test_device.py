@@ -5,6 +5,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -131,7 +132,10 @@ def test_the_region_is_registered_once_and_copied_from_directly(
         calls.append(size)
         return cudart.cudaHostRegister(address, size, flags)
 
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
+    fake = SimpleNamespace(
+        cudaHostRegister=register, cudaHostUnregister=cudart.cudaHostUnregister
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
     region, loader = Region(64 * MIB, 1), Loader(0)
     for _ in range(3):
         loader.share(region.shared())
@@ -155,6 +159,24 @@ def test_the_region_is_registered_once_and_copied_from_directly(
 
     assert calls == [region.shared().handle.size_bytes]
     region.close()
+
+
+def test_memory_at_an_address_that_was_registered_before_is_read_itself() -> None:
+    """The kernel maps memory where the last one was, of which the driver must know nothing."""
+    for number in range(4):
+        region, loader = Region(64 * MIB, 1), Loader(0)
+        loader.share(region.shared())
+        until(region.is_mapped)
+        reader = loader._reader  # noqa: SLF001
+        assert reader is not None
+        assert reader.registered
+        view = region.place(bytes_of(torch.full((MIB,), float(number))))
+        assert view is not None
+        place = region.find(view)
+        assert place is not None
+        assert loader.load(place, "F32", (MIB,)).eq(number).all()
+        region.close()
+        del region, loader, reader, view
 
 
 def test_a_place_stays_until_the_device_has_copied_from_it() -> None:
@@ -188,7 +210,7 @@ def test_a_refused_registration_is_no_error_of_later_calls(
         return 2
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=refused))
-    assert not region_module.register(torch.zeros(4096, dtype=torch.uint8))
+    assert not region_module.register(np.zeros(4096, np.uint8))
     region, loader = Region(4 * MIB, 1), Loader(0)
     loader.share(region.shared())
     until(region.is_mapped)

@@ -1,0 +1,287 @@
+"""The proxy that `chaos.py` runs, in one process or several: what each has open, and its kills."""
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import orjson
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from epd.fleet import Process
+from epd.observe.figures import BODY_BYTES, IN_FLIGHT, INSTANCE_REQUESTS, INSTANCE_UP, QUEUED
+from epd.observe.metric_sums import load
+from epd.observe.shared_page import PageUnreadable, SharedPage
+from scripts.chaos_fleet import ENVIRONMENT, READY_S, wait_for
+
+FIRST_KILL_S, NEXT_KILL_S = (2.0, 8.0), (35.0, 60.0)
+"""When a worker is killed, and when again: one that dies five times within 30 s of its start ends
+the proxy."""
+
+STOPPED_S = 5.0
+ENDS_WITHIN_S = 10.0
+"""How long workers may live on without the process that started them."""
+
+PAGE_S = 3.0
+"""How long after a scrape every worker has written its metrics page, on a busy machine."""
+
+UNDER_WAY = {one.name for one in (BODY_BYTES, IN_FLIGHT, INSTANCE_REQUESTS, QUEUED)}
+"""Gauges that are 0 when no request is being served."""
+
+CHAT = {"path": "/v1/chat/completions", "status": "200"}
+FIRST_PROCESS = "first process"
+
+Page = Mapping[str, Metric]
+"""The metrics of one process, by the names of their families."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A worker was killed.
+
+    Attributes:
+        at_s: when, on the loop's clock.
+        ports: the clients' ports of the connections that it had accepted.
+    """
+
+    at_s: float
+    ports: frozenset[int]
+
+
+class Proxy:
+    """`epd serve`, with one process or with workers.
+
+    Attributes:
+        url: where it serves.
+        killable: the workers that may be killed: all but the first, whose memory and descriptors
+            tell of the whole run.
+        cuts: the kills of workers so far.
+    """
+
+    def __init__(self, command: Sequence[str], port: int, log: Path, workers: int) -> None:
+        """Start it.
+
+        Args:
+            command: its command line.
+            port: where it listens.
+            log: where its output goes, as JSON.
+            workers: how many processes serve.
+        """
+        self.url = f"http://127.0.0.1:{port}"
+        self._process = Process("proxy", self.url, command, ENVIRONMENT, log)
+        self._count = workers
+        self._serving = _Serving(log)
+        self.cuts: list[Cut] = []
+        self.killable = [Worker(self, number, port) for number in range(2, workers + 1)]
+
+    async def ready(self) -> None:
+        """Wait until all of it serves."""
+        await wait_for(self._process)
+        deadline_s = time.monotonic() + READY_S
+        while self._count > 1 and len(self.processes) <= self._count:
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"of {self._count} workers serve {list(self.processes)}")
+            await asyncio.sleep(0.05)
+
+    def check_alive(self) -> None:
+        """Raise `ProcessDied` where it has ended."""
+        self._process.check_alive()
+
+    @property
+    def processes(self) -> Mapping[str, int]:
+        """The process ids, by what each process is."""
+        if self._count == 1:
+            return {"proxy": self._process.pid}
+        workers = {f"worker {number}": pid for number, pid in self._serving.workers().items()}
+        return {FIRST_PROCESS: self._process.pid, **workers}
+
+    def rss_mb(self) -> Mapping[tuple[str, int], float]:
+        """Resident memory of each process, which its pid tells from its predecessors."""
+        found = {}
+        for name, pid in self.processes.items():
+            with suppress(OSError):  # just killed
+                _, has, rest = Path(f"/proc/{pid}/status").read_text().partition("VmRSS:")
+                if has:
+                    found[name, pid] = int(rest.split()[0]) / 1024
+        return found
+
+    def fds(self) -> Mapping[str, int]:
+        """How many descriptors each process has open."""
+        return {
+            name: len(list(Path(f"/proc/{pid}/fd").iterdir()))
+            for name, pid in self.processes.items()
+        }
+
+    async def pages(self) -> Mapping[str, Page]:
+        """The metrics of each process that serves, at most a few seconds old."""
+        async with (
+            aiohttp.ClientSession() as http,
+            http.get(f"{self.url}/metrics", raise_for_status=True) as reply,
+        ):
+            page = await reply.text()
+        if self._count == 1:
+            return {"proxy": _by_name(text_string_to_metric_families(page))}
+        await asyncio.sleep(PAGE_S)
+        pages = dict(zip(self._workers(), _metrics_pages(self._process.pid), strict=False))
+        return {name: _by_name(load(found)) for name, found in pages.items()}
+
+    def _workers(self) -> list[str]:
+        return [f"worker {number}" for number in range(1, self._count + 1)]
+
+    def stop(self) -> list[str]:
+        """End it; the workers that have not noticed are ended too, and returned."""
+        workers = {name: pid for name, pid in self.processes.items() if name.startswith("worker")}
+        self._process.kill()
+        deadline_s = time.monotonic() + ENDS_WITHIN_S
+        while any(map(_lives, workers.values())) and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        left = [name for name, pid in workers.items() if _lives(pid)]
+        for name in left:
+            with suppress(ProcessLookupError):
+                os.kill(workers[name], signal.SIGKILL)
+        return left
+
+
+class Worker:
+    """One of several processes that serve; see `Breakable`."""
+
+    role, kinds = "worker", ("kill",)
+
+    def __init__(self, proxy: Proxy, number: int, port: int) -> None:
+        self.name = f"worker {number}"
+        self._proxy, self._port = proxy, port
+
+    @asynccontextmanager
+    async def broken(self, _: str) -> AsyncIterator[None]:
+        """Killed; another one serves in its place when the context is left."""
+        pid = self._proxy.processes[self.name]
+        self._proxy.cuts.append(self._kill(pid))
+        yield
+        async with asyncio.timeout(READY_S):
+            while self._proxy.processes[self.name] == pid:
+                self._proxy.check_alive()
+                await asyncio.sleep(0.05)
+
+    def _kill(self, pid: int) -> Cut:
+        """Kill it while it is stopped, so that it accepts nothing more than what is noted."""
+        os.kill(pid, signal.SIGSTOP)
+        deadline_s = time.monotonic() + STOPPED_S
+        while _state(pid) != "T" and time.monotonic() < deadline_s:
+            time.sleep(0.0005)
+        cut = Cut(asyncio.get_running_loop().time(), frozenset(_accepted(pid, self._port)))
+        os.kill(pid, signal.SIGKILL)
+        return cut
+
+
+@dataclass(frozen=True)
+class Kill:
+    """A worker to be killed, and when, in seconds from the start."""
+
+    worker: Worker
+    at_s: float
+
+
+def kills_of_workers(workers: Sequence[Worker], rng: random.Random, seconds: float) -> list[Kill]:
+    """Each of them again and again, seldom enough for the proxy to go on."""
+    planned = []
+    for worker in workers:
+        at_s = rng.uniform(*FIRST_KILL_S)
+        while at_s < seconds:
+            planned.append(Kill(worker, at_s))
+            at_s += rng.uniform(*NEXT_KILL_S)
+    return planned
+
+
+def under_way(pages: Mapping[str, Page]) -> list[str]:
+    """What each process believes to be doing."""
+    return [
+        f"{process}: {sample.name}{sample.labels or ''} {sample.value:g}"
+        for process, page in pages.items()
+        for name in sorted(UNDER_WAY & page.keys())
+        for sample in page[name].samples
+        if sample.value
+    ]
+
+
+def not_asked_by(pages: Mapping[str, Page]) -> list[str]:
+    """The instances that a process does not ask."""
+    return [
+        f"{sample.labels} by {process}"
+        for process, page in pages.items()
+        for sample in page[INSTANCE_UP.name].samples
+        if not sample.value
+    ]
+
+
+def answered(page: Page) -> float:
+    """How many chats a process has answered."""
+    samples = page["epd_requests"].samples if "epd_requests" in page else ()
+    return sum(one.value for one in samples if CHAT.items() <= one.labels.items())
+
+
+class _Serving:
+    """Which process serves as which worker, by what the log says. Read as it grows."""
+
+    def __init__(self, log: Path) -> None:
+        self._log, self._at = log, 0
+        self._pids: dict[int, int] = {}
+
+    def workers(self) -> Mapping[int, int]:
+        with self._log.open("rb") as log:
+            log.seek(self._at)
+            for line in log:
+                if not line.endswith(b"\n"):
+                    break
+                self._at += len(line)
+                if b'"serving"' in line:
+                    said = orjson.loads(line)
+                    self._pids[said["worker"]] = said["pid"]
+        return self._pids
+
+
+def _by_name(families: Iterable[Metric]) -> Page:
+    return {family.name: family for family in families}
+
+
+def _metrics_pages(pid: int) -> list[bytes]:
+    """What the pages of memory say that hold metrics, in the order of their descriptors."""
+    pages = []
+    folder = Path(f"/proc/{pid}/fd")
+    for path in sorted(folder.iterdir(), key=lambda path: int(path.name)):
+        if not str(path.readlink()).startswith("/memfd:epd"):
+            continue
+        with closing(SharedPage(os.open(path, os.O_RDONLY))) as page, suppress(PageUnreadable):
+            found = page.read()
+            if found and found.startswith(b'[["epd_'):
+                pages.append(found)
+    return pages
+
+
+def _accepted(pid: int, port: int) -> Iterator[int]:
+    """The other ends' ports of the connections of a process at a port of its own."""
+    sockets = set()
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):
+            sockets.add(str(path.readlink()))
+    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
+        _, local, remote, *fields = line.split()
+        if f"socket:[{fields[6]}]" in sockets and int(local.partition(":")[2], 16) == port:
+            yield int(remote.partition(":")[2], 16)
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return _state(pid) not in {"Z", "X"}
+    except OSError:
+        return False
