@@ -1,6 +1,6 @@
 """Fixtures of the proxy's tests."""
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,12 +10,19 @@ from epd.tenants import key_line
 from tests.faults.invariants import WatchedLaunch
 from tests.proxy.backed import NAMESPACE, Backed
 from tests.proxy.clients import ALICE, ALICE_2, BOB
-from tests.proxy.fleet import Launch
+from tests.proxy.fleet import Fleet, Launch
 
 
 @pytest.fixture
 def launch() -> Launch:
     return WatchedLaunch()
+
+
+@pytest.fixture
+async def fleet(launch: Launch) -> AsyncIterator[Fleet]:
+    """A proxy with one instance of each role."""
+    async with launch(prefill=1) as running:
+        yield running
 
 
 @pytest.fixture

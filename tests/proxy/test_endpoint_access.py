@@ -1,0 +1,102 @@
+"""Keys and tenants at the endpoints beside chat."""
+
+from pathlib import Path
+
+import anthropic
+import pytest
+
+from epd.bodies.endpoints import ENDPOINTS
+from tests.proxy.clients import ALICE, BOB, bearer
+from tests.proxy.endpoints import PLAIN, SALTED, ask, message
+from tests.proxy.fleet import Fleet, Launch
+from tests.requests import text
+
+
+@pytest.mark.security("S1")
+@pytest.mark.parametrize("path", ENDPOINTS)
+async def test_no_endpoint_answers_without_a_key(launch: Launch, keys: Path, path: str) -> None:
+    async with launch(api_keys_file=keys) as fleet:
+        for headers in ({}, bearer("wrong"), {"X-API-Key": "wrong"}):
+            status, _ = await ask(fleet, path, PLAIN.get(path, {}), headers)
+            assert status == 401
+        assert fleet.d.calls == []
+
+
+@pytest.mark.security("S12")
+@pytest.mark.parametrize("path", SALTED)
+async def test_each_tenant_has_salts_of_its_own(launch: Launch, keys: Path, path: str) -> None:
+    async with launch(api_keys_file=keys) as fleet:
+        for key in (ALICE, BOB, ALICE):
+            assert (await ask(fleet, path, PLAIN[path], bearer(key)))[0] == 200
+
+        first, second, third = (call.body["cache_salt"] for call in fleet.d.calls)
+        assert first == third != second
+
+
+@pytest.mark.security("S1")
+async def test_anthropics_clients_present_their_key_in_a_header_of_its_own(
+    launch: Launch, keys: Path
+) -> None:
+    async with launch(api_keys_file=keys) as fleet:
+        asked = message(text())
+        async with anthropic.AsyncAnthropic(base_url=fleet.url, api_key=ALICE) as client:
+            assert (await client.messages.create(**asked)).id == "msg"
+        both = {"X-API-Key": ALICE, **bearer("wrong")}
+        assert (await ask(fleet, "/v1/messages", asked, both))[0] == 401
+        assert {"x-api-key", "authorization"}.isdisjoint(
+            name.lower() for name in fleet.d.calls[0].headers
+        )
+
+
+async def test_who_has_no_key_is_told_where_it_belongs(launch: Launch, keys: Path) -> None:
+    async with launch(api_keys_file=keys) as fleet:
+        _, chats = await ask(fleet, "/v1/chat/completions", PLAIN["/v1/chat/completions"])
+        _, messages = await ask(fleet, "/v1/messages", PLAIN["/v1/messages"])
+
+    assert chats["error"]["message"].endswith("Authorization: Bearer <key>")
+    assert messages["error"]["message"].endswith("X-API-Key: <key>")
+
+
+async def test_where_the_proxy_has_no_keys_the_instances_judge_anthropics(fleet: Fleet) -> None:
+    await ask(fleet, "/v1/messages", message(text()), {"X-API-Key": "k"})
+
+    assert fleet.d.calls[0].headers["Authorization"] == "Bearer k"
+
+
+@pytest.mark.security("S2")
+@pytest.mark.parametrize("path", [path for path in PLAIN if not path.startswith(("/v1/", "/v2/"))])
+async def test_instances_judge_the_key_of_paths_that_theirs_does_not_guard(
+    fleet: Fleet, path: str
+) -> None:
+    """VLLM's `--api-key` is for paths under `/v1` and `/v2`."""
+    for instance in fleet.instances:
+        instance.api_key = "sk-instances"
+    denied, reply = await ask(fleet, path, PLAIN[path], bearer("wrong"))
+    assert (denied, fleet.d.calls) == (401, [])
+    assert reply["error"]["code"] == 401
+
+    assert (await ask(fleet, path, PLAIN[path], bearer("sk-instances")))[0] == 200
+
+
+@pytest.mark.security("S2")
+async def test_the_tokenizer_is_told_by_a_decode_instance_to_clients_with_a_key(
+    fleet: Fleet,
+) -> None:
+    fleet.d.api_key = "sk-instances"
+    answers = []
+    for key in ("wrong", "sk-instances"):
+        async with fleet.http.get(f"{fleet.url}/tokenizer_info", headers=bearer(key)) as reply:
+            answers.append((reply.status, await reply.json()))
+
+    assert [status for status, _ in answers] == [401, 200]
+    assert answers[1][1] == {"tokenizer_class": "T"}
+    assert "GET /tokenizer_info" not in fleet.p.other_calls
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_ping_asks_nobody(launch: Launch, keys: Path, method: str) -> None:
+    async with launch(api_keys_file=keys) as fleet:
+        await fleet.ready()
+        async with fleet.http.request(method, f"{fleet.url}/ping") as reply:
+            assert (reply.status, await reply.json()) == (200, {"status": "ready"})
+        assert all(instance.other_calls == [] for instance in fleet.instances)
