@@ -38,7 +38,8 @@ class Flights(Generic[K, V]):
 
         An error is every waiter's; a waiter that is cancelled leaves the run to the others.
         """
-        return await self._wait(key, self._flights.get(key) or self._begin(key, start))
+        flight = self._flights.get(key) or self._add(key, asyncio.create_task(start()))
+        return await self._wait(key, flight)
 
     async def try_join(self, key: K, start: Start[V]) -> V:
         """As `join`, but a run that had begun before this call shares its success alone.
@@ -52,7 +53,8 @@ class Flights(Generic[K, V]):
                 return await self._wait(key, begun)
             except ProxyError:
                 begun = self._flights.get(key)
-        return await self._wait(key, begun or self._begin(key, start))
+        flight = begun or self._add(key, asyncio.create_task(start()))
+        return await self._wait(key, flight)
 
     async def close(self) -> None:
         """Cancel what still runs, and wait until it is gone."""
@@ -60,10 +62,10 @@ class Flights(Generic[K, V]):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _begin(self, key: K, start: Start[V]) -> _Flight[V]:
-        flight = self._flights[key] = _Flight(asyncio.create_task(start()))
-        self._tasks.add(flight.task)
-        flight.task.add_done_callback(lambda _: self._land(key, flight))
+    def _add(self, key: K, task: asyncio.Task[V]) -> _Flight[V]:
+        flight = self._flights[key] = _Flight(task)
+        self._tasks.add(task)
+        task.add_done_callback(lambda _: self._land(key, flight))
         return flight
 
     async def _wait(self, key: K, flight: _Flight[V]) -> V:

@@ -19,6 +19,7 @@ from epd.bodies.items import Body, MMItem, with_parts
 from epd.config import ProxyConfig
 from epd.errors import BadRequest, MediaFetchFailed, ProxyError
 from epd.flights import Flights
+from epd.gather import gather_first
 from epd.media.cache import (
     HEADERS,
     CacheKey,
@@ -111,16 +112,12 @@ class MediaFetcher:
         if self._config.media_fetch == "engine" or not (remote := self._remote(items)):
             return body
         total = _Total(self._config.max_body_bytes)
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = {
-                    item: group.create_task(self._part(item, url, scope, total))
-                    for item, url in remote.items()
-                }
-        except ExceptionGroup as failures:
-            first = failures.exceptions[0]
-            raise first from first.__cause__
-        return with_parts(body, {item: task.result() for item, task in tasks.items()})
+
+        async def part(item: MMItem) -> dict[str, object]:
+            return await self._part(item, remote[item], scope, total)
+
+        parts = await gather_first(part, remote, len(remote))
+        return with_parts(body, dict(zip(remote, parts, strict=True)))
 
     @property
     def _policy(self) -> MediaPolicy:

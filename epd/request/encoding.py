@@ -1,27 +1,45 @@
-"""Where the encoder outputs of a request's items come from: the store, or an encode instance."""
+"""The encoder outputs of a request's items: from the store, or from an encode instance.
+
+The way of one item: the store has its output (`encode`); or this process encodes it already for
+another request (`_encode_item`); or another proxy on the same store does (`_claim`); or an encode
+instance is asked, and the next one where that fails (`_ask_instances`).
+"""
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import NamedTuple
 
-from epd.bodies.items import Body, MMItem
+from ec_store import EntryInfo
+from epd.bodies.chat import encode_body, features
+from epd.bodies.items import MMItem
+from epd.cache.claims import Claims, Looking, Turn
 from epd.cache.encoder_cache import EncoderCache
-from epd.cache.look import Look
 from epd.config import ProxyConfig
 from epd.errors import (
+    NoInstance,
     ProxyError,
     UnknownMedia,
+    UpstreamDied,
+    UpstreamFailed,
+    UpstreamTimeout,
     no_store,
 )
+from epd.flights import Flights
+from epd.gather import gather_first
 from epd.request.context import RequestContext
-from epd.request.encodes import Encodes, sent_as
-from epd.request.once import Once, wanted_of
+from epd.request.encode_job import EncodeJob, Identifiers, OutputKey, item_key, sent_as
+from epd.request.recovery import MAX_ENCODES, EncodeFailure, encode_delay_s
 from epd.request.stages import Stages
+from epd.routing.balance import Choice
 from epd.routing.fatal import FatalRequests
+from epd.routing.instances import Instance, Role
 from epd.routing.namespaces import Namespaces
+from epd.routing.retries import Retries
 from epd.routing.table import InstanceTable
-from epd.routing.use import Place
+from epd.spans import Span
 from epd.transfer.ec import ECTransfer
 from epd.transfer.encoded import Encoded, EncodedItem, from_entry
 
@@ -29,25 +47,26 @@ AT_ONCE = 16
 """How many items of one request are encoded at once: connections are shared with all others, and
 few fleets have more encode instances."""
 
+WAIT = "encode wait"
+"""The span of an item that another request, or another proxy, encodes."""
 
-class LookUp(NamedTuple):
-    """What the store said of a request's items.
+
+class Made(NamedTuple):
+    """An encoder output that one item has got for all that wanted it.
 
     Attributes:
-        found: the items that it has.
-        answered: whether it said anything.
-        alone: whether nobody else is waited for, since what they make would be of no use.
-        namespace: the consumer's, where it is known.
+        encoded: the output.
+        item: the item that an encode instance was asked for; None: the store has it by now.
+        span: of the request to that instance, where it is traced.
     """
 
-    found: Mapping[MMItem, Encoded]
-    answered: bool
-    alone: bool = False
-    namespace: str | None = None
+    encoded: Encoded
+    item: MMItem | None = None
+    span: Span | None = None
 
 
 class Encoder:
-    """Gets the encoder outputs of requests."""
+    """Gets the encoder outputs of requests. Belongs to one event loop."""
 
     def __init__(  # noqa: PLR0913, PLR0917 - what an item meets on its way
         self,
@@ -59,197 +78,267 @@ class Encoder:
         fatal: FatalRequests,
         config: ProxyConfig,
     ) -> None:
+        self._stages = stages
+        self._namespaces = namespaces
+        self._table = table
+        self._cache = cache
+        self._claims = None if cache is None or transfer.pushed else Claims(cache)
         self._transfer = transfer
+        self._fatal = fatal
         self._config = config
-        self._encodes = Encodes(stages, namespaces, table, transfer, fatal, config)
-        self._once = Once(self._encodes, cache, config)
+        self._identifiers = Identifiers()
+        self._flights: Flights[object, Made] = Flights()
+        self._choice = Choice(table, lambda: config.encode_balance, Role.ENCODE)
+        self._retries = Retries()
 
-    async def encode(  # noqa: PLR0913 - what is encoded, and for which instance
-        self,
-        body: Body,
-        uuids: Mapping[MMItem, str | None],
-        context: RequestContext,
-        consumer: Place | None = None,
-        *,
-        namespace: str | None = None,
-        anew: bool = False,
-    ) -> list[EncodedItem]:
-        """The encoder outputs of all items; those that are missing are encoded, `AT_ONCE`.
-
-        Args:
-            body: the request.
-            uuids: its items and their keys.
-            context: the request's.
-            consumer: whom they are for, with a transfer that pushes; None: nobody who takes any.
-            namespace: the consumer's, where it is known.
-            anew: whether what the store has is of no use, as a consumer could not load it.
+    async def encode(self, job: EncodeJob) -> list[EncodedItem]:
+        """Return the encoder outputs of all items; those that are missing are encoded, `AT_ONCE`.
 
         Raises:
             ProxyError: the first item that failed; the others are cancelled.
         """
-        if not uuids:
-            return []
-        pushed = self._transfer.pushed
-        if not context.endpoint.encodes or (pushed and consumer is None):
+        context, uuids = job.context, job.uuids
+        unpushed = self._transfer.pushed and job.consumer is None
+        if not uuids or unpushed or not context.endpoint.encodes:
             return raw_items(uuids)
-        if pushed and consumer is not None:
-            return await self._pushed(body, uuids, context, consumer)
         record = context.record
         record.hits, record.waits = {}, 0
-        wanted = self._identifiers(body, uuids, anew=anew)
-        if self._once.claims is None or not wanted:
-            answered = self._once.claims is not None
-            looked = LookUp({}, answered=answered, alone=anew, namespace=namespace)
-            encoded = await self._each(body, uuids, looked, context)
-        else:
-            patient = not all(item.has_media for item in uuids)
-            keys = list({*wanted.values()})
-            looking = self._once.claims.look(
-                body.get("model"), keys, patient=patient, namespace=namespace
-            )
-            with looking:
-                with context.timed("store", "lookup"):
-                    look = await looking.answer()
-                looked = _answer(look, wanted, alone=anew)._replace(namespace=namespace)
-                encoded = await self._each(body, uuids, looked, context)
+        job = job._replace(answered=self._claims is not None)
+        identifiers = self._askable(job)
+        with self._looking(job, identifiers) as looking:
+            if looking is not None:
+                job = await _look_up(looking, job, identifiers)
+            record.at = "encode"
+            missing = [item for item in uuids if item not in job.found]
+            if len(missing) == 1:
+                made = [await self._encode_item(job, missing[0])]
+            else:
+                made = await gather_first(partial(self._encode_item, job), missing, AT_ONCE)
+        encoded = made if not job.found else _in_order(job, made)
         results = [one.result for one in encoded]
         record.items = {result: results.count(result) for result in results}
         if "hit" in record.items:
             record.hits = Counter([one.item.modality for one in encoded if one.result == "hit"])
         return encoded
 
-    async def _pushed(
-        self,
-        body: Body,
-        uuids: Mapping[MMItem, str | None],
-        context: RequestContext,
-        consumer: Place,
-    ) -> list[EncodedItem]:
-        """All items, pushed to one consumer, which waits for each: nothing is shared, nor local."""
-
-        async def one(item: MMItem) -> EncodedItem:
-            uuid = uuids[item]
-            if not item.has_media:
-                raise _gone(item, LookUp({}, answered=False))
-            try:
-                encoded = await self._encodes.made(body, item, uuid, context, consumer)
-            except ProxyError as error:
-                raise error.at(item.param) from error.__cause__
-            return EncodedItem(item, sent_as(item, uuid), encoded, "encoded")
-
-        encoded = await _all(one, uuids)
-        context.record.items = {"encoded": len(encoded)}
-        return encoded
-
-    def _identifiers(
-        self, body: Body, uuids: Mapping[MMItem, str | None], *, anew: bool
-    ) -> Mapping[MMItem, str]:
-        """What the store is asked for, by item."""
+    def _askable(self, job: EncodeJob) -> Mapping[MMItem, str]:
+        """The keys that the store is asked for, by item."""
+        if self._claims is None:
+            return {}
         return {
             item: identifier
-            for item, uuid in uuids.items()
-            if uuid is not None
-            and (identifier := self._once.identifier(wanted_of(body, item, uuid)))
-            and not (anew and item.has_media)
+            for item in job.uuids
+            if not (job.reencode and item.has_media)
+            and (output := job.output(item)) is not None
+            and (identifier := self._identifiers.of(output))
         }
 
-    async def _each(
-        self,
-        body: Body,
-        uuids: Mapping[MMItem, str | None],
-        looked: LookUp,
-        context: RequestContext,
-    ) -> list[EncodedItem]:
-        """All items, once the store was asked."""
-        context.record.at = "encode"
-        if len(uuids) == 1 or all(item in looked.found for item in uuids):
-            return [await self._one(item, body, uuids, looked, context) for item in uuids]
-        return await _all(lambda item: self._one(item, body, uuids, looked, context), uuids)
+    def _looking(
+        self, job: EncodeJob, identifiers: Mapping[MMItem, str]
+    ) -> AbstractContextManager[Looking | None]:
+        """A look at the store, which holds what it claims until the items are encoded."""
+        if self._claims is None or not identifiers:
+            return nullcontext()
+        return self._claims.look(
+            job.body.get("model"),
+            list({*identifiers.values()}),
+            patient=not job.has_all_media,
+            namespace=job.namespace,
+        )
 
-    async def _one(
-        self,
-        item: MMItem,
-        body: Body,
-        uuids: Mapping[MMItem, str | None],
-        looked: LookUp,
-        context: RequestContext,
-    ) -> EncodedItem:
-        uuid = uuids[item]
-        if item in looked.found:
-            return EncodedItem(item, sent_as(item, uuid), looked.found[item], "hit")
+    async def _encode_item(self, job: EncodeJob, item: MMItem) -> EncodedItem:
+        """Return the output of an item that the store does not have.
+
+        All requests in this process that want an output at the same time share its encode, but for
+        one that is pushed to a consumer, and one that an engine gives its key.
+
+        Raises:
+            ProxyError: there is none, and prefill or decode may not encode the item either.
+        """
+        context, output = job.context, job.output(item)
         if not item.has_media:
-            raise _gone(item, looked)
+            raise _unknown(item, job)
         try:
-            if uuid is None:
-                encoded, mine = (
-                    await self._encodes.made(body, item, uuid, context, namespace=looked.namespace),
-                    True,
-                )
+            if output is None or self._transfer.pushed:
+                made = Made(await self._ask_instances(job, item), item)
             else:
-                encoded, mine = await self._once.made(
-                    body,
-                    item,
-                    uuid,
-                    context,
-                    alone=looked.alone or not looked.answered,
-                    namespace=looked.namespace,
-                )
-        except ProxyError as error:
-            possible = self._may_be_local(uuids) and not context.watched.spent
-            if not possible or not error.retryable:
+                flight = job.flight(output)
+                with self._waiting(context, item, flight) as waiting:
+                    work = partial(self._claim, job, item, output, waiting)
+                    made = await self._flights.try_join(flight, work)
+                    if waiting is not None and made.span is not None:
+                        waiting.link(made.span)
+        except ProxyError as failure:
+            error = self._final(failure)
+            if not self._may_be_local(job, error):
                 raise error.at(item.param) from error.__cause__
             context.record.degraded.add("encode-local")
-            return _local(item, uuid)
+            return _local(item, job.uuids[item])
+        mine = made.item is item
         context.record.waits += not mine
-        return EncodedItem(item, sent_as(item, uuid), encoded, "encoded" if mine else "hit")
+        name = sent_as(item, job.uuids[item])
+        return EncodedItem(item, name, made.encoded, "encoded" if mine else "hit")
 
-    def _may_be_local(self, items: Iterable[MMItem]) -> bool:
-        """Whether media may go on raw: not beside items that have none."""
-        return self._config.on_encode_failure == "local" and all(item.has_media for item in items)
+    def _waiting(
+        self, context: RequestContext, item: MMItem, flight: object
+    ) -> AbstractContextManager[Span | None]:
+        """The span of an item that is encoded already, where it is traced."""
+        if context.span is None or flight not in self._flights:
+            return nullcontext()
+        return context.span.child(WAIT, item=item)
+
+    async def _claim(
+        self, job: EncodeJob, item: MMItem, output: OutputKey, waiting: Span | None
+    ) -> Made:
+        """Return the output of an item, encoded here unless another proxy is just doing so.
+
+        Args:
+            job: the items.
+            item: the item.
+            output: its output.
+            waiting: the span of the wait for an encode that has failed.
+        """
+        if waiting is not None:
+            waiting.end()
+        identifier = None if job.skips_claims else self._identifiers.of(output)
+        if self._claims is None or identifier is None:
+            encoded = await self._ask_instances(job, item)
+        else:
+            wait_s = self._config.encode_timeout_s
+            with self._claims.turn(output.model, identifier, wait_s, job.namespace) as turn:
+                found = await _come(turn, item, job.context)
+                if found is not None and found.modality == item.modality:
+                    return Made(from_entry(found))
+                encoded = await self._ask_instances(job, item)
+                turn.made = encoded.identifier is not None
+        if self._cache is not None and encoded.namespace is not None:
+            self._cache.learn(output.model, encoded.namespace)
+        if encoded.identifier is not None:
+            self._identifiers.learn(output, encoded.identifier)
+        span = job.context.span
+        return Made(encoded, item, None if span is None else span.sent("encode", item))
+
+    async def _ask_instances(self, job: EncodeJob, item: MMItem) -> Encoded:
+        """Return what an encode instance makes of an item, or the next one where that fails.
+
+        Instances of another namespace than the consumer's are not asked.
+
+        Raises:
+            ProxyError: none could, or one says that the item is at fault.
+        """
+        uuid, context = job.uuids[item], job.context
+        key, watched = item_key(item, uuid), context.watched
+        fits = None if job.namespace is None else partial(self._shares, job.namespace)
+        clock = asyncio.get_running_loop().time
+        tried: list[Instance] = []
+        started_s = clock()
+        with self._retries.tries(MAX_ENCODES) as tries:
+            while True:
+                try:
+                    self._fatal.check(watched, [key])
+                    tried.append(
+                        instance := self._choice.best(
+                            tried, item=key, session=context.session, fits=fits
+                        )
+                    )
+                    # New for each instance: what another one has begun to push may come yet.
+                    params = self._transfer.encode_params(job.consumer, features(job.body, item))
+                    with self._table.using(instance):
+                        sent = encode_body(job.body, item, sent_as(item, uuid), params)
+                        replied = await self._stages.encode(instance, sent, item, context)
+                        encoded = self._transfer.encoded(replied, params)
+                    self._fatal.survived(watched, [key], body=False)
+                    return self._kept(encoded, instance, job.namespace)
+                except ProxyError as failure:
+                    error = failure
+                    if isinstance(failure, UpstreamDied):
+                        error = self._fatal.after(failure, tried[-1], watched, [key])
+                    others, elapsed_s = self._choice.others(tried, fits), clock() - started_s
+                    delay_s = self._delay_s(error, len(tried), elapsed_s, others=others)
+                    if delay_s is None or watched.spent:
+                        raise error from failure.__cause__
+                    await tries.another(error, delay_s)
+
+    def _kept(self, encoded: Encoded, instance: Instance, namespace: str | None) -> Encoded:
+        """Return an output as its consumer can find it: not under another namespace."""
+        told = encoded.namespace
+        if told is not None:
+            self._namespaces.told(instance, told)
+        return encoded if namespace is None or told in {None, namespace} else Encoded()
+
+    def _delay_s(
+        self, error: ProxyError, tries: int, elapsed_s: float, *, others: bool
+    ) -> float | None:
+        """Return how long to wait before another instance is asked; None: none is."""
+        local = self._config.on_encode_failure == "local"
+        patience_s = self._config.encode_timeout_s
+        return encode_delay_s(EncodeFailure(error, tries, elapsed_s, others, local, patience_s))
+
+    def _final(self, error: ProxyError) -> ProxyError:
+        """Return what an item's encode has failed by, once no instance is asked any more."""
+        failed = isinstance(error, UpstreamFailed | UpstreamTimeout)
+        if not failed or self._table.serves(Role.ENCODE):
+            return error
+        nothing = NoInstance("no encode instance can be reached", slug="no_encoder", stage="encode")
+        nothing.__cause__ = error
+        return nothing
+
+    def _may_be_local(self, job: EncodeJob, error: ProxyError) -> bool:
+        """Whether prefill or decode encodes an item: not beside items that have no media."""
+        local = self._config.on_encode_failure == "local" and not self._transfer.pushed
+        return local and error.retryable and job.has_all_media and not job.context.watched.spent
+
+    def _shares(self, namespace: str, instance: Instance) -> bool:
+        return self._namespaces.shares(instance, namespace)
 
 
-async def _all(
-    one: Callable[[MMItem], Coroutine[Any, Any, EncodedItem]], items: Iterable[MMItem]
-) -> list[EncodedItem]:
-    """Those of all items, `AT_ONCE`; the first that fails ends the others."""
-    places = asyncio.Semaphore(AT_ONCE)
-
-    async def in_place(item: MMItem) -> EncodedItem:
-        async with places:
-            return await one(item)
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(in_place(item)) for item in items]
-    except ExceptionGroup as failures:
-        first = failures.exceptions[0]
-        raise first from first.__cause__
-    return [task.result() for task in tasks]
-
-
-def _answer(look: Look | None, identifiers: Mapping[MMItem, str], *, alone: bool) -> LookUp:
+async def _look_up(
+    looking: Looking, job: EncodeJob, identifiers: Mapping[MMItem, str]
+) -> EncodeJob:
+    """Return the items, and which outputs the store has."""
+    with job.context.timed("store", "lookup"):
+        look = await looking.answer()
     if look is None:
-        return LookUp({}, answered=False)
+        return job._replace(answered=False)
     infos = {key.identifier: info for key, info in (look.found or {}).items()}
     found = {
         item: from_entry(infos[identifier])
         for item, identifier in identifiers.items()
         if identifier in infos and infos[identifier].modality == item.modality
     }
-    return LookUp(found, answered=True, alone=alone)
+    return job._replace(found=found)
 
 
-def _gone(item: MMItem, looked: LookUp) -> ProxyError:
-    if not looked.answered:
+async def _come(turn: Turn, item: MMItem, context: RequestContext) -> EntryInfo | None:
+    """Wait for an item's turn."""
+    if context.span is None or turn.first:
+        return await turn.come()
+    with context.span.child(WAIT, item=item):
+        return await turn.come()
+
+
+def _in_order(job: EncodeJob, made: list[EncodedItem]) -> list[EncodedItem]:
+    """Return what was found and what was made, in the order of the items."""
+    others = iter(made)
+    return [
+        EncodedItem(item, sent_as(item, uuid), job.found[item], "hit")
+        if item in job.found
+        else next(others)
+        for item, uuid in job.uuids.items()
+    ]
+
+
+def _unknown(item: MMItem, job: EncodeJob) -> ProxyError:
+    if not job.answered:
         return no_store("the encoder cache gives no answer")
     return UnknownMedia("no media are known under this uuid: send them once more", param=item.param)
 
 
 def raw_items(uuids: Mapping[MMItem, str | None]) -> list[EncodedItem]:
-    """Items that all go on as they are."""
+    """Return items that all go on as they are."""
     return [_local(item, uuid) for item, uuid in uuids.items()]
 
 
 def _local(item: MMItem, uuid: str | None) -> EncodedItem:
-    """An item that prefill or decode encodes."""
+    """Return an item that prefill or decode encodes."""
     return EncodedItem(item, sent_as(item, uuid), Encoded(), "local")

@@ -16,7 +16,7 @@ from epd.media.parts import inline_bytes
 from epd.policies.course import Course, Facts
 from epd.request.context import RequestContext
 from epd.request.decoders import Decoders
-from epd.request.encodes import item_key
+from epd.request.encode_job import EncodeJob, item_key
 from epd.request.encoding import Encoder, raw_items
 from epd.request.handover import Answer, Handovers
 from epd.request.recovery import MAX_ATTEMPTS, Failure, next_attempt
@@ -131,7 +131,7 @@ class Pipeline:
         """
         body, uuids = await self._keyed(body, self._items(body, context), context)
         namespace = self._namespace(None)
-        encoded = await self._encoder.encode(body, uuids, context, namespace=namespace)
+        encoded = await self._encoder.encode(EncodeJob(body, uuids, context, namespace=namespace))
         await self._keys.remember(body, encoded, context.tenant)
         return encoded
 
@@ -206,9 +206,8 @@ class Pipeline:
         if known is not None and known.namespace == namespace and not spent:
             return known
         if attempt.course.encode:
-            items = await self._encoder.encode(
-                body, uuids, context, consumer, namespace=namespace, anew=attempt.reencode
-            )
+            job = EncodeJob(body, uuids, context, consumer, namespace, attempt.reencode)
+            items = await self._encoder.encode(job)
         else:
             items = raw_items(uuids)
         if known is None and attempt.course.encode:

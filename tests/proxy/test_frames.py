@@ -19,7 +19,7 @@ from tests.requests import image, request, text
 
 OURS = str(Path(epd.__file__).parent)
 HANDLER = "answer"
-MOST = {"encode": 19, "prefill": 9, "decode": 9}
+MOST = {"encode": 14, "prefill": 9, "decode": 9}
 """Frames from the handler to the call that writes to the instance's socket, both counted."""
 
 
@@ -69,14 +69,16 @@ def depths(monkeypatch: pytest.MonkeyPatch) -> Depths:
     return depths
 
 
-@pytest.mark.parametrize(("prefills", "stored"), [(0, False), (1, True)])
+@pytest.mark.parametrize("pictures", [1, 2])
+@pytest.mark.parametrize("prefills", [0, 1])
 async def test_each_stage_is_near_the_handler(
-    launch: Launch, depths: Depths, url: str, prefills: int, stored: bool
+    launch: Launch, depths: Depths, url: str, prefills: int, pictures: int
 ) -> None:
     asyncio.get_running_loop().set_task_factory(depths.make_task)
-    more: dict[str, Any] = {"ec_store": url} if stored else {}
+    more: dict[str, Any] = {"ec_store": url} if prefills else {}
+    images = [image(b"%d" % number) for number in range(pictures)]
     async with launch(prefill=prefills, **more) as fleet:
-        status, _ = await fleet.chat(request(image(), image(b"another"), text()))
+        status, _ = await fleet.chat(request(*images, text()))
 
     assert status == 200
     assert set(depths.of) == {"encode", "decode", *(["prefill"] if prefills else [])}

@@ -54,7 +54,7 @@ def only(collector: Collector) -> Span:
 
 def waiters(fleet: Fleet) -> int:
     """How many wait for the one encode that is under way."""
-    [flight] = fleet.runner.app[PIPELINE]._encoder._once._flights._flights.values()  # noqa: SLF001
+    [flight] = fleet.runner.app[PIPELINE]._encoder._flights._flights.values()  # noqa: SLF001
     return flight.waiters
 
 
