@@ -36,7 +36,7 @@ class Answer:
 class Reply:
     """An answer whose head has come. It has to be closed, or used as a context."""
 
-    __slots__ = ("_clock", "_connection", "_late", "_release", "_stage", "_until_s")
+    __slots__ = ("_body", "_clock", "_connection", "_late", "_release", "_stage", "_until_s")
 
     def __init__(
         self,
@@ -60,6 +60,7 @@ class Reply:
         self._until_s = until_s
         self._late = late
         self._release = release
+        self._body: bytes | None = None
         self._clock = asyncio.get_running_loop().time
 
     def __enter__(self) -> Self:
@@ -89,13 +90,20 @@ class Reply:
         """Response headers, by name in any case."""
         return self._connection.headers
 
+    @property
+    def is_stream(self) -> bool:
+        """Whether the body is a stream of events: its head precedes its first token."""
+        return self.headers.get("Content-Type", "").startswith("text/event-stream")
+
     async def read(self, *, idle_s: float, limit: int = MAX_ANSWER_BYTES) -> bytes:
-        """The whole body.
+        """Return the whole body, the second time too.
 
         Raises:
             UpstreamFailed: it is larger than `limit` bytes, or broke off.
             UpstreamTimeout: nothing came for `idle_s` seconds.
         """
+        if self._body is not None:
+            return self._body
         parts = []
         size = 0
         while not self._connection.ended and (chunk := await self.chunk(idle_s)):
@@ -107,7 +115,8 @@ class Reply:
                     slug=f"{self._stage}_bad_response",
                     stage=self._stage,
                 )
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        self._body = parts[0] if len(parts) == 1 else b"".join(parts)
+        return self._body
 
     async def begun(self, idle_s: float) -> None:
         """Wait for the first byte of the body.
@@ -150,6 +159,6 @@ class Reply:
 
     def _broke_off(self, error: Exception) -> ProxyError:
         # The head of a stream precedes its first token; any other head follows the last one.
-        computed = not self.headers.get("Content-Type", "").startswith("text/event-stream")
+        computed = not self.is_stream
         broken = f"{self._stage}_died"
         return shown(error, self._stage, broken=broken, late=self._late, computed=computed)

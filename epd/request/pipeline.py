@@ -82,7 +82,7 @@ class Pipeline:
         self._coordinate = coordinate
 
     async def run(self, body: Body, context: RequestContext) -> Answer:
-        """Return decode's answer, its head read, its status 2xx: a context, to be entered.
+        """Return decode's answer, begun, its status 2xx: a context, to be entered.
 
         Leaving the context, by cancellation too, closes whatever is open upstream.
 

@@ -37,6 +37,9 @@ from epd.upstream_text import said_retry_after_s
 
 MAX_STATUS = 599
 
+MAX_DECODE_BYTES = 256 * 1024**2
+"""Largest answer of decode that is no stream."""
+
 QUESTION_TIMEOUT_S = 2.0
 """What an instance is asked on the way to its prefill."""
 
@@ -159,6 +162,8 @@ class Stages:
     ) -> Opened:
         """Open decode's answer: its status is 2xx, and its body has begun.
 
+        An answer that is no stream is read to its end.
+
         Args:
             instance: the decode instance.
             sent: the request.
@@ -192,10 +197,14 @@ class Stages:
                 raise _refusal(answer, context, fetches=sent.fetches)
             if on_head is not None:
                 on_head()
-            # The head of a stream precedes its first token. Until that has come, the client has
+            # Until the first byte of a stream, and the last one of any other answer, the client has
             # seen nothing, and another instance can do it.
+            idle_s = self._config.idle_timeout_s
             try:
-                await reply.begun(self._config.idle_timeout_s)
+                if reply.is_stream:
+                    await reply.begun(idle_s)
+                else:
+                    await reply.read(idle_s=idle_s, limit=MAX_DECODE_BYTES)
             except BaseException:
                 reply.close()
                 raise

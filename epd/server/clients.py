@@ -34,10 +34,6 @@ GUARDED = ("/v1/", "/v2/")
 PRIORITY = "priority"
 """Field of a request that says which of those that wait an engine takes first."""
 
-MAX_DECODE_BYTES = 256 * 1024**2
-"""Largest answer of decode that is no stream: it is whole before the first byte goes out, so that
-what breaks off can still be an error."""
-
 
 async def answer(request: web.Request) -> web.StreamResponse:
     """`POST` to an endpoint, streaming and not."""
@@ -67,8 +63,8 @@ async def answer(request: web.Request) -> web.StreamResponse:
     request[BODY].release()
     with opened as reply:
         headers = _answer_headers(reply, context)
-        if not headers["Content-Type"].startswith("text/event-stream"):
-            whole = await reply.read(idle_s=config.idle_timeout_s, limit=MAX_DECODE_BYTES)
+        if not reply.is_stream:
+            whole = await reply.read(idle_s=config.idle_timeout_s)
             context.whole(whole)
             if context.turn is not None:
                 whole = context.turn.hear(whole)

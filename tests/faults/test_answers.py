@@ -162,6 +162,58 @@ async def test_decode_that_dies_between_its_head_and_its_first_byte_is_replaced(
             assert {done.error for done in fleet.events.requests} == {None}
 
 
+WHOLE = b'{"choices": []}'
+
+
+@pytest.mark.fault(37)
+@pytest.mark.parametrize("prefills", [0, 1])
+@pytest.mark.parametrize("how", ["reset", "closed"])
+async def test_an_answer_without_a_stream_that_breaks_off_is_asked_of_another_instance(
+    launch: Launch, how: str, prefills: int
+) -> None:
+    step, _ = BROKEN[how]
+    script = [read_request(), send(answer(WHOLE[:5], length=len(WHOLE))), wait(0.1), step]
+    async with Scripted(script).running() as dies, FakeInstance(decodes).running() as decode:
+        urls = (dies.url, decode.url)
+        config: dict[str, Any] = {"decode_servers_urls": urls, "decode_balance": "round_robin"}
+        async with launch(prefill=prefills, **config) as fleet:
+            for _ in range(2):
+                assert (await fleet.chat(request(text())))[0] == 200
+
+            assert len(dies.exchanges) == 1
+            assert [done.retries for done in fleet.events.requests].count(1) == 1
+            assert {done.error for done in fleet.events.requests} == {None}
+
+
+@pytest.mark.fault(37)
+async def test_an_answer_that_breaks_off_everywhere_goes_to_two_instances(launch: Launch) -> None:
+    script = [read_request(), send(answer(WHOLE[:5], length=len(WHOLE))), wait(0.1), reset()]
+    async with Scripted(script).running() as first, Scripted(script).running() as second:
+        async with Scripted(script).running() as third:
+            urls = (first.url, second.url, third.url)
+            async with (
+                launch(decode_servers_urls=urls) as fleet,
+                fleet.post(request(text())) as reply,
+            ):
+                assert (reply.status, reply.headers["x-epd-error"]) == (502, "decode_died")
+            assert sum(len(one.exchanges) for one in (first, second, third)) == 2
+
+
+@pytest.mark.fault(38)
+async def test_an_answer_without_a_stream_that_falls_silent_is_not_asked_for_again(
+    launch: Launch,
+) -> None:
+    script = [read_request(), send(answer(WHOLE[:5], length=len(WHOLE))), hold()]
+    async with Scripted(script).running() as silent, FakeInstance(decodes).running() as decode:
+        urls = (silent.url, decode.url)
+        async with launch(decode_servers_urls=urls, idle_timeout_s=0.3) as fleet:
+            slugs = set()
+            for _ in range(2):
+                async with fleet.post(request(text())) as reply:
+                    slugs.add((reply.status, reply.headers.get("x-epd-error")))
+            assert slugs <= {(200, None), (504, "decode_stalled")}
+            await until(lambda: silent.aborted == len(silent.exchanges))
+
 @pytest.mark.fault(38)
 async def test_decode_that_is_silent_after_its_head_is_an_error_with_a_status(
     launch: Launch,
