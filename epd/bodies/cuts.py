@@ -43,7 +43,7 @@ def cut(raw: bytes | bytearray) -> tuple[bytes | bytearray, Cuts]:
     """
     if len(raw) <= WINDOW:
         return raw, NO_CUTS
-    token = "@" + secrets.token_hex(TOKEN_BYTES)
+    token = _token()
     whole, kept, cuts, end = memoryview(raw), list[bytes | memoryview](), dict[str, memoryview](), 0
     for start, stop in _media(raw):
         mark = f"{token}{len(cuts):0{NUMBER_DIGITS}}"
@@ -53,6 +53,22 @@ def cut(raw: bytes | bytearray) -> tuple[bytes | bytearray, Cuts]:
     if not cuts:
         return raw, NO_CUTS
     return b"".join((*kept, whole[end:])), cuts
+
+
+def joined(cuts: Cuts, texts: Sequence[memoryview]) -> tuple[Cuts, list[str]]:
+    """Cut out texts that are to be in a body too; return all cuts, and the marks of these.
+
+    Args:
+        cuts: what was cut out of the body.
+        texts: base64.
+    """
+    token = next(iter(cuts))[:-NUMBER_DIGITS] if cuts else _token()
+    marks = [f"{token}{len(cuts) + index:0{NUMBER_DIGITS}}" for index in range(len(texts))]
+    return {**cuts, **dict(zip(marks, texts, strict=True))}, marks
+
+
+def _token() -> str:
+    return "@" + secrets.token_hex(TOKEN_BYTES)
 
 
 def _media(raw: bytes | bytearray) -> Iterator[tuple[int, int]]:

@@ -168,11 +168,11 @@ class EncoderCache:
             if look.found is not None and not visiting.done():
                 await _ended(visiting, PATIENT_S)
         finally:
-            if on_thread:
-                self._at_once.took_on_thread(look.took_s, time.monotonic())
             if not visiting.done():
                 look.leave()
                 visiting.add_done_callback(_seen)
+        if on_thread:  # and nobody has cancelled it, which says nothing of the store
+            self._at_once.took_on_thread(look.took_s, time.monotonic())
         failure = visiting.exception() if visiting.done() else None
         return self._judged(look, failure, late=not visiting.done())
 

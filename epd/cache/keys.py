@@ -5,14 +5,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from ec_store import StoreUnavailable
+from ec_store.threads import DaemonPool
 from epd.bodies.cuts import NO_CUTS, Cuts
 from epd.bodies.items import MODALITY, Body, MMItem
 from epd.cache.encoder_cache import EncoderCache
 from epd.cache.identity import content_key, name_key
 from epd.cache.names import Name, Names
 from epd.config import ProxyConfig
-from epd.errors import UnknownMedia, no_store
-from epd.media.parts import Inline, Known, check_image, source
+from epd.errors import BadRequest, MediaFetchFailed, UnknownMedia, no_store
+from epd.media.parts import Inline, Known, check_image, check_inside, source
 from epd.tenants import Scope, Tenant
 from epd.transfer.encoded import EncodedItem, metadata_uuid
 
@@ -20,6 +21,10 @@ IN_THREAD = 2 * 1024**2
 """Characters of base64 in a request above which its media are looked into off the event loop.
 Hashing so many takes less than a millisecond; a thread takes longer to come by on a busy machine.
 """
+
+
+FILE_THREADS = 4
+"""Threads that look where `file://` paths lead."""
 
 
 class Keys:
@@ -32,6 +37,8 @@ class Keys:
     def __init__(self, cache: EncoderCache | None, config: ProxyConfig) -> None:
         self._names = None if cache is None else Names(cache)
         self._config = config
+        # Threads of their own: those that hang keep nothing else waiting.
+        self._files = DaemonPool(FILE_THREADS, "files")
 
     async def of(
         self, body: Body, items: Sequence[MMItem], tenant: Tenant, cuts: Cuts = NO_CUTS
@@ -45,6 +52,7 @@ class Keys:
             cuts: what was cut out of it.
 
         Raises:
+            MediaFetchFailed: the file system does not say where a file is.
             BadRequest: an item has no media, or such as a request may not have, or has them where a
                 request may not name them.
             UnknownMedia: nothing is known under a client's name for its media.
@@ -52,15 +60,19 @@ class Keys:
         """
         if not items:
             return {}
-        folder = self._config.allowed_local_media_path
         named: list[MMItem] = []
         inline: dict[MMItem, Inline] = {}
+        paths: dict[str, str] = {}
         for item in items:
-            media = source(item, folder, cuts)
+            media = source(item, cuts)
             if isinstance(media, Inline):
                 inline[item] = media
             elif isinstance(media, Known):
                 named.append(item)
+            elif media.path is not None:
+                paths[item.media_param] = media.path
+        if paths:
+            await self._check_files(paths)
         known = await self._recalled(body, named, tenant) if named else {}
         scope = self._config.scope_of(tenant)
         if sum([len(media.base64) for media in inline.values()]) > IN_THREAD:
@@ -68,6 +80,29 @@ class Keys:
         else:
             keys = self._content_keys(scope, inline)
         return {item: known.get(item) or keys.get(item) for item in items}
+
+    async def _check_files(self, paths: Mapping[str, str]) -> None:
+        """Refuse files that requests may not name. The file system may hang: it has time for that.
+
+        Args:
+            paths: those of the files, by where the request names them.
+        """
+        folder = self._config.allowed_local_media_path
+        if folder is None:
+            raise BadRequest(
+                "file:// media are off; --allowed-local-media-path turns them on",
+                param=next(iter(paths)),
+            )
+
+        def check() -> None:
+            for param, path in paths.items():
+                check_inside(path, folder, param)
+
+        try:
+            async with asyncio.timeout(self._config.media_timeout_s):
+                await asyncio.wrap_future(self._files.submit(check))
+        except TimeoutError:
+            raise MediaFetchFailed("the folder of file:// media gives no answer") from None
 
     def _content_keys(self, scope: Scope, inline: Mapping[MMItem, Inline]) -> dict[MMItem, str]:
         """The keys of media that are in the request, once all have been found fit for an engine."""

@@ -36,7 +36,7 @@ REFUSALS: Mapping[Reason, tuple[type[TryLater], str, str]] = {
 
 
 class Held:
-    """The bytes that one request's body is counted with."""
+    """The bytes that are counted with one request: its body, and media that were fetched for it."""
 
     __slots__ = ("_admission", "size", "tenant")
 
@@ -58,6 +58,23 @@ class Held:
         if self.size:
             self._admission.give_bytes(self.tenant, self.size)
             self.size = 0
+
+    @property
+    def scope(self) -> str:
+        """Name of the tenant."""
+        return self.tenant.name
+
+    def beside(self) -> "Held":
+        """Return what other bytes of the same tenant are counted with."""
+        return Held(self._admission, self.tenant)
+
+    def add(self, size: int) -> None:
+        """Count more bytes.
+
+        Raises:
+            TryLater: as `grow` does.
+        """
+        self.grow(self.size + size)
 
     def grow(self, size: int) -> None:
         """Count at least `size` bytes.

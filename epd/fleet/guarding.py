@@ -2,10 +2,12 @@
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import IO, Any, cast
 
-from epd.fleet import guard
+from epd.fleet import announce, guard
 
 
 class Guard:
@@ -24,6 +26,17 @@ class Guard:
             start_new_session=True,
             text=True,
         )
+
+    def start(self, command: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":
+        """Start a process that leads a group, which the guard knows of before the command runs.
+
+        Args:
+            command: its command line.
+            options: for `subprocess.Popen`.
+        """
+        pipe = cast("IO[str]", self._popen.stdin).fileno()
+        announced = (sys.executable, "-I", announce.__file__, str(pipe), *command)
+        return subprocess.Popen(announced, pass_fds=[pipe], start_new_session=True, **options)
 
     def watch(self, group: int) -> None:
         """End this process group too."""

@@ -7,10 +7,13 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from urllib.parse import urlsplit
+
+from epd.fleet.guarding import Guard
 
 STOP_TIMEOUT_S = 20.0
 FRONT_STOP_TIMEOUT_S = 15.0
@@ -40,13 +43,14 @@ class ProcessDied(Exception):
 class Process:
     """A server in a process group of its own, so that its children can be stopped with it."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - what a server is started with
         self,
         name: str,
         url: str,
         command: Sequence[str],
         environment: Mapping[str, str],
         log: Path,
+        guard: Guard | None = None,
     ) -> None:
         """Start it.
 
@@ -56,18 +60,19 @@ class Process:
             command: its command line.
             environment: what it needs beside this process's own.
             log: where its output goes.
+            guard: ends it if this process is killed.
         """
         self.name = name
         self.url = url
         self.log = log
         with log.open("wb") as output:
-            self._popen = subprocess.Popen(
+            start = partial(subprocess.Popen, start_new_session=True)
+            self._popen = (start if guard is None else guard.start)(
                 command,
                 env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
             )
 
     @property

@@ -157,7 +157,9 @@ class Fleet:
 
     def launch(self, server: Server, log: Path) -> Process:
         """Start the process of a server; its output goes to `log`."""
-        return Process(server.name, server.url, server.command, server.environment, log)
+        return Process(
+            server.name, server.url, server.command, server.environment, log, self._guard
+        )
 
     def _start(self, server: Server) -> None:
         log = self._logs / f"{server.name}.log"
@@ -165,8 +167,6 @@ class Fleet:
         with held():
             process = self.launch(server, log)
             self._processes.append(process)
-            if self._guard is not None:
-                self._guard.watch(process.pid)
 
     def _end(self, process: Process) -> None:
         process.kill()

@@ -40,18 +40,35 @@ class CacheKey(NamedTuple):
     url: str
 
 
+class Media(NamedTuple):
+    """Media as a `data:` URL in two parts.
+
+    Attributes:
+        head: all up to the comma.
+        base64: the rest. Nothing changes it.
+    """
+
+    head: str
+    base64: bytearray
+
+    @property
+    def size(self) -> int:
+        """Characters of the URL."""
+        return len(self.head) + len(self.base64)
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """Media as they were fetched.
 
     Attributes:
-        data_url: the media.
+        media: the media.
         url: where they came from in the end, after redirects; its validators are asked there.
         headers: those of `HEADERS` that it said.
         fresh_until: on the caller's clock; before it they may be used without asking.
     """
 
-    data_url: str
+    media: Media
     url: str
     headers: Headers
     fresh_until: float
@@ -59,7 +76,7 @@ class Entry:
     @property
     def cost_bytes(self) -> int:
         """What keeping it takes."""
-        return len(self.data_url) + ENTRY_OVERHEAD_BYTES
+        return self.media.size + ENTRY_OVERHEAD_BYTES
 
 
 class MediaCache:

@@ -15,6 +15,7 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
+from epd.bodies.cuts import Cuts, joined
 from epd.bodies.items import Body, MMItem, with_parts
 from epd.config import ProxyConfig
 from epd.errors import BadRequest, MediaFetchFailed, ProxyError
@@ -25,19 +26,21 @@ from epd.media.cache import (
     CacheKey,
     Entry,
     Headers,
+    Media,
     MediaCache,
     conditional,
     fresh_s,
     may_keep,
     revalidated,
 )
+from epd.media.held import Held
 from epd.media.parts import Remote, source
 from epd.media.policy import NO_ADDRESS, MediaPolicy, refused
 from epd.version import __version__
 
 MAX_REDIRECTS = 3
 CONNECTIONS = 32
-"""Downloads at once; each holds up to `max_media_bytes`, as base64, in memory."""
+"""Downloads at once."""
 
 CONNECTIONS_PER_HOST = 16
 """So that one slow host does not take all of them."""
@@ -63,7 +66,7 @@ class MediaFetcher:
         self._session = session
         self._config = config
         self._cache = MediaCache(config.media_cache_bytes)
-        self._flights: Flights[CacheKey, str] = Flights()
+        self._flights: Flights[CacheKey, Media] = Flights()
 
     @classmethod
     @asynccontextmanager
@@ -95,8 +98,10 @@ class MediaFetcher:
                 await fetcher._flights.close()
                 await checked.close()
 
-    async def inlined(self, body: Body, items: Sequence[MMItem], scope: str = "") -> Body:
-        """The body with `data:` URLs in place of `http` and `https` ones.
+    async def inlined(
+        self, body: Body, items: Sequence[MMItem], cuts: Cuts, held: Held
+    ) -> tuple[Body, Cuts]:
+        """Return the body with `data:` URLs in place of `http` and `https` ones, and its cuts.
 
         All items at once; together they may be as large as a body that brings its media. With
         `--media-fetch engine` the body as it is.
@@ -104,20 +109,27 @@ class MediaFetcher:
         Args:
             body: the request.
             items: its mm items.
-            scope: whose request it is; what is fetched for one scope is not used for another.
+            cuts: what was cut out of it, as the fetched media are too.
+            held: counts them with the request. What is fetched for one tenant is not used for
+                another.
 
         Raises:
             ProxyError: the first item that failed; the others are left.
         """
         if self._config.media_fetch == "engine" or not (remote := self._remote(items)):
-            return body
-        total = _Total(self._config.max_body_bytes)
+            return body, cuts
+        total = _Total(self._config.max_body_bytes, held)
 
-        async def part(item: MMItem) -> dict[str, object]:
-            return await self._part(item, remote[item], scope, total)
+        async def fetched(item: MMItem) -> Media:
+            return await self._of_item(item, remote[item], total)
 
-        parts = await gather_first(part, remote, len(remote))
-        return with_parts(body, dict(zip(remote, parts, strict=True)))
+        media = await gather_first(fetched, remote, len(remote))
+        cuts, marks = joined(cuts, [memoryview(one.base64) for one in media])
+        parts = {
+            item: {**item.part, item.kind: {**item.part[item.kind], "url": one.head + mark}}
+            for item, one, mark in zip(remote, media, marks, strict=True)
+        }
+        return with_parts(body, parts), cuts
 
     @property
     def _policy(self) -> MediaPolicy:
@@ -126,23 +138,23 @@ class MediaFetcher:
 
     def _remote(self, items: Sequence[MMItem]) -> dict[MMItem, str]:
         """Items to fetch; `file:` URLs stay the engines'."""
-        sources = {item: source(item, self._config.allowed_local_media_path) for item in items}
+        sources = {item: source(item) for item in items}
         return {
             item: media.url
             for item, media in sources.items()
-            if isinstance(media, Remote) and not media.url.lower().startswith("file:")
+            if isinstance(media, Remote) and media.path is None
         }
 
-    async def _part(self, item: MMItem, url: str, scope: str, total: "_Total") -> dict[str, object]:
+    async def _of_item(self, item: MMItem, url: str, total: "_Total") -> Media:
         try:
-            data_url = await self.fetch(url, item.modality, scope)
-            total.add(len(data_url))
+            media = await self.fetch(url, item.modality, total.held)
+            total.add(media.size)
         except ProxyError as error:
             raise error.at(item.media_param) from error.__cause__
-        return {**item.part, item.kind: {**item.part[item.kind], "url": data_url}}
+        return media
 
-    async def fetch(self, url: str, modality: str, scope: str = "") -> str:
-        """The media as a `data:` URL.
+    async def fetch(self, url: str, modality: str, held: Held) -> Media:
+        """Return the media, which are counted apart from `held` until they are whole.
 
         Concurrent calls of one scope for one URL are one download, whatever the origin lets
         caches do: they ask for the same at the same time.
@@ -150,19 +162,21 @@ class MediaFetcher:
         Raises:
             BadRequest: it must not be fetched, or it is too large.
             MediaFetchFailed: the origin does not have it, is broken or late.
+            TryLater: there is no memory for it.
         """
         target = self._policy.check(url)
-        key = CacheKey(scope, modality, str(target))
+        key = CacheKey(held.scope, modality, str(target))
         known = self._cache.get(key)
         if known is not None and _now() < known.fresh_until:
-            return known.data_url
-        return await self._flights.join(key, partial(self._load, key, target, known))
+            return known.media
+        return await self._flights.join(key, partial(self._load, key, target, known, held))
 
-    async def _load(self, key: CacheKey, target: URL, known: Entry | None) -> str:
+    async def _load(self, key: CacheKey, target: URL, known: Entry | None, held: Held) -> Media:
         try:
-            with _translated():
+            # Others may wait for it when the request that it was begun for has gone.
+            with _translated(), held.beside() as own:
                 async with asyncio.timeout(self._config.media_timeout_s):
-                    entry = await self._download(target, key, known)
+                    entry = await self._download(target, key, known, own)
         except (BadRequest, NotAtOrigin):
             self._cache.drop(key)
             raise
@@ -171,9 +185,9 @@ class MediaFetcher:
             self._cache.put(key, entry)
         else:
             self._cache.drop(key)
-        return entry.data_url
+        return entry.media
 
-    async def _download(self, url: URL, key: CacheKey, known: Entry | None) -> Entry:
+    async def _download(self, url: URL, key: CacheKey, known: Entry | None, held: Held) -> Entry:
         """Follow redirects, and read what they lead to or find it unchanged."""
         asked = _now()
         fresh = float("inf")
@@ -189,19 +203,19 @@ class MediaFetcher:
                     url = self._policy.check(location, base=url)
                     continue
                 if response.status == HTTPStatus.NOT_MODIFIED and ours is not None:
-                    data_url, said = ours.data_url, revalidated(ours.headers, said)
+                    media, said = ours.media, revalidated(ours.headers, said)
                 else:
-                    data_url = await self._read(response, key.modality)
-            return Entry(data_url, str(url), said, asked + min(fresh, fresh_s(said)))
+                    media = await self._read(response, key.modality, held)
+            return Entry(media, str(url), said, asked + min(fresh, fresh_s(said)))
         raise NotAtOrigin(f"the origin redirects more than {MAX_REDIRECTS} times")
 
-    async def _read(self, response: aiohttp.ClientResponse, modality: str) -> str:
-        """The body of a 200 as a `data:` URL."""
+    async def _read(self, response: aiohttp.ClientResponse, modality: str, held: Held) -> Media:
+        """Return the body of a 200, counted as it comes."""
         _check_head(response)
         limit = self._config.max_media_bytes
         if (response.content_length or 0) > limit:
             raise _too_large(limit)
-        pieces, rest, size = [_data_url_head(response, modality)], b"", 0
+        text, rest, size = bytearray(), b"", 0
         # Piece by piece: encoding all of it at once would hold the interpreter's lock.
         async for chunk in response.content.iter_any():
             size += len(chunk)
@@ -209,10 +223,12 @@ class MediaFetcher:
                 raise _too_large(limit)
             rest += chunk
             whole = len(rest) // BASE64_BYTES * BASE64_BYTES
-            pieces.append(base64.b64encode(rest[:whole]).decode("ascii"))
+            encoded = base64.b64encode(rest[:whole])
+            held.add(len(encoded))
+            text += encoded
             rest = rest[whole:]
-        pieces.append(base64.b64encode(rest).decode("ascii"))
-        return "".join(pieces)
+        text += base64.b64encode(rest)
+        return Media(_data_url_head(response, modality), text)
 
 
 class CheckedResolver(AbstractResolver):
@@ -251,9 +267,11 @@ class _Total:
     """What one request's media amount to."""
 
     limit: int
+    held: Held
     size: int = field(default=0)
 
     def add(self, size: int) -> None:
+        self.held.add(size)
         self.size += size
         if self.size > self.limit:
             raise BadRequest(

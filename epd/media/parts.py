@@ -43,9 +43,15 @@ class Inline:
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """Media that the engines fetch: an http, https or file URL."""
+    """Media that the engines fetch: an http, https or file URL.
+
+    Attributes:
+        url: the URL.
+        path: that of a file URL, which `check_inside` has to allow.
+    """
 
     url: str
+    path: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +65,11 @@ class Known:
     uuid: str
 
 
-def source(
-    item: MMItem, allowed_local_media_path: Path | None = None, cuts: Cuts = NO_CUTS
-) -> Inline | Remote | Known:
+def source(item: MMItem, cuts: Cuts = NO_CUTS) -> Inline | Remote | Known:
     """Where the item's media are.
 
     Args:
         item: the item.
-        allowed_local_media_path: the folder below which files may be named.
         cuts: what was cut out of its request.
 
     Raises:
@@ -85,7 +88,27 @@ def source(
     param = item.media_param
     if url[:5].lower() == "data:":
         return _from_data_url(url, cuts, param)
-    return _from_url(url, allowed_local_media_path, param)
+    return _from_url(url, param)
+
+
+def check_inside(path: str, allowed: Path, param: str) -> None:
+    """Refuse a file that is not in a folder. Waits for the file system.
+
+    Args:
+        path: the file's.
+        allowed: the folder.
+        param: where the request names the file.
+
+    Raises:
+        BadRequest: it is outside.
+    """
+    # Symlinks are followed, so that none leads out of the folder.
+    try:
+        inside = allowed.resolve() in Path(path).resolve().parents
+    except (OSError, RuntimeError):  # a loop of symlinks
+        inside = False
+    if not inside:
+        raise BadRequest("the file is not under --allowed-local-media-path", param=param)
 
 
 def inline_bytes(item: MMItem, cuts: Cuts) -> int:
@@ -147,7 +170,7 @@ def _base64(text: str, cuts: Cuts) -> bytes | memoryview:
     return text.encode() if found is None else found
 
 
-def _from_url(url: str, allowed_local_media_path: Path | None, param: str) -> Remote:
+def _from_url(url: str, param: str) -> Remote:
     # A parser differential between a check here and the fetch in the engine is how a media
     # policy is got around (CVE-2026-24779): what two parsers could read differently is refused.
     if "\\" in url or any(character <= " " or character == "\x7f" for character in url):
@@ -161,8 +184,7 @@ def _from_url(url: str, allowed_local_media_path: Path | None, param: str) -> Re
             raise BadRequest("the URL must name a host, and no user", param=param)
         return Remote(url)
     if parts.scheme == "file":
-        _check_local(url, allowed_local_media_path, param)
-        return Remote(url)
+        return Remote(url, _path(url, param))
     raise BadRequest("the URL must start with data:, https://, http:// or file://", param=param)
 
 
@@ -178,19 +200,9 @@ def _from_data_url(url: str, cuts: Cuts, param: str) -> Inline:
     return Inline(media_type.partition(";")[0].lower(), _base64(url[comma + 1 :], cuts))
 
 
-def _check_local(url: str, allowed: Path | None, param: str) -> None:
-    if allowed is None:
-        raise BadRequest(
-            "file:// media are off; --allowed-local-media-path turns them on", param=param
-        )
+def _path(url: str, param: str) -> str:
     parts = urlsplit(url)
     path = unquote(parts.path)
     if url[:8].lower() != "file:///" or parts.query or parts.fragment or "\0" in path:
         raise BadRequest("a file URL must have the form file:///absolute/path", param=param)
-    # Symlinks are followed, so that none leads out of the folder.
-    try:
-        inside = allowed.resolve() in Path(path).resolve().parents
-    except (OSError, RuntimeError):  # a loop of symlinks
-        inside = False
-    if not inside:
-        raise BadRequest("the file is not under --allowed-local-media-path", param=param)
+    return path

@@ -84,6 +84,22 @@ def configure(log_format: str, level: str, *, worker: int | None = None) -> None
     logging.basicConfig(handlers=[_Relay(logging.WARNING)], force=True)
 
 
+def hide_locals() -> None:
+    """Have tracebacks logged without local variables where nothing is configured.
+
+    structlog shows them by default, keys of clients among them. `configure` is not called where
+    another application mounts the proxy; what that application configures stays.
+    """
+    if structlog.is_configured():
+        return
+    *others, render = structlog.get_config()["processors"]
+    if isinstance(render, structlog.dev.ConsoleRenderer):
+        render = structlog.dev.ConsoleRenderer(
+            colors=sys.stdout.isatty(), exception_formatter=structlog.dev.plain_traceback
+        )
+    structlog.configure(processors=[*others, render])
+
+
 class RequestLines:
     """Renders the lines of requests without structlog's chain, which takes longer than the rest.
 

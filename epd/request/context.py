@@ -14,6 +14,7 @@ from epd.bodies.parsing import JSON
 from epd.conversations.turn import Turn
 from epd.errors import ProxyError, Stage, slug_of
 from epd.events import Observer, StageDone
+from epd.media.held import Held, Uncounted
 from epd.models import ModelNames
 from epd.request.ids import child_id
 from epd.request.record import Record
@@ -39,6 +40,7 @@ class RequestContext:
         record: what has happened so far.
         client_id: what its client calls it, where it calls it anything.
         cuts: what was cut out of its body, and is put back into those for its instances.
+        held: what counts its bytes in memory.
         models: what instances call which model.
         model: what the client calls the one it asks for.
         session: what it belongs together with others by; empty: nothing.
@@ -58,6 +60,7 @@ class RequestContext:
     record: Record = field(default_factory=Record)
     client_id: str | None = None
     cuts: Cuts = field(default_factory=dict)
+    held: Held = field(default_factory=Uncounted)
     models: ModelNames = field(default_factory=ModelNames)
     model: str | None = None
     session: str = ""

@@ -38,7 +38,7 @@ DIES_WITHIN_S = 1.0
 
 
 class Answer:
-    """Decode's answer, as `Stages.decode` has opened it. It has to be closed, or used as a context."""
+    """Decode's answer, as `Stages.decode` opened it. It must be closed, or used as a context."""
 
     __slots__ = ("_ended", "_opened", "_using")
 

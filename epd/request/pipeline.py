@@ -160,7 +160,9 @@ class Pipeline:
         """
         uuids: Mapping[MMItem, str | None] = {}
         if items:
-            inlined = await self._media.inlined(body, items, context.tenant.name)
+            inlined, context.cuts = await self._media.inlined(
+                body, items, context.cuts, context.held
+            )
             if inlined is not body:
                 body, items = inlined, tuple(context.endpoint.items(inlined))
             uuids = await self._keys.of(body, items, context.tenant, context.cuts)

@@ -62,6 +62,7 @@ async def served(request: web.Request, handler: Handler, visit: Visit) -> web.St
         _authenticate(request, visit)
         admission = app[ADMISSION]
         with admission.body(context.tenant) as request[BODY]:
+            context.held = request[BODY]
             if api:
                 admission.keep_pace(context.tenant)
             if not costly:

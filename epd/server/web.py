@@ -16,7 +16,7 @@ from epd.edge.drain import DRAIN, Drain, send_elsewhere
 from epd.edge.limits import limits_of
 from epd.events import Observer
 from epd.models import ModelNames
-from epd.observe.logs import LogObserver, set_level
+from epd.observe.logs import LogObserver, hide_locals, set_level
 from epd.observe.metrics import MetricsObserver
 from epd.server import clients, operators, ui
 from epd.server.answers import UnknownRoute
@@ -55,6 +55,7 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
     Raises:
         KeysInvalid: the keys file cannot be used.
     """
+    hide_locals()
     app = web.Application(middlewares=(observe,))
     app[CONFIG] = config
     app[ADMISSION] = Admission(limits_of(config), time.monotonic)

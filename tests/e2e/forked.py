@@ -38,7 +38,10 @@ class ForkedStack(Stack):
         engines = {engine.name for engine in self.engines}
         if server.name not in engines:
             return super().launch(server, log)
-        return ForkedProcess(server, log)
+        process = ForkedProcess(server, log)
+        if self._guard is not None:
+            self._guard.watch(process.pid)
+        return process
 
 
 class ForkedProcess(Process):

@@ -188,15 +188,18 @@ async def test_an_answer_without_a_stream_that_breaks_off_is_asked_of_another_in
 @pytest.mark.fault(37)
 async def test_an_answer_that_breaks_off_everywhere_goes_to_two_instances(launch: Launch) -> None:
     script = [read_request(), send(answer(WHOLE[:5], length=len(WHOLE))), wait(0.1), reset()]
-    async with Scripted(script).running() as first, Scripted(script).running() as second:
-        async with Scripted(script).running() as third:
-            urls = (first.url, second.url, third.url)
-            async with (
-                launch(decode_servers_urls=urls) as fleet,
-                fleet.post(request(text())) as reply,
-            ):
-                assert (reply.status, reply.headers["x-epd-error"]) == (502, "decode_died")
-            assert sum(len(one.exchanges) for one in (first, second, third)) == 2
+    async with (
+        Scripted(script).running() as first,
+        Scripted(script).running() as second,
+        Scripted(script).running() as third,
+    ):
+        urls = (first.url, second.url, third.url)
+        async with (
+            launch(decode_servers_urls=urls) as fleet,
+            fleet.post(request(text())) as reply,
+        ):
+            assert (reply.status, reply.headers["x-epd-error"]) == (502, "decode_died")
+        assert sum(len(one.exchanges) for one in (first, second, third)) == 2
 
 
 @pytest.mark.fault(38)
@@ -213,6 +216,7 @@ async def test_an_answer_without_a_stream_that_falls_silent_is_not_asked_for_aga
                     slugs.add((reply.status, reply.headers.get("x-epd-error")))
             assert slugs <= {(200, None), (504, "decode_stalled")}
             await until(lambda: silent.aborted == len(silent.exchanges))
+
 
 @pytest.mark.fault(38)
 async def test_decode_that_is_silent_after_its_head_is_an_error_with_a_status(

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -268,3 +269,37 @@ stop([process])
     parent.wait(60)
 
     assert group_is_gone(int(pid_file.read_text()))
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from epd.fleet import Process
+from epd.fleet.guarding import Guard
+
+log, *command = sys.argv[1:]
+process = Process("server", "http://127.0.0.1:1", command, {}, Path(log), Guard())
+print(process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_server_ends_with_a_process_that_was_killed_as_it_started_it(tmp_path: Path) -> None:
+    sleeps = (sys.executable, "-c", "import time; time.sleep(600)")
+    ran = subprocess.run(
+        (sys.executable, "-c", KILLED, tmp_path / "log", *sleeps),
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    group = int(ran.stdout)
+    try:
+        assert ran.returncode == -signal.SIGKILL
+        deadline_s = time.monotonic() + 60
+        while not group_is_gone(group) and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        assert group_is_gone(group)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)

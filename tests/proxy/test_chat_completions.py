@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -341,6 +342,26 @@ async def test_a_file_url_goes_to_the_encoder_unchanged(launch: Launch, tmp_path
         assert status == 200
         assert fleet.e.calls[0].parts == [image(picture.as_uri())]
         assert fleet.d.calls[0].parts[0]["type"] == "image_embeds"
+
+
+async def test_a_folder_that_hangs_keeps_no_other_request_waiting(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, resolve = threading.Event(), Path.resolve
+
+    def hangs(self: Path, *args: Any) -> Path:
+        go.wait(60)
+        return resolve(self, *args)
+
+    async with launch(allowed_local_media_path=tmp_path, media_timeout_s=0.5) as fleet:
+        monkeypatch.setattr(Path, "resolve", hangs)
+        asked = asyncio.create_task(fleet.chat(request(image("file:///a.png"))))
+        try:
+            await asyncio.sleep(0.1)
+            assert (await fleet.chat(request(text())))[0] == 200
+            assert (await asked)[0] == 422
+        finally:
+            go.set()
 
 
 async def test_processor_kwargs_keep_media_raw_that_have_no_uuid_of_ours(launch: Launch) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import gzip
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 
@@ -14,6 +14,7 @@ from aiohttp import web
 from epd.config import ProxyConfig
 from epd.errors import ProxyError
 from epd.media.fetch import MediaFetcher
+from epd.media.held import Uncounted
 from tests.proxy.fake_origin import ALLOWED, FakeNames, FakeOrigin
 from tests.proxy.fleet import until
 from tests.requests import data_url
@@ -27,11 +28,23 @@ async def origin() -> AsyncIterator[FakeOrigin]:
         yield origin
 
 
-def fetching(
-    names: FakeNames | None = None, **more: object
-) -> AbstractAsyncContextManager[MediaFetcher]:
+class Fetching:
+    """A fetcher whose media are whole `data:` URLs."""
+
+    def __init__(self, fetcher: MediaFetcher) -> None:
+        self._fetcher = fetcher
+
+    async def fetch(self, url: str, modality: str, scope: str = "") -> str:
+        media = await self._fetcher.fetch(url, modality, Uncounted(scope))
+        return media.head + media.base64.decode()
+
+
+@asynccontextmanager
+async def fetching(names: FakeNames | None = None, **more: object) -> AsyncIterator[Fetching]:
     config = {"encode_servers_urls": "http://e", "decode_servers_urls": "http://d"}
-    return MediaFetcher.open(ProxyConfig.model_validate(config | ALLOWED | more), names)
+    checked = ProxyConfig.model_validate(config | ALLOWED | more)
+    async with MediaFetcher.open(checked, names) as fetcher:
+        yield Fetching(fetcher)
 
 
 async def failure(fetched: Awaitable[str]) -> ProxyError:

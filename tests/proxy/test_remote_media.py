@@ -4,10 +4,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import orjson
 import pytest
 from aiohttp import web
 
-from tests.proxy.fake_instance import encodes_without_params
+from tests.proxy.fake_instance import chunk, encodes_without_params, hangs
 from tests.proxy.fake_origin import ALLOWED, FakeOrigin
 from tests.proxy.fleet import Launch, until
 from tests.requests import data_url, image, request, text
@@ -85,6 +86,79 @@ async def test_files_stay_the_engines(
         await fleet.chat(request(image(url)))
 
         assert fleet.e.calls[0].parts == [image(url)]
+
+
+async def test_fetched_media_are_counted_like_a_body_until_decode_has_answered(
+    launch: Launch, origin: FakeOrigin
+) -> None:
+    async def falls_silent(asked: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await stream.prepare(asked)
+        await stream.write(chunk("a"))
+        return await hangs(asked, body)
+
+    origin.content = b"x" * 60_000  # as base64 80,000 bytes
+    asked = request(image(origin.url), stream=True)
+    async with launch(**ALLOWED, max_inflight_bytes=100_000) as fleet:
+        assert (await fleet.chat(request(*[image(origin.url)] * 2)))[0] == 503
+        fleet.d.chat = falls_silent
+        async with fleet.post(asked) as first, fleet.post(asked) as second:
+            assert (first.status, second.status) == (200, 200)
+        fleet.d.chat = hangs
+        hanging = asyncio.create_task(fleet.chat(asked))
+        try:
+            await until(lambda: len(fleet.d.calls) == 3)
+            assert (await fleet.chat(asked))[0] == 503
+        finally:
+            hanging.cancel()
+
+
+async def test_a_download_is_counted_as_it_comes(launch: Launch, origin: FakeOrigin) -> None:
+    came = asyncio.Event()
+
+    async def endless(request: web.Request) -> web.StreamResponse:
+        stream = web.StreamResponse(headers={"Content-Type": "image/png"})
+        await stream.prepare(request)
+        await stream.write(b"x" * 60_000)
+        await came.wait()
+        await stream.write(b"x" * 60_000)
+        await asyncio.sleep(60)
+        return stream
+
+    origin.answer = endless
+    async with launch(**ALLOWED, max_inflight_bytes=100_000) as fleet:
+        asked = asyncio.create_task(fleet.chat(request(image(origin.url))))
+        await until(lambda: origin.requests)
+        came.set()
+        async with asyncio.timeout(20):
+            assert (await asked)[0] == 503
+        # What was counted is given back.
+        origin.answer, origin.content = None, b"x" * 60_000
+        assert (await fleet.chat(request(image(f"{origin.url}/b"))))[0] == 200
+
+
+async def test_fetched_media_are_not_parsed_or_written_with_the_body(
+    launch: Launch, origin: FakeOrigin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin.content, longest, dumps = b"x" * 60_000, 0, orjson.dumps
+
+    def measured(value: Any, *args: Any, **more: Any) -> bytes:
+        nonlocal longest
+        written = dumps(value, *args, **more)
+        longest = max(longest, len(written))
+        return written
+
+    async with launch(**ALLOWED, decode_media="raw") as fleet:
+        monkeypatch.setattr("epd.bodies.endpoint.orjson.dumps", measured)
+        inline = data_url(b"y" * 60_000)
+        status, _ = await fleet.chat(request(image(origin.url), image(inline), text()))
+
+        assert status == 200
+        urls = {call.parts[0]["image_url"]["url"] for call in fleet.e.calls}
+        assert urls == {data_url(origin.content), inline}
+        sent = [part["image_url"]["url"] for part in fleet.d.calls[0].parts[:2]]
+        assert sent == [data_url(origin.content), inline]
+    assert 0 < longest < 60_000
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,26 @@ async def test_a_look_up_that_hangs_on_its_thread_is_never_made_on_the_loop(
         assert True not in seen.look_ups
 
 
+async def test_a_look_up_that_its_client_cancels_does_not_count(url: str, seen: Seen) -> None:
+    go = threading.Event()
+    seen.behaves = lambda here: None if here else (go.wait(60), None)[1]
+    async with opened_cache(url, lease_s=60) as cache:
+        try:
+            looking = asyncio.create_task(cache.find([STORED], patient=True))
+            await until(lambda: seen.look_ups)
+            looking.cancel()
+            await asyncio.wait([looking])
+        finally:
+            go.set()
+        seen.behaves = lambda _: None
+        assert await cache.find([STORED])  # on a thread, as the first one that ends
+        seen.look_ups.clear()
+        assert await cache.find([STORED])
+
+        assert looking.cancelled()
+        assert seen.look_ups == [True]
+
+
 async def test_a_failure_on_the_loop_counts_as_one(url: str, seen: Seen) -> None:
     def fails(_: bool) -> None:
         raise StoreUnavailable("gone")

@@ -103,6 +103,40 @@ def test_each_line_says_which_worker_wrote_it() -> None:
     )
 
 
+MOUNTED = """
+import structlog
+from epd import ProxyConfig, create_app
+{before}
+urls = ('http://127.0.0.1:9',)
+create_app(ProxyConfig(encode_servers_urls=urls, decode_servers_urls=urls))
+try:
+    api_key = 'sk-' + 'secret'
+    raise RuntimeError('a bug')
+except RuntimeError:
+    structlog.get_logger('epd').exception('bug')
+"""
+
+
+def test_a_mounted_application_logs_no_local_variables() -> None:
+    said = of_mounted("")
+
+    assert "RuntimeError: a bug" in said
+    assert "sk-secret" not in said
+
+
+def test_the_configuration_of_who_mounts_the_application_stays() -> None:
+    before = "structlog.configure(processors=[lambda *_: 'its own form'])"
+
+    assert of_mounted(before) == "its own form\n"
+
+
+def of_mounted(before: str) -> str:
+    """What an application that does this first logs of an error, with the proxy mounted."""
+    code = MOUNTED.format(before=before)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return ran.stdout + ran.stderr
+
+
 @pytest.mark.fault(33)
 @pytest.mark.parametrize(
     ("kv_wait_s", "level"), [(None, "info"), (14.9, "info"), (15.1, "warning")]

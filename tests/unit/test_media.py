@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from epd.bodies.items import MMItem
 from epd.errors import BadRequest
-from epd.media.parts import Inline, Remote, source
+from epd.media.parts import Inline, Remote, check_inside, source
 from tests.requests import data_url
 
 
@@ -54,7 +54,8 @@ def test_a_file_must_be_under_the_allowed_folder(tmp_path: Path) -> None:
     (allowed / "good.png").touch()
 
     good = (allowed / "good.png").as_uri()
-    assert source(item(good), allowed) == Remote(good)
+    assert source(item(good)) == Remote(good, f"{allowed}/good.png")
+    check_file(good, allowed)
     for bad in (
         (allowed / "link.png").as_uri(),
         f"file://{allowed}/../secret.png",
@@ -67,7 +68,14 @@ def test_a_file_must_be_under_the_allowed_folder(tmp_path: Path) -> None:
         "file:secret.png",
     ):
         with pytest.raises(BadRequest):
-            source(item(bad), allowed)
+            check_file(bad, allowed)
+
+
+def check_file(url: str, allowed: Path) -> None:
+    found = source(item(url))
+    assert isinstance(found, Remote)
+    assert found.path is not None
+    check_inside(found.path, allowed, "param")
 
 
 def test_a_loop_of_symlinks_is_no_failure(tmp_path: Path) -> None:
@@ -75,7 +83,7 @@ def test_a_loop_of_symlinks_is_no_failure(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/loop/x"
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     with suppress(BadRequest):
-        assert source(item(url), tmp_path) == Remote(url)
+        check_file(url, tmp_path)
 
 
 @given(
@@ -83,7 +91,7 @@ def test_a_loop_of_symlinks_is_no_failure(tmp_path: Path) -> None:
 )
 def test_any_url_is_read_or_refused(url: object) -> None:
     try:
-        found = source(item(url), Path("/media"))
+        found = source(item(url))
     except BadRequest as error:
         assert error.param is not None
     else:

@@ -11,6 +11,7 @@ from epd.media.cache import (
     MAX_SECONDS,
     CacheKey,
     Entry,
+    Media,
     MediaCache,
     conditional,
     fresh_s,
@@ -117,7 +118,7 @@ def test_any_headers_are_read(headers: dict[str, str]) -> None:
 
 
 def entry(size: int) -> Entry:
-    return Entry("x" * size, "https://a.test/", {}, 0.0)
+    return Entry(Media("", bytearray(size)), "https://a.test/", {}, 0.0)
 
 
 @given(
