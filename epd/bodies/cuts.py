@@ -21,6 +21,9 @@ MAX_HEAD = 1024
 BEGINS = re.compile(rb'data:[^"\\,]*;base64,|(?<="data":")|(?<="data": ")', re.IGNORECASE)
 """What a long string begins with that is cut behind it: base64, as a URL or as input_audio."""
 
+KEY = re.compile(rb'"[ \t\r\n]*:')
+"""How a string ends that is the key of an object."""
+
 TOKEN_BYTES = 16
 NUMBER_DIGITS = 6
 MARK_LENGTH = 1 + 2 * TOKEN_BYTES + NUMBER_DIGITS
@@ -83,7 +86,7 @@ def _media(raw: bytes | bytearray) -> Iterator[tuple[int, int]]:
         if stop < 0:
             return
         begins = BEGINS.match(raw, first, first + MAX_HEAD)
-        if begins and raw.find(b"\\", begins.end(), stop) < 0:
+        if begins and raw.find(b"\\", begins.end(), stop) < 0 and not KEY.match(raw, stop):
             yield begins.end(), stop
         at = stop
 

@@ -6,11 +6,9 @@ The stages are the same for all, and ask for what differs. What most have is in 
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-import orjson
-
 from epd.bodies.cuts import Cuts, Pieces, pieces
 from epd.bodies.items import Body, MMItem
-from epd.bodies.parsing import JSON, check_json_type, cut_and_parsed, parse_object
+from epd.bodies.parsing import JSON, check_json_type, cut_and_parsed, dumped, parse_object
 from epd.bodies.sse import OPENAI, Grammar
 from epd.errors import BadRequest, ProxyError
 
@@ -157,7 +155,7 @@ def is_stream(body: Body) -> bool:
 
 def written(body: Body, cuts: Cuts) -> Pieces:
     """A JSON body, with what was cut out of its request."""
-    return pieces(orjson.dumps(body), cuts)
+    return pieces(dumped(body), cuts)
 
 
 def check_model(body: Body) -> None:

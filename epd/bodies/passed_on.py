@@ -6,13 +6,11 @@ Their media are checked as those of all endpoints are, and passed on under the p
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
-import orjson
-
 from epd.bodies.cuts import NO_CUTS, Cuts, Pieces
 from epd.bodies.endpoint import RESERVED, Endpoint, check_xargs, reserved
 from epd.bodies.forms import FormPart, new_form, read_form
 from epd.bodies.items import Body, MMItem, Path, chat_items
-from epd.bodies.parsing import parse_json
+from epd.bodies.parsing import dumped, parse_json
 from epd.errors import BadRequest
 
 FILE = "file"
@@ -214,4 +212,4 @@ def _written_xargs(text: str) -> FormPart:
     except BadRequest as error:
         raise BadRequest(f"{XARGS} must be a JSON object: {error.message}", param=XARGS) from None
     check_xargs({XARGS: xargs})
-    return FormPart(XARGS, orjson.dumps(xargs))
+    return FormPart(XARGS, dumped(xargs))

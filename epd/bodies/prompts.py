@@ -8,10 +8,10 @@ which nobody can tell what its tokens will be.
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import orjson
 from blake3 import blake3
 
 from epd.bodies.items import EMBEDS, MM_KWARGS, MODALITY, TEXTS, Body
+from epd.bodies.parsing import dumped
 from epd.errors import BadRequest
 
 CONVERSATION = "conversation_id"
@@ -144,7 +144,7 @@ def prompt_of(body: Body, fields: Iterable[str]) -> Prompt | None:
     if not others <= question.keys() | NEUTRAL | ALIKE:
         return None
     alike = {name: body[name] for name in ALIKE if body.get(name) is not None}
-    form = blake3(orjson.dumps(alike, option=orjson.OPT_SORT_KEYS)).hexdigest()
+    form = blake3(dumped(alike, sort_keys=True)).hexdigest()
     given = question.get("prompt")
     return Prompt(question, form, given if isinstance(given, list) else None)
 

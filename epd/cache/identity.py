@@ -10,10 +10,10 @@ import hmac
 from collections.abc import Mapping
 from typing import Any
 
-import orjson
 from blake3 import blake3
 
 from epd.bodies.items import Body
+from epd.bodies.parsing import dumped
 from epd.errors import BadRequest
 from epd.media.parts import Inline
 from epd.tenants import Scope
@@ -51,7 +51,7 @@ def conversation_key(scope: Scope, body: Body, name: str) -> str:
         body: the request, with its salt.
         name: the client's.
     """
-    others = orjson.dumps([body.get("model"), body.get("cache_salt")])
+    others = dumped([body.get("model"), body.get("cache_salt")])
     return _digest(scope, b"conversation", others, name.encode("utf-8", "surrogatepass"))
 
 

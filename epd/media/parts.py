@@ -157,7 +157,8 @@ def _invalid(message: str, param: str) -> BadRequest:
 def _input_audio(value: Any, cuts: Cuts, param: str) -> Inline:
     match value:
         case {"data": str() as data, "format": str() as audio_format} if data:
-            return Inline(f"audio/{audio_format.lower()}", _base64(data, cuts))
+            text = _base64(data, cuts, f"{param}.input_audio.data")
+            return Inline(f"audio/{audio_format.lower()}", text)
         case _:
             raise BadRequest(
                 'input_audio must be an object with "data" and "format"',
@@ -165,9 +166,13 @@ def _input_audio(value: Any, cuts: Cuts, param: str) -> Inline:
             )
 
 
-def _base64(text: str, cuts: Cuts) -> bytes | memoryview:
+def _base64(text: str, cuts: Cuts, param: str) -> bytes | memoryview:
     found = cuts.get(text) if len(text) == MARK_LENGTH else None
-    return text.encode() if found is None else found
+    if found is not None:
+        return found
+    if "," in text:  # a data: URL in place of its base64: what was cut is only a part of the text
+        raise _invalid("the media are not base64", param)
+    return text.encode()
 
 
 def _from_url(url: str, param: str) -> Remote:
@@ -197,7 +202,7 @@ def _from_data_url(url: str, cuts: Cuts, param: str) -> Inline:
         raise BadRequest(
             "a data: URL must have the form data:<media type>;base64,<data>", param=param
         )
-    return Inline(media_type.partition(";")[0].lower(), _base64(url[comma + 1 :], cuts))
+    return Inline(media_type.partition(";")[0].lower(), _base64(url[comma + 1 :], cuts, param))
 
 
 def _path(url: str, param: str) -> str:

@@ -4,9 +4,8 @@ from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
-import orjson
-
 from epd.bodies.items import MM_KWARGS, Body, MMItem
+from epd.bodies.parsing import dumped
 from epd.request.context import RequestContext
 from epd.routing.use import Place
 from epd.transfer.encoded import Encoded
@@ -70,7 +69,7 @@ class EncodeJob(NamedTuple):
         if uuid is None:
             return None
         kwargs = {name: body[name] for name in MM_KWARGS if body.get(name)}
-        encoded = orjson.dumps(kwargs, option=orjson.OPT_SORT_KEYS) if kwargs else b""
+        encoded = dumped(kwargs, sort_keys=True) if kwargs else b""
         model = body.get("model")
         return OutputKey(model if isinstance(model, str) else None, uuid, item.named, encoded)
 

@@ -344,6 +344,19 @@ async def test_a_file_url_goes_to_the_encoder_unchanged(launch: Launch, tmp_path
         assert fleet.d.calls[0].parts[0]["type"] == "image_embeds"
 
 
+async def test_an_integer_of_more_than_64_bits_reaches_the_instances(launch: Launch) -> None:
+    schema = {"type": "integer", "maximum": 2**64}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    more: dict[str, Any] = {"tools": tools, "chat_template_kwargs": {"seed": 2**70}}
+    async with launch(prefill=1) as fleet:
+        asked = request(image(b"1"), text(), **more, conversation_id="c")
+        assert (await fleet.chat(asked))[0] == 200
+
+        for call in (fleet.p.calls[-1], fleet.d.calls[-1]):
+            assert call.body["tools"] == tools
+            assert call.body["chat_template_kwargs"] == {"seed": 2**70}
+
+
 async def test_a_folder_that_hangs_keeps_no_other_request_waiting(
     launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd.bodies.cuts import MARK_LENGTH, NO_CUTS, WINDOW, cut, pieces
+from epd.bodies.endpoints import ENDPOINTS
 from epd.bodies.items import MMItem
 from epd.errors import BadRequest
 from epd.media.parts import Inline, source
@@ -98,6 +99,44 @@ def test_a_part_that_is_used_twice_or_elsewhere_has_its_text_everywhere() -> Non
         "not": 1,
         "messages": [url(BASE64)],
     }
+
+
+@pytest.mark.parametrize("space", ["", " ", "\r\n\t "])
+def test_the_key_of_an_object_stays(space: str) -> None:
+    """Two spellings of a key would no longer be the same, and an engine might take the other."""
+    raw = f'{{"data": {{"{url(BASE64)}"{space}: 1}}}}'.encode()
+
+    assert cut(raw) == (raw, NO_CUTS)
+
+
+AUDIO = {"type": "input_audio", "input_audio": {"data": "DATA", "format": "wav"}}
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "TYPE", "data": "DATA"}}
+
+
+@pytest.mark.parametrize("size", [1, 5 * WINDOW])
+@pytest.mark.parametrize(
+    ("path", "part", "kind", "head"),
+    [
+        ("/v1/chat/completions", AUDIO, "", "data:audio/wav;base64,"),
+        ("/v1/messages", IMAGE, "image/png", "data:image/png;base64,"),
+        ("/v1/messages", IMAGE, "image/png;base64,QUJD", ""),
+    ],
+)
+def test_what_is_no_base64_gets_no_key(
+    path: str, part: dict[str, Any], kind: str, head: str, size: int
+) -> None:
+    """If it is cut, its key would be of its mark, which is another each time."""
+    endpoint = ENDPOINTS[path]
+    message = {"role": "user", "content": [part]}
+    raw = orjson.dumps({"model": "m", "max_tokens": 1, "messages": [message]})
+    text = head.encode() + b"QUJD" * size
+    raw = raw.replace(b"DATA", text).replace(b"TYPE", kind.encode())
+    body, cuts = endpoint.read(raw, "application/json", 2**20)
+    [item] = endpoint.items(body)
+
+    with pytest.raises(BadRequest) as refused:
+        source(item, cuts=cuts)
+    assert refused.value.slug == "invalid_media"
 
 
 def test_what_has_an_escape_stays() -> None:

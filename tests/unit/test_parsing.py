@@ -101,3 +101,13 @@ def test_half_a_surrogate_pair_is_refused(raw: bytes) -> None:
 
     assert refused.value.slug == "invalid_json"
     assert parsing.parse_json(rb'"\ud83d\ude00"') == "\U0001f600"
+
+
+@pytest.mark.parametrize("number", [2**64, -(2**63) - 1, 10**40, 2**64 - 1, -(2**63), 7])
+def test_integers_of_any_size_are_exact(number: int) -> None:
+    raw = b'{"tools": [{"maximum": %d, "text": "%d", "most": 1.5}]}' % (number, number)
+    value = parsing.parse_json(raw)
+
+    assert value == {"tools": [{"maximum": number, "text": str(number), "most": 1.5}]}
+    assert type(value["tools"][0]["maximum"]) is int
+    assert parsing.dumped(value) == raw.replace(b" ", b"")
