@@ -34,7 +34,7 @@ class HealthPolicy:
     """When an instance is left alone, and when it is looked at again.
 
     Attributes:
-        eject_after: failures in a row.
+        eject_after: failures in a row; or `FAILED_SHARE` of the latest `WINDOW` times as many.
         eject_s: for how long, times the number of ejections since it was last healthy for long.
         max_eject_s: at most; who was healthy for so long begins anew.
         probe_interval_s: between two probes of an instance that is up, give or take
@@ -54,6 +54,13 @@ class HealthPolicy:
 
 
 DEFAULT_HEALTH = HealthPolicy()
+
+WINDOW = 4
+"""Requests that a share of failures is of, times `HealthPolicy.eject_after`."""
+
+FAILED_SHARE = 0.7
+"""Share of failures that ejects. A row of them may never come about where clients send requests
+that are wrong in themselves: those are answered well."""
 
 PROBE_JITTER = 0.1
 """Share by which a delay between two probes varies in either direction. Without it, all instances,
@@ -93,6 +100,7 @@ class Health:
         self._busy_until_s = now_s
         self._probe_s = now_s
         self._failures = 0
+        self._latest = 0  # a bit for each request, 1 for a failure; the lowest is the last one
         self._failed_probes = 0
         self._ejections = 0
         self._under_way = 0
@@ -153,6 +161,7 @@ class Health:
         match outcome:
             case Outcome.GOOD:
                 self._failures = 0
+                self._latest = (self._latest << 1) & self._window
                 self.answered(now_s)
             case Outcome.BUSY:
                 rest_s = BUSY_S if rest_s is None else min(rest_s, self.policy.max_eject_s)
@@ -199,7 +208,7 @@ class Health:
     def _failed(self, now_s: float, *, unreachable: bool) -> None:
         self._failures += 1
         state = self.state(now_s)
-        few = state is State.HEALTHY and self._failures < self.policy.eject_after
+        few = state is State.HEALTHY and not self._fails_often()
         if few or state in {State.EJECTED, State.DOWN}:
             return
         if unreachable:
@@ -207,6 +216,17 @@ class Health:
             self._probe_s = min(self._probe_s, now_s + self.policy.min_backoff_s)
         else:
             self._eject(now_s)
+
+    def _fails_often(self) -> bool:
+        """Count a failure; whether there are so many that the instance is left alone."""
+        self._latest = (self._latest << 1 | 1) & self._window
+        often = self._latest.bit_count() >= FAILED_SHARE * self._window.bit_count()
+        return often or self._failures >= self.policy.eject_after
+
+    @property
+    def _window(self) -> int:
+        """A bit for each of the latest requests that count."""
+        return (1 << WINDOW * self.policy.eject_after) - 1
 
     def _eject(self, now_s: float) -> None:
         if self._state is State.HEALTHY and now_s - self._since_s >= self.policy.max_eject_s:
@@ -223,6 +243,7 @@ class Health:
         self._state = state
         self._since_s = now_s
         self._failures = 0
+        self._latest = 0
         self._under_way = 0
         self._changes += 1
         self._on_change(state)

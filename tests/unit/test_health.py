@@ -67,6 +67,31 @@ def test_five_failures_in_a_row_eject(one: Watched) -> None:
     assert not one.health.fit(one.now_s)
 
 
+def test_failures_that_never_come_in_a_row_eject_too(one: Watched) -> None:
+    """Answers to requests that clients got wrong are good ones."""
+    for _ in range(4):
+        assert one.state() is State.HEALTHY
+        one.ends(*[Outcome.BAD] * 4, Outcome.GOOD)
+    one.ends(Outcome.BAD)
+
+    assert one.state() is State.EJECTED
+
+
+def test_half_of_all_requests_may_fail(one: Watched) -> None:
+    for _ in range(100):
+        one.ends(Outcome.BAD, Outcome.BAD, Outcome.GOOD, Outcome.GOOD)
+
+    assert one.state() is State.HEALTHY
+
+
+def test_failures_before_an_ejection_do_not_count_after_it(one: Watched) -> None:
+    one.ends(*[Outcome.BAD] * 5)
+    one.now_s += 60
+    one.ends(Outcome.GOOD, *[Outcome.BAD] * 4, Outcome.GOOD, *[Outcome.BAD] * 4, Outcome.GOOD)
+
+    assert one.state() is State.HEALTHY
+
+
 def test_who_was_ejected_comes_back_on_trial_by_one_request_at_a_time(one: Watched) -> None:
     one.ends(*[Outcome.BAD] * 5)
     one.now_s = 29.9
