@@ -6,8 +6,8 @@ from collections.abc import Callable
 from aiohttp import HttpVersion11, hdrs, web
 
 from epd.config import ProxyConfig
-from epd.edge.limits import max_body_bytes
 from epd.errors import RequestRefused
+from epd.media.held import max_body_bytes
 
 GRACE_S = 5.0
 """Before a body must have come at the least rate: clients make up what they send as they go."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from epd.config import ProxyConfig
+from epd.media.held import max_body_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,3 @@ def limits_of(config: ProxyConfig) -> Limits:
         tenant_per_minute=None if pace is None else pace / share,
         tenant_body_bytes=None if config.api_keys_file is None else tenants,
     )
-
-
-def max_body_bytes(config: ProxyConfig) -> int:
-    """The largest body that one process takes."""
-    return min(config.max_body_bytes, max(1, config.max_inflight_bytes // config.workers))

@@ -33,7 +33,7 @@ from epd.media.cache import (
     may_keep,
     revalidated,
 )
-from epd.media.held import Held
+from epd.media.held import Held, max_body_bytes
 from epd.media.parts import Remote, source
 from epd.media.policy import NO_ADDRESS, MediaPolicy, refused
 from epd.version import __version__
@@ -47,6 +47,9 @@ CONNECTIONS_PER_HOST = 16
 
 BASE64_BYTES = 3
 """What base64 takes at a time; text of whole groups can be joined."""
+
+BASE64_CHARACTERS = 4
+"""What it makes of them."""
 
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 TRANSIENT = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS})
@@ -118,7 +121,7 @@ class MediaFetcher:
         """
         if self._config.media_fetch == "engine" or not (remote := self._remote(items)):
             return body, cuts
-        total = _Total(self._config.max_body_bytes, held)
+        total = _Total(max_body_bytes(self._config), held)
 
         async def fetched(item: MMItem) -> Media:
             return await self._of_item(item, remote[item], total)
@@ -212,7 +215,8 @@ class MediaFetcher:
     async def _read(self, response: aiohttp.ClientResponse, modality: str, held: Held) -> Media:
         """Return the body of a 200, counted as it comes."""
         _check_head(response)
-        limit = self._config.max_media_bytes
+        whole = max_body_bytes(self._config) // BASE64_CHARACTERS * BASE64_BYTES
+        limit = min(self._config.max_media_bytes, whole)
         if (response.content_length or 0) > limit:
             raise _too_large(limit)
         text, rest, size = bytearray(), b"", 0
@@ -271,13 +275,13 @@ class _Total:
     size: int = field(default=0)
 
     def add(self, size: int) -> None:
-        self.held.add(size)
         self.size += size
         if self.size > self.limit:
             raise BadRequest(
                 f"the request's media are together larger than {self.limit} bytes as base64",
                 slug="media_too_large",
             )
+        self.held.add(size)
 
 
 def media_policy(config: ProxyConfig) -> MediaPolicy:

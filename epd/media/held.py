@@ -3,6 +3,8 @@
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
+from epd.config import ProxyConfig
+
 
 class Held(Protocol):
     """What the bytes in memory of one request, or of one download, are counted with."""
@@ -35,3 +37,8 @@ class Uncounted:
     def beside(self) -> AbstractContextManager[Held]:
         """Return the same."""
         return nullcontext(self)
+
+
+def max_body_bytes(config: ProxyConfig) -> int:
+    """The largest body that one process takes, and most of what is fetched for one request."""
+    return min(config.max_body_bytes, max(1, config.max_inflight_bytes // config.workers))

@@ -1,5 +1,6 @@
 """An observer that counts, for `GET /metrics`."""
 
+import asyncio
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry
@@ -13,6 +14,7 @@ from epd.observe import figures
 from epd.observe.glances import AdmissionGlance
 from epd.observe.hit_ratio import WithHitRatio
 from epd.observe.tallies import Counted, Spread
+from epd.observe.worker_metrics import WorkerMetrics
 from epd.version import __version__
 
 CLIENT_LEFT = 499
@@ -131,3 +133,11 @@ class MetricsObserver(Collector):
         """All figures, and their media type: OpenMetrics where `accept` asks for it."""
         encode, content_type = choose_encoder(accept)
         return encode(WithHitRatio(self.shown)), content_type
+
+    async def page_of_all(self, accept: str = "") -> tuple[bytes, str]:
+        """Return the page; that of several workers is made on a thread, as it takes far longer."""
+        if not isinstance(self.shown, WorkerMetrics):
+            return self.page(accept)
+        encode, content_type = choose_encoder(accept)
+        page = WithHitRatio(self.shown.written())
+        return await asyncio.to_thread(encode, page), content_type

@@ -8,7 +8,7 @@ worker that replaces another goes on counting from where that one's page ends.
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 import structlog
@@ -67,12 +67,16 @@ class WorkerMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The figures of all, this one's being those of this moment."""
+        yield from self.written().collect()
+
+    def written(self) -> "Written":
+        """Write this worker's figures; return all, to be read on any thread."""
         self.write()
         for page in self._pages:
             if page is not self._page:
                 with suppress(OSError):  # reading it fails too, and is logged
                     page.want()
-        yield from added([self._read(page) for page in self._pages])
+        return Written(lambda: added([self._read(page) for page in self._pages]))
 
     def _read(self, page: SharedPage) -> list[Metric]:
         try:
@@ -85,6 +89,17 @@ class WorkerMetrics(Collector):
         if about not in self._warned:
             self._warned.add(about)
             structlog.get_logger("epd").warning(event, reason=str(error))
+
+
+class Written(Collector):
+    """What all workers have written."""
+
+    def __init__(self, read: Callable[[], list[Metric]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        """Read it."""
+        return iter(self._read())
 
 
 def bury(page: SharedPage) -> None:

@@ -16,8 +16,8 @@ from epd.config import ProxyConfig
 from epd.edge.access import Access, check_admin, check_registrar, client_key
 from epd.edge.body import read_body, too_large
 from epd.edge.drain import DRAIN
-from epd.edge.limits import max_body_bytes
 from epd.errors import RequestRefused, Unauthorized
+from epd.media.held import max_body_bytes
 from epd.request.context import RequestContext
 from epd.server.slots import ADMISSION, BODY, CONFIG, KEYS, UNKNOWN
 

@@ -58,7 +58,8 @@ async def ready(request: web.Request) -> web.Response:
 
 async def metrics(request: web.Request) -> web.Response:
     """`GET /metrics`, for Prometheus."""
-    page, content_type = request.app[METRICS].page(request.headers.get("Accept", ""))
+    accept = request.headers.get("Accept", "")
+    page, content_type = await request.app[METRICS].page_of_all(accept)
     headers = own_headers(request[CONTEXT]) | {"Content-Type": content_type}
     return web.Response(body=page, headers=headers)
 

@@ -8,6 +8,7 @@ import orjson
 import pytest
 from aiohttp import web
 
+from epd.server.slots import ADMISSION
 from tests.proxy.fake_instance import chunk, encodes_without_params, hangs
 from tests.proxy.fake_origin import ALLOWED, FakeOrigin
 from tests.proxy.fleet import Launch, until
@@ -100,7 +101,7 @@ async def test_fetched_media_are_counted_like_a_body_until_decode_has_answered(
     origin.content = b"x" * 60_000  # as base64 80,000 bytes
     asked = request(image(origin.url), stream=True)
     async with launch(**ALLOWED, max_inflight_bytes=100_000) as fleet:
-        assert (await fleet.chat(request(*[image(origin.url)] * 2)))[0] == 503
+        assert (await fleet.chat(request(*[image(origin.url)] * 2)))[0] == 400  # never fits
         fleet.d.chat = falls_silent
         async with fleet.post(asked) as first, fleet.post(asked) as second:
             assert (first.status, second.status) == (200, 200)
@@ -114,27 +115,26 @@ async def test_fetched_media_are_counted_like_a_body_until_decode_has_answered(
 
 
 async def test_a_download_is_counted_as_it_comes(launch: Launch, origin: FakeOrigin) -> None:
-    came = asyncio.Event()
+    end = asyncio.Event()
 
-    async def endless(request: web.Request) -> web.StreamResponse:
+    async def begins(request: web.Request) -> web.StreamResponse:
         stream = web.StreamResponse(headers={"Content-Type": "image/png"})
         await stream.prepare(request)
-        await stream.write(b"x" * 60_000)
-        await came.wait()
-        await stream.write(b"x" * 60_000)
-        await asyncio.sleep(60)
+        await stream.write(b"x" * 36_000)  # as base64 48,000 bytes
+        await end.wait()
         return stream
 
-    origin.answer = endless
+    origin.answer = begins
     async with launch(**ALLOWED, max_inflight_bytes=100_000) as fleet:
-        asked = asyncio.create_task(fleet.chat(request(image(origin.url))))
-        await until(lambda: origin.requests)
-        came.set()
-        async with asyncio.timeout(20):
-            assert (await asked)[0] == 503
-        # What was counted is given back.
-        origin.answer, origin.content = None, b"x" * 60_000
-        assert (await fleet.chat(request(image(f"{origin.url}/b"))))[0] == 200
+        admission = fleet.runner.app[ADMISSION]
+        urls = [image(f"{origin.url}/{name}") for name in "abc"]
+        both = [asyncio.create_task(fleet.chat(request(url))) for url in urls[:2]]
+        await until(lambda: admission.body_bytes > 96_000)
+        assert (await fleet.chat(request(urls[2])))[0] == 503
+
+        end.set()
+        assert [status for status, _ in await asyncio.gather(*both)] == [200, 200]
+        await until(lambda: admission.body_bytes == 0)
 
 
 async def test_fetched_media_are_not_parsed_or_written_with_the_body(

@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing
 
@@ -12,7 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from epd.edge.admission import Admission
+from epd.edge.limits import Limits
 from epd.observe import worker_metrics
+from epd.observe.metrics import MetricsObserver
 from epd.observe.shared_page import HALF_BYTES, HEAD, NUMBER, SharedPage
 from epd.observe.worker_metrics import WorkerMetrics, bury
 
@@ -99,6 +104,37 @@ class Workers(RuleBasedStateMachine):
     def teardown(self) -> None:
         for page in self.pages:
             page.close()
+
+
+class Reading(SharedPage):
+    """A page that knows by which threads it is read and written."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor)
+        self.readers = set[int]()
+        self.writers = set[int]()
+
+    def read(self) -> bytes | None:
+        self.readers.add(threading.get_ident())
+        return super().read()
+
+    def write(self, page: bytes) -> None:
+        self.writers.add(threading.get_ident())
+        super().write(page)
+
+
+async def test_a_scrape_of_several_workers_is_made_on_a_thread(pages: list[SharedPage]) -> None:
+    limits = Limits(requests=1, queue=0, queue_timeout_s=1, body_bytes=1)
+    metrics = MetricsObserver(Admission(limits, time.monotonic))
+    watched = [Reading(page.descriptor) for page in pages]
+    metrics.shown = WorkerMetrics(metrics.shown, watched, 0)
+    for page in watched:
+        page.readers.clear()
+    content, _ = await metrics.page_of_all()
+
+    assert all(page.readers and threading.get_ident() not in page.readers for page in watched)
+    assert content == metrics.page()[0]
+    assert watched[0].writers == {threading.get_ident()}  # what it counts is this thread's
 
 
 TestWorkers = Workers.TestCase
