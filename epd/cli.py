@@ -149,7 +149,7 @@ def _hash_key(parser: Parser, tenant: str, *, stdin: bool) -> None:
 
 
 def _serve(parser: Parser, **flags: Any) -> None:
-    config = LiveConfig.of(_loaded(parser, flags).config)
+    config = _loaded(parser, flags).config
     logs.configure(config.log_format, config.log_level)
     raise_limit()
     time_to_live.warn_of(config)
@@ -157,11 +157,12 @@ def _serve(parser: Parser, **flags: Any) -> None:
     def read() -> ProxyConfig:
         return load(flags).config
 
+    live = LiveConfig(config)
     try:
         if config.workers == 1:
-            uvloop.run(serve(config, read))
+            uvloop.run(serve(live, read))
         else:
-            asyncio.run(supervise(config, read))  # uvloop's processes have no process_group
+            asyncio.run(supervise(live, read))  # uvloop's processes have no process_group
     except (KeysInvalid, TlsInvalid) as error:  # changed since it was checked
         parser.errors([str(error)])
     except (CannotListen, WorkersFailed, OSError) as failure:

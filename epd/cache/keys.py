@@ -34,14 +34,18 @@ class Keys:
     input of a digest that also holds the tenant: nobody can name another's.
     """
 
-    def __init__(self, cache: EncoderCache | None, config: ProxyConfig) -> None:
+    def __init__(self, cache: EncoderCache | None) -> None:
         self._names = None if cache is None else Names(cache)
-        self._config = config
         # Threads of their own: those that hang keep nothing else waiting.
         self._files = DaemonPool(FILE_THREADS, "files")
 
     async def of(
-        self, body: Body, items: Sequence[MMItem], tenant: Tenant, cuts: Cuts = NO_CUTS
+        self,
+        body: Body,
+        items: Sequence[MMItem],
+        tenant: Tenant,
+        config: ProxyConfig,
+        cuts: Cuts = NO_CUTS,
     ) -> Mapping[MMItem, str | None]:
         """The key of each item; None where only the engine sees the content.
 
@@ -49,6 +53,7 @@ class Keys:
             body: the request.
             items: its items.
             tenant: whose request it is.
+            config: what a request may have, and how it is kept apart from others.
             cuts: what was cut out of it.
 
         Raises:
@@ -72,22 +77,23 @@ class Keys:
             elif media.path is not None:
                 paths[item.media_param] = media.path
         if paths:
-            await self._check_files(paths)
-        known = await self._recalled(body, named, tenant) if named else {}
-        scope = self._config.scope_of(tenant)
+            await self._check_files(paths, config)
+        known = await self._recalled(body, named, tenant, config) if named else {}
+        scope = config.scope_of(tenant)
         if sum([len(media.base64) for media in inline.values()]) > IN_THREAD:
-            keys = await asyncio.to_thread(self._content_keys, scope, inline)
+            keys = await asyncio.to_thread(_content_keys, scope, inline, config)
         else:
-            keys = self._content_keys(scope, inline)
+            keys = _content_keys(scope, inline, config)
         return {item: known.get(item) or keys.get(item) for item in items}
 
-    async def _check_files(self, paths: Mapping[str, str]) -> None:
+    async def _check_files(self, paths: Mapping[str, str], config: ProxyConfig) -> None:
         """Refuse files that requests may not name. The file system may hang: it has time for that.
 
         Args:
             paths: those of the files, by where the request names them.
+            config: the request's.
         """
-        folder = self._config.allowed_local_media_path
+        folder = config.allowed_local_media_path
         if folder is None:
             raise BadRequest(
                 "file:// media are off; --allowed-local-media-path turns them on",
@@ -99,24 +105,14 @@ class Keys:
                 check_inside(path, folder, param)
 
         try:
-            async with asyncio.timeout(self._config.media_timeout_s):
+            async with asyncio.timeout(config.media_timeout_s):
                 await asyncio.wrap_future(self._files.submit(check))
         except TimeoutError:
             raise MediaFetchFailed("the folder of file:// media gives no answer") from None
 
-    def _content_keys(self, scope: Scope, inline: Mapping[MMItem, Inline]) -> dict[MMItem, str]:
-        """The keys of media that are in the request, once all have been found fit for an engine."""
-        for item, media in inline.items():
-            if item.modality == "image":
-                check_image(
-                    media,
-                    min_side=self._config.min_image_side,
-                    max_pixels=self._config.max_image_pixels,
-                    param=item.param,
-                )
-        return {item: content_key(scope, item.modality, media) for item, media in inline.items()}
-
-    async def remember(self, body: Body, encoded: Sequence[EncodedItem], tenant: Tenant) -> None:
+    async def remember(
+        self, body: Body, encoded: Sequence[EncodedItem], tenant: Tenant, config: ProxyConfig
+    ) -> None:
         """Let clients name what they have sent: by their uuid, or by the key they were told.
 
         A name whose item cannot be used by name stands for nothing from then on.
@@ -127,7 +123,7 @@ class Keys:
             if self._names is None or uuid is None or not one.item.has_media:
                 continue
             model, modality = body.get("model"), one.item.modality
-            name = name_key(self._config.name_scope_of(tenant), modality, uuid)
+            name = name_key(config.name_scope_of(tenant), modality, uuid)
             if key is None:
                 with suppress(StoreUnavailable):
                     await self._names.forget(model, [name])
@@ -135,7 +131,9 @@ class Keys:
                 stands_for = Name(key, own=one.uuid is not None)
                 await self._names.remember(model, name, modality, stands_for)
 
-    async def forget(self, uuid: str, model: str | None, tenant: Tenant) -> None:
+    async def forget(
+        self, uuid: str, model: str | None, tenant: Tenant, config: ProxyConfig
+    ) -> None:
         """Forget what a tenant calls so, and entries of its own that the name stood for.
 
         Where tenants share entries, another may use them: they are left to expire.
@@ -146,22 +144,22 @@ class Keys:
         """
         if self._names is None:
             raise no_store("the proxy has no encoder-cache store: --ec-store")
-        scope = self._config.name_scope_of(tenant)
+        scope = config.name_scope_of(tenant)
         names = [name_key(scope, modality, uuid) for modality in {*MODALITY.values()}]
         try:
             known = await self._names.recall(model, names)
             if not known:
                 raise UnknownMedia("no media are known under this uuid", param="uuid")
-            alone = self._config.isolation == "tenant"
+            alone = config.isolation == "tenant"
             own = [name.key for name in known.values() if name.own and alone]
             await self._names.forget(model, list(known), own)
         except StoreUnavailable as error:
             raise no_store("the encoder cache gives no answer") from error
 
     async def _recalled(
-        self, body: Body, items: Sequence[MMItem], tenant: Tenant
+        self, body: Body, items: Sequence[MMItem], tenant: Tenant, config: ProxyConfig
     ) -> Mapping[MMItem, str]:
-        scope = self._config.name_scope_of(tenant)
+        scope = config.name_scope_of(tenant)
         names = {
             item: name_key(scope, item.modality, item.uuid)
             for item in items
@@ -181,3 +179,18 @@ class Keys:
                     "no media are known under this uuid: send them once more", param=item.param
                 )
         return {item: found[name].key for item, name in names.items()}
+
+
+def _content_keys(
+    scope: Scope, inline: Mapping[MMItem, Inline], config: ProxyConfig
+) -> dict[MMItem, str]:
+    """The keys of media that are in the request, once all have been found fit for an engine."""
+    for item, media in inline.items():
+        if item.modality == "image":
+            check_image(
+                media,
+                min_side=config.min_image_side,
+                max_pixels=config.max_image_pixels,
+                param=item.param,
+            )
+    return {item: content_key(scope, item.modality, media) for item, media in inline.items()}

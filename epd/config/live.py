@@ -1,8 +1,7 @@
-"""The configuration in force, which a reload may change under those who read it."""
+"""The configuration in force: an immutable value, which a reload replaces as a whole."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -49,6 +48,9 @@ FIXED = frozenset(
 )
 """Fields that are read at the start alone."""
 
+Follower = Callable[[ProxyConfig, ProxyConfig], None]
+"""Told the new configuration and the one before it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -65,30 +67,36 @@ class Change:
     kept: frozenset[str]
 
 
-class LiveConfig(ProxyConfig):
-    """One object for as long as a process runs; new values are in it after a reload.
+class LiveConfig:
+    """Holds the configuration in force.
 
-    Whoever keeps the object, and reads a field when it is needed, need not be told. It changes
-    between two steps of the event loop, all fields at once.
+    A request reads `current` once, at its start, and goes by that value to its end
+    (`RequestContext.config`). Objects that several requests share read it whenever they need a
+    value; those that keep something derived from it are followers.
+
+    Attributes:
+        current: the configuration in force.
     """
 
-    @classmethod
-    def of(cls, config: ProxyConfig) -> "LiveConfig":
-        """The same values, which may change."""
-        return cls.model_construct(**dict(config))
+    def __init__(self, config: ProxyConfig) -> None:
+        self.current = config
+        self._followers: list[Follower] = []
+
+    def follow(self, follower: Follower) -> None:
+        """Have a follower told of each change, once the new configuration is in force."""
+        self._followers.append(follower)
 
     def adopt(self, wanted: ProxyConfig) -> Change:
-        """Take over what can be.
+        """Put a configuration in force, as far as that needs no restart.
 
         Raises:
             ConfigInvalid: it does not go together with what needs a restart. Nothing has changed.
         """
-        before = ProxyConfig.model_construct(**dict(self))
-        differing = {name for name, value in wanted if value != getattr(self, name)}
-        kept = differing & FIXED
-        values = {name: getattr(self, name) if name in kept else value for name, value in wanted}
+        before = self.current
+        differing = {name for name, value in wanted if value != getattr(before, name)}
+        kept = {name: getattr(before, name) for name in differing & FIXED}
         try:
-            ProxyConfig.model_validate(values)
+            ProxyConfig.model_validate(dict(wanted) | kept)
         except ValidationError as invalid:
             needed = ", ".join(sorted(kept))
             raise ConfigInvalid(
@@ -96,9 +104,9 @@ class LiveConfig(ProxyConfig):
                 f"{error['msg'].removeprefix('Value error, ')}"
                 for error in invalid.errors(include_input=False)
             ) from None
-        self.become(values)
-        return Change(before, frozenset(differing - kept), frozenset(kept))
-
-    def become(self, values: Mapping[str, Any]) -> None:
-        """Have these values, by field, which have been checked."""
-        self.__dict__.update(values)
+        changed = frozenset(differing.difference(kept))
+        if changed:
+            self.current = wanted.model_copy(update=kept)
+            for follower in self._followers:
+                follower(self.current, before)
+        return Change(before, changed, frozenset(kept))

@@ -11,7 +11,7 @@ import structlog
 
 from ec_store import redacted
 from ec_store.breaker import Breaker
-from epd.config import ProxyConfig
+from epd.config.live import LiveConfig
 from epd.conversations.entry import MAX_BYTES, Entry, Held
 from epd.conversations.fingerprint import Fingerprint
 from epd.conversations.memory import InMemory
@@ -44,11 +44,12 @@ class Conversations:
     """
 
     def __init__(
-        self, store: Store, config: ProxyConfig, clock: Callable[[], float] = time.time
+        self, store: Store, live: LiveConfig, clock: Callable[[], float] = time.time
     ) -> None:
         self.results: Counter[Result] = Counter()
         self._store = store
-        self._config = config
+        config = live.current
+        self._live = live
         self._clock = clock
         self._key = hashlib.blake2b(config.name_scope_of(ANONYMOUS).secret).digest()
         name = f"the conversation store {redacted(config.conversation_store or 'memory')}"
@@ -58,13 +59,13 @@ class Conversations:
         self._warned = config.workers == 1 or config.conversation_store is not None
 
     @classmethod
-    def of(cls, config: ProxyConfig) -> Self:
+    def of(cls, live: LiveConfig) -> Self:
         """Those of the configured store: a context, which closes it."""
-        if (url := config.conversation_store) is None:
-            return cls(InMemory(lambda: config.max_conversations), config)
+        if (url := live.current.conversation_store) is None:
+            return cls(InMemory(lambda: live.current.max_conversations), live)
         from epd.conversations.redis_store import InRedis  # noqa: PLC0415 - takes its time to load
 
-        return cls(InRedis(url), config)
+        return cls(InRedis(url), live)
 
     async def __aenter__(self) -> Self:
         """They."""
@@ -120,7 +121,9 @@ class Conversations:
         entry = Entry(self._clock(), turn.decode, turn.prefill, held)
         if held is not None and len(entry.written()) > MAX_BYTES:
             entry = replace(entry, held=None)
-        await self._ask(lambda: self._store.put(turn.key, entry, self._config.conversation_ttl))
+        await self._ask(
+            lambda: self._store.put(turn.key, entry, self._live.current.conversation_ttl)
+        )
 
     def common(self, held: Held, prompt: Sequence[int]) -> int:
         """How many of a prompt's first tokens are those of what decode holds.
@@ -134,7 +137,9 @@ class Conversations:
         """A decode instance has gone, or another has come in its place: its blocks are no more."""
         now_s = self._clock()
         over = [
-            url for url, at in self._lost_s.items() if at < now_s - self._config.conversation_ttl
+            url
+            for url, at in self._lost_s.items()
+            if at < now_s - self._live.current.conversation_ttl
         ]
         for url in over:
             del self._lost_s[url]
@@ -169,7 +174,7 @@ class Conversations:
 
         A store keeps it as long as it was told to then, and Redis from when it got round to it.
         """
-        if entry.kept_s < self._clock() - self._config.conversation_ttl:
+        if entry.kept_s < self._clock() - self._live.current.conversation_ttl:
             return True
         if entry.kept_s < self._lost_s.get(entry.decode, 0.0):
             return True
@@ -181,7 +186,7 @@ class Conversations:
         if self._breaker.open:
             return False, None
         try:
-            with within(self._config.conversation_budget_s):
+            with within(self._live.current.conversation_budget_s):
                 answer = await call()
         except (StoreAway, TimeoutError) as error:
             self._breaker.failed(str(error) or "no answer in time")

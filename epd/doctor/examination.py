@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import cycle, islice
 
 from epd.config import ProxyConfig
+from epd.config.live import LiveConfig
 from epd.doctor import judge
 from epd.doctor.facts import InstanceFacts, StoreFacts, Trial
 from epd.doctor.findings import Finding
@@ -82,12 +83,12 @@ async def examine(config: ProxyConfig, *, requests: bool) -> list[Finding]:
         if requests and patient.model is not None:
             encoded = EC_TRANSFERS[config.ec_transfer]()
             transfer = KV_TRANSFERS[config.kv_transfer]()
-            peers = Peers(InstanceTable(), transfer, upstream, config)
-            stages = Stages(upstream, config)
-            trials = Trials(stages, encoded, transfer, peers, headers)
+            peers = Peers(InstanceTable(), transfer, upstream, LiveConfig(config))
+            stages = Stages(upstream)
+            trials = Trials(stages, encoded, transfer, peers, headers, config)
             encode = _try_pushes if encoded.pushed else _try_encode
             await encode(patient, trials, patient.model)
-            turns = Turns(stages, transfer, headers) if transfer.bidirectional else None
+            turns = Turns(stages, transfer, headers, config) if transfer.bidirectional else None
             await _try_handovers(patient, trials, turns, patient.model)
     made = None if patient.tried is None else patient.tried.encoded
     store = await _look_at_store(config, made)

@@ -13,6 +13,7 @@ from PIL import Image
 
 from epd.bodies.chat import CHAT, encode_body
 from epd.bodies.items import Body
+from epd.config import ProxyConfig
 from epd.doctor.facts import Trial
 from epd.doctor.judge import DECODE, PREFILL
 from epd.errors import ProxyError, UpstreamRejected
@@ -88,21 +89,24 @@ class Trials:
         transfer: how decode gets the KV blocks.
         peers: what is known of the prefill instances' connectors.
         headers: sent along, such as a key.
+        config: how long instances may take.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - what instances are asked with
         self,
         stages: Stages,
         encoded: ECTransfer,
         transfer: KVTransfer,
         peers: Peers,
         headers: Mapping[str, str],
+        config: ProxyConfig,
     ) -> None:
         self._stages = stages
         self._encoded = encoded
         self._transfer = transfer
         self._peers = peers
         self._headers = headers
+        self._config = config
 
     @property
     def prefills_alone(self) -> bool:
@@ -203,7 +207,7 @@ class Trials:
         return Trial(keeps=kept_params(params, instance.url) is not None)
 
     def _context(self) -> RequestContext:
-        return RequestContext(f"doctor-{secrets.token_hex(8)}", self._headers)
+        return RequestContext(f"doctor-{secrets.token_hex(8)}", self._headers, self._config)
 
 
 def text(model: str) -> Body:

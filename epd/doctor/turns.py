@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from epd.bodies.completions import Completions
 from epd.bodies.items import Body
+from epd.config import ProxyConfig
 from epd.conversations.heard import Heard
 from epd.doctor.facts import Trial
 from epd.errors import ProxyError
@@ -36,12 +37,20 @@ class Turns:
         stages: as the proxy has them.
         transfer: how blocks are handed over, in both directions.
         headers: sent along, such as a key.
+        config: how long instances may take.
     """
 
-    def __init__(self, stages: Stages, transfer: KVTransfer, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        stages: Stages,
+        transfer: KVTransfer,
+        headers: Mapping[str, str],
+        config: ProxyConfig,
+    ) -> None:
         self._stages = stages
         self._transfer = transfer
         self._headers = headers
+        self._config = config
 
     async def read(self, prefill: Instance, decode: Instance, model: str) -> Trial:
         """Have a prompt answered, and a longer one with the blocks that decode holds of the first.
@@ -89,7 +98,7 @@ class Turns:
 
     def _context(self) -> RequestContext:
         request_id = f"doctor-{secrets.token_hex(8)}"
-        return RequestContext(request_id, self._headers, Completions())
+        return RequestContext(request_id, self._headers, self._config, Completions())
 
 
 def _asking(model: str, tokens: Sequence[int]) -> Body:

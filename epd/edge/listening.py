@@ -12,6 +12,7 @@ from aiohttp import web
 
 from epd.background import Background
 from epd.config import ProxyConfig
+from epd.config.live import LiveConfig
 from epd.edge.protocol import Runner, Server
 
 BACKLOG = 65535
@@ -54,7 +55,7 @@ class Handshakes:
         server: Server,
         sockets: Sequence[socket.socket],
         tls: ssl.SSLContext,
-        config: ProxyConfig,
+        live: LiveConfig,
         background: Background,
     ) -> None:
         """Begin to accept: handshakes may take as long as heads.
@@ -63,13 +64,13 @@ class Handshakes:
             server: makes a connection's protocol.
             sockets: what it listens on.
             tls: the context that clients are served with.
-            config: limits of connections.
+            live: says what connections are limited by.
             background: runs the loops that accept.
         """
         self.sockets = sockets
         self._server = server
         self._tls = tls
-        self._config = config
+        self._live = live
         self._background = background
         self._loop = asyncio.get_running_loop()
         self._begun = set[asyncio.Task[None]]()
@@ -114,7 +115,7 @@ class Handshakes:
                 self._server,
                 client,
                 ssl=self._tls,
-                ssl_handshake_timeout=self._config.header_timeout_s,
+                ssl_handshake_timeout=self._live.current.header_timeout_s,
             )
 
 
@@ -128,7 +129,7 @@ class Site(web.BaseSite):
         super().__init__(runner, ssl_context=tls)
         self._background = background
         self._where = where
-        self._config = runner.config
+        self._live = runner.live
 
     @property
     def name(self) -> str:
@@ -157,7 +158,7 @@ class Site(web.BaseSite):
         if self._ssl_context is not None:
             listeners = [it.dup() for it in bound.sockets]
             accepting = Handshakes(
-                server, listeners, self._ssl_context, self._config, self._background
+                server, listeners, self._ssl_context, self._live, self._background
             )
             self._server = cast("asyncio.AbstractServer", accepting)
             bound.close()

@@ -18,7 +18,7 @@ from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 from aiohttp.web_protocol import _ErrInfo
 
-from epd.config import ProxyConfig
+from epd.config.live import LiveConfig
 from epd.edge import descriptors
 from epd.edge.ambiguity import invalid, refusal
 from epd.edge.prefix import without_prefix
@@ -45,19 +45,19 @@ class Connection(web.RequestHandler):
 
     __slots__ = (
         "_begun",
-        "_config",
         "_head_timer",
         "_last_payload",
+        "_live",
         "_refused",
         "_server",
         "_write_timer",
         "stalled",
     )
 
-    def __init__(self, server: "Server", config: ProxyConfig, **kwargs: Any) -> None:
+    def __init__(self, server: "Server", live: LiveConfig, **kwargs: Any) -> None:
         super().__init__(server, **kwargs)
         self._server = server
-        self._config = config
+        self._live = live
         self._begun = False  # has a byte come of the head that is waited for?
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
@@ -110,7 +110,9 @@ class Connection(web.RequestHandler):
     def _await_head(self) -> None:
         if self._head_timer is not None:
             return
-        self._head_timer = self._loop.call_later(self._config.header_timeout_s, self._head_is_late)
+        self._head_timer = self._loop.call_later(
+            self._live.current.header_timeout_s, self._head_is_late
+        )
 
     def _head_is_late(self) -> None:
         self._head_timer = None
@@ -130,7 +132,7 @@ class Connection(web.RequestHandler):
     def pause_writing(self) -> None:
         """Begin to wait for the client to read."""
         super().pause_writing()
-        self._write_timer = self._loop.call_later(self._config.write_timeout_s, self._stall)
+        self._write_timer = self._loop.call_later(self._live.current.write_timeout_s, self._stall)
 
     def resume_writing(self) -> None:
         """It has read."""
@@ -152,7 +154,7 @@ class Connection(web.RequestHandler):
         finally:
             # Closing waits for the client to take what was written: not for ever.
             if transport is not None and transport.get_write_buffer_size():
-                self._loop.call_later(self._config.write_timeout_s, transport.abort)
+                self._loop.call_later(self._live.current.write_timeout_s, transport.abort)
 
     def handle_error(
         self,
@@ -210,17 +212,17 @@ class Server(web.Server):
     """Makes a `Connection` for each client, and counts them."""
 
     def __init__(
-        self, made: web.Server, config: ProxyConfig, observers: Sequence[Observer], **kwargs: Any
+        self, made: web.Server, live: LiveConfig, observers: Sequence[Observer], **kwargs: Any
     ) -> None:
         """As `made`, which aiohttp has made for the application."""
         super().__init__(
             self._checked,
-            request_factory=_factory(made.request_factory, config.root_path),
+            request_factory=_factory(made.request_factory, live.current.root_path),
             handler_cancellation=made.handler_cancellation,
             **kwargs,
         )
         self._handler = made.request_handler
-        self._config = config
+        self._live = live
         self._observers = observers
         self._descriptors = descriptors.client_connections()
         self._open = set[Connection]()
@@ -228,12 +230,12 @@ class Server(web.Server):
 
     def __call__(self) -> Connection:
         """A connection that is about to be made."""
-        kwargs = self._kwargs | {"keepalive_timeout": self._config.keep_alive_s}
-        return Connection(self, self._config, loop=self._loop, **kwargs)
+        kwargs = self._kwargs | {"keepalive_timeout": self._live.current.keep_alive_s}
+        return Connection(self, self._live, loop=self._loop, **kwargs)
 
     @property
     def _limit(self) -> int:
-        return self._config.max_connections or self._descriptors
+        return self._live.current.max_connections or self._descriptors
 
     def admits(self, connection: Connection) -> bool:
         """Whether there is room for it, which it then has."""
@@ -296,25 +298,25 @@ class Runner(web.AppRunner):
     """Runs the application on `Connection`s; a client that leaves cancels what runs for it.
 
     Attributes:
-        config: what connections are limited by.
+        live: says what connections are limited by.
     """
 
     def __init__(
         self,
         app: web.Application,
-        config: ProxyConfig,
+        live: LiveConfig,
         observers: Sequence[Observer],
         **kwargs: Any,
     ) -> None:
         """Take what `web.AppRunner` takes, and who is told of requests no handler sees."""
         super().__init__(app, handler_cancellation=True, **kwargs)
-        self.config = config
+        self.live = live
         self._observers = observers
 
     async def _make_server(self) -> Server:
         return Server(
             await super()._make_server(),
-            self.config,
+            self.live,
             self._observers,
             lingering_time=LINGER_S,
             auto_decompress=False,

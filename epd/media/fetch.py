@@ -18,6 +18,7 @@ from yarl import URL
 from epd.bodies.cuts import Cuts, joined
 from epd.bodies.items import Body, MMItem, with_parts
 from epd.config import ProxyConfig
+from epd.config.live import LiveConfig
 from epd.errors import BadRequest, MediaFetchFailed, ProxyError
 from epd.flights import Flights
 from epd.gather import gather_first
@@ -65,19 +66,19 @@ class NotAtOrigin(MediaFetchFailed):
 class MediaFetcher:
     """Fetches `http` and `https` media and remembers them, where the engines are not to."""
 
-    def __init__(self, session: aiohttp.ClientSession, config: ProxyConfig) -> None:
+    def __init__(self, session: aiohttp.ClientSession, live: LiveConfig) -> None:
         self._session = session
-        self._config = config
-        self._cache = MediaCache(config.media_cache_bytes)
+        self._live = live
+        self._cache = MediaCache(live.current.media_cache_bytes)
         self._flights: Flights[CacheKey, Media] = Flights()
 
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, config: ProxyConfig, resolver: AbstractResolver | None = None
+        cls, live: LiveConfig, resolver: AbstractResolver | None = None
     ) -> AsyncIterator[Self]:
         """A fetcher with a connection pool of its own, closed when the context is left."""
-        checked = CheckedResolver(config, resolver or aiohttp.DefaultResolver())
+        checked = CheckedResolver(live, resolver or aiohttp.DefaultResolver())
         connector = aiohttp.TCPConnector(
             resolver=checked,
             # Every connection is to addresses that were checked for it.
@@ -94,7 +95,7 @@ class MediaFetcher:
             auto_decompress=False,
             trust_env=False,
         ) as session:
-            fetcher = cls(session, config)
+            fetcher = cls(session, live)
             try:
                 yield fetcher
             finally:
@@ -102,7 +103,7 @@ class MediaFetcher:
                 await checked.close()
 
     async def inlined(
-        self, body: Body, items: Sequence[MMItem], cuts: Cuts, held: Held
+        self, body: Body, items: Sequence[MMItem], config: ProxyConfig, cuts: Cuts, held: Held
     ) -> tuple[Body, Cuts]:
         """Return the body with `data:` URLs in place of `http` and `https` ones, and its cuts.
 
@@ -112,6 +113,7 @@ class MediaFetcher:
         Args:
             body: the request.
             items: its mm items.
+            config: the request's.
             cuts: what was cut out of it, as the fetched media are too.
             held: counts them with the request. What is fetched for one tenant is not used for
                 another.
@@ -119,9 +121,9 @@ class MediaFetcher:
         Raises:
             ProxyError: the first item that failed; the others are left.
         """
-        if self._config.media_fetch == "engine" or not (remote := self._remote(items)):
+        if config.media_fetch == "engine" or not (remote := _remote(items)):
             return body, cuts
-        total = _Total(max_body_bytes(self._config), held)
+        total = _Total(max_body_bytes(config), held)
 
         async def fetched(item: MMItem) -> Media:
             return await self._of_item(item, remote[item], total)
@@ -137,16 +139,7 @@ class MediaFetcher:
     @property
     def _policy(self) -> MediaPolicy:
         """As it is configured now."""
-        return media_policy(self._config)
-
-    def _remote(self, items: Sequence[MMItem]) -> dict[MMItem, str]:
-        """Items to fetch; `file:` URLs stay the engines'."""
-        sources = {item: source(item) for item in items}
-        return {
-            item: media.url
-            for item, media in sources.items()
-            if isinstance(media, Remote) and media.path is None
-        }
+        return media_policy(self._live.current)
 
     async def _of_item(self, item: MMItem, url: str, total: "_Total") -> Media:
         try:
@@ -178,13 +171,13 @@ class MediaFetcher:
         try:
             # Others may wait for it when the request that it was begun for has gone.
             with _translated(), held.beside() as own:
-                async with asyncio.timeout(self._config.media_timeout_s):
+                async with asyncio.timeout(self._live.current.media_timeout_s):
                     entry = await self._download(target, key, known, own)
         except (BadRequest, NotAtOrigin):
             self._cache.drop(key)
             raise
         if may_keep(entry.headers, key.scope):
-            self._cache.max_bytes = self._config.media_cache_bytes
+            self._cache.max_bytes = self._live.current.media_cache_bytes
             self._cache.put(key, entry)
         else:
             self._cache.drop(key)
@@ -215,8 +208,9 @@ class MediaFetcher:
     async def _read(self, response: aiohttp.ClientResponse, modality: str, held: Held) -> Media:
         """Return the body of a 200, counted as it comes."""
         _check_head(response)
-        whole = max_body_bytes(self._config) // BASE64_CHARACTERS * BASE64_BYTES
-        limit = min(self._config.max_media_bytes, whole)
+        config = self._live.current
+        whole = max_body_bytes(config) // BASE64_CHARACTERS * BASE64_BYTES
+        limit = min(config.max_media_bytes, whole)
         if (response.content_length or 0) > limit:
             raise _too_large(limit)
         text, rest, size = bytearray(), b"", 0
@@ -242,8 +236,8 @@ class CheckedResolver(AbstractResolver):
     of a name server can differ from the one that was checked.
     """
 
-    def __init__(self, config: ProxyConfig, resolver: AbstractResolver) -> None:
-        self._config = config
+    def __init__(self, live: LiveConfig, resolver: AbstractResolver) -> None:
+        self._live = live
         self._resolver = resolver
 
     async def resolve(
@@ -255,7 +249,7 @@ class CheckedResolver(AbstractResolver):
             OSError: it has none.
         """
         found = await self._resolver.resolve(host, port, family)
-        policy = media_policy(self._config)
+        policy = media_policy(self._live.current)
         allowed = [address for address in found if policy.allows_address(address["host"])]
         if not allowed:
             raise OSError("no allowed address")
@@ -282,6 +276,16 @@ class _Total:
                 slug="media_too_large",
             )
         self.held.add(size)
+
+
+def _remote(items: Sequence[MMItem]) -> dict[MMItem, str]:
+    """Items to fetch; `file:` URLs stay the engines'."""
+    sources = {item: source(item) for item in items}
+    return {
+        item: media.url
+        for item, media in sources.items()
+        if isinstance(media, Remote) and media.path is None
+    }
 
 
 def media_policy(config: ProxyConfig) -> MediaPolicy:

@@ -11,6 +11,7 @@ from epd.bodies.cuts import Cuts
 from epd.bodies.endpoint import Endpoint
 from epd.bodies.items import MMItem
 from epd.bodies.parsing import JSON
+from epd.config import ProxyConfig
 from epd.conversations.turn import Turn
 from epd.errors import ProxyError, Stage, slug_of
 from epd.events import Observer, StageDone
@@ -33,6 +34,7 @@ class RequestContext:
     Attributes:
         request_id: the id its instances see; no two requests have the same.
         headers: headers its instances are sent, but for the request id.
+        config: the configuration that was in force when it came, by which it goes to its end.
         endpoint: what it asks for.
         tenant: whose request it is.
         clients_key: whether the instances judge the client's own key, and not the proxy's.
@@ -53,6 +55,7 @@ class RequestContext:
 
     request_id: str
     headers: Mapping[str, str]
+    config: ProxyConfig
     endpoint: Endpoint = CHAT
     tenant: Tenant = ANONYMOUS
     clients_key: bool = True

@@ -1,9 +1,8 @@
 """Who decodes a request: found in the table of instances, or named by somebody else."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
-from epd.config import ProxyConfig
 from epd.discovery.complaint import Complaint
 from epd.errors import BadRequest, NoInstance, ProxyError, RequestRefused
 from epd.policies.course import Course
@@ -28,11 +27,10 @@ class Decoders:
     client must not choose whom the proxy speaks to.
     """
 
-    def __init__(self, table: InstanceTable, picker: Picker, config: ProxyConfig) -> None:
+    def __init__(self, table: InstanceTable, picker: Picker) -> None:
         self._table = table
         self._picker = picker
-        self._config = config
-        self._choice = Choice(table, lambda: config.decode_balance, *ANSWERING)
+        self._choice = Choice(table, *ANSWERING)
         self._complaint = Complaint("the endpoint picker cannot be used", "the proxy chooses")
 
     def settled(self, course: Course, context: RequestContext) -> Course:
@@ -68,7 +66,12 @@ class Decoders:
         elif attempt.course.decode_from == "picker":
             named = await self._picked(attempt, context, prefill)
         prefers = None if context.turn is None else context.turn.prefers_decode
-        return named or self._choice.best(attempt.decodes, session=context.session, prefer=prefers)
+        return named or self._choice.best(
+            attempt.decodes,
+            balance=context.config.decode_balance,
+            session=context.session,
+            prefer=prefers,
+        )
 
     def others(self, course: Course, tried: Collection[Instance]) -> bool:
         """Whether there is one that was not tried, and may be.
@@ -79,13 +82,15 @@ class Decoders:
             return False
         return course.decode_from == "picker" or self._choice.others(tried)
 
-    def another(self, tried: Collection[Instance]) -> Instance | None:
+    def another(self, tried: Collection[Instance], context: RequestContext) -> Instance | None:
         """One of the table that was not tried, to be told of something; None: there is none."""
-        return self._choice.best(tried) if self._choice.others(tried) else None
+        if not self._choice.others(tried):
+            return None
+        return self._choice.best(tried, balance=context.config.decode_balance)
 
     def _asked_for(self, context: RequestContext) -> Instance | None:
         """Whom a client names; None where it leaves that to the proxy."""
-        header = self._config.decode_header
+        header = context.config.decode_header
         value = context.client_headers.get(header)
         if value is None:
             if self._table.of(*ANSWERING):
@@ -95,7 +100,7 @@ class Decoders:
                 slug="decode_not_named",
             )
         try:
-            found = self._at(value)
+            found = self._at(value, context.config.decode_hosts)
         except ValueError:
             raise BadRequest(
                 f"{header} must be host:port, or a URL such as http://host:port",
@@ -122,7 +127,7 @@ class Decoders:
         tried = attempt.decodes
         try:
             named = await self._picker.ask(attempt.facts, context, prefill, usable, tried)
-            found = self._at(named)
+            found = self._at(named, context.config.decode_hosts)
         except ProxyError as error:
             reason = error.message
         except ValueError:
@@ -140,11 +145,12 @@ class Decoders:
             slug="no_decode",
         )
 
-    def _at(self, named: str) -> Instance | None:
+    def _at(self, named: str, hosts: Sequence[str]) -> Instance | None:
         """The decode instance that somebody names; None: it must not be one.
 
         Args:
             named: `host:port`, or a URL.
+            hosts: those of `--decode-hosts`.
 
         Raises:
             ValueError: it is neither.
@@ -153,7 +159,6 @@ class Decoders:
         found = self._table.find(url, *ANSWERING)
         if found is None and "://" not in named:
             found = self._table.find(url.replace("http:", "https:", 1), *ANSWERING)
-        hosts = self._config.decode_hosts
         if found is None and hosts and NAMED.fullmatch(url) and is_allowed(url, hosts):
             found = Instance(Role.DECODE, url)
         return found

@@ -17,7 +17,6 @@ from epd.bodies.chat import encode_body, features
 from epd.bodies.items import MMItem
 from epd.cache.claims import Claims, Looking, Turn
 from epd.cache.encoder_cache import EncoderCache
-from epd.config import ProxyConfig
 from epd.errors import (
     NoInstance,
     ProxyError,
@@ -76,7 +75,6 @@ class Encoder:
         cache: EncoderCache | None,
         transfer: ECTransfer,
         fatal: FatalRequests,
-        config: ProxyConfig,
     ) -> None:
         self._stages = stages
         self._namespaces = namespaces
@@ -85,10 +83,9 @@ class Encoder:
         self._claims = None if cache is None or transfer.pushed else Claims(cache)
         self._transfer = transfer
         self._fatal = fatal
-        self._config = config
         self._identifiers = Identifiers()
         self._flights: Flights[object, Made] = Flights()
-        self._choice = Choice(table, lambda: config.encode_balance, Role.ENCODE)
+        self._choice = Choice(table, Role.ENCODE)
         self._retries = Retries()
 
     async def encode(self, job: EncodeJob) -> list[EncodedItem]:
@@ -204,7 +201,7 @@ class Encoder:
         if self._claims is None or identifier is None:
             encoded = await self._ask_instances(job, item)
         else:
-            wait_s = self._config.encode_timeout_s
+            wait_s = job.context.config.encode_timeout_s
             with self._claims.turn(output.model, identifier, wait_s, job.namespace) as turn:
                 found = await _come(turn, item, job.context)
                 if found is not None and found.modality == item.modality:
@@ -236,11 +233,11 @@ class Encoder:
             while True:
                 try:
                     self._fatal.check(watched, [key])
-                    tried.append(
-                        instance := self._choice.best(
-                            tried, item=key, session=context.session, fits=fits
-                        )
+                    balance, session = context.config.encode_balance, context.session
+                    instance = self._choice.best(
+                        tried, balance=balance, item=key, session=session, fits=fits
                     )
+                    tried.append(instance)
                     # New for each instance: what another one has begun to push may come yet.
                     params = self._transfer.encode_params(job.consumer, features(job.body, item))
                     with self._table.using(instance):
@@ -254,8 +251,11 @@ class Encoder:
                     if isinstance(failure, UpstreamDied):
                         error = self._fatal.after(failure, tried[-1], watched, [key])
                     others, elapsed_s = self._choice.others(tried, fits), clock() - started_s
-                    delay_s = self._delay_s(error, len(tried), elapsed_s, others=others)
-                    if delay_s is None or watched.spent:
+                    local = context.config.on_encode_failure == "local"
+                    patience_s = context.config.encode_timeout_s
+                    ended = EncodeFailure(error, len(tried), elapsed_s, others, local, patience_s)
+                    delay_s = None if watched.spent else encode_delay_s(ended)
+                    if delay_s is None:
                         raise error from failure.__cause__
                     await tries.another(error, delay_s)
 
@@ -265,14 +265,6 @@ class Encoder:
         if told is not None:
             self._namespaces.told(instance, told)
         return encoded if namespace is None or told in {None, namespace} else Encoded()
-
-    def _delay_s(
-        self, error: ProxyError, tries: int, elapsed_s: float, *, others: bool
-    ) -> float | None:
-        """Return how long to wait before another instance is asked; None: none is."""
-        local = self._config.on_encode_failure == "local"
-        patience_s = self._config.encode_timeout_s
-        return encode_delay_s(EncodeFailure(error, tries, elapsed_s, others, local, patience_s))
 
     def _final(self, error: ProxyError) -> ProxyError:
         """Return what an item's encode has failed by, once no instance is asked any more."""
@@ -285,7 +277,7 @@ class Encoder:
 
     def _may_be_local(self, job: EncodeJob, error: ProxyError) -> bool:
         """Whether prefill or decode encodes an item: not beside items that have no media."""
-        local = self._config.on_encode_failure == "local" and not self._transfer.pushed
+        local = job.context.config.on_encode_failure == "local" and not self._transfer.pushed
         return local and error.retryable and job.has_all_media and not job.context.watched.spent
 
     def _shares(self, namespace: str, instance: Instance) -> bool:

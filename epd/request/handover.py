@@ -7,7 +7,6 @@ from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 from epd.bodies.items import Body
-from epd.config import ProxyConfig
 from epd.errors import (
     BadRequest,
     NoInstance,
@@ -88,7 +87,6 @@ class Handovers:
         releases: Releases,
         readbacks: Readbacks,
         fatal: FatalRequests,
-        config: ProxyConfig,
     ) -> None:
         self._fatal = fatal
         self._table = table
@@ -98,7 +96,7 @@ class Handovers:
         self._decoders = decoders
         self._releases = releases
         self._readbacks = readbacks
-        self._prefills = Choice(table, lambda: config.prefill_balance, Role.PREFILL)
+        self._prefills = Choice(table, Role.PREFILL)
 
     def other_prefills(self, sending: Sending) -> bool:
         """Return whether there is a prefill instance that has not had the request, and may."""
@@ -212,7 +210,10 @@ class Handovers:
         if url is None:
             prefers = None if context.turn is None else context.turn.prefers_prefill
             tried = sending.attempt.prefills
-            return self._prefills.best(tried, session=context.session, prefer=prefers)
+            balance = context.config.prefill_balance
+            return self._prefills.best(
+                tried, balance=balance, session=context.session, prefer=prefers
+            )
         if (local := self._table.find(url, Role.PREFILL)) is None:
             raise NoInstance(
                 "the prefill instance beside the proxy takes no part",
@@ -331,7 +332,7 @@ class Handovers:
         # The instance that had it, or another one if that failed.
         instance = sending.decodes[-1] if sending.decodes else None
         if failure is not None or instance is None:
-            instance = self._decoders.another(sending.decodes) or instance
+            instance = self._decoders.another(sending.decodes, sending.context) or instance
         if instance is not None:
             body = with_params(sending.prompt.body, prefilled.params)
             self._releases.begin(instance, body, sending.context)

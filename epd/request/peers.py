@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import orjson
 
-from epd.config import ProxyConfig
+from epd.config.live import LiveConfig
 from epd.errors import ProxyError
 from epd.flights import Flights
 from epd.http.upstream import Upstream
@@ -30,12 +30,12 @@ class Peers:
     """Asked for again and again, or learnt from replies, and forgotten when something fails."""
 
     def __init__(
-        self, table: InstanceTable, transfer: KVTransfer, upstream: Upstream, config: ProxyConfig
+        self, table: InstanceTable, transfer: KVTransfer, upstream: Upstream, live: LiveConfig
     ) -> None:
         self._table = table
         self._transfer = transfer
         self._upstream = upstream
-        self._config = config
+        self._live = live
         self._known: dict[Member, _Known] = {}
         self._flights: Flights[Member, Params] = Flights()
         self._clock = asyncio.get_running_loop().time
@@ -68,7 +68,7 @@ class Peers:
     async def _ask(self, member: Member, url: str) -> Params:
         try:
             answer = await self._upstream.fetch(
-                url, stage="prefill", headers={}, timeout_s=self._config.health_timeout_s
+                url, stage="prefill", headers={}, timeout_s=self._live.current.health_timeout_s
             )
             peer = self._transfer.peer(_parsed(answer.body) if answer.ok else None)
         except ProxyError:

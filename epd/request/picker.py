@@ -8,7 +8,6 @@ from collections.abc import Iterable
 
 import orjson
 
-from epd.config import ProxyConfig
 from epd.errors import ProxyError, UpstreamFailed, UpstreamTimeout, UpstreamUnreachable
 from epd.http.upstream import Upstream
 from epd.policies.course import Facts
@@ -19,9 +18,8 @@ from epd.routing.instances import Instance
 class Picker:
     """The one that is configured."""
 
-    def __init__(self, upstream: Upstream, config: ProxyConfig) -> None:
+    def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
-        self._config = config
 
     async def ask(
         self,
@@ -55,11 +53,11 @@ class Picker:
         }
         try:
             answer = await self._upstream.fetch(
-                str(self._config.decode_picker_url),
+                str(context.config.decode_picker_url),
                 stage="decode",
                 headers={"Content-Type": "application/json", "X-Request-Id": context.request_id},
                 body=(orjson.dumps(question),),
-                timeout_s=self._config.decode_picker_timeout_s,
+                timeout_s=context.config.decode_picker_timeout_s,
             )
         except (UpstreamFailed, UpstreamTimeout) as error:  # their words are of an instance
             raise _useless(f"the endpoint picker{_fault(error)}") from error

@@ -65,8 +65,7 @@ class Pipeline:
         handovers: Handovers,
         decoders: Decoders,
         fatal: FatalRequests,
-        coordinate: Callable[[Facts], tuple[str, Course] | None],
-        config: ProxyConfig,
+        coordinate: Callable[[ProxyConfig, Facts], tuple[str, Course] | None],
     ) -> None:
         self._table = table
         self._namespaces = namespaces
@@ -75,9 +74,8 @@ class Pipeline:
         self._decoders = decoders
         self._transfer = transfer
         self._fatal = fatal
-        self._encoder = Encoder(stages, namespaces, table, cache, transfer, fatal, config)
-        self._keys = Keys(cache, config)
-        self._config = config
+        self._encoder = Encoder(stages, namespaces, table, cache, transfer, fatal)
+        self._keys = Keys(cache)
         self._retries = Retries()
         self._coordinate = coordinate
 
@@ -132,12 +130,12 @@ class Pipeline:
         body, uuids = await self._keyed(body, self._items(body, context), context)
         namespace = self._namespace(None)
         encoded = await self._encoder.encode(EncodeJob(body, uuids, context, namespace=namespace))
-        await self._keys.remember(body, encoded, context.tenant)
+        await self._keys.remember(body, encoded, context.tenant, context.config)
         return encoded
 
     async def forget(self, uuid: str, model: str | None, context: RequestContext) -> None:
         """Forget what a client calls so: see `Keys.forget`."""
-        await self._keys.forget(uuid, model, context.tenant)
+        await self._keys.forget(uuid, model, context.tenant, context.config)
 
     def _items(self, body: Body, context: RequestContext) -> tuple[MMItem, ...]:
         """The media items of a request that may be served.
@@ -145,9 +143,9 @@ class Pipeline:
         Raises:
             BadRequest: it may not.
         """
-        if not self._config.trust_request_mm_kwargs:
+        if not context.config.trust_request_mm_kwargs:
             check_mm_kwargs(body)
-        return at_most(context.endpoint.items(body), self._config.max_items)
+        return at_most(context.endpoint.items(body), context.config.max_items)
 
     async def _keyed(
         self, body: Body, items: tuple[MMItem, ...], context: RequestContext
@@ -161,18 +159,18 @@ class Pipeline:
         uuids: Mapping[MMItem, str | None] = {}
         if items:
             inlined, context.cuts = await self._media.inlined(
-                body, items, context.cuts, context.held
+                body, items, context.config, context.cuts, context.held
             )
             if inlined is not body:
                 body, items = inlined, tuple(context.endpoint.items(inlined))
-            uuids = await self._keys.of(body, items, context.tenant, context.cuts)
+            uuids = await self._keys.of(body, items, context.tenant, context.config, context.cuts)
         keys = (item_key(item, uuid) for item, uuid in uuids.items())
         self._fatal.check(context.watched, keys)
         return KeyedRequest(body, uuids)
 
     def _decode_alone(self, sending: Sending) -> None:
         """Have decode do prefill's work where there is no prefill instance to do it."""
-        local = self._config.on_prefill_failure == "local"
+        local = sending.context.config.on_prefill_failure == "local"
         if sending.attempt.course.prefill and local and not self._table.has(Role.PREFILL):
             sending.attempt = sending.attempt._replace(without_prefill=True)
 
@@ -215,7 +213,7 @@ class Pipeline:
         if known is None and attempt.course.encode:
             # Before the answer: a client that has it may use the name.
             named = [one for one in items if one.item.uuid is not None]
-            await self._keys.remember(body, named, context.tenant)
+            await self._keys.remember(body, named, context.tenant, context.config)
         local = (one.item for one in items if one.result == "local")
         keys = tuple(item_key(item, uuids[item]) for item in local)
         return Encodings(tuple(items), namespace, keys)
@@ -232,7 +230,7 @@ class Pipeline:
         # Decode without prefill looks for no encoder output, but where it is both.
         alone = not attempt.course.prefill and self._table.has(Role.DECODE)
         lost = attempt.reencode or attempt.without_prefill
-        raw = self._config.decode_media == "raw" or lost or alone or attempt.raw
+        raw = sending.context.config.decode_media == "raw" or lost or alone or attempt.raw
         params = self._transfer.consumer_params(one.encoded for one in items)
         prompt = consumer_body(request.body, items, params, raw=raw)
         if record.hits:
@@ -260,7 +258,7 @@ class Pipeline:
         Raises:
             NoInstance: no policy has anything to say of it.
         """
-        if (decided := self._coordinate(facts)) is not None:
+        if (decided := self._coordinate(context.config, facts)) is not None:
             context.record.policy, course = decided
             return course
         if facts.roles.isdisjoint(ANSWERING):
@@ -275,6 +273,6 @@ class Pipeline:
                 error,
                 other_prefills=self._handovers.other_prefills(sending),
                 other_decodes=self._decoders.others(sending.attempt.course, sending.decodes),
-                may_prefill_locally=self._config.on_prefill_failure == "local",
+                may_prefill_locally=sending.context.config.on_prefill_failure == "local",
             )
         )

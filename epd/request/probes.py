@@ -3,7 +3,7 @@
 from contextlib import AbstractAsyncContextManager
 
 from epd.background import Background
-from epd.config import ProxyConfig
+from epd.config.live import LiveConfig
 from epd.errors import Overloaded
 from epd.http.upstream import Upstream
 from epd.request.polling import Polling, Question
@@ -15,20 +15,21 @@ TICK_S = 0.25
 
 
 def probing(
-    table: InstanceTable, upstream: Upstream, config: ProxyConfig, background: Background
+    table: InstanceTable, upstream: Upstream, live: LiveConfig, background: Background
 ) -> AbstractAsyncContextManager[None]:
     """Probe in the background whenever the table says so, until the context is left.
 
     Args:
         table: told what came of it.
         upstream: what is asked with.
-        config: says by when an instance that is well has answered.
+        live: says by when an instance that is well has answered.
         background: runs it. An instance whose probe raises unexpectedly is not well.
     """
 
     async def probe(instance: Instance) -> bool | None:
         try:
-            return await upstream.probe(instance.url + "/health", timeout_s=config.health_timeout_s)
+            timeout_s = live.current.health_timeout_s
+            return await upstream.probe(instance.url + "/health", timeout_s=timeout_s)
         except Overloaded:  # that says nothing of the instance
             return None
 

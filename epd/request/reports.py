@@ -6,6 +6,7 @@ from contextlib import AbstractAsyncContextManager
 
 from epd.background import Background
 from epd.config import ProxyConfig
+from epd.config.live import LiveConfig
 from epd.errors import ProxyError
 from epd.http.upstream import Upstream
 from epd.request.polling import Polling, Question
@@ -24,35 +25,36 @@ MAX_PAGE_BYTES = 4 * 1024**2
 
 
 def reporting(
-    table: InstanceTable, upstream: Upstream, config: ProxyConfig, background: Background
+    table: InstanceTable, upstream: Upstream, live: LiveConfig, background: Background
 ) -> AbstractAsyncContextManager[None]:
     """Ask in the background, every `load_interval_s`, until the context is left.
 
     Args:
         table: told what came of it.
         upstream: what is asked with.
-        config: says how often, by when there has to be an answer, and for which roles it matters.
+        live: says how often, by when there has to be an answer, and for which roles it matters.
         background: runs it.
     """
 
     def due() -> list[Instance]:
+        config = live.current
         interval_s = config.load_interval_s
         return table.reports_due(_roles(config) if interval_s else (), interval_s)
 
     def ask(instance: Instance) -> Awaitable[Report | None]:
-        return _ask(instance, upstream, config.health_timeout_s)
+        return _ask(instance, upstream, live.current.health_timeout_s)
 
     def tell(instance: Instance, report: Report | None) -> None:
-        table.reported(instance, report, config.load_interval_s or TICK_S)
+        table.reported(instance, report, live.current.load_interval_s or TICK_S)
 
     def tick_s() -> float:
-        return min(config.load_interval_s / 8 or TICK_S, TICK_S)
+        return min(live.current.load_interval_s / 8 or TICK_S, TICK_S)
 
     return Polling(Question("reports", due, ask, None, tell, tick_s), background).running()
 
 
 def asking_namespaces(
-    namespaces: Namespaces, upstream: Upstream, config: ProxyConfig, background: Background
+    namespaces: Namespaces, upstream: Upstream, live: LiveConfig, background: Background
 ) -> AbstractAsyncContextManager[None]:
     """Ask instances for their namespaces in the background, until the context is left.
 
@@ -61,15 +63,16 @@ def asking_namespaces(
     Args:
         namespaces: told what came of it.
         upstream: what is asked with.
-        config: says whether to ask, and by when there has to be an answer.
+        live: says whether to ask, and by when there has to be an answer.
         background: runs it.
     """
 
     def due() -> list[Instance]:
+        config = live.current
         return namespaces.due() if config.load_interval_s and config.ec_store else []
 
     async def ask(instance: Instance) -> str | None:
-        page = await _page(instance, upstream, config.health_timeout_s)
+        page = await _page(instance, upstream, live.current.health_timeout_s)
         return None if page is None else read_namespace(page)
 
     question = Question("namespaces", due, ask, None, namespaces.told, lambda: TICK_S)

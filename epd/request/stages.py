@@ -74,9 +74,8 @@ class Opened(NamedTuple):
 class Stages:
     """The three stages, over one upstream."""
 
-    def __init__(self, upstream: Upstream, config: ProxyConfig) -> None:
+    def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
-        self._config = config
 
     async def encode(
         self, instance: Instance, body: Body, item: MMItem, context: RequestContext
@@ -101,7 +100,7 @@ class Stages:
                     stage="encode",
                     headers=headers,
                     body=written(body, context.cuts),
-                    timeout_s=self._config.encode_timeout_s,
+                    timeout_s=context.config.encode_timeout_s,
                 )
             except UpstreamTimeout as error:
                 if item.remote:  # its host may be as late as the instance
@@ -139,7 +138,7 @@ class Stages:
                 stage="prefill",
                 headers=context.headers_for(transfer.request_id(pair), span, pair.prefill_rank),
                 body=endpoint.written(asked, context.cuts),
-                timeout_s=self._config.prefill_timeout_s,
+                timeout_s=context.config.prefill_timeout_s,
             )
             if span is not None:
                 span.answered(answer.status)
@@ -185,21 +184,21 @@ class Stages:
                     request_id or context.request_id, span, rank, endpoint.content_type(body)
                 ),
                 body=endpoint.written(body, context.cuts),
-                head_timeout_s=self._head_timeout_s(body),
+                head_timeout_s=_head_timeout_s(body, context.config),
             )
             if span is not None:
                 span.answered(reply.status)
                 span.event("head")
             if not reply.ok:
                 with reply:
-                    said = await reply.read(idle_s=self._config.idle_timeout_s)
+                    said = await reply.read(idle_s=context.config.idle_timeout_s)
                 answer = Answer(reply.status, reply.headers, said)
                 raise _refusal(answer, context, fetches=sent.fetches)
             if on_head is not None:
                 on_head()
             # Until the first byte of a stream, and the last one of any other answer, the client has
             # seen nothing, and another instance can do it.
-            idle_s = self._config.idle_timeout_s
+            idle_s = context.config.idle_timeout_s
             try:
                 if reply.is_stream:
                     await reply.begun(idle_s)
@@ -211,15 +210,6 @@ class Stages:
             context.record.at = "answer"
             context.answering = span
             return Opened(reply, span)
-
-    def _head_timeout_s(self, body: Body) -> float:
-        """Return how long decode may take to answer a request with its head.
-
-        The head of a stream precedes the first token. The head of any other answer follows the
-        last one, so that only the request's own deadline limits it.
-        """
-        config = self._config
-        return config.first_byte_timeout_s if is_stream(body) else config.request_timeout_s
 
     async def tokens(
         self, instance: Instance, question: Body, context: RequestContext
@@ -286,6 +276,15 @@ class Stages:
                         slug="release_failed",
                         stage="release",
                     )
+
+
+def _head_timeout_s(body: Body, config: ProxyConfig) -> float:
+    """Return how long decode may take to answer a request with its head.
+
+    The head of a stream precedes the first token. The head of any other answer follows the last
+    one, so that only the request's own deadline limits it.
+    """
+    return config.first_byte_timeout_s if is_stream(body) else config.request_timeout_s
 
 
 def _refusal(answer: Answer, context: RequestContext, *, fetches: bool) -> ProxyError:

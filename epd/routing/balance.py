@@ -166,26 +166,17 @@ BALANCES: Mapping[ItemBalanceName, Callable[[], Balance]] = {
 class Choice:
     """Whom the next request of a stage goes to: one of those that are fit."""
 
-    def __init__(
-        self, table: InstanceTable, balance: Callable[[], ItemBalanceName], *roles: Role
-    ) -> None:
-        """Choose among the instances of these roles; the first one's name is the stage's.
-
-        Args:
-            table: of the instances.
-            balance: names what they are chosen by; asked each time, as it may be another.
-            roles: theirs.
-        """
+    def __init__(self, table: InstanceTable, *roles: Role) -> None:
+        """Choose among the instances of these roles; the first one's name is the stage's."""
         self._table = table
         self._roles = roles
-        self._named = balance
-        self._name = balance()
-        self._balance = BALANCES[self._name]()
+        self._balances: dict[ItemBalanceName, Balance] = {}
 
-    def best(
+    def best(  # noqa: PLR0913 - what a request is chosen by
         self,
         tried: Collection[Instance] = (),
         *,
+        balance: ItemBalanceName = "least_load",
         item: str = "",
         session: str = "",
         prefer: str | None = None,
@@ -195,6 +186,7 @@ class Choice:
 
         Args:
             tried: instances that this request has been sent to.
+            balance: names what it is chosen by.
             item: the key of what it is about, for `affinity`.
             session: whose request it is one of, for `session`.
             prefer: URL of the one that it goes to unless that has too much to do, or is drained.
@@ -215,13 +207,13 @@ class Choice:
             candidates = self._fresh(usable, tried) or usable
         if len(candidates) == 1:
             return candidates[0].instance
-        if (name := self._named()) != self._name:
-            self._name, self._balance = name, BALANCES[name]()
         loads = [one.load for one in candidates]
         for one in candidates if prefer is not None else ():
             if one.instance.url == prefer and one.load.value <= _most(loads)(one.load):
                 return one.instance
-        picked = self._balance.pick(loads, session if name == "session" else item)
+        if balance not in self._balances:
+            self._balances[balance] = BALANCES[balance]()
+        picked = self._balances[balance].pick(loads, session if balance == "session" else item)
         return candidates[loads.index(picked)].instance
 
     def others(

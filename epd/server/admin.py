@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 import orjson
 
-from epd.config import ProxyConfig
+from epd.config.live import LiveConfig
 from epd.errors import ProxyError, RequestRefused, Stage, UpstreamRejected
 from epd.flights import Flights
 from epd.http.reply import Answer
@@ -77,7 +77,7 @@ class Admin:
         self,
         table: InstanceTable,
         upstream: Upstream,
-        config: ProxyConfig,
+        live: LiveConfig,
         metrics: MetricsObserver,
     ) -> None:
         """Ask the instances of a table.
@@ -85,15 +85,15 @@ class Admin:
         Args:
             table: of the instances.
             upstream: how they are asked.
-            config: how long they may take.
+            live: says how long they may take.
             metrics: what all workers count.
         """
         self._table = table
         self._metrics = metrics
         self._upstream = upstream
-        self._config = config
+        self._live = live
         # A choice of its own: whose turn it is to decode is not for this to move.
-        self._models = Choice(table, lambda: "round_robin", *ANSWERING)
+        self._models = Choice(table, *ANSWERING)
         self._retries = Retries()
         self._health = Kept(self._ask_health)
         self._versions = Kept(self._ask_versions)
@@ -113,7 +113,7 @@ class Admin:
 
     async def _ask_versions(self) -> dict[str, str | None]:
         results = await self._ask_all(
-            "/version", headers={}, body=None, timeout_s=self._config.health_timeout_s
+            "/version", headers={}, body=None, timeout_s=self._live.current.health_timeout_s
         )
         return {one.url: _version(result) for one, result in results.items()}
 
@@ -124,7 +124,7 @@ class Admin:
             one.instance for _, roles in CLUSTERS.values() for one in self._table.usable(*roles)
         }
         results = await self._ask_all(
-            "/health", headers={}, body=None, timeout_s=self._config.health_timeout_s
+            "/health", headers={}, body=None, timeout_s=self._live.current.health_timeout_s
         )
         conditions = {
             one: condition(states[one], answers=_is_healthy(result), routed=one in routed)
@@ -171,7 +171,7 @@ class Admin:
             f"/{command}_profile",
             headers=headers,
             body=body,
-            timeout_s=self._config.profile_timeout_s,
+            timeout_s=self._live.current.profile_timeout_s,
         )
         if all(
             isinstance(result, Answer) and result.status == HTTPStatus.NOT_FOUND
@@ -203,12 +203,12 @@ class Admin:
         with self._retries.tries(MODELS_TRIES) as tries:
             while True:
                 try:
-                    tried.append(self._models.best(tried))
+                    tried.append(self._models.best(tried, balance="round_robin"))
                     answer = await self._upstream.fetch(
                         tried[-1].url + path,
                         stage="decode",
                         headers=headers,
-                        timeout_s=self._config.health_timeout_s,
+                        timeout_s=self._live.current.health_timeout_s,
                     )
                     break
                 except ProxyError as error:

@@ -19,7 +19,7 @@ from epd.edge.drain import DRAIN
 from epd.errors import RequestRefused, Unauthorized
 from epd.media.held import max_body_bytes
 from epd.request.context import RequestContext
-from epd.server.slots import ADMISSION, BODY, CONFIG, KEYS, UNKNOWN
+from epd.server.slots import ADMISSION, BODY, CONTEXT, KEYS, UNKNOWN
 
 LOOK_S = 0.1
 """Between two looks at whether a client that waits is still there."""
@@ -57,7 +57,7 @@ async def served(request: web.Request, handler: Handler, visit: Visit) -> web.St
     app, context = visit.app, visit.context
     api = visit.access is Access.TENANT and visit.route != UNKNOWN
     costly = api and request.method == "POST"
-    until_s = visit.started_s + _limit_s(request, app[CONFIG]) if costly else math.inf
+    until_s = visit.started_s + _limit_s(request, context.config) if costly else math.inf
     async with app[DRAIN].bounded(until_s):
         _authenticate(request, visit)
         admission = app[ADMISSION]
@@ -76,7 +76,7 @@ def _authenticate(request: web.Request, visit: Visit) -> None:
     if visit.access is Access.ADMIN:
         _check_admin(request)
     elif visit.access is Access.REGISTRAR:
-        check_registrar(visit.app[CONFIG].admin_api_key, request.headers)
+        check_registrar(visit.context.config.admin_api_key, request.headers)
     elif visit.access is Access.TENANT and keys is not None:
         header = visit.context.endpoint.key_header
         tenant = keys.tenant_of(client_key(request.headers, header))
@@ -102,7 +102,7 @@ def _wanted(header: str, headers: Mapping[str, str]) -> str:
 def _check_admin(request: web.Request) -> None:
     peer = request.get_extra_info("peername")
     address = peer[0] if isinstance(peer, tuple) else None
-    check_admin(request.app[CONFIG].admin_api_key, request.headers, address)
+    check_admin(request[CONTEXT].config.admin_api_key, request.headers, address)
 
 
 async def read(request: web.Request) -> bytes | bytearray:
@@ -111,7 +111,7 @@ async def read(request: web.Request) -> bytes | bytearray:
     Raises:
         ProxyError: see `epd.edge.body.read_body`.
     """
-    return await read_body(request, request.app[CONFIG], request[BODY].grow)
+    return await read_body(request, request[CONTEXT].config, request[BODY].grow)
 
 
 async def read_json(request: web.Request) -> bytes | bytearray:
@@ -137,7 +137,7 @@ def may_administer(request: web.Request) -> bool:
 async def _in_turn(request: web.Request, handler: Handler, visit: Visit) -> web.StreamResponse:
     """Let a request in when there is a place for it."""
     admission, context = visit.app[ADMISSION], visit.context
-    limit = max_body_bytes(visit.app[CONFIG])
+    limit = max_body_bytes(context.config)
     if (size := request.content_length or 0) > limit:
         raise too_large(limit)
     with admission.arrive(context.tenant) as ticket:

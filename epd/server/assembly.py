@@ -10,13 +10,16 @@ from aiohttp import web
 from epd.background import Background
 from epd.cache.encoder_cache import EncoderCache
 from epd.config import ProxyConfig
+from epd.conversations import time_to_live
 from epd.conversations.conversations import Conversations
 from epd.discovery.membership import membership
 from epd.edge.drain import DRAIN
+from epd.edge.limits import limits_of
 from epd.events import InstanceChanged, Observer
 from epd.http.upstream import Upstream
 from epd.media.fetch import MediaFetcher
 from epd.observe.glances import ConversationsGlance, InstancesGlance, StoreGlance
+from epd.observe.logs import LogObserver, set_level
 from epd.observe.loop_lag import watched
 from epd.observe.metrics import MetricsObserver
 from epd.observe.tracing import tracing
@@ -41,9 +44,9 @@ from epd.server import ui
 from epd.server.admin import Admin
 from epd.server.keys import JUDGE, KeyJudge
 from epd.server.policies import Policies
-from epd.server.reload import RELOAD
 from epd.server.roster import Roster
 from epd.server.slots import (
+    ADMISSION,
     BACKGROUND,
     CONFIG,
     OBSERVERS,
@@ -56,6 +59,7 @@ from epd.ui.recent import Recent
 PIPELINE = web.AppKey("pipeline", Pipeline)
 ADMIN = web.AppKey("admin", Admin)
 WARMUP = web.AppKey("warmup", Warmup)
+LOG = web.AppKey("log", LogObserver)
 METRICS = web.AppKey("metrics", MetricsObserver)
 CONVERSATIONS = web.AppKey("conversations", Conversations)
 RECENT = web.AppKey("recent", Recent)
@@ -70,13 +74,14 @@ GONE = (State.DOWN, "removed")
 
 async def connections(app: web.Application) -> AsyncIterator[None]:
     """Everything that outlives a request, in the slots of the application (`cleanup_ctx`)."""
-    config, background = app[CONFIG], app[BACKGROUND]
-    conversations = Conversations.of(config)
+    live, background = app[CONFIG], app[BACKGROUND]
+    config = live.current
+    conversations = Conversations.of(live)
     changed = partial(_changed, app[OBSERVERS], conversations)
     table = InstanceTable(policy=config.health, on_change=changed)
     transfer = KV_TRANSFERS[config.kv_transfer]()
     fatal = FatalRequests(
-        lambda: config.suspect_s,
+        lambda: live.current.suspect_s,
         lambda instance: app[DRAIN].began or table.drains(instance),
         time.monotonic,
     )
@@ -86,21 +91,19 @@ async def connections(app: web.Application) -> AsyncIterator[None]:
         tracing(config) as tracer,  # left last: what ends with the others is exported too
         watched(app[METRICS].loop_lag, background),
         Upstream.connect(config.connect_timeout_s, config.upstream_ca_file) as upstream,
-        MediaFetcher.open(config) as media,
+        MediaFetcher.open(live) as media,
         _cache(config, background) as cache,
         conversations,
         membership(config, registry, upstream, background) as registrations,
-        probing(table, upstream, config, background),
-        reporting(table, upstream, config, background),
-        asking_namespaces(namespaces, upstream, config, background),
-        Releases.running(stages := Stages(upstream, config), fatal) as releases,
+        probing(table, upstream, live, background),
+        reporting(table, upstream, live, background),
+        asking_namespaces(namespaces, upstream, live, background),
+        Releases.running(stages := Stages(upstream), fatal) as releases,
     ):
-        decoders = Decoders(table, Picker(upstream, config), config)
-        peers = Peers(table, transfer, upstream, config)
+        decoders = Decoders(table, Picker(upstream))
+        peers = Peers(table, transfer, upstream, live)
         readbacks = Readbacks(table, stages, transfer, conversations)
-        handovers = Handovers(
-            table, stages, transfer, peers, decoders, releases, readbacks, fatal, config
-        )
+        handovers = Handovers(table, stages, transfer, peers, decoders, releases, readbacks, fatal)
         encoded = EC_TRANSFERS[config.ec_transfer]()
         app[PIPELINE] = Pipeline(
             table,
@@ -113,10 +116,9 @@ async def connections(app: web.Application) -> AsyncIterator[None]:
             decoders,
             fatal,
             app[POLICIES].decide,
-            config,
         )
         app[WARMUP] = Warmup(app[PIPELINE], cache)
-        app[ADMIN] = Admin(table, upstream, config, app[METRICS])
+        app[ADMIN] = Admin(table, upstream, live, app[METRICS])
         app[JUDGE] = KeyJudge(app[ADMIN].models)
         app[CONVERSATIONS] = conversations
         app[TABLE] = table
@@ -130,19 +132,25 @@ async def connections(app: web.Application) -> AsyncIterator[None]:
             ConversationsGlance(conversations),
         ):
             app[METRICS].registry.register(glance)
-        app[RELOAD].follow(partial(_adopt, config, registry, table, upstream, cache))
+        live.follow(partial(_adopt, app, registry, table, upstream, cache))
         yield
 
 
-def _adopt(
-    config: ProxyConfig,
+def _adopt(  # noqa: PLR0913, PLR0917 - all that keeps something derived from it
+    app: web.Application,
     registry: Registry,
     table: InstanceTable,
     upstream: Upstream,
     cache: EncoderCache | None,
-    _: ProxyConfig,
+    config: ProxyConfig,
+    before: ProxyConfig,
 ) -> None:
-    """Take over what a reload changed in the configuration."""
+    """Have all that keeps something derived from the configuration derive it from the new one."""
+    set_level(config.log_level)
+    app[LOG].adopt(config.kv_lease_s, tenants=config.log_tenants)
+    app[ADMISSION].adopt(limits_of(config))
+    app[POLICIES].follow(config, before)
+    time_to_live.warn_of(config, before)
     registry.replace(Source.CONFIG, config.instances)
     table.judge_by(config.health)
     upstream.connect_within(config.connect_timeout_s)

@@ -22,7 +22,7 @@ from epd.server.admittance import read, read_json
 from epd.server.answers import as_json, own_headers
 from epd.server.assembly import ADMIN, CONVERSATIONS, PIPELINE, WARMUP
 from epd.server.keys import check_key
-from epd.server.slots import ANSWERED, BODY, CONFIG, CONTEXT, STREAM
+from epd.server.slots import ANSWERED, BODY, CONTEXT, STREAM
 from epd.tenants import ANONYMOUS
 
 SEED = secrets.randbits(64)
@@ -38,7 +38,7 @@ PRIORITY = "priority"
 async def answer(request: web.Request) -> web.StreamResponse:
     """`POST` to an endpoint, streaming and not."""
     app, context = request.app, request[CONTEXT]
-    config, endpoint = app[CONFIG], context.endpoint
+    config, endpoint = context.config, context.endpoint
     content_type = request.headers.get("Content-Type", "")
     if not endpoint.path.startswith(GUARDED):
         await check_key(request)
@@ -91,7 +91,7 @@ def _for_engines(request: web.Request, body: Body) -> Body:
     do: only a trusted tenant has either.
     """
     context, endpoint = request[CONTEXT], request[CONTEXT].endpoint
-    trusted = request.app[CONFIG].trusts(context.tenant)
+    trusted = context.config.trusts(context.tenant)
     headers = engine_headers.sent_on(request.headers, trusted=trusted)
     priority = engine_headers.priority_of(request.headers)
     if not trusted:
@@ -113,11 +113,11 @@ def _turn(request: web.Request, body: Body) -> tuple[Body, Turn | None]:
     Raises:
         BadRequest: what it calls its conversation is no name.
     """
-    app, context, name = request.app, request[CONTEXT], conversation_id(body)
+    context, name = request[CONTEXT], conversation_id(body)
     body = {key: value for key, value in body.items() if key != CONVERSATION}
     if name is None or not context.endpoint.generates:
         return body, None
-    return body, Turn(conversation_key(app[CONFIG].name_scope_of(context.tenant), body, name))
+    return body, Turn(conversation_key(context.config.name_scope_of(context.tenant), body, name))
 
 
 def _transport(request: web.Request) -> asyncio.WriteTransport:
@@ -143,7 +143,7 @@ async def push_media(request: web.Request) -> web.Response:
     await check_key(request)  # no instance is asked about media that are stored
     raw = await read_json(request)
     context.watched = Watched(context.tenant.name, fingerprint(raw, SEED))
-    body, context.cuts = cut_and_parsed(raw, warmup.parse, request.app[CONFIG].max_text_bytes)
+    body, context.cuts = cut_and_parsed(raw, warmup.parse, context.config.max_text_bytes)
     context.model = body.get("model")
     answer = await request.app[WARMUP].push(body, context)
     return as_json(answer, context)

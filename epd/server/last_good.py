@@ -33,7 +33,6 @@ class LastGood:
     """The copies: in memory alone, since a private key is among them.
 
     Attributes:
-        config: what is in force.
         reloaded: set at the next `renew`, by which there is another event in its place.
         said: what the workers are told of the configuration, once it has been read anew.
 
@@ -41,12 +40,17 @@ class LastGood:
         OSError: a file cannot be read.
     """
 
-    def __init__(self, config: LiveConfig, read: Callable[[], ProxyConfig]) -> None:
-        self.config = config
+    def __init__(self, live: LiveConfig, read: Callable[[], ProxyConfig]) -> None:
+        self._live = live
         self._read = read
         self.said = b""
-        self._copies = _copies(config, FILES)
+        self._copies = _copies(live.current, FILES)
         self.reloaded = asyncio.Event()
+
+    @property
+    def config(self) -> ProxyConfig:
+        """What is in force."""
+        return self._live.current
 
     @property
     def descriptors(self) -> Mapping[str, int]:
@@ -68,7 +72,7 @@ class LastGood:
     def _reconfigured(self) -> bytes:
         try:
             wanted = self._read()
-            self.config.adopt(wanted)
+            self._live.adopt(wanted)
         except ConfigInvalid as invalid:
             return orjson.dumps({"refused": invalid.reasons})
         set_level(self.config.log_level)

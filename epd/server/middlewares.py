@@ -149,7 +149,7 @@ async def _if_key_is_accepted(request: web.Request, error: ProxyError) -> ProxyE
 def _context(
     request: web.Request, app: web.Application, access: Access, route: str
 ) -> RequestContext:
-    config, headers, keyed = app[CONFIG], request.headers, app.get(KEYS) is not None
+    config, headers, keyed = app[CONFIG].current, request.headers, app.get(KEYS) is not None
     tracer = app.get(TRACER)
     span = None if tracer is None else _span(tracer, request, route)
     client_id, endpoint = _client_id(headers), _endpoint(route, request.path)
@@ -159,6 +159,7 @@ def _context(
         request_id=request_id(client_id),
         client_id=client_id,
         headers=_forwarded(headers, config, span, endpoint.key_header, own_keys=own_keys),
+        config=config,
         endpoint=endpoint,
         span=span,
         # Whether it is the client's own key, or none, that the instances see.

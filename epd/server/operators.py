@@ -14,7 +14,7 @@ from epd.server.admittance import may_administer, read, read_json
 from epd.server.answers import as_json, own_headers
 from epd.server.assembly import ADMIN, METRICS, POLICIES, ROSTER, TABLE
 from epd.server.keys import check_key
-from epd.server.slots import CONFIG, CONTEXT
+from epd.server.slots import CONTEXT
 from epd.version import __version__
 
 OPENAPI = Path(__file__).with_name("openapi.json").read_bytes()
@@ -35,7 +35,7 @@ async def version(request: web.Request) -> web.Response:
 
 async def openapi(request: web.Request) -> web.Response:
     """`GET /openapi.json`: what there is to be asked."""
-    headers, prefix = own_headers(request[CONTEXT]), request.app[CONFIG].root_path
+    headers, prefix = own_headers(request[CONTEXT]), request[CONTEXT].config.root_path
     body = OPENAPI if prefix is None else _served_under(prefix)
     return web.Response(body=body, content_type="application/json", headers=headers)
 

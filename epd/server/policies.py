@@ -9,6 +9,7 @@ import structlog
 
 from epd.bodies.parsing import parse_object
 from epd.config import ProxyConfig
+from epd.config.live import LiveConfig
 from epd.errors import Overloaded, RequestRefused
 from epd.policies.active import Active, decide
 from epd.policies.catalogue import known
@@ -81,38 +82,45 @@ class OwnPage:
 class Policies:
     """The policies in force: the configuration's, until others have been set."""
 
-    def __init__(self, config: ProxyConfig) -> None:
-        self._config = config
+    def __init__(self, live: LiveConfig) -> None:
+        self._live = live
         self._page: Page = OwnPage()
         self._own = True
-        self._number = UNREAD
+        self._active_for = (UNREAD, live.current)
         self._set: Written | None = None
         self._active: Sequence[Active] = ()
 
     def share(self, page: Page) -> None:
         """Go by what is set there from now on, in whichever process."""
-        self._page, self._own, self._number = page, False, UNREAD
+        self._page, self._own = page, False
+        self._active_for = (UNREAD, self._live.current)
 
-    def follow(self, before: ProxyConfig) -> None:
+    def follow(self, config: ProxyConfig, before: ProxyConfig) -> None:
         """Take over what a reload has changed. What is shared is for who reads it first to undo."""
-        if self._own and said_otherwise(before, self._config):
+        if self._own and said_otherwise(before, config):
             self._page.write(b"")
-        self._number = UNREAD
 
-    def decide(self, facts: Facts) -> tuple[str, Course] | None:
-        """What runs for a request, and by which policy; None: none says it."""
-        return decide(self._in_force(), facts)
+    def decide(self, config: ProxyConfig, facts: Facts) -> tuple[str, Course] | None:
+        """What runs for a request, and by which policy; None: none says it.
+
+        It is decided once for each request: what is set later does not change its course.
+
+        Args:
+            config: the request's. Policies that were set go before its own.
+            facts: of the request.
+        """
+        return decide(self._in_force(config), facts)
 
     @property
     def decodes_elsewhere(self) -> bool:
         """Whether one of them may name decode instances that the proxy does not know."""
-        return any(one.common.decode_from != "table" for one in self._in_force())
+        return any(one.common.decode_from != "table" for one in self._in_force(self._live.current))
 
     def page(self) -> dict[str, Any]:
         """What is in force, the first one's word before the next one's, and what could be."""
         rows = [
             {"policy": one.written, "name": one.name, "options": one.options}
-            for one in self._in_force()
+            for one in self._in_force(self._live.current)
         ]
         source = "configuration" if self._set is None else "api"
         return {"policies": rows, "from": source, "known": known()}
@@ -172,9 +180,10 @@ class Policies:
     def _write(self, change: "_Change") -> dict[str, Any]:
         try:
             with self._page.locked():
-                written = change([one.written for one in self._in_force()])
+                config = self._live.current
+                written = change([one.written for one in self._in_force(config)])
                 if written is not None:
-                    _check(self._config, written)
+                    _check(config, written)
                 self._page.write(b"" if written is None else orjson.dumps(written))
         except OSError as error:
             raise Overloaded(
@@ -187,18 +196,20 @@ class Policies:
         )
         return page
 
-    def _in_force(self) -> Sequence[Active]:
-        if self._number != (number := self._page.number()):
-            self._read()
-            self._number = number
+    def _in_force(self, config: ProxyConfig) -> Sequence[Active]:
+        number = self._page.number()
+        active_number, active_config = self._active_for
+        if active_number != number or active_config is not config:
+            self._activate(config)
+            self._active_for = number, config
         return self._active
 
-    def _read(self) -> None:
+    def _activate(self, config: ProxyConfig) -> None:
         said = self._page.read()
         self._set = orjson.loads(said) if said else None
         if self._set is not None:
             try:
-                self._active = self._config.activated(self._set)
+                self._active = config.activated(self._set)
             except ValueError as invalid:  # what they need is not configured any more
                 self._set = None
                 structlog.get_logger("epd").warning(
@@ -206,7 +217,7 @@ class Policies:
                     reason=str(invalid),
                 )
         if self._set is None:
-            self._active = self._config.activated(self._config.policies)
+            self._active = config.activated(config.policies)
 
 
 class _Change(Protocol):

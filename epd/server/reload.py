@@ -13,9 +13,6 @@ from epd.config.live import LiveConfig
 from epd.http.tls import TlsInvalid
 from epd.tenants import KeysInvalid
 
-Follower = Callable[[ProxyConfig], None]
-"""Told what the configuration was, once it has changed."""
-
 
 class Reload:
     """Reads the configuration and files anew.
@@ -27,23 +24,16 @@ class Reload:
     def __init__(self, succeeded: Callable[[bool], None]) -> None:
         self._succeeded = succeeded
         self._steps: dict[str, Callable[[], object]] = {}
-        self._followers: list[Follower] = []
 
     def add(self, what: str, step: Callable[[], object]) -> None:
         """Have `step` read a file: it changes nothing where it raises, and returns None."""
         self._steps[what] = step
 
-    def follow(self, follower: Follower) -> None:
-        """Tell those who keep values of the configuration when it has changed."""
-        self._followers.append(follower)
-
-    def add_config(self, config: LiveConfig, read: Callable[[], ProxyConfig]) -> None:
+    def add_config(self, live: LiveConfig, read: Callable[[], ProxyConfig]) -> None:
         """Have the configuration read, and what has changed of it taken over."""
 
         def step() -> list[str]:
-            change = config.adopt(read())
-            for follower in self._followers if change.changed else ():
-                follower(change.before)
+            change = live.adopt(read())
             if change.kept:
                 structlog.get_logger("epd").warning("needs a restart", settings=sorted(change.kept))
             return sorted(change.changed)

@@ -22,7 +22,7 @@ from epd.http.tls import renew, server_context
 from epd.server.files import read_keys
 from epd.server.reload import RELOAD
 from epd.server.slots import BACKGROUND, KEYS, OBSERVERS
-from epd.server.web import create_app
+from epd.server.web import application
 from epd.tenants import ApiKeys
 
 CUT_S = 5.0
@@ -66,22 +66,22 @@ class Orders:
             asyncio.get_running_loop().call_later(delay_s, self.close.set)
 
 
-def orders_by_signal(config: ProxyConfig) -> Orders:
+def orders_by_signal(live: LiveConfig) -> Orders:
     """The orders of whoever sends this process signals."""
     orders = Orders()
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, lambda: orders.end(config.drain_delay_s))
+    loop.add_signal_handler(signal.SIGTERM, lambda: orders.end(live.current.drain_delay_s))
     # Ctrl-C: no load balancer has to learn of it, and somebody waits.
     loop.add_signal_handler(signal.SIGINT, orders.end)
     loop.add_signal_handler(signal.SIGHUP, orders.reload.set)
     return orders
 
 
-async def serve(config: LiveConfig, read: Callable[[], ProxyConfig]) -> None:
+async def serve(live: LiveConfig, read: Callable[[], ProxyConfig]) -> None:
     """Serve until SIGTERM or SIGINT, then let running requests end; at the second, stop at once.
 
     Args:
-        config: what is in force; what may change of it does at SIGHUP.
+        live: what is in force; what may change of it does at SIGHUP.
         read: what is configured then.
 
     Raises:
@@ -91,11 +91,12 @@ async def serve(config: LiveConfig, read: Callable[[], ProxyConfig]) -> None:
         TlsInvalid: a certificate or a key cannot be used.
     """
     log = structlog.get_logger("epd")
-    orders, tls = orders_by_signal(config), server_context(config)
+    config = live.current
+    orders, tls = orders_by_signal(live), server_context(config)
     with ExitStack() as stack:
         with binding(config):
             where = _where(config, stack)
-        async with running(config, orders, tls, read) as runner:
+        async with running(live, orders, tls, read) as runner:
             with binding(config):
                 await Site(runner, tls, runner.app[BACKGROUND], **where).start()
             for address in runner.addresses:
@@ -115,7 +116,7 @@ def _where(config: ProxyConfig, stack: ExitStack) -> dict[str, Any]:
 
 @asynccontextmanager
 async def running(
-    config: LiveConfig,
+    live: LiveConfig,
     orders: Orders,
     tls: ssl.SSLContext | None,
     read: Callable[[], ProxyConfig],
@@ -126,22 +127,22 @@ async def running(
     Leaving waits for the requests that run, within limits.
 
     Args:
-        config: what is in force.
+        live: what is in force.
         orders: what to obey.
         tls: the context that clients are served with.
         read: what is configured by the time of a reload.
         named: where files are read anew, if that is elsewhere than at the start.
     """
-    app = create_app(config)
-    runner = Runner(app, config, app[OBSERVERS])
-    app[RELOAD].add_config(config, read)
-    if config.api_keys_file is not None:
-        app[RELOAD].add("API keys", partial(_renew_keys, app[KEYS], config))
+    app = application(live)
+    runner = Runner(app, live, app[OBSERVERS])
+    app[RELOAD].add_config(live, read)
+    if KEYS in app:
+        app[RELOAD].add("API keys", partial(_renew_keys, app[KEYS], live))
     if tls is not None:
-        app[RELOAD].add("certificate", partial(renew, tls, config))
+        app[RELOAD].add("certificate", lambda: renew(tls, live.current))
     await runner.setup()
     if named is not None:
-        config.become(dict(named))
+        live.current = named
     gc.freeze()  # what is here now stays: each full collection would look at it, for 50 ms
     obeying = [
         asyncio.create_task(app[BACKGROUND].keep(order, partial(obey, app, orders)))
@@ -150,13 +151,13 @@ async def running(
     try:
         yield runner
     finally:
-        await _end(runner, config.drain_timeout_s, orders.now)
+        await _end(runner, live.current.drain_timeout_s, orders.now)
         for task in obeying:
             task.cancel()
 
 
-def _renew_keys(keys: ApiKeys, config: ProxyConfig) -> None:
-    if (others := read_keys(config)) is not None:
+def _renew_keys(keys: ApiKeys, live: LiveConfig) -> None:
+    if (others := read_keys(live.current)) is not None:
         keys.replace(others)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from aiohttp import web
 
 from epd.background import Background
-from epd.config import ProxyConfig
+from epd.config.live import LiveConfig
 from epd.edge.access import Access
 from epd.edge.admission import Admission, Held
 from epd.events import Observer
@@ -14,7 +14,7 @@ from epd.request.context import RequestContext
 from epd.spans import Tracer
 from epd.tenants import ApiKeys
 
-CONFIG = web.AppKey("config", ProxyConfig)
+CONFIG = web.AppKey("config", LiveConfig)
 KEYS = web.AppKey("keys", ApiKeys)
 """There only where keys are configured."""
 ACCESS = web.AppKey("access", Mapping[object, Access])

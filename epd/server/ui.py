@@ -69,7 +69,7 @@ async def page(request: web.Request) -> web.Response:
 
 async def root(request: web.Request) -> web.Response:
     """`GET /`: to the page, which a person who opens the address looks for."""
-    prefix = request.app[CONFIG].root_path or ""
+    prefix = request.app[CONFIG].current.root_path or ""
     headers = {"Location": f"{prefix}/ui", **own_headers(request[CONTEXT])}
     return web.Response(status=302, headers=headers)
 

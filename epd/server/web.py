@@ -9,18 +9,18 @@ from aiohttp import web
 from epd.background import Background
 from epd.bodies.endpoints import ENDPOINTS
 from epd.config import ProxyConfig
-from epd.conversations import time_to_live
+from epd.config.live import LiveConfig
 from epd.edge.access import Access
 from epd.edge.admission import Admission
 from epd.edge.drain import DRAIN, Drain, send_elsewhere
 from epd.edge.limits import limits_of
 from epd.events import Observer
 from epd.models import ModelNames
-from epd.observe.logs import LogObserver, hide_locals, set_level
+from epd.observe.logs import LogObserver, hide_locals
 from epd.observe.metrics import MetricsObserver
 from epd.server import clients, operators, ui
 from epd.server.answers import UnknownRoute
-from epd.server.assembly import METRICS, POLICIES, RECENT, connections
+from epd.server.assembly import LOG, METRICS, POLICIES, RECENT, connections
 from epd.server.browsers import allow_origins
 from epd.server.files import read_keys
 from epd.server.middlewares import observe
@@ -55,9 +55,14 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
     Raises:
         KeysInvalid: the keys file cannot be used.
     """
+    return application(LiveConfig(config), observers)
+
+
+def application(live: LiveConfig, observers: Sequence[Observer] | None = None) -> web.Application:
+    """The same, with a configuration that the caller may replace while it runs."""
     hide_locals()
-    app = web.Application(middlewares=(observe,))
-    app[CONFIG] = config
+    app, config = web.Application(middlewares=(observe,)), live.current
+    app[CONFIG] = live
     app[ADMISSION] = Admission(limits_of(config), time.monotonic)
     keys = read_keys(config)
     if keys is not None:
@@ -70,22 +75,13 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
     app[METRICS] = MetricsObserver(app[ADMISSION])
     app[BACKGROUND] = Background(app[METRICS].background_failed)
     app[RECENT] = Recent()
-    app[POLICIES] = Policies(config)
+    app[POLICIES] = Policies(live)
     app[RELOAD] = Reload(app[METRICS].reloaded)
     app[DRAIN] = Drain()
     app.on_response_prepare.append(send_elsewhere)
-    log = LogObserver(config.kv_lease_s, tenants=config.log_tenants)
+    app[LOG] = LogObserver(config.kv_lease_s, tenants=config.log_tenants)
     own: tuple[Observer, ...] = (app[METRICS], app[RECENT])
-    app[OBSERVERS] = (*own, *((log,) if observers is None else observers))
-
-    def follow(before: ProxyConfig) -> None:
-        app[ADMISSION].adopt(limits_of(config))
-        app[POLICIES].follow(before)
-        set_level(config.log_level)
-        log.adopt(config.kv_lease_s, tenants=config.log_tenants)
-        time_to_live.warn_of(config, before)
-
-    app[RELOAD].follow(follow)
+    app[OBSERVERS] = (*own, *((app[LOG],) if observers is None else observers))
     app.cleanup_ctx.append(connections)
     return app
 

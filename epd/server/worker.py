@@ -78,10 +78,10 @@ async def work(config: ProxyConfig, inherited: Inherited) -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     store = {"registration_store": inherited.registrations}
-    first = LiveConfig.of(read_from(config, inherited.files).model_copy(update=store))
+    first = read_from(config, inherited.files).model_copy(update=store)
     pipe = Pipe()
     orders, tls = pipe.orders, server_context(first)
-    async with running(first, orders, tls, pipe.configured, config) as runner:
+    async with running(LiveConfig(first), orders, tls, pipe.configured, config) as runner:
         metrics = _shared(runner.app[METRICS], inherited)
         board = _shared_board(runner.app[BOARD], inherited)
         runner.app[POLICIES].share(SharedPage(inherited.policies))

@@ -98,11 +98,11 @@ class Seat:
         forget(self.shared.recents[self.number - 1])
 
 
-async def supervise(config: LiveConfig, read: Callable[[], ProxyConfig]) -> None:
+async def supervise(live: LiveConfig, read: Callable[[], ProxyConfig]) -> None:
     """Keep the workers running until SIGTERM or SIGINT, as `server.serve` does for one process.
 
     Args:
-        config: what is in force; what may change of it does at SIGHUP, for the workers too.
+        live: what is in force; what may change of it does at SIGHUP, for the workers too.
         read: what is configured then.
 
     Raises:
@@ -110,19 +110,20 @@ async def supervise(config: LiveConfig, read: Callable[[], ProxyConfig]) -> None
         OSError: there is no memory, or no descriptor.
         WorkersFailed: they do not stay alive.
     """
+    config = live.current
     with (
         _pages(config.workers) as pages,
         _pages(config.workers) as recents,
         _pages(1) as (policies,),
         shared_store(config) as registrations,
     ):
-        await _supervise(config, read, Shared(pages, recents, registrations, policies))
+        await _supervise(live, read, Shared(pages, recents, registrations, policies))
 
 
-async def _supervise(config: LiveConfig, read: Callable[[], ProxyConfig], shares: Shared) -> None:
+async def _supervise(live: LiveConfig, read: Callable[[], ProxyConfig], shares: Shared) -> None:
     log = structlog.get_logger("epd")
-    orders = orders_by_signal(config)
-    with _listening(config) as groups, closing(LastGood(config, read)) as good:
+    orders, config = orders_by_signal(live), live.current
+    with _listening(config) as groups, closing(LastGood(live, read)) as good:
         # This process has no metrics of its own: what goes wrong here is in its log alone.
         background = Background(lambda *_: None)
         reload = partial(_reload, orders, good, shares.policies)
@@ -153,7 +154,7 @@ async def _reload(orders: Orders, good: LastGood, policies: SharedPage) -> None:
     while True:
         await orders.reload.wait()
         orders.reload.clear()
-        before = ProxyConfig.model_construct(**dict(good.config))
+        before = good.config
         good.renew()
         if said_otherwise(before, good.config):
             await _forget(policies)

@@ -9,6 +9,7 @@ import pytest
 
 from epd import redis_urls
 from epd.config import ProxyConfig
+from epd.config.live import LiveConfig
 from epd.conversations.conversations import Conversations
 from epd.conversations.entry import Entry
 from epd.conversations.memory import InMemory
@@ -53,7 +54,7 @@ async def test_turns_end_while_it_still_hangs_and_leave_nothing(hung: RedisServe
     config = ProxyConfig.model_construct(conversation_store=hung.url(), conversation_budget_s=0.02)
     before, tasks = descriptors(), asyncio.all_tasks()
     for at_once in (1, 2, 20):
-        async with Conversations.of(config) as conversations:
+        async with Conversations.of(LiveConfig(config)) as conversations:
             turns = [Turn(str(key)) for key in range(at_once)]
             await asyncio.gather(*(conversations.begin(turn, {ANSWERED.decode}) for turn in turns))
             assert [turn.before for turn in turns] == [None] * at_once
@@ -91,7 +92,7 @@ async def test_a_store_that_loses_what_it_is_told_costs_a_turn_its_prefix_alone(
             raise AssertionError
 
     config = ProxyConfig.model_construct(conversation_budget_s=0.01)
-    conversations = Conversations(Deaf(lambda: 1), config)
+    conversations = Conversations(Deaf(lambda: 1), LiveConfig(config))
     turn = Turn("key")
     await conversations.begin(turn, {ANSWERED.decode})
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from epd.config import ProxyConfig
+from epd.config.live import LiveConfig
 from epd.conversations.conversations import Conversations
 from epd.conversations.entry import Entry, Held, read
 from epd.conversations.fingerprint import Fingerprint
@@ -103,7 +104,7 @@ async def test_the_log_names_the_store_that_is_left_alone_without_its_password()
     config = ProxyConfig.model_construct(
         conversation_store="redis://me:secret@127.0.0.1:1", conversation_budget_s=30.0
     )
-    async with Conversations.of(config) as conversations:
+    async with Conversations.of(LiveConfig(config)) as conversations:
         with capture_logs() as lines:
             for _ in range(4):
                 await conversations.begin(Turn("key"), ())
@@ -148,7 +149,7 @@ def test_what_is_older_than_it_may_be_is_stale_whatever_the_store_was_told(
 ) -> None:
     async def scenario() -> None:
         store, config = InMemory(lambda: 100), ProxyConfig.model_construct()
-        conversations = Conversations(store, config, clock=lambda: FULL.kept_s + age_s)
+        conversations = Conversations(store, LiveConfig(config), clock=lambda: FULL.kept_s + age_s)
         await store.put("a", FULL, 10 * config.conversation_ttl)
         turn = Turn("a")
         await conversations.begin(turn, {FULL.decode})

@@ -132,9 +132,7 @@ def test_the_region_is_registered_once_and_copied_from_directly(
         calls.append(size)
         return cudart.cudaHostRegister(address, size, flags)
 
-    fake = SimpleNamespace(
-        cudaHostRegister=register, cudaHostUnregister=cudart.cudaHostUnregister
-    )
+    fake = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=cudart.cudaHostUnregister)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
     region, loader = Region(64 * MIB, 1), Loader(0)
     for _ in range(3):

@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from epd.config import ProxyConfig
+from epd.config.live import LiveConfig
 from epd.errors import ProxyError
 from epd.media.fetch import MediaFetcher
 from epd.media.held import Uncounted
@@ -42,8 +43,8 @@ class Fetching:
 @asynccontextmanager
 async def fetching(names: FakeNames | None = None, **more: object) -> AsyncIterator[Fetching]:
     config = {"encode_servers_urls": "http://e", "decode_servers_urls": "http://d"}
-    checked = ProxyConfig.model_validate(config | ALLOWED | more)
-    async with MediaFetcher.open(checked, names) as fetcher:
+    live = LiveConfig(ProxyConfig.model_validate(config | ALLOWED | more))
+    async with MediaFetcher.open(live, names) as fetcher:
         yield Fetching(fetcher)
 
 

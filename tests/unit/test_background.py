@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 from epd import background as module
 from epd.background import Background
 from epd.config import ProxyConfig
+from epd.config.live import LiveConfig
 from epd.discovery.membership import membership
 from epd.edge.listening import Handshakes
 from epd.edge.protocol import Server
@@ -151,8 +152,8 @@ async def test_an_instance_whose_questions_raise_costs_no_other_its_probes(
         table = InstanceTable([first, second, third], config.health)
         with capture_logs() as lines:
             async with (
-                probing(table, upstream, config, counted),
-                reporting(table, upstream, config, counted),
+                probing(table, upstream, LiveConfig(config), counted),
+                reporting(table, upstream, LiveConfig(config), counted),
             ):
                 await until(lambda: table.state(second) is State.DOWN)
                 one.healthy = False
@@ -281,7 +282,7 @@ async def test_tls_connections_are_accepted_after_one_that_raised(counted: Count
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server, config = RoomOnceUnknown(), ProxyConfig(**FAST, decode_servers_urls=("http://d:1",))
     with capture_logs() as lines:
-        accepting = Handshakes(cast("Server", server), [listener], tls, config, counted)
+        accepting = Handshakes(cast("Server", server), [listener], tls, LiveConfig(config), counted)
         async with connected(f"http://127.0.0.1:{listener.getsockname()[1]}"):
             await until(lambda: counted.failures["tls_accept"] == 1)
             async with connected(f"http://127.0.0.1:{listener.getsockname()[1]}") as (reader, _):

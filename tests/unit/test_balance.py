@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -256,29 +257,31 @@ OUT = Instance(Role.DECODE, "http://out:1", weight=0.0)
 
 
 def test_requests_of_a_session_go_to_one_instance_and_others_to_any() -> None:
-    choice = Choice(InstanceTable(ONES), lambda: "session", Role.DECODE)
+    choice = Choice(InstanceTable(ONES), Role.DECODE)
 
-    assert {choice.best(session="s") for _ in range(9)} == {choice.best(item="x", session="s")}
-    assert len({choice.best(session=f"{number}") for number in range(50)}) == len(ONES)
-    assert {choice.best(item="x") for _ in range(9)} == set(ONES)
+    best = partial(choice.best, balance="session")
+    assert {best(session="s") for _ in range(9)} == {best(item="x", session="s")}
+    assert len({best(session=f"{number}") for number in range(50)}) == len(ONES)
+    assert {best(item="x") for _ in range(9)} == set(ONES)
 
 
 @pytest.mark.parametrize("name", BALANCES)
 def test_one_that_nothing_is_for_gets_nothing_unless_nobody_else_can(name: ItemBalanceName) -> None:
     table = InstanceTable([OUT, *ONES[:2]])
-    choice = Choice(table, lambda: name, Role.DECODE)
-    assert {choice.best(item=key, session=key) for key in KEYS[:40]} == set(ONES[:2])
+    choice = Choice(table, Role.DECODE)
+    best = partial(choice.best, balance=name)
+    assert {best(item=key, session=key) for key in KEYS[:40]} == set(ONES[:2])
 
     for one in ONES[:2]:
         for _ in range(5):
             with pytest.raises(UpstreamUnreachable), table.using(one):
                 raise UpstreamUnreachable("x")
 
-    assert {choice.best(item=key, session=key) for key in KEYS[:40]} == {OUT}
+    assert {best(item=key, session=key) for key in KEYS[:40]} == {OUT}
 
 
 def test_one_that_nothing_is_for_is_tried_when_the_others_have_been() -> None:
-    choice = Choice(InstanceTable([OUT, ONES[0]]), lambda: "least_load", Role.DECODE)
+    choice = Choice(InstanceTable([OUT, ONES[0]]), Role.DECODE)
 
     assert choice.others([ONES[0]])
     assert choice.best([ONES[0]]) == OUT
@@ -286,14 +289,14 @@ def test_one_that_nothing_is_for_is_tried_when_the_others_have_been() -> None:
 
 def test_where_nothing_is_for_any_all_share() -> None:
     outs = [OUT, Instance(Role.DECODE, "http://out2:1", weight=0.0)]
-    choice = Choice(InstanceTable(outs), lambda: "least_load", Role.DECODE)
+    choice = Choice(InstanceTable(outs), Role.DECODE)
 
     assert {choice.best() for _ in range(4)} == set(outs)
 
 
 def test_the_preferred_one_is_best_unless_it_has_too_much_to_do_or_was_tried() -> None:
     table = InstanceTable([*ONES, OUT])
-    choice = Choice(table, lambda: "least_load", Role.DECODE)
+    choice = Choice(table, Role.DECODE)
     home = ONES[1]
 
     assert {choice.best(prefer=home.url) for _ in range(9)} == {home}

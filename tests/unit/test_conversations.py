@@ -271,7 +271,7 @@ def test_the_key_of_a_conversation_is_a_tenants_own_of_a_model_and_a_salt() -> N
 def test_the_preferred_instance_is_chosen_until_it_has_too_much_to_do() -> None:
     instances = [Instance(Role.DECODE, f"http://d:{port}") for port in range(3)]
     table = InstanceTable(instances)
-    choice = Choice(table, lambda: "least_load", Role.DECODE)
+    choice = Choice(table, Role.DECODE)
     chosen = []
     for _ in range(4):
         chosen.append(choice.best(prefer=instances[1].url))

@@ -307,11 +307,13 @@ def test_no_decode_instance_is_needed_where_others_name_it() -> None:
 
 
 def test_policies_change_at_a_reload() -> None:
-    live = LiveConfig.of(epd.ProxyConfig(**URLS))
+    live = LiveConfig(epd.ProxyConfig(**URLS))
     change = live.adopt(epd.ProxyConfig(**URLS, skip_prefill_below_tokens=8))
 
     assert change.changed == {"policies", "skip_prefill_below_tokens"}
-    assert live.activated(live.policies)[0].options["skip_prefill_below_tokens"] == 8
+    assert (
+        live.current.activated(live.current.policies)[0].options["skip_prefill_below_tokens"] == 8
+    )
 
 
 @pytest.fixture

@@ -35,9 +35,9 @@ async def test_host_and_port_are_enough_for_instances_with_and_without_tls(
         encode_servers_urls=(), decode_servers_urls=("http://d:1", "https://d:2")
     )
     picker: Any = Picker(named)
-    decoders = Decoders(InstanceTable([PLAIN, TLS]), picker, config)
+    decoders = Decoders(InstanceTable([PLAIN, TLS]), picker)
     course = Course(encode=False, prefill=False, decode_from=decode_from, decode_choice="late")
     facts = Facts("/v1/completions", prefills=True, items=0, roles=frozenset({Role.DECODE}))
-    context = RequestContext("r", {}, client_headers={config.decode_header: named})
+    context = RequestContext("r", {}, config, client_headers={config.decode_header: named})
 
     assert await decoders.pick(Attempt(course, facts), context) == instance

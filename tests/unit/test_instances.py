@@ -34,18 +34,18 @@ def fails(table: InstanceTable, instance: Instance, error: Exception, times: int
 
 
 def test_turns_go_on_across_choices() -> None:
-    choice = Choice(InstanceTable([A, B, C]), lambda: "least_load", Role.DECODE)
+    choice = Choice(InstanceTable([A, B, C]), Role.DECODE)
 
     assert [choice.best() for _ in range(7)] == [A, B, C, A, B, C, A]
 
 
 def test_of_no_instance_none_is_chosen() -> None:
     with pytest.raises(NoInstance):
-        Choice(InstanceTable(), lambda: "least_load", Role.DECODE).best()
+        Choice(InstanceTable(), Role.DECODE).best()
 
 
 def test_one_that_was_tried_is_chosen_again_only_where_there_is_no_other() -> None:
-    choice = Choice(InstanceTable([A, B]), lambda: "least_load", Role.DECODE)
+    choice = Choice(InstanceTable([A, B]), Role.DECODE)
 
     assert {choice.best(tried=[A]) for _ in range(4)} == {B}
     assert choice.others([A])
@@ -57,7 +57,7 @@ def test_one_that_was_tried_is_chosen_again_only_where_there_is_no_other() -> No
 def test_one_that_is_left_alone_is_asked_before_a_request_fails() -> None:
     table, _ = table_of(A, B)
     fails(table, A, UpstreamUnreachable("x"))
-    choice = Choice(table, lambda: "least_load", Role.DECODE)
+    choice = Choice(table, Role.DECODE)
 
     assert [choice.best() for _ in range(3)] == [B] * 3
     assert choice.others([B])

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from epd.config import ConfigInvalid, ProxyConfig
 from epd.config.live import FIXED, LiveConfig
@@ -29,47 +30,69 @@ def config(**more: Any) -> ProxyConfig:
     return ProxyConfig.model_validate(urls | more)
 
 
-def test_who_keeps_it_sees_what_has_changed() -> None:
-    live = LiveConfig.of(config(max_items=1))
-    kept = live
+def test_a_reload_replaces_the_configuration_and_leaves_the_one_before_as_it_was() -> None:
+    live = LiveConfig(config(max_items=1))
+    before = live.current
 
     change = live.adopt(config(max_items=2, eject_after=9))
 
-    assert (kept.max_items, kept.health.eject_after) == (2, 9)
+    assert (live.current.max_items, live.current.health.eject_after) == (2, 9)
+    assert (before.max_items, before.health.eject_after) == (1, config().eject_after)
+    assert change.before is before
     assert change.changed == {"max_items", "eject_after"}
-    assert (change.before.max_items, change.kept) == (1, frozenset())
+    assert not change.kept
+
+
+def test_a_configuration_cannot_be_changed() -> None:
+    frozen = LiveConfig(config()).current
+
+    for name in ProxyConfig.model_fields:
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(frozen, name, 1)
+        hash(getattr(frozen, name))  # nor can a value of it
+
+
+def test_followers_are_told_of_changes_alone() -> None:
+    live, told = LiveConfig(config()), list[tuple[int, int]]()
+    live.follow(lambda new, before: told.append((new.max_items, before.max_items)))
+
+    live.adopt(config(port=1))
+    live.adopt(config(max_items=2))
+    live.adopt(config(max_items=2))
+
+    assert told == [(2, config().max_items)]
 
 
 def test_what_needs_a_restart_stays() -> None:
-    live = LiveConfig.of(config())
+    live = LiveConfig(config())
 
     change = live.adopt(config(port=1, workers=3, max_items=2))
 
-    assert (live.port, live.workers, live.max_items) == (8000, 1, 2)
+    assert (live.current.port, live.current.workers, live.current.max_items) == (8000, 1, 2)
     assert (set(change.changed), set(change.kept)) == ({"max_items"}, {"port", "workers"})
 
 
 def test_prefill_may_become_a_stage_of_its_own_and_cease_to_be_one() -> None:
-    live = LiveConfig.of(config())
+    live = LiveConfig(config())
     split = {"prefill_servers_urls": "http://p:1", "decode_servers_urls": "http://d:1"}
 
     change = live.adopt(config(**split))
 
     assert change.kept == frozenset()
-    assert [one.role for one in live.instances] == [Role.ENCODE, Role.PREFILL, Role.DECODE]
+    assert [one.role for one in live.current.instances] == [Role.ENCODE, Role.PREFILL, Role.DECODE]
 
     live.adopt(config())
 
-    assert [one.role for one in live.instances] == [Role.ENCODE, Role.PREFILL_DECODE]
+    assert [one.role for one in live.current.instances] == [Role.ENCODE, Role.PREFILL_DECODE]
 
 
 def test_what_does_not_go_with_what_stays_changes_nothing() -> None:
-    live = LiveConfig.of(config())
+    live = LiveConfig(config())
 
     with pytest.raises(ConfigInvalid, match="api_keys_file cannot change without a restart"):
         live.adopt(config(api_keys_file="/keys", tenant_max_requests=3, max_items=2))
 
-    assert live == LiveConfig.of(config())
+    assert live.current == config()
 
 
 def test_what_stays_are_fields() -> None:
@@ -104,13 +127,10 @@ def test_health_is_judged_by_the_policy_of_now() -> None:
 
 
 def test_a_choice_goes_by_another_balance_from_one_request_to_the_next() -> None:
-    live = LiveConfig.of(config())
-    choice = Choice(InstanceTable(ONES), lambda: live.encode_balance, Role.ENCODE)
-    assert len({choice.best(item="key") for _ in range(4)}) == 1
+    choice = Choice(InstanceTable(ONES), Role.ENCODE)
+    assert len({choice.best(balance="affinity", item="key") for _ in range(4)}) == 1
 
-    live.adopt(config(encode_balance="round_robin"))
-
-    assert [choice.best(item="key") for _ in range(4)] == ONES[:4]
+    assert [choice.best(balance="round_robin", item="key") for _ in range(4)] == ONES[:4]
 
 
 def test_who_waits_comes_in_when_there_are_more_places() -> None:

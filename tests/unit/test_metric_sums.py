@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import Metric
 
 from epd.cache.encoder_cache import EncoderCache
 from epd.config import ProxyConfig
+from epd.config.live import LiveConfig
 from epd.conversations.conversations import Conversations
 from epd.edge.admission import Admission
 from epd.edge.limits import limits_of
@@ -123,7 +124,7 @@ def families() -> list[Metric]:
     cache = EncoderCache("file:///nowhere", budget_s=1, lease_s=1)
     observer.registry.register(InstancesGlance(InstanceTable(config.instances)))
     observer.registry.register(StoreGlance(cache))
-    observer.registry.register(ConversationsGlance(Conversations.of(config)))
+    observer.registry.register(ConversationsGlance(Conversations.of(LiveConfig(config))))
     return list(WithHitRatio(observer.shown).collect())
 
 

@@ -106,9 +106,11 @@ def test_an_instance_shares_unless_it_is_known_not_to(namespaces: Namespaces) ->
 
 
 def test_no_instance_that_does_not_fit_is_chosen() -> None:
-    choice = Choice(InstanceTable([E1, E2]), lambda: "round_robin", Role.ENCODE)
+    choice = Choice(InstanceTable([E1, E2]), Role.ENCODE)
 
-    assert {choice.best(fits=lambda one: one == E2) for _ in range(5)} == {E2}
+    assert {choice.best(balance="round_robin", fits=lambda one: one == E2) for _ in range(5)} == {
+        E2
+    }
     assert choice.others([E1], lambda one: one == E2)
     assert not choice.others([E2], lambda one: one == E2)
     with pytest.raises(NoInstance, match="namespace"):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from epd.bodies.chat import CHAT
 from epd.bodies.items import MMItem
+from epd.config import ProxyConfig
 from epd.errors import (
     BadRequest,
     EncodeMismatch,
@@ -59,7 +60,7 @@ def failure(error: ProxyError, **more: Any) -> Failure:
     attempt = Attempt(Course(), facts, **more.pop("attempt", {}))
     sending = Sending(
         attempt,
-        RequestContext("r", {}),
+        RequestContext("r", {}, ProxyConfig.model_construct()),
         encodings=Encodings((EncodedItem(item(), "u", Encoded(), "encoded"),)),
         prompt=Consumed({}, depends=more.pop("depends", True)),
         prefill=TABLE.place(P1),

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd.bodies.endpoints import ENDPOINTS
+from epd.config import ProxyConfig
 from epd.http.connection import Sink
 from epd.http.reply import Reply
 from epd.request.context import RequestContext
@@ -92,10 +93,12 @@ STREAMS = {
 }
 """An event of tokens and the last event, for each grammar."""
 
+CONFIG = ProxyConfig.model_construct()
+
 
 async def relayed(path: str, chunks: list[bytes]) -> tuple[bytes, list[tuple[bytes, bool, int]]]:
     """Everything that was written, and of each moment: that, the first token, the gaps so far."""
-    context, client = RequestContext("id", {}, ENDPOINTS[path]), Transport()
+    context, client = RequestContext("id", {}, CONFIG, ENDPOINTS[path]), Transport()
     moments: list[tuple[bytes, bool, int]] = []
 
     def look() -> None:
@@ -153,7 +156,7 @@ async def test_so_it_is_wherever_a_stream_is_cut(
 async def test_a_client_that_has_left_is_written_nothing_more() -> None:
     client = Transport()
     reply = cast("Reply", Leaving(client))
-    relay = StreamRelay(reply, Stream(), client, RequestContext("id", {}))
+    relay = StreamRelay(reply, Stream(), client, RequestContext("id", {}, CONFIG))
 
     with pytest.raises(ConnectionResetError):
         await relay.run(1.0)

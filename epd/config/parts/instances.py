@@ -21,6 +21,14 @@ from epd.config.fields import (
 from epd.routing.instances import Instance, Role
 from epd.routing.weights import weight_of
 
+ENCODE_SOURCES = (
+    "encode_servers_urls",
+    "discover_encode",
+    "dynamic_registration",
+    "instances_file",
+)
+"""Fields by which there are encode instances, or may be some day."""
+
 
 class InstanceSettings(BaseModel):
     """Settings that say which instances there are, and the instances that they name."""
@@ -183,12 +191,7 @@ class InstanceSettings(BaseModel):
     @property
     def encodes(self) -> bool:
         """Whether there are encode instances, or may be some day."""
-        return bool(
-            self.encode_servers_urls
-            or self.discover_encode
-            or self.dynamic_registration
-            or self.instances_file
-        )
+        return any(getattr(self, name) for name in ENCODE_SOURCES)
 
     @property
     def dynamic(self) -> bool:

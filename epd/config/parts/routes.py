@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from epd.config.fields import (
     EndpointUrl,
@@ -13,6 +13,7 @@ from epd.config.fields import (
     Seconds,
     SecondsOrNone,
 )
+from epd.config.parts.instances import ENCODE_SOURCES
 from epd.config.parts.transfers import TransferSettings
 from epd.policies.active import Active, activate
 from epd.policies.conditional import MAX_TOKENS
@@ -29,12 +30,6 @@ MIN_LOAD_INTERVAL_S = 0.05
 class RouteSettings(TransferSettings):
     """Settings that say what runs where for a request: coordination policies and balance."""
 
-    policies: PolicyNames = Field(
-        default=(),
-        description="what runs where for a request: policies by name, comma-separated, the first "
-        "one that has something to say of a request decides; with options of their own as in "
-        "'pd_only?decode_choice=early'; default: as the instances suggest",
-    )
     skip_prefill_below_tokens: int = Field(
         default=0,
         ge=0,
@@ -49,6 +44,13 @@ class RouteSettings(TransferSettings):
         default=None,
         description="prefill instance beside the proxy (policy prefill_local_decode_remote); "
         "with that policy the first one by default",
+    )
+    policies: PolicyNames = Field(
+        default=(),
+        validate_default=True,
+        description="what runs where for a request: policies by name, comma-separated, the first "
+        "one that has something to say of a request decides; with options of their own as in "
+        "'pd_only?decode_choice=early'; default: as the instances suggest",
     )
     decode_choice: DecodeChoice = Field(
         default="late",
@@ -134,10 +136,23 @@ class RouteSettings(TransferSettings):
             raise ValueError(f"--load-interval-s must be 0, or {MIN_LOAD_INTERVAL_S} at least")
         return self
 
+    @field_validator("policies")
+    @classmethod
+    def _usual(cls, policies: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        """Those that the settings above ask for, then what the instances can do."""
+        if policies:
+            return policies
+        above = info.data.get
+        asked = {
+            "pd_only": above("skip_prefill_below_tokens") or above("skip_prefill_for_text"),
+            "prefill_local_decode_remote": above("local_prefill_url"),
+        }
+        encodes = any(above(name) for name in ENCODE_SOURCES)
+        stages = ("encode_prefill_decode", "encode_pd") if encodes else ("prefill_decode",)
+        return (*(name for name, wanted in asked.items() if wanted), *stages)
+
     @model_validator(mode="after")
-    def _settle_policies(self) -> Self:
-        if not self.policies:
-            object.__setattr__(self, "policies", self._usual_policies)
+    def _check_policies(self) -> Self:
         self.activated(self.policies)
         return self
 
@@ -169,16 +184,6 @@ class RouteSettings(TransferSettings):
                 needed=KV_TRANSFERS[self.kv_transfer].needed,
             )
         return active
-
-    @property
-    def _usual_policies(self) -> tuple[str, ...]:
-        """Those that the other settings ask for, then what the instances can do."""
-        asked = {
-            "pd_only": self.skip_prefill_below_tokens or self.skip_prefill_for_text,
-            "prefill_local_decode_remote": self.local_prefill_url,
-        }
-        stages = ("encode_prefill_decode", "encode_pd") if self.encodes else ("prefill_decode",)
-        return (*(name for name, wanted in asked.items() if wanted), *stages)
 
     @property
     def _decode_is_named(self) -> bool:
