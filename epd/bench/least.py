@@ -18,8 +18,8 @@ from aiohttp import web
 
 from epd.config.fields import NO_INSTANCES
 from epd.errors import Stage
-from epd.http.reply import Reply
-from epd.http.upstream import Upstream
+from epd.upstream.client import Upstream
+from epd.upstream.reply import Reply
 
 PATH = "/v1/chat/completions"
 TIMEOUT_S = 60.0

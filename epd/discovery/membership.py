@@ -11,8 +11,8 @@ from epd.config import ProxyConfig
 from epd.discovery.registrations import Registrations
 from epd.discovery.stores import InFolder, InProcess, Store, folder_of
 from epd.discovery.watching import Memory, Watch, WatchedFile, WatchedNames
-from epd.http.upstream import Upstream
 from epd.routing.registry import Registry
+from epd.upstream.client import Upstream
 
 BEGIN_S = 5.0
 """What the sources have to say before the first request is answered without it."""

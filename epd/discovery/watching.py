@@ -18,11 +18,11 @@ from epd.discovery.entries import EntriesInvalid, read_yaml
 from epd.discovery.folder import Folder, read_file
 from epd.discovery.look_ups import LookUp, LookUpFailed
 from epd.discovery.sightings import Sightings
-from epd.http.upstream import Upstream
 from epd.routing.instances import Instance
 from epd.routing.registry import Registry, Source
 from epd.routing.urls import at_address, is_address
 from epd.transfer.kv import KVTransfer
+from epd.upstream.client import Upstream
 
 FILE_POLL_S = 0.5
 """Between two looks at the file. What is new has to be there twice: it may be half written."""

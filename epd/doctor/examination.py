@@ -1,7 +1,6 @@
 """Looks at everything, and says what it means."""
 
 import asyncio
-import ssl
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -20,13 +19,13 @@ from epd.doctor.trials import Trials, Tried, text
 from epd.doctor.turns import Turns
 from epd.http.pool import Pool
 from epd.http.tls import upstream_context
-from epd.http.upstream import Upstream
 from epd.request.peers import Peers
 from epd.request.stages import Stages
 from epd.routing.instances import Instance, Role
 from epd.routing.table import InstanceTable
 from epd.transfer.encoded import Encoded
 from epd.transfer.flavours import EC_TRANSFERS, KV_TRANSFERS
+from epd.upstream.client import Upstream
 
 
 class Patient:
@@ -155,8 +154,7 @@ async def _try_handovers(patient: Patient, trials: Trials, turns: Turns | None, 
 @asynccontextmanager
 async def _pool(config: ProxyConfig) -> AsyncIterator[Pool]:
     tls = upstream_context(config.upstream_ca_file)
-    context = ssl.create_default_context() if tls is True else tls
-    pool = Pool(context, connect_timeout_s=config.connect_timeout_s, keep_alive_s=2 * IDLE_S)
+    pool = Pool(tls, connect_timeout_s=config.connect_timeout_s, keep_alive_s=2 * IDLE_S)
     try:
         yield pool
     finally:

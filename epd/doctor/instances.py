@@ -14,9 +14,9 @@ from epd.errors import ProxyError
 from epd.http.connection import Broken, Unreachable
 from epd.http.http1 import request_head, target_of
 from epd.http.pool import Pool
-from epd.http.reply import Answer
-from epd.http.upstream import KEEP_ALIVE_S, Upstream
 from epd.routing.instances import Instance
+from epd.upstream.client import KEEP_ALIVE_S, Upstream
+from epd.upstream.reply import Answer
 
 IDLE_S = KEEP_ALIVE_S + 0.5
 """How long an instance has to keep an idle connection: a little longer than the proxy pools one."""

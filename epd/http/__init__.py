@@ -1,1 +1,1 @@
-"""Requests to instances: addresses, connections, answers."""
+"""HTTP/1.1 as a client speaks it: addresses, connections, heads. It knows nothing of this proxy."""

@@ -3,12 +3,10 @@
 import asyncio
 import socket
 from collections import deque
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from aiohappyeyeballs import start_connection
-
-from epd.flights import Flights
 
 KEPT_S = 10.0
 """How long an answer of the resolver is remembered."""
@@ -19,13 +17,19 @@ Host = tuple[str, int]
 Address = tuple[int, int, int, str, tuple[Any, ...]]
 
 
+@dataclass(slots=True)
+class _LookUp:
+    task: asyncio.Task[deque[Address]]
+    waiters: int = 0
+
+
 class Addresses:
     """Connects to hosts by name. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._flights: Flights[Host, Sequence[Address]] = Flights()
         self._kept: dict[Host, tuple[float, deque[Address]]] = {}
+        self._look_ups: dict[Host, _LookUp] = {}
 
     def __len__(self) -> int:
         """How many hosts' answers are remembered."""
@@ -33,7 +37,10 @@ class Addresses:
 
     async def close(self) -> None:
         """Ask for nothing any more."""
-        await self._flights.close()
+        tasks = [look_up.task for look_up in self._look_ups.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def connect(self, host: str, port: int) -> socket.socket:
         """A connection to one of a host's addresses, each time another one first.
@@ -43,24 +50,36 @@ class Addresses:
         """
         until_s, addresses = self._kept.get((host, port), (0.0, deque[Address]()))
         if self._loop.time() >= until_s:
-            found = await self._flights.join((host, port), lambda: self._look_up(host, port))
-            addresses = deque(found)
-            self._keep((host, port), addresses)
+            addresses = await self._looked_up((host, port))
         tried = list(addresses)
         addresses.rotate(-1)
         return await start_connection(tried, happy_eyeballs_delay=NEXT_ADDRESS_S, interleave=1)
 
-    def _keep(self, host: Host, addresses: deque[Address]) -> None:
-        """Remember them. Who names hosts may name ever new ones: what is over is forgotten."""
-        now_s = self._loop.time()
-        if host not in self._kept:
-            self._kept = {one: kept for one, kept in self._kept.items() if now_s < kept[0]}
-        self._kept[host] = now_s + KEPT_S, addresses
+    async def _looked_up(self, host: Host) -> deque[Address]:
+        """Look a host up, once for all who ask. When none waits any more, that is cancelled."""
+        look_up = self._look_ups.get(host)
+        if look_up is None:
+            look_up = self._look_ups[host] = _LookUp(self._loop.create_task(self._look_up(host)))
+        look_up.waiters += 1
+        try:
+            return await asyncio.shield(look_up.task)
+        finally:
+            look_up.waiters -= 1
+            if not look_up.waiters:
+                look_up.task.cancel()
+                if self._look_ups.get(host) is look_up:
+                    del self._look_ups[host]
 
-    async def _look_up(self, host: str, port: int) -> Sequence[Address]:
+    async def _look_up(self, host: Host) -> deque[Address]:
+        name, port = host
         found = await self._loop.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG
+            name, port, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG
         )
         if not found:
             raise OSError("the host has no address")
-        return found
+        now_s = self._loop.time()
+        if host not in self._kept:  # clients may name any number of hosts
+            self._kept = {one: kept for one, kept in self._kept.items() if now_s < kept[0]}
+        addresses: deque[Address] = deque(found)
+        self._kept[host] = now_s + KEPT_S, addresses
+        return addresses

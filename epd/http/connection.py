@@ -6,13 +6,12 @@ come too late (`Connection._wait`).
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import cast
 
 from multidict import CIMultiDict
 
-from epd.bodies.cuts import Pieces
 from epd.http.http1 import AnswerReader, Malformed
 
 PIECE_BYTES = 256 * 1024
@@ -125,7 +124,7 @@ class Connection(asyncio.Protocol):
             and not self._transport.get_write_buffer_size()
         )
 
-    async def ask(self, head: bytes, body: Pieces, until_s: float) -> None:
+    async def ask(self, head: bytes, body: Sequence[bytes | memoryview], until_s: float) -> None:
         """Send a request and wait for the head of its answer.
 
         Raises:

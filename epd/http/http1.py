@@ -8,8 +8,7 @@ from ipaddress import ip_address
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 from multidict import CIMultiDict
-
-from epd.routing.urls import http_url
+from yarl import URL
 
 MAX_HEAD_BYTES = 64 * 1024
 """Largest head of an answer that is waited for."""
@@ -52,6 +51,18 @@ class Target:
     origin: Origin
     path: str
     authority: str
+
+
+def http_url(url: str) -> URL:
+    """Parse the URL of a request: what this refuses, no request can be sent to.
+
+    Raises:
+        ValueError: it is not a URL of HTTP with a host.
+    """
+    parts = URL(url)
+    if parts.scheme not in {"http", "https"} or parts.raw_host is None or parts.port is None:
+        raise ValueError("not an HTTP URL")
+    return parts
 
 
 @lru_cache(maxsize=1024)

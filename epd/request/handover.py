@@ -15,7 +15,6 @@ from epd.errors import (
     UpstreamDied,
     slug_of,
 )
-from epd.http.reply import Reply
 from epd.request.decoders import Decoders
 from epd.request.peers import Peers
 from epd.request.readbacks import Readbacks
@@ -29,6 +28,7 @@ from epd.routing.table import InstanceTable
 from epd.routing.use import Use
 from epd.transfer.kv import KVTransfer, Pair
 from epd.transfer.params import with_params
+from epd.upstream.reply import Reply
 
 T = TypeVar("T")
 

@@ -8,11 +8,11 @@ import orjson
 from epd.config.live import LiveConfig
 from epd.errors import ProxyError
 from epd.flights import Flights
-from epd.http.upstream import Upstream
 from epd.routing.instances import Instance
 from epd.routing.table import InstanceTable
 from epd.transfer.kv import KVTransfer, Pair
 from epd.transfer.params import Params
+from epd.upstream.client import Upstream
 
 KNOWN_S = 10.0
 """How long it holds: no instance is replaced by another that is ready within it."""

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 import orjson
 
 from epd.errors import ProxyError, UpstreamFailed, UpstreamTimeout, UpstreamUnreachable
-from epd.http.upstream import Upstream
 from epd.policies.course import Facts
 from epd.request.context import RequestContext
 from epd.routing.instances import Instance
+from epd.upstream.client import Upstream
 
 
 class Picker:

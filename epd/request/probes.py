@@ -5,10 +5,10 @@ from contextlib import AbstractAsyncContextManager
 from epd.background import Background
 from epd.config.live import LiveConfig
 from epd.errors import Overloaded
-from epd.http.upstream import Upstream
 from epd.request.polling import Polling, Question
 from epd.routing.instances import Instance
 from epd.routing.table import InstanceTable
+from epd.upstream.client import Upstream
 
 TICK_S = 0.25
 """How often it is looked whether a probe is due."""

@@ -11,8 +11,8 @@ from epd.bodies.sse import EventAligner
 from epd.errors import ProxyError, UpstreamFailed
 from epd.events import GAPS_S
 from epd.histogram import Histogram
-from epd.http.reply import Reply
 from epd.request.context import RequestContext
+from epd.upstream.reply import Reply
 
 AFTER_END_S = 1.0
 """Silence after a stream's error, until its connection is closed rather than kept."""

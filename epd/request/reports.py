@@ -8,7 +8,6 @@ from epd.background import Background
 from epd.config import ProxyConfig
 from epd.config.live import LiveConfig
 from epd.errors import ProxyError
-from epd.http.upstream import Upstream
 from epd.request.polling import Polling, Question
 from epd.routing.balance import ItemBalanceName
 from epd.routing.instances import ANSWERING, CONSUMERS, Instance, Role
@@ -16,6 +15,7 @@ from epd.routing.load import Report
 from epd.routing.namespaces import Namespaces
 from epd.routing.report_page import read_namespace, read_report
 from epd.routing.table import InstanceTable
+from epd.upstream.client import Upstream
 
 TICK_S = 0.25
 """How often it is looked whether a question is due, at least."""

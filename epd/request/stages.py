@@ -25,14 +25,14 @@ from epd.errors import (
     UpstreamRejected,
     UpstreamTimeout,
 )
-from epd.http.reply import Answer, Reply
-from epd.http.upstream import Upstream
 from epd.request.context import RequestContext
 from epd.routing.instances import Instance
 from epd.spans import Span
 from epd.transfer.encoded import Consumed, Encoded, read_encoded
 from epd.transfer.kv import KVTransfer, Pair
 from epd.transfer.params import Params, reply_field
+from epd.upstream.client import Upstream
+from epd.upstream.reply import Answer, Reply
 from epd.upstream_text import said_retry_after_s
 
 MAX_STATUS = 599

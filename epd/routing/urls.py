@@ -3,7 +3,7 @@
 from ipaddress import ip_address
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
-from yarl import URL
+from epd.http.http1 import http_url
 
 DNS_PORT = 53
 
@@ -13,18 +13,6 @@ REDIS_PARAMETERS = {
 }
 """What the URL of a store in Redis may say, by its scheme: others would fail when it is
 used, or hold a password where nobody looks for one."""
-
-
-def http_url(url: str) -> URL:
-    """Parse the URL of a request: what this refuses, no request can be sent to.
-
-    Raises:
-        ValueError: it is not a URL of HTTP with a host.
-    """
-    parts = URL(url)
-    if parts.scheme not in {"http", "https"} or parts.raw_host is None or parts.port is None:
-        raise ValueError("not an HTTP URL")
-    return parts
 
 
 def base_url(url: str) -> str:

@@ -10,8 +10,6 @@ import orjson
 from epd.config.live import LiveConfig
 from epd.errors import ProxyError, RequestRefused, Stage, UpstreamRejected
 from epd.flights import Flights
-from epd.http.reply import Answer
-from epd.http.upstream import Upstream
 from epd.observe.figures import CONVERSATIONS, CONVERSATIONS_EVICTED, Figure
 from epd.observe.metrics import MetricsObserver
 from epd.request.recovery import retry_delay_s
@@ -20,6 +18,8 @@ from epd.routing.condition import UNANSWERED, WELL, WORST, Condition, condition
 from epd.routing.instances import ANSWERING, Instance, Role
 from epd.routing.retries import Retries
 from epd.routing.table import InstanceTable
+from epd.upstream.client import Upstream
+from epd.upstream.reply import Answer
 
 CLUSTERS: Mapping[str, tuple[Stage, tuple[Role, ...]]] = {
     "encode_cluster": ("encode", (Role.ENCODE,)),

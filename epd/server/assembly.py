@@ -16,7 +16,6 @@ from epd.discovery.membership import membership
 from epd.edge.drain import DRAIN
 from epd.edge.limits import limits_of
 from epd.events import InstanceChanged, Observer
-from epd.http.upstream import Upstream
 from epd.media.fetch import MediaFetcher
 from epd.observe.glances import ConversationsGlance, InstancesGlance, StoreGlance
 from epd.observe.logs import LogObserver, set_level
@@ -55,6 +54,7 @@ from epd.server.slots import (
 from epd.transfer.flavours import EC_TRANSFERS, KV_TRANSFERS
 from epd.ui.board import Board
 from epd.ui.recent import Recent
+from epd.upstream.client import Upstream
 
 PIPELINE = web.AppKey("pipeline", Pipeline)
 ADMIN = web.AppKey("admin", Admin)

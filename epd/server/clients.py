@@ -13,7 +13,6 @@ from epd.cache.identity import conversation_key, salted
 from epd.conversations.turn import Turn
 from epd.edge import engine_headers
 from epd.errors import RequestRefused
-from epd.http.reply import Reply
 from epd.request import warmup
 from epd.request.context import RequestContext
 from epd.request.relay import StreamRelay
@@ -24,6 +23,7 @@ from epd.server.assembly import ADMIN, CONVERSATIONS, PIPELINE, WARMUP
 from epd.server.keys import check_key
 from epd.server.slots import ANSWERED, BODY, CONTEXT, STREAM
 from epd.tenants import ANONYMOUS
+from epd.upstream.reply import Reply
 
 SEED = secrets.randbits(64)
 """Of the fingerprints of bodies, in this process."""

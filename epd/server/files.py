@@ -9,7 +9,8 @@ import structlog
 from epd.config import ProxyConfig
 from epd.discovery.entries import EntriesInvalid
 from epd.discovery.watching import check_file
-from epd.http.tls import TlsInvalid, server_context, upstream_context
+from epd.edge.tls import server_context
+from epd.http.tls import TlsInvalid, upstream_context
 from epd.observe.tracing import TracesUnavailable, check_tracing
 from epd.tenants import ApiKeys, KeysInvalid, parse_keys
 from epd.transfer.flavours import KV_TRANSFERS

@@ -15,7 +15,8 @@ import orjson
 
 from epd.config import ConfigInvalid, ProxyConfig
 from epd.config.live import LiveConfig
-from epd.http.tls import TlsInvalid, server_context
+from epd.edge.tls import server_context
+from epd.http.tls import TlsInvalid
 from epd.observe.logs import set_level
 from epd.server.files import read_keys
 from epd.tenants import KeysInvalid

@@ -17,8 +17,8 @@ from epd.config.live import LiveConfig
 from epd.edge.drain import DRAIN
 from epd.edge.listening import BACKLOG, Site, binding
 from epd.edge.protocol import Runner
+from epd.edge.tls import renew, server_context
 from epd.edge.unix_socket import listening_at
-from epd.http.tls import renew, server_context
 from epd.server.files import read_keys
 from epd.server.reload import RELOAD
 from epd.server.slots import BACKGROUND, KEYS, OBSERVERS

@@ -20,7 +20,7 @@ import uvloop
 from epd.config import ConfigInvalid, ProxyConfig
 from epd.config.live import LiveConfig
 from epd.edge.listening import Site
-from epd.http.tls import server_context
+from epd.edge.tls import server_context
 from epd.observe import logs
 from epd.observe.metrics import MetricsObserver
 from epd.observe.shared_page import SharedPage

@@ -18,8 +18,9 @@ from pydantic import ValidationError
 
 import epd
 from epd.edge.protocol import MAX_REFUSALS
+from epd.edge.tls import server_context
 from epd.http import tls
-from epd.http.tls import TlsInvalid, server_context, upstream_context
+from epd.http.tls import TlsInvalid, upstream_context
 from tests.certificates import Authority, Certificate, encrypted
 from tests.faults.raw import connected, ended
 from tests.proxy.fake_instance import FakeInstance, decodes, encodes

@@ -19,7 +19,6 @@ from epd.discovery.membership import membership
 from epd.edge.listening import Handshakes
 from epd.edge.protocol import Server
 from epd.errors import UpstreamUnreachable
-from epd.http.upstream import Upstream
 from epd.request.polling import Polling, Question
 from epd.request.probes import probing
 from epd.request.reports import reporting
@@ -27,6 +26,7 @@ from epd.routing.health import State
 from epd.routing.instances import Instance, Role
 from epd.routing.registry import Registry
 from epd.routing.table import InstanceTable
+from epd.upstream.client import Upstream
 from tests.faults.raw import connected, ended
 from tests.proxy.fake_instance import FakeInstance, decodes
 from tests.proxy.fleet import Launch, until

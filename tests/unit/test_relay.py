@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from epd.bodies.endpoints import ENDPOINTS
 from epd.config import ProxyConfig
 from epd.http.connection import Sink
-from epd.http.reply import Reply
 from epd.request.context import RequestContext
 from epd.request.relay import StreamRelay
+from epd.upstream.reply import Reply
 
 EVENT = b"data: 1\n\n"
 

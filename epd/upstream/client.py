@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
@@ -12,11 +11,11 @@ from typing import Self
 from epd.bodies.cuts import Pieces
 from epd.errors import Overloaded, Stage, UpstreamFailed, UpstreamUnreachable
 from epd.http.connection import Broken, Connection, Died, Unreachable
-from epd.http.faults import FAILURES, cause, shown
 from epd.http.http1 import Target, request_head, target_of
 from epd.http.pool import Pool
-from epd.http.reply import Answer, Reply, is_success
 from epd.http.tls import upstream_context
+from epd.upstream.faults import FAILURES, cause, shown
+from epd.upstream.reply import Answer, Reply, is_success
 from epd.version import __version__
 
 KEEP_ALIVE_S = 2.0
@@ -49,11 +48,7 @@ class Upstream:
             TlsInvalid: the file of CAs cannot be used.
         """
         tls = upstream_context(ca_file)
-        pool = Pool(
-            ssl.create_default_context() if tls is True else tls,
-            connect_timeout_s=connect_timeout_s,
-            keep_alive_s=KEEP_ALIVE_S,
-        )
+        pool = Pool(tls, connect_timeout_s=connect_timeout_s, keep_alive_s=KEEP_ALIVE_S)
         try:
             yield cls(pool)
         finally:

@@ -8,7 +8,7 @@ from typing import Self
 
 from epd.errors import ProxyError, Stage, UpstreamFailed
 from epd.http.connection import Connection, Sink
-from epd.http.faults import FAILURES, cause, shown
+from epd.upstream.faults import FAILURES, cause, shown
 
 MAX_ANSWER_BYTES = 16 * 1024**2
 """Largest answer of an encode or prefill instance, and largest error."""
