@@ -80,11 +80,7 @@ async def connections(app: web.Application) -> AsyncIterator[None]:
     changed = partial(_changed, app[OBSERVERS], conversations)
     table = InstanceTable(policy=config.health, on_change=changed)
     transfer = KV_TRANSFERS[config.kv_transfer]()
-    fatal = FatalRequests(
-        lambda: live.current.suspect_s,
-        lambda instance: app[DRAIN].began or table.drains(instance),
-        time.monotonic,
-    )
+    fatal = _fatal_requests(app, table)
     namespaces = Namespaces(table)
     registry = Registry(table, config.instances, fits=transfer.fits, on_change=changed)
     async with (
@@ -126,14 +122,20 @@ async def connections(app: web.Application) -> AsyncIterator[None]:
         app[ui.BOARD] = Board(app[RECENT], table, app[METRICS], ui.store_kind(config))
         if tracer is not None:
             app[TRACER] = tracer
-        for glance in (
-            InstancesGlance(table),
-            StoreGlance(cache),
-            ConversationsGlance(conversations),
-        ):
-            app[METRICS].registry.register(glance)
+        figures = app[METRICS].registry
+        figures.register(InstancesGlance(table))
+        figures.register(StoreGlance(cache))
+        figures.register(ConversationsGlance(conversations))
         live.follow(partial(_adopt, app, registry, table, upstream, cache))
         yield
+
+
+def _fatal_requests(app: web.Application, table: InstanceTable) -> FatalRequests:
+    return FatalRequests(
+        lambda: app[CONFIG].current.suspect_s,
+        lambda instance: app[DRAIN].began or table.drains(instance),
+        time.monotonic,
+    )
 
 
 def _adopt(  # noqa: PLR0913, PLR0917 - all that keeps something derived from it
