@@ -11,7 +11,7 @@ from epd.routing.use import Place
 from epd.transfer.encoded import Encoded
 
 MAX_LEARNED = 65536
-"""How many identifiers are remembered that an engine made of a uuid and something else."""
+"""How many identifiers, and prefixes of models, are remembered that engines have made."""
 
 
 class OutputKey(NamedTuple):
@@ -28,6 +28,11 @@ class OutputKey(NamedTuple):
     uuid: str
     named: bool
     kwargs: bytes
+
+    @property
+    def verbatim(self) -> bool:
+        """Whether engines name it by the item's key, and what they may put before that."""
+        return self.named and not self.kwargs
 
 
 class EncodeJob(NamedTuple):
@@ -86,6 +91,8 @@ class Identifiers:
 
     def __init__(self) -> None:
         self._learned: OrderedDict[OutputKey, str] = OrderedDict()
+        # vLLM's, for a LoRA adapter that changes the encoder (--enable-tower-connector-lora).
+        self._prefixes: OrderedDict[str | None, str] = OrderedDict()
 
     def of(self, output: OutputKey) -> str | None:
         """Return the key of an output in the store; None where only an engine can tell it."""
@@ -93,14 +100,20 @@ class Identifiers:
         if known is not None:
             self._learned.move_to_end(output)
             return known
-        return output.uuid if output.named and not output.kwargs else None
+        return self._prefixes.get(output.model, "") + output.uuid if output.verbatim else None
 
     def learn(self, output: OutputKey, identifier: str) -> None:
         """Remember how an engine names an output."""
-        if identifier != self.of(output):
+        if identifier == self.of(output):
+            return
+        if output.verbatim and identifier.endswith(output.uuid):
+            self._learned.pop(output, None)
+            self._prefixes[output.model] = identifier.removesuffix(output.uuid)
+        else:
             self._learned[output] = identifier
-            while len(self._learned) > MAX_LEARNED:
-                self._learned.popitem(last=False)
+        for learned in (self._learned, self._prefixes):
+            while len(learned) > MAX_LEARNED:
+                learned.popitem(last=False)
 
 
 def item_key(item: MMItem, uuid: str | None) -> str:

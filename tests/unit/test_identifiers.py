@@ -1,0 +1,50 @@
+"""Keys of encoder outputs, as engines report them."""
+
+import pytest
+
+from epd.request.encode_job import Identifiers, OutputKey
+
+
+def of(uuid: str, model: str | None = "adapter", **more: object) -> OutputKey:
+    return OutputKey(model, uuid, named=True, kwargs=b"")._replace(**more)
+
+
+def test_a_named_item_is_found_under_its_own_key() -> None:
+    assert Identifiers().of(of("a")) == "a"
+
+
+@pytest.mark.parametrize("more", [{"named": False}, {"kwargs": b"{}"}])
+def test_only_an_engine_can_tell_the_key_of_any_other(more: dict[str, object]) -> None:
+    identifiers = Identifiers()
+    assert identifiers.of(of("a", **more)) is None
+
+    identifiers.learn(of("a", **more), "hash")
+    identifiers.learn(of("b"), "adapter:b")
+    assert identifiers.of(of("a", **more)) == "hash"
+    assert identifiers.of(of("c", **more)) is None
+
+
+def test_one_answer_tells_the_prefix_of_an_adapter() -> None:
+    """The engine prefixes the key with the adapter's name where the adapter changes the encoder."""
+    identifiers = Identifiers()
+    identifiers.learn(of("a"), "adapter:a")
+
+    assert identifiers.of(of("b")) == "adapter:b"
+    assert identifiers.of(of("b", model="base")) == "b"
+
+
+def test_a_key_that_has_nothing_of_the_items_is_remembered_for_it_alone() -> None:
+    identifiers = Identifiers()
+    identifiers.learn(of("a"), "hash")
+
+    assert [identifiers.of(of(uuid)) for uuid in "ab"] == ["hash", "b"]
+    identifiers.learn(of("a"), "adapter:a")
+    assert [identifiers.of(of(uuid)) for uuid in "ab"] == ["adapter:a", "adapter:b"]
+
+
+def test_an_adapter_that_has_no_prefix_any_more_is_learned_too() -> None:
+    identifiers = Identifiers()
+    identifiers.learn(of("a"), "adapter:a")
+    identifiers.learn(of("b"), "b")
+
+    assert [identifiers.of(of(uuid)) for uuid in "abc"] == ["a", "b", "c"]
