@@ -1,20 +1,27 @@
 #!/usr/bin/env python
-"""Until several local workers have a step's entries: shared memory, and vLLM's own arena.
+"""Until several local workers can read a step's entries: shared memory, and vLLM's own arena.
 
     .venv/bin/python scripts/bench_region.py
 
-Both send the step's metadata by vLLM's `MessageQueue`. The arena gets the entries as torch tensors.
-Of the shared memory the metadata has the places: fetch threads have put the entries there before.
-Each worker takes its tensors, reads a byte of each page, and answers.
+Both send the step's metadata through vLLM's `MessageQueue`. The arena gets the entries as torch
+tensors. For the shared memory the metadata has the places: fetch threads have copied the entries
+there before. The ways take turns, in another order each round. Two times, from sending the step's
+metadata until the last worker:
+
+- in hand: has all tensors;
+- touched: has read a byte of each page as well. A page fault in that (the column counts them, of
+  all workers in a step) means that the page could not be read before.
 """
 
 import argparse
 import multiprocessing
 import pickle
+import resource
 import statistics
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
@@ -23,16 +30,26 @@ from ec_store.device.region import Place, Region, RegionReader, Shared
 from ec_store.device.tensors import as_tensor
 
 PAGE = 4096
+ARENA, SHARED, EMPTY = "arena", "shared memory", "empty"
+
+
+class Answer(NamedTuple):
+    """What a worker tells of a step.
+
+    Attributes:
+        in_hand_s: when it had all tensors, by the clock that all processes of a machine share.
+        touched_s: when it had read a byte of each page.
+        faults: page faults while it read them.
+    """
+
+    in_hand_s: float
+    touched_s: float
+    faults: int
 
 
 def main() -> None:
-    """Print the median of both, and their ratio."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mib", type=int, default=80, help="of a step's entries")
-    parser.add_argument("--entries", type=int, default=5)
-    parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=20)
-    args = parser.parse_args()
+    """Print both times of each way, and their ratios."""
+    args = _arguments()
     size = args.mib * 2**20 // args.entries
     data = [
         memoryview(torch.randint(255, (size,), dtype=torch.uint8).numpy())
@@ -49,35 +66,70 @@ def main() -> None:
         workers.append(context.Process(target=_work, args=arguments, daemon=True))
         workers[-1].start()
     queue.wait_until_ready()
-    taken: dict[str, list[float]] = {"arena": [], "shared memory": [], "empty": []}
-    for _ in range(args.rounds):
+    taken: dict[str, list[Answer]] = {ARENA: [], SHARED: [], EMPTY: []}
+    for number in range(args.rounds + args.warm_up):
         # Before the step: a fetch thread does it while the request waits.
         views = [view for one in data if (view := region.place(one)) is not None]
         places = [region.find(view) for view in views]
         region.send(views)
-        steps: dict[str, list[Any]] = {
-            "arena": [as_tensor(one) for one in data],
-            "shared memory": places,
-            "empty": [],
-        }
-        for name, loads in steps.items():
-            started = time.perf_counter()
-            queue.enqueue((loads, region.shared().number))
-            for pipe in pipes:
-                pipe.recv()
-            taken[name].append(time.perf_counter() - started)
         del views
+        steps: dict[str, list[Any]] = {
+            ARENA: [as_tensor(one) for one in data],
+            SHARED: places,
+            EMPTY: [],
+        }
+        for name in list(steps)[:: 1 if number % 2 else -1]:
+            time.sleep(args.pause_ms / 1e3)
+            started = time.perf_counter()
+            queue.enqueue((steps[name], region.shared().number))
+            answer = _last(started, [pipe.recv() for pipe in pipes])
+            if number >= args.warm_up:
+                taken[name].append(answer)
     queue.enqueue(None)
     for worker in workers:
         worker.join()
-    print(f"{args.mib} MiB in {args.entries} entries, {args.workers} workers, milliseconds\n")
-    print("| way | median | best | pickled, bytes |\n| --- | --- | --- | --- |")
-    for name, times in taken.items():
-        pickled = "" if name == "arena" else len(pickle.dumps(steps[name]))
-        middle, best = statistics.median(times) * 1e3, min(times) * 1e3
-        print(f"| {name} | {middle:.1f} | {best:.1f} | {pickled} |")
-    ratio = statistics.median(taken["shared memory"]) / statistics.median(taken["arena"])
-    print(f"\nshared memory / arena: {ratio:.2f}")
+    print(f"{args.mib} MiB in {args.entries} entries, {args.workers} workers, {args.rounds} rounds")
+    print(f"bytes of the step's metadata with places: {len(pickle.dumps(steps[SHARED]))}\n")
+    _print_table(taken)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mib", type=int, default=80, help="of a step's entries")
+    parser.add_argument("--entries", type=int, default=5)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument(
+        "--warm-up", type=int, default=10, help="rounds before, which fill the arena's slots"
+    )
+    parser.add_argument("--pause-ms", type=float, default=0, help="before each step")
+    return parser.parse_args()
+
+
+def _last(started: float, answers: Sequence[Answer]) -> Answer:
+    """Return what took until the last worker, and the faults of all."""
+    return Answer(
+        max(one.in_hand_s for one in answers) - started,
+        max(one.touched_s for one in answers) - started,
+        sum(one.faults for one in answers),
+    )
+
+
+def _print_table(taken: dict[str, list[Answer]]) -> None:
+    print("| way | in hand, ms: median, best | touched, ms: median, best | faults: median, most |")
+    print("| --- | --- | --- | --- |")
+    for name, answers in taken.items():
+        in_hand, touched = ([one[part] * 1e3 for one in answers] for part in range(2))
+        faults = [one.faults for one in answers]
+        print(
+            f"| {name} | {statistics.median(in_hand):.2f}, {min(in_hand):.2f} "
+            f"| {statistics.median(touched):.2f}, {min(touched):.2f} "
+            f"| {statistics.median(faults):.0f}, {max(faults)} |"
+        )
+    print()
+    for part, name in enumerate(("in hand", "touched")):
+        medians = [statistics.median(one[part] for one in taken[way]) for way in (SHARED, ARENA)]
+        print(f"shared memory / arena, {name}: {medians[0] / medians[1]:.2f}")
 
 
 def _work(handle: Any, rank: int, shared: Shared, pipe: Connection) -> None:
@@ -88,11 +140,18 @@ def _work(handle: Any, rank: int, shared: Shared, pipe: Connection) -> None:
     while (step := queue.dequeue()) is not None:
         loads, number = step
         tensors = [reader.view(raw) if isinstance(raw, Place) else raw for raw in loads]
+        in_hand_s, before = time.perf_counter(), _faults()
         for tensor in tensors:
             tensor[::PAGE].sum()
-        pipe.send(len(tensors))
+        touched_s, faults = time.perf_counter(), _faults() - before
+        pipe.send(Answer(in_hand_s, touched_s, faults))
         reader.has_read(number)
         del loads, step, tensors
+
+
+def _faults() -> int:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_minflt + usage.ru_majflt
 
 
 if __name__ == "__main__":

@@ -160,7 +160,7 @@ def test_the_region_is_registered_once_and_copied_from_directly(
 
 
 def test_memory_at_an_address_that_was_registered_before_is_read_itself() -> None:
-    """The kernel maps memory where the last one was, of which the driver must know nothing."""
+    """The kernel reuses the address; the driver must have forgotten the pages behind it."""
     for number in range(4):
         region, loader = Region(64 * MIB, 1), Loader(0)
         loader.share(region.shared())
