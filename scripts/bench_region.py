@@ -5,8 +5,8 @@
 
 Both send the step's metadata through vLLM's `MessageQueue`. The arena gets the entries as torch
 tensors. For the shared memory the metadata has the places: fetch threads have copied the entries
-there before. The ways take turns, in another order each round. Two times, from sending the step's
-metadata until the last worker:
+there before. The ways take turns, in all orders. Two times, from sending the step's metadata until
+the last worker:
 
 - in hand: has all tensors;
 - touched: has read a byte of each page as well. A page fault in that (the column counts them, of
@@ -20,6 +20,7 @@ import resource
 import statistics
 import time
 from collections.abc import Sequence
+from itertools import permutations
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -67,6 +68,8 @@ def main() -> None:
         workers[-1].start()
     queue.wait_until_ready()
     taken: dict[str, list[Answer]] = {ARENA: [], SHARED: [], EMPTY: []}
+    # Each way comes after each other one as often: what ran before has filled the caches.
+    orders = list(permutations(taken))
     for number in range(args.rounds + args.warm_up):
         # Before the step: a fetch thread does it while the request waits.
         views = [view for one in data if (view := region.place(one)) is not None]
@@ -78,7 +81,7 @@ def main() -> None:
             SHARED: places,
             EMPTY: [],
         }
-        for name in list(steps)[:: 1 if number % 2 else -1]:
+        for name in orders[number % len(orders)]:
             time.sleep(args.pause_ms / 1e3)
             started = time.perf_counter()
             queue.enqueue((steps[name], region.shared().number))
