@@ -72,8 +72,6 @@ class EncoderCache:
     """A store, asked about the entries of served models. Belongs to one event loop.
 
     Attributes:
-        budget_s: for a look-up; there may be another from now on.
-        lease_s: how long what was found is safe from eviction; the same.
         operations: how often it was asked for what, and what came of it.
         found_bytes: size of all entries that were found.
     """
@@ -89,8 +87,8 @@ class EncoderCache:
         self.operations: Counter[tuple[Operation, Result]] = Counter()
         self.found_bytes = 0
         self._url = url
-        self.budget_s = budget_s
-        self.lease_s = lease_s
+        self._budget_s = budget_s
+        self._lease_s = lease_s
         self._opened: AsyncStore | None = None
         self._store: AsyncStore | None = None
         self._problem: str | None = None
@@ -123,6 +121,10 @@ class EncoderCache:
             await asyncio.gather(*cache._tasks, return_exceptions=True)
             if cache._opened is not None:
                 await cache._opened.close()
+
+    def adopt(self, *, budget_s: float, lease_s: float) -> None:
+        """Have another budget, and leases of another length, from the next look-up on."""
+        self._budget_s, self._lease_s = budget_s, lease_s
 
     @property
     def circuits(self) -> Mapping[str, bool]:
@@ -164,7 +166,7 @@ class EncoderCache:
         on_thread = look.found is None
         visiting = self._store.begin(look.run)
         try:
-            await _ended(visiting, PATIENT_S if patient else self.budget_s)
+            await _ended(visiting, PATIENT_S if patient else self._budget_s)
             if look.found is not None and not visiting.done():
                 await _ended(visiting, PATIENT_S)
         finally:
@@ -216,7 +218,7 @@ class EncoderCache:
     def _keep(self, keys: Sequence[EntryKey]) -> None:
         """Have entries leased that are not leased for long enough."""
         now_s = asyncio.get_running_loop().time()
-        short = [key for key in keys if self._leased.get(key, 0.0) < now_s + self.lease_s]
+        short = [key for key in keys if self._leased.get(key, 0.0) < now_s + self._lease_s]
         if short:
             self.later(self.lease(short))
 
@@ -225,8 +227,8 @@ class EncoderCache:
 
         It is asked for half as long again, so as not to be asked for each time.
         """
-        until_s = asyncio.get_running_loop().time() + 1.5 * self.lease_s
-        infos = await self.write("lease", lambda store: store.lease(keys, 1.5 * self.lease_s))
+        until_s = asyncio.get_running_loop().time() + 1.5 * self._lease_s
+        infos = await self.write("lease", lambda store: store.lease(keys, 1.5 * self._lease_s))
         for info in infos or ():
             if info is not None:
                 self._leased[info.key] = until_s

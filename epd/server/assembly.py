@@ -157,7 +157,7 @@ def _adopt(  # noqa: PLR0913, PLR0917 - all that keeps something derived from it
     table.judge_by(config.health)
     upstream.connect_within(config.connect_timeout_s)
     if cache is not None:
-        cache.budget_s, cache.lease_s = config.ec_store_budget_s, config.ec_store_lease_s
+        cache.adopt(budget_s=config.ec_store_budget_s, lease_s=config.ec_store_lease_s)
 
 
 def _changed(

@@ -106,7 +106,7 @@ async def test_a_look_up_that_hangs_on_its_thread_is_never_made_on_the_loop(
     go = threading.Event()
     seen.behaves = lambda here: None if here else (go.wait(60), None)[1]
     async with opened_cache(url, lease_s=60) as cache:
-        cache.budget_s = 0.02
+        cache.adopt(budget_s=0.02, lease_s=60)
         try:
             assert [await cache.find([STORED]) for _ in range(5)] == [None] * 5
         finally:
