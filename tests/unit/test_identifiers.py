@@ -1,11 +1,13 @@
 """Keys of encoder outputs, as engines report them."""
 
+from typing import Any
+
 import pytest
 
 from epd.request.encode_job import Identifiers, OutputKey
 
 
-def of(uuid: str, model: str | None = "adapter", **more: object) -> OutputKey:
+def of(uuid: str, model: str | None = "adapter", **more: Any) -> OutputKey:
     return OutputKey(model, uuid, named=True, kwargs=b"")._replace(**more)
 
 
