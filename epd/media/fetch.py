@@ -206,13 +206,15 @@ class MediaFetcher:
         raise NotAtOrigin(f"the origin redirects more than {MAX_REDIRECTS} times")
 
     async def _read(self, response: aiohttp.ClientResponse, modality: str, held: Held) -> Media:
-        """Return the body of a 200, counted as it comes."""
+        """Return the body of a 200, counted as it is announced, or as it comes."""
         _check_head(response)
         config = self._live.current
         whole = max_body_bytes(config) // BASE64_CHARACTERS * BASE64_BYTES
         limit = min(config.max_media_bytes, whole)
         if (response.content_length or 0) > limit:
             raise _too_large(limit)
+        counted = _base64_size(response.content_length or 0)
+        held.add(counted)
         text, rest, size = bytearray(), b"", 0
         # Piece by piece: encoding all of it at once would hold the interpreter's lock.
         async for chunk in response.content.iter_any():
@@ -221,9 +223,10 @@ class MediaFetcher:
                 raise _too_large(limit)
             rest += chunk
             whole = len(rest) // BASE64_BYTES * BASE64_BYTES
-            encoded = base64.b64encode(rest[:whole])
-            held.add(len(encoded))
-            text += encoded
+            if (now := _base64_size(size)) > counted:
+                held.add(now - counted)
+                counted = now
+            text += base64.b64encode(rest[:whole])
             rest = rest[whole:]
         text += base64.b64encode(rest)
         return Media(_data_url_head(response, modality), text)
@@ -295,6 +298,10 @@ def media_policy(config: ProxyConfig) -> MediaPolicy:
         allow_http=config.allow_http_media,
         allow_private=config.allow_private_media,
     )
+
+
+def _base64_size(size: int) -> int:
+    return -(-size // BASE64_BYTES) * BASE64_CHARACTERS
 
 
 def _now() -> float:

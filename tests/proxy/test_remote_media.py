@@ -137,6 +137,33 @@ async def test_a_download_is_counted_as_it_comes(launch: Launch, origin: FakeOri
         await until(lambda: admission.body_bytes == 0)
 
 
+async def test_a_download_whose_size_is_announced_has_its_memory_from_the_start(
+    launch: Launch, origin: FakeOrigin
+) -> None:
+    """If several grew together, none would have room for its last bytes."""
+    end = asyncio.Event()
+
+    async def begins(request: web.Request) -> web.StreamResponse:
+        stream = web.StreamResponse(headers={"Content-Type": "image/png"})
+        stream.content_length = 60_000  # as base64 80,000 bytes
+        await stream.prepare(request)
+        await stream.write(b"x")
+        await end.wait()
+        await stream.write(b"x" * 59_999)
+        return stream
+
+    origin.answer = begins
+    async with launch(**ALLOWED, max_inflight_bytes=100_000) as fleet:
+        admission = fleet.runner.app[ADMISSION]
+        first = asyncio.create_task(fleet.chat(request(image(f"{origin.url}/a"))))
+        await until(lambda: 80_000 <= admission.body_bytes < 90_000)
+        assert (await fleet.chat(request(image(f"{origin.url}/b"))))[0] == 503
+
+        end.set()
+        assert (await first)[0] == 200
+        await until(lambda: admission.body_bytes == 0)
+
+
 async def test_fetched_media_are_not_parsed_or_written_with_the_body(
     launch: Launch, origin: FakeOrigin, monkeypatch: pytest.MonkeyPatch
 ) -> None:

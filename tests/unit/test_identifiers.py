@@ -16,7 +16,7 @@ def test_a_named_item_is_found_under_its_own_key() -> None:
 
 
 @pytest.mark.parametrize("more", [{"named": False}, {"kwargs": b"{}"}])
-def test_only_an_engine_can_tell_the_key_of_any_other(more: dict[str, object]) -> None:
+def test_only_an_engine_can_tell_the_key_of_any_other(more: dict[str, Any]) -> None:
     identifiers = Identifiers()
     assert identifiers.of(of("a", **more)) is None
 
