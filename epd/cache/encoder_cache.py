@@ -170,7 +170,9 @@ class EncoderCache:
             if look.found is not None and not visiting.done():
                 await _ended(visiting, PATIENT_S)
         finally:
-            if not visiting.done():
+            if visiting.done():
+                _seen(visiting)  # the request may be cancelled in this very moment
+            else:
                 look.leave()
                 visiting.add_done_callback(_seen)
         if on_thread:  # and nobody has cancelled it, which says nothing of the store

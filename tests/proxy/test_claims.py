@@ -1,6 +1,7 @@
 """What a proxy claims, holds and gives back, on a real store."""
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from ec_store import Entry, EntryInfo, EntryKey, Store, StoreUnavailable
+from ec_store.aio import AsyncStore
 from ec_store.shared_disk import SharedDiskStore
 from epd.cache.claims import Claims, Turn
 from epd.cache.look import Look
@@ -160,6 +162,25 @@ async def test_a_cache_that_is_left_as_it_is_told_to_look_again_ends(
                 cache.learn("m", "another")
                 for _ in range(steps):
                     await asyncio.sleep(0)
+
+
+async def test_a_visit_that_fails_as_its_client_leaves_is_not_worth_a_word(
+    backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened_cache(url, lease_s=1) as cache:
+        visiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        monkeypatch.setattr(AsyncStore, "begin", lambda *_: visiting)
+        asking = asyncio.create_task(cache.visit(Look(KEYS)))
+        await asyncio.sleep(0)
+        visiting.set_exception(StoreUnavailable("away"))
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        del visiting, asking
+        monkeypatch.undo()
+        gc.collect()
+
+    assert "never retrieved" not in caplog.text
 
 
 async def test_what_is_found_again_is_not_leased_again(
