@@ -172,6 +172,8 @@ class FatalRequests:
             for subject in _subjects(watched, items)
             if (left_s := self._died(subject, instance)) is not None
         ]
+        if watched.spent and self._reject_s():  # its first death may be forgotten by now
+            rejected.append(self._reject_s())
         if not rejected:
             return error
         logger.warning(

@@ -105,6 +105,17 @@ def test_what_was_processed_without_harm_is_forgotten() -> None:
     assert deaths.die(THIRD)  # the body has two
 
 
+def test_a_request_whose_deaths_lie_far_apart_ends_as_the_suspect_that_it_is() -> None:
+    """Its first death is forgotten for others, and it still meets no third instance."""
+    deaths, watched = Deaths(), Watched("t", "b")
+    error = UpstreamDied("it broke", slug="encode_failed", stage="encode")
+
+    assert deaths.ledger.after(error, ONE, watched) is error
+    deaths.now_s += REJECT_S + 1
+    assert isinstance(deaths.ledger.after(error, OTHER, watched), SuspectedFatal)
+    assert not deaths.rejected()
+
+
 def test_an_instance_that_leaves_does_not_die() -> None:
     deaths = Deaths(draining={ONE, OTHER})
 
