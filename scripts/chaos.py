@@ -60,7 +60,6 @@ PROXY_FLAGS = {
     "--probe-backoff-s": 0.5,
     "--probe-backoff-max-s": 4,
     "--health-timeout-s": 2,
-    "--log-format": "json",
 }
 """Deadlines short enough for a fault to end in one, and long enough for a busy machine; rests short
 enough to be over soon. Without a stream, a hanging decode ends in the request's own deadline."""
@@ -125,11 +124,12 @@ async def standing(args: argparse.Namespace, folder: Path) -> AsyncIterator[Stan
         instances = []
         for role, at in zip(roles, ports, strict=True):
             flags = {"--role": role, "--port": at, "--store": store.url, "--token-s": args.token_s}
-            command = _command("scripts.chaos_instance", flags=flags)
-            instances.append(Instance(role, at, command, folder / f"{role}-{at}.log"))
+            words = command("scripts.chaos_instance", flags=flags)
+            instances.append(Instance(role, at, words, folder / f"{role}-{at}.log"))
             stack.callback(instances[-1].kill)
-        command = _command("epd", "serve", flags=_proxy_flags(args, instances, store.url, port))
-        proxy = Proxy(command, port, folder / "proxy.log", args.workers)
+        given = proxy_flags(instances, store.url, port, args.workers) | PROXY_FLAGS
+        words = command("epd", "serve", flags=given)
+        proxy = Proxy(words, port, folder / "proxy.log", args.workers)
         stack.callback(proxy.stop)
         for one in instances:
             await one.ready()
@@ -137,26 +137,29 @@ async def standing(args: argparse.Namespace, folder: Path) -> AsyncIterator[Stan
         yield Stand(proxy, instances, store)
 
 
-def _command(*words: str, flags: dict[str, Any]) -> list[str]:
+def command(*words: str, flags: dict[str, Any]) -> list[str]:
+    """The command line of a module of this tree."""
     pairs = [str(word) for pair in flags.items() for word in pair]
     return [sys.executable, "-m", *words, *pairs]
 
 
-def _proxy_flags(
-    args: argparse.Namespace, instances: Sequence[Instance], store: str, port: int
+def proxy_flags(
+    instances: Sequence[Instance], store: str, port: int, workers: int
 ) -> dict[str, Any]:
+    """Flags of a proxy before these instances."""
+
     def urls(*roles: Role) -> str:
         return ",".join(one.url for one in instances if one.role in roles)
 
     return {
         "--host": "127.0.0.1",
         "--port": port,
-        "--workers": args.workers,
+        "--workers": workers,
         "--encode-servers-urls": urls(Role.ENCODE),
         "--prefill-servers-urls": urls(Role.PREFILL),
         "--decode-servers-urls": urls(Role.DECODE, Role.PREFILL_DECODE),
         "--ec-store": store,
-        **PROXY_FLAGS,
+        "--log-format": "json",
     }
 
 
@@ -169,7 +172,7 @@ async def run(args: argparse.Namespace, folder: Path) -> Figures:
         fds, faults = stand.proxy.fds(), Faults()
         await weather(args, stand, clients, faults)
         left = await remains(stand, clients, fds)
-        left = replace(left, processes=stand.proxy.stop())
+        left = replace(left, processes=stand.proxy.stop(), surprises=stand.proxy.surprises())
         excuse = excused_by_a_kill if args.kill_every else excused
         cuts = stand.proxy.cuts
         return figures(Seen(clients.outcomes, faults.seen, cuts, stand.memory, left), excuse)

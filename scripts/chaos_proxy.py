@@ -20,6 +20,7 @@ from epd.observe.figures import BODY_BYTES, IN_FLIGHT, INSTANCE_REQUESTS, INSTAN
 from epd.observe.metric_sums import load
 from epd.observe.shared_page import PageUnreadable, SharedPage
 from scripts.chaos_fleet import ENVIRONMENT, READY_S, wait_for
+from scripts.chaos_load import MOST_TOLD
 
 FIRST_KILL_S, NEXT_KILL_S = (2.0, 8.0), (35.0, 60.0)
 """When a worker is killed, and when again: one that dies five times within 30 s of its start ends
@@ -31,6 +32,8 @@ ENDS_WITHIN_S = 10.0
 
 PAGE_S = 3.0
 """How long after a scrape every worker has written its metrics page, on a busy machine."""
+
+SURPRISES = ("Traceback", "never retrieved", "was destroyed but it is pending")
 
 UNDER_WAY = {one.name for one in (BODY_BYTES, IN_FLIGHT, INSTANCE_REQUESTS, QUEUED)}
 """Gauges that are 0 when no request is being served."""
@@ -75,6 +78,7 @@ class Proxy:
             workers: how many processes serve.
         """
         self.url = f"http://127.0.0.1:{port}"
+        self._log = log
         self._process = Process("proxy", self.url, command, ENVIRONMENT, log)
         self._count = workers
         self._serving = _Serving(log)
@@ -134,6 +138,11 @@ class Proxy:
 
     def _workers(self) -> list[str]:
         return [f"worker {number}" for number in range(1, self._count + 1)]
+
+    def surprises(self) -> list[str]:
+        """Lines of its log that no fault explains: tracebacks, errors that were never looked at."""
+        with self._log.open(encoding="utf-8", errors="replace") as log:
+            return [line[:MOST_TOLD] for line in log if any(word in line for word in SURPRISES)]
 
     def stop(self) -> list[str]:
         """End it; the workers that have not noticed are ended too, and returned."""

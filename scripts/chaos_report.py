@@ -39,6 +39,7 @@ class Left:
         kept_later: the same, after a few requests that no fault met.
         fds: descriptors that each process of the proxy had at the start, and has.
         processes: workers that lived on without the process that started them.
+        surprises: lines of its log that no fault explains.
     """
 
     recovered: bool
@@ -50,6 +51,7 @@ class Left:
     kept_later: int
     fds: Mapping[str, tuple[int, int]]
     processes: Sequence[str] = ()
+    surprises: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ class Figures:
             "claims left": self.left.claims == 0,
             "KV caches left by good requests": self.left.kept_later <= self.left.kept,
             "processes left": not self.left.processes,
+            "surprises in the log": not self.left.surprises,
             "does not serve again": self.left.recovered,
             "instances or workers not asked again": not self.left.idle,
         }
@@ -144,10 +147,12 @@ class Figures:
             "serves again": "yes" if self.left.recovered else "no",
             "instances or workers not asked again": ", ".join(self.left.idle) or "none",
             "workers that lived on alone": ", ".join(self.left.processes) or "none",
+            "lines of the log that no fault explains": len(self.left.surprises),
             "invariants broken": ", ".join(self.broken) or "none",
         }
         table = [f"| {name} | {value} |" for name, value in rows.items()]
-        return "\n".join(["| figure | value |", "| --- | --- |", *table, *self.examples])
+        more = [*self.left.surprises[:EXAMPLES], *self.examples]
+        return "\n".join(["| figure | value |", "| --- | --- |", *table, *more])
 
 
 @dataclass(frozen=True)

@@ -170,6 +170,7 @@ ALL_WELL = Left(
         ("right", replace(ALL_WELL, claims=1), ["claims left"]),
         ("right", replace(ALL_WELL, kept_later=4), ["KV caches left by good requests"]),
         ("right", replace(ALL_WELL, processes=["worker 1"]), ["processes left"]),
+        ("right", replace(ALL_WELL, surprises=["Traceback"]), ["surprises in the log"]),
     ],
 )
 def test_a_run_fails_by_what_it_must_not_show(ended: Result, left: Left, broken: list[str]) -> None:
