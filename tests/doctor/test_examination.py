@@ -353,14 +353,17 @@ async def test_a_store_whose_entries_cannot_be_read_is_found(
 ) -> None:
     encode = clinic.encode.chat
 
+    def written() -> list[Path]:
+        found = (tmp_path / "store" / "entries").rglob("*")
+        return [path for path in found if path.is_file() and path.suffix != ".tmp"]
+
     async def spoiled(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         answer = await encode(request, body)
-        await asyncio.sleep(0.2)  # it is written with nobody waiting
-        for path in (tmp_path / "store" / "entries").rglob("*"):
-            if path.is_file():
-                data = bytearray(path.read_bytes())
-                data[-1] ^= 1
-                path.write_bytes(data)
+        await until(written)  # with nobody waiting for it
+        for path in written():
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(data)
         return answer
 
     clinic.encode.chat = spoiled

@@ -383,7 +383,7 @@ async def test_a_body_that_comes_too_slowly_is_a_408(monkeypatch: pytest.MonkeyP
 async def test_a_body_that_comes_fast_enough_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("epd.edge.body.GRACE_S", 0.3)
     body = chat(padding="x" * 8000)
-    async with launch(body_min_rate_bytes=4000) as fleet, connected(fleet.url) as (reader, writer):
+    async with launch(body_min_rate_bytes=500) as fleet, connected(fleet.url) as (reader, writer):
         writer.write(post(len(body)))
         for start in range(0, len(body), 1000):  # 10,000 bytes a second, for 0.8 s
             writer.write(body[start : start + 1000])

@@ -17,8 +17,7 @@ from aiohttp import web
 from tests.faults.raw import post
 from tests.proxy.fake_instance import STREAM, FakeInstance, Handler, decodes, encodes, hangs
 from tests.proxy.fleet import until
-from tests.proxy.test_process import serving
-from tests.proxy.test_workers import refuses_connections
+from tests.proxy.test_process import refuses_connections, serving
 from tests.requests import request, text
 
 END_S = 60
@@ -65,6 +64,18 @@ class Proxy:
         async with self.http.get(f"{self.url}/ready") as reply:
             return reply.status, await reply.json(), reply.headers.get("Connection")
 
+    async def drains(self) -> tuple[int, dict[str, Any], str | None]:
+        """What it says once it is not ready any more."""
+        async with asyncio.timeout(END_S):
+            while (said := await self.ready())[0] == 200:  # noqa: ASYNC110 - another process
+                await asyncio.sleep(0.01)
+        return said
+
+    async def in_flight(self) -> bool:
+        """Whether it has a request, by its metrics."""
+        async with self.http.get(f"{self.url}/metrics") as reply:
+            return "\nepd_requests_in_flight 1.0\n" in await reply.text()
+
     async def refuses(self) -> None:
         await until(lambda: refuses_connections(self.url), END_S)
 
@@ -102,9 +113,7 @@ async def test_it_says_so_goes_on_serving_and_lets_what_runs_end(workers: str) -
         stream = await running.ask(stream=True)
         running.process.terminate()
 
-        async with asyncio.timeout(END_S):
-            while (said := await running.ready())[0] == 200:  # noqa: ASYNC110 - another process
-                await asyncio.sleep(0.01)
+        said = await running.drains()
         late = await running.ask(stream=True)
         await running.refuses()
         running.decode.go.set()
@@ -156,7 +165,9 @@ async def test_a_body_on_its_way_is_still_read(workers: str) -> None:
         raw = post(body, Host="x")
         writer.write(raw[: 10 - len(body)])
         await writer.drain()
-        await asyncio.sleep(0.3)  # until it is heard of
+        async with asyncio.timeout(END_S):
+            while not await running.in_flight():  # noqa: ASYNC110 - another process
+                await asyncio.sleep(0.05)
         running.process.terminate()
         await running.refuses()
         writer.write(body[10:])
@@ -245,7 +256,7 @@ async def test_a_second_signal_aborts_what_runs(
         whole = running.ask()
         await until(lambda: len(running.decode.calls) == 2, END_S)
         running.process.send_signal(first)
-        await asyncio.sleep(0.3)
+        await running.drains()  # a second signal before it has taken the first one is none
         assert running.process.poll() is None
         running.process.send_signal(second)
 

@@ -2,10 +2,12 @@
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ec_store import Store, open_store
+from epd.flights import Flights, Start
 from epd.tenants import key_line
 from tests.faults.invariants import WatchedLaunch
 from tests.proxy.backed import NAMESPACE, Backed
@@ -23,6 +25,25 @@ async def fleet(launch: Launch) -> AsyncIterator[Fleet]:
     """A proxy with one instance of each role."""
     async with launch(prefill=1) as running:
         yield running
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The keys of runs that requests have in common, once for each request that waits for one."""
+    keys: list[object] = []
+
+    def counted(name: str) -> None:
+        join = getattr(Flights, name)
+
+        async def joins(self: Flights[Any, Any], key: object, start: Start[Any]) -> object:
+            keys.append(key)
+            return await join(self, key, start)
+
+        monkeypatch.setattr(Flights, name, joins)
+
+    counted("join")
+    counted("try_join")
+    return keys
 
 
 @pytest.fixture

@@ -337,9 +337,12 @@ async def test_the_namespace_is_followed_when_it_changes(
         await asyncio.gather(*backed.writes)
         assert await items_of(fleet, request(image())) == {"hit": 1}
         backed.store.register_namespace("m", "m@other:4567")
-        await asyncio.sleep(0.3)
 
-        assert await items_of(fleet, request(image())) == {"encoded": 1}
+        async with asyncio.timeout(20):
+            found = {"hit": 1}
+            while found == {"hit": 1}:
+                found = await items_of(fleet, request(image()))
+        assert found == {"encoded": 1}
 
 
 async def test_a_model_that_the_store_does_not_name_is_learnt_from_its_encoder(
@@ -401,15 +404,23 @@ async def test_a_hit_beside_a_video_goes_on_raw_and_is_not_encoded_again(
 
 
 async def test_the_first_client_may_leave_and_the_others_are_served(
-    launch: Launch, backed: Backed, url: str
+    launch: Launch, backed: Backed, url: str, joined: list[object]
 ) -> None:
-    backed.encode_s = 0.5
+    go = asyncio.Event()
+
+    async def waits(asked: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await go.wait()
+        return await backed.encodes(asked, body)
+
     async with caching(launch, backed, url) as fleet:
+        fleet.e.chat = waits
         first = asyncio.create_task(items_of(fleet, request(image())))
         await until(lambda: encoded(fleet) == 1)
         second = asyncio.create_task(items_of(fleet, request(image())))
-        await asyncio.sleep(0.1)
+        await until(lambda: len(joined) == 2)
         first.cancel()
+        await until(lambda: fleet.events.requests)
+        go.set()
 
         assert await second == {"hit": 1}
         assert encoded(fleet) == 1
@@ -417,15 +428,14 @@ async def test_the_first_client_may_leave_and_the_others_are_served(
 
 
 async def test_an_encode_that_nobody_waits_for_any_more_is_cancelled(
-    launch: Launch, backed: Backed, url: str
+    launch: Launch, backed: Backed, url: str, joined: list[object]
 ) -> None:
     async with caching(launch, backed, url) as fleet:
         fleet.e.chat = hangs
         clients = [asyncio.create_task(items_of(fleet, request(image()))) for _ in range(2)]
-        await until(lambda: encoded(fleet) == 1)
-        await asyncio.sleep(0.1)
+        await until(lambda: encoded(fleet) == 1 and len(joined) == 2)
         clients[0].cancel()
-        await asyncio.sleep(0.1)
+        await until(lambda: fleet.events.requests)
         assert fleet.e.aborted == 0
         clients[1].cancel()
 

@@ -278,6 +278,12 @@ async def test_a_client_that_leaves_it_cancels_what_runs_upstream() -> None:
     assert decode.aborted == 1
 
 
+def refuses_connections(url: str) -> bool:
+    host, port = url.removeprefix("http://").split(":")
+    with socket.socket() as client:
+        return client.connect_ex((host, int(port))) != 0
+
+
 @pytest.mark.fault(62)
 async def test_a_second_signal_ends_it_at_once() -> None:
     encode, decode = FakeInstance(encodes), FakeInstance(hangs)
@@ -289,11 +295,11 @@ async def test_a_second_signal_ends_it_at_once() -> None:
                 task = asyncio.ensure_future(chat)
                 await until(lambda: decode.calls)
                 process.terminate()
-                await asyncio.sleep(0.5)
+                await until(lambda: refuses_connections(url), 60)
                 assert process.poll() is None
                 process.terminate()
 
-                assert await asyncio.to_thread(process.wait, 5) == 0
+                assert await asyncio.to_thread(process.wait, 60) == 0
                 with pytest.raises(aiohttp.ClientError):
                     await task
                 assert process.stderr is not None

@@ -227,7 +227,7 @@ async def test_errors_name_the_item_and_reach_no_instance(
 
 
 async def test_waiters_for_one_download_each_get_their_own_param(
-    launch: Launch, origin: FakeOrigin
+    launch: Launch, origin: FakeOrigin, joined: list[object]
 ) -> None:
     go = asyncio.Event()
 
@@ -239,8 +239,7 @@ async def test_waiters_for_one_download_each_get_their_own_param(
     async with launch(**ALLOWED) as fleet:
         bodies = (request(*[text()] * n, image(origin.url)) for n in range(4))
         tasks = [asyncio.create_task(fleet.chat(body)) for body in bodies]
-        await until(lambda: origin.requests)
-        await asyncio.sleep(0.1)
+        await until(lambda: len(joined) == 4)
         go.set()
         replies = await asyncio.gather(*tasks)
 

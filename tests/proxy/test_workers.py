@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -20,7 +19,7 @@ from aiohttp import web
 from tests.proxy.backed import Backed
 from tests.proxy.fake_instance import FakeInstance, decodes, encodes, hangs
 from tests.proxy.fleet import until
-from tests.proxy.test_process import INSTANCES, run, serving
+from tests.proxy.test_process import INSTANCES, refuses_connections, run, serving
 from tests.requests import image, request, text
 
 START_S = 120
@@ -130,12 +129,6 @@ async def test_sigterm_lets_running_requests_end(everyone: bool) -> None:
             assert await workers.ended() == 0
             await workers.gone()
     assert workers.rest == ""
-
-
-def refuses_connections(url: str) -> bool:
-    host, port = url.removeprefix("http://").split(":")
-    with socket.socket() as client:
-        return client.connect_ex((host, int(port))) != 0
 
 
 @pytest.mark.fault(62)

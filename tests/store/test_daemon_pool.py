@@ -85,14 +85,15 @@ async def test_the_ends_of_calls_are_told_to_an_event_loop() -> None:
 
 async def test_a_call_that_an_event_loop_gave_up_is_not_made_or_goes_on_by_itself() -> None:
     pool = DaemonPool(1, "test")
-    go, made = threading.Event(), list[int]()
+    begun, go, made = threading.Event(), threading.Event(), list[int]()
 
     def call() -> None:
+        begun.set()
         go.wait(60)
         made.append(1)
 
     first = on_thread(pool, call)
-    await asyncio.sleep(0.05)
+    assert await asyncio.to_thread(begun.wait, 60)
     second = on_thread(pool, lambda: made.append(2))
     first.cancel()
     second.cancel()
@@ -104,9 +105,14 @@ async def test_a_call_that_an_event_loop_gave_up_is_not_made_or_goes_on_by_itsel
 
 async def test_what_an_event_loop_waits_for_is_cancelled_when_the_pool_is_closed() -> None:
     pool = DaemonPool(1, "test")
-    go = threading.Event()
-    first, second = on_thread(pool, lambda: go.wait(60)), on_thread(pool, lambda: True)
-    await asyncio.sleep(0.05)
+    begun, go = threading.Event(), threading.Event()
+
+    def call() -> bool:
+        begun.set()
+        return go.wait(60)
+
+    first, second = on_thread(pool, call), on_thread(pool, lambda: True)
+    assert await asyncio.to_thread(begun.wait, 60)
     pool.close()
     go.set()
 

@@ -671,9 +671,15 @@ def test_what_is_written_during_a_step_leaves_room_for_what_the_step_tells(
         for item in items[1:]:
             saver.save(item.identifier, vllm.tensor())
             until(lambda: not saver._writer._waiting)  # noqa: SLF001
-        monkeypatch.setattr(store, "put", Failing().put)
+        failed = threading.Event()
+
+        def fails(*_: object) -> bool:
+            failed.set()
+            raise StoreUnavailable("full")
+
+        monkeypatch.setattr(store, "put", fails)
         saver.save("0", vllm.tensor())
-        until(lambda: not saver._writer._waiting)  # noqa: SLF001
+        assert failed.wait(60)
         time.sleep(0.05)
         saver.tell()
         assert "0" not in named(connector, request)
