@@ -12,6 +12,7 @@ from ec_store import Entry, EntryInfo, EntryKey, Store, StoreUnavailable
 from ec_store.aio import AsyncStore
 from ec_store.shared_disk import SharedDiskStore
 from epd.cache.claims import Claims, Turn
+from epd.cache.encoder_cache import EncoderCache
 from epd.cache.look import Look
 from tests.proxy.backed import NAMESPACE, Backed, opened_cache
 from tests.proxy.fleet import until
@@ -167,17 +168,19 @@ async def test_a_cache_that_is_left_as_it_is_told_to_look_again_ends(
 async def test_a_visit_that_fails_as_its_client_leaves_is_not_worth_a_word(
     backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with opened_cache(url, lease_s=1) as cache:
+    async def leaves(cache: EncoderCache) -> None:
         visiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        monkeypatch.setattr(AsyncStore, "begin", lambda *_: visiting)
-        asking = asyncio.create_task(cache.visit(Look(KEYS)))
-        await asyncio.sleep(0)
+        with monkeypatch.context() as patched:
+            patched.setattr(AsyncStore, "begin", lambda *_: visiting)
+            asking = asyncio.create_task(cache.visit(Look(KEYS)))
+            await asyncio.sleep(0)
         visiting.set_exception(StoreUnavailable("away"))
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
-        del visiting, asking
-        monkeypatch.undo()
+
+    async with opened_cache(url, lease_s=1) as cache:
+        await leaves(cache)
         gc.collect()
 
     assert "never retrieved" not in caplog.text
