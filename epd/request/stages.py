@@ -175,7 +175,7 @@ class Stages:
             UpstreamRejected: the instance said anything else.
             ProxyError: the instance failed.
         """
-        endpoint, body = context.endpoint, sent.body
+        endpoint, body, idle_s = context.endpoint, sent.body, context.config.idle_timeout_s
         with context.timed("decode", instance.url) as span:
             reply = await self._upstream.open(
                 instance.url + endpoint.path,
@@ -191,14 +191,13 @@ class Stages:
                 span.event("head")
             if not reply.ok:
                 with reply:
-                    said = await reply.read(idle_s=context.config.idle_timeout_s)
+                    said = await reply.read(idle_s=idle_s)
                 answer = Answer(reply.status, reply.headers, said)
                 raise _refusal(answer, context, fetches=sent.fetches)
             if on_head is not None:
                 on_head()
             # Until the first byte of a stream, and the last one of any other answer, the client has
             # seen nothing, and another instance can do it.
-            idle_s = context.config.idle_timeout_s
             try:
                 if reply.is_stream:
                     await reply.begun(idle_s)
