@@ -148,6 +148,24 @@ def test_pin_ends_when_the_tokens_of_its_item_are_computed(schedule: Any) -> Non
     assert not scheduler.consumer.has("a")
 
 
+def test_entry_that_came_for_an_item_computed_meanwhile_is_not_pinned(schedule: Any) -> None:
+    """The prefix cache has the item's tokens by then: another request computed them."""
+    store = Made()
+    store.go.clear()
+    scheduler = schedule(store, 100)
+    request, other = scheduler.request("r", "a", "b"), scheduler.request("s", "c")
+    scheduler.step(request)
+    store.go.set()
+    scheduler.until(
+        lambda: scheduler.step(other) and not scheduler.fetcher.gauges()["inflight_bytes"]
+    )
+    request.num_computed_tokens = 2 + TOKENS
+    assert scheduler.step(request) == ["r"]
+
+    assert not scheduler.consumer.has("a")
+    assert scheduler.consumer.has("b")
+
+
 def test_requests_that_only_decode_hold_nothing(schedule: Any) -> None:
     """A hundred requests of one entry each pass through a budget of two, and all stay."""
     scheduler = schedule(Made(), 2.5)
