@@ -1,8 +1,7 @@
 """What happened, as values. The core emits them; observers log, count or trace them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 from epd.errors import Stage
@@ -45,7 +44,8 @@ GAPS_S = (
 """Upper bounds by which times between the chunks of a stream are counted."""
 
 
-NO_HITS: Mapping[Modality, int] = MappingProxyType({})
+CLIENT_CLOSED = 499
+"""nginx's status for a client that left before its answer; logged, never sent."""
 
 
 class StageDone(NamedTuple):
@@ -73,64 +73,69 @@ class StageDone(NamedTuple):
     rejected: bool = False
 
 
-class RequestDone(NamedTuple):
-    """A client's request has ended, however it ended.
+@dataclass(slots=True)
+class RequestRecord:
+    """A client's request: what has happened to it. Observers are given it when it has ended.
 
     Attributes:
         request_id: what the client calls it, or the id sent to the instances.
+        engine_id: the id sent to the instances.
         method: HTTP method.
         path: path of the route.
+        tenant: name of the client's tenant; empty without `--api-keys-file`.
+        trace_id: of its trace, where it is traced.
+        started_s: when its head had come, on the monotonic clock.
         status: HTTP status that was sent; 499 where the client left first.
         seconds: from the request's head to the last byte of the answer.
         error: slug of the error, or None. A stream may break after a status of 200.
         reason: what lies behind the error; for the log, not for the client.
-        stages: what was asked of the instances.
-        items: how many media items came from where.
-        retries: how often the request was begun anew, unseen by the client.
-        degraded: what was done in another stage than its own.
-        engine_id: the id sent to the instances.
-        trace_id: of its trace, where it is traced.
+        at: what it waits for, or waited for last.
         policy: the one that decided what runs for it; None: none has.
-        stream: whether the answer's head announced a stream.
-        answer_bytes: bytes of the answer's body, as far as it was written.
-        tenant: name of the client's tenant; empty without `--api-keys-file`.
-        kv_wait_s: from prefill's answer to decode's first token, in a stream: for so long prefill
-            kept its blocks at most.
-        model_name: what instances call its model (`epd.models`).
-        at: what it was waiting for last.
-        first_token_s: from its head to decode's first event of tokens; where such an answer is no
-            stream, to all of it.
-        gaps: times between the chunks of its stream, in seconds, by `GAPS_S`.
+        stages: what was asked of the instances and has ended.
+        items: how many media items came from where.
         hits: how many of its items needed no encode, by modality.
         waits: how many of those waited for an encode that somebody else had begun.
         saved_bytes: of their media, as they stood in the request, that no instance was sent.
+        retries: how often the request was begun anew, unseen by the client.
+        degraded: what was done in another stage than its own.
+        model_name: what instances call its model (`epd.models`).
+        prefilled_s: when prefill had answered, on the monotonic clock.
+        first_token_s: from its head to decode's first event of tokens; where such an answer is no
+            stream, to all of it.
+        kv_wait_s: from prefill's answer to decode's first token, in a stream: for so long prefill
+            kept its blocks at most.
+        gaps: times between the chunks of its stream, in seconds, by `GAPS_S`.
+        stream: whether the answer's head announced a stream.
+        answer_bytes: bytes of the answer's body, as far as it was written.
     """
 
     request_id: str
     method: str
     path: str
-    status: int
-    seconds: float
-    error: str | None
-    reason: str | None
-    stages: tuple[StageDone, ...]
-    items: Mapping[ItemResult, int]
-    retries: int
-    degraded: frozenset[Degraded] = frozenset()
-    kv_wait_s: float | None = None
     engine_id: str = ""
-    model_name: str = ""
+    tenant: str = ""
+    trace_id: str | None = None
+    started_s: float = 0.0
+    status: int = CLIENT_CLOSED
+    seconds: float = 0.0
+    error: str | None = None
+    reason: str | None = None
     at: Waiting = "proxy"
-    first_token_s: float | None = None
-    gaps: Histogram | None = None
-    hits: Mapping[Modality, int] = NO_HITS
+    policy: str | None = None
+    stages: list[StageDone] = field(default_factory=list)
+    items: Mapping[ItemResult, int] = field(default_factory=dict)
+    hits: Mapping[Modality, int] = field(default_factory=dict)
     waits: int = 0
     saved_bytes: int = 0
-    trace_id: str | None = None
-    policy: str | None = None
+    retries: int = 0
+    degraded: set[Degraded] = field(default_factory=set)
+    model_name: str = ""
+    prefilled_s: float | None = None
+    first_token_s: float | None = None
+    kv_wait_s: float | None = None
+    gaps: Histogram | None = None
     stream: bool = False
     answer_bytes: int = 0
-    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +162,7 @@ class Observer(Protocol):
     def stage_done(self, event: StageDone) -> None:
         """One request to an instance has ended."""
 
-    def request_done(self, event: RequestDone) -> None:
+    def request_done(self, event: RequestRecord) -> None:
         """A client's request has ended."""
 
     def instance_changed(self, event: InstanceChanged) -> None:
@@ -166,6 +171,8 @@ class Observer(Protocol):
 
 def stage_seconds(stages: Sequence[StageDone]) -> dict[Stage, float]:
     """Wall time of each stage: from its first request sent to its last answer."""
+    if len(stages) == 1:
+        return {stages[0].stage: stages[0].seconds}
     spans: dict[Stage, tuple[float, float]] = {}
     for event in stages:
         start, end = event.started_s, event.started_s + event.seconds

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Protocol, Self
 
-from epd.events import RequestDone
+from epd.events import RequestRecord
 
 
 class Item(Protocol):
@@ -80,7 +80,7 @@ class RequestSpan(Protocol):
     def sent(self, name: str, item: Item) -> Span | None:
         """The last child of this name for an item, where there was one."""
 
-    def done(self, event: RequestDone) -> None:
+    def done(self, event: RequestRecord) -> None:
         """It has ended."""
 
 

@@ -45,6 +45,8 @@ def check_json_type(content_type: str) -> None:
     Raises:
         RequestRefused: 415, it is neither `application/json` nor a type that ends in `+json`.
     """
+    if content_type == JSON:
+        return
     kind = content_type.partition(";")[0].strip().lower()
     if kind != JSON and JSON_TYPE.fullmatch(kind) is None:
         raise RequestRefused(

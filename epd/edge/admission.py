@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Literal, Self
 
 from epd.edge.door import Door, QueueFull, Ticket
@@ -35,38 +36,63 @@ REFUSALS: Mapping[Reason, tuple[type[TryLater], str, str]] = {
 """What each is answered: the error, its slug, its message."""
 
 
-class Held:
-    """The bytes that are counted with one request: its body, and media that were fetched for it."""
+@dataclass(slots=True)
+class TenantUse:
+    """What a tenant's requests have of one process.
 
-    __slots__ = ("_admission", "size", "tenant")
+    Attributes:
+        requests: inside or waiting.
+        body_bytes: of their bodies.
+    """
+
+    requests: int = 0
+    body_bytes: int = 0
+
+
+class AdmittedRequest:
+    """What one request has of a process, until the context is left: a place, and bytes of a body.
+
+    Attributes:
+        size: bytes that its body, and media that were fetched for it, are counted with.
+    """
+
+    __slots__ = ("_admission", "_tenant", "_ticket", "_use", "size")
 
     def __init__(self, admission: "Admission", tenant: Tenant) -> None:
         self._admission = admission
-        self.tenant = tenant
+        self._tenant = tenant
+        self._use = admission.use_of(tenant)
+        self._ticket: Ticket | None = None
         self.size = 0
 
     def __enter__(self) -> Self:
-        """None yet."""
+        """Begin with nothing."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Release what is still counted."""
+        """Give back what it has."""
         self.release()
+        if self._ticket is not None:
+            self._use.requests -= 1
+            self._admission.door.leave(self._ticket)
 
-    def release(self) -> None:
-        """Stop counting the body, which is not in memory any more."""
-        if self.size:
-            self._admission.give_bytes(self.tenant, self.size)
-            self.size = 0
+    def arrive(self) -> Ticket:
+        """Return a ticket, which may have to wait its `turn`.
+
+        Raises:
+            TooManyRequests: the tenant has too many requests, or the queue is full.
+        """
+        self._ticket = ticket = self._admission.arrive(self._tenant, self._use)
+        return ticket
 
     @property
     def scope(self) -> str:
         """Name of the tenant."""
-        return self.tenant.name
+        return self._tenant.name
 
-    def beside(self) -> "Held":
+    def beside(self) -> "AdmittedRequest":
         """Return what other bytes of the same tenant are counted with."""
-        return Held(self._admission, self.tenant)
+        return AdmittedRequest(self._admission, self._tenant)
 
     def add(self, size: int) -> None:
         """Count more bytes.
@@ -84,27 +110,15 @@ class Held:
             TooManyRequests: with the tenant's others they would be.
         """
         if size > self.size:
-            self._admission.take_bytes(self.tenant, size - self.size)
+            self._admission.take_bytes(self._use, size - self.size)
             self.size = size
 
-
-class Presence:
-    """A request of a tenant that is here: inside or waiting."""
-
-    __slots__ = ("_admission", "_tenant", "_ticket")
-
-    def __init__(self, admission: "Admission", tenant: Tenant) -> None:
-        self._admission = admission
-        self._tenant = tenant
-
-    def __enter__(self) -> Ticket:
-        """It has come; see `Admission.arrive`."""
-        self._ticket = self._admission.enter(self._tenant)
-        return self._ticket
-
-    def __exit__(self, *_: object) -> None:
-        """It leaves."""
-        self._admission.leave(self._ticket)
+    def release(self) -> None:
+        """Stop counting the body, which is not in memory any more."""
+        if self.size:
+            self._admission.body_bytes -= self.size
+            self._use.body_bytes -= self.size
+            self.size = 0
 
 
 class Admission:
@@ -121,8 +135,7 @@ class Admission:
         self._limits = limits
         self._clock = clock
         self._pace = _pace(limits)
-        self._present = Counter[Tenant]()
-        self._tenant_bytes = Counter[Tenant]()
+        self._uses: dict[str, TenantUse] = {}
         self.door = Door(limits.requests, limits.queue)
         self.body_bytes = 0
         self.refused: Counter[Reason] = Counter()
@@ -144,30 +157,28 @@ class Admission:
         if wait_s:
             raise self._refusal("tenant_rate", wait_s)
 
-    def arrive(self, tenant: Tenant) -> "Presence":
-        """A ticket while the context lasts, which may have to wait its `turn`.
+    def request(self, tenant: Tenant) -> AdmittedRequest:
+        """Return what a request of this tenant has, as a context."""
+        return AdmittedRequest(self, tenant)
 
-        Raises:
-            TooManyRequests: the tenant has too many, or the queue is full.
-        """
-        return Presence(self, tenant)
+    def use_of(self, tenant: Tenant) -> TenantUse:
+        """Return what a tenant's requests have. One is kept for each tenant that has sent any."""
+        use = self._uses.get(tenant.name)
+        if use is None:
+            use = self._uses[tenant.name] = TenantUse()
+        return use
 
-    def enter(self, tenant: Tenant) -> Ticket:
-        """Count a request that has come, for `Presence` alone; see `arrive`."""
+    def arrive(self, tenant: Tenant, use: TenantUse) -> Ticket:
+        """Count a request that has come, for `AdmittedRequest` alone."""
         most = self._limits.tenant_requests
-        if most is not None and self._present[tenant] >= most:
+        if most is not None and use.requests >= most:
             raise self._refusal("tenant_requests")
         try:
             ticket = self.door.arrive(tenant)
         except QueueFull:
             raise self._refusal("queue_full") from None
-        self._present[tenant] += 1
+        use.requests += 1
         return ticket
-
-    def leave(self, ticket: Ticket) -> None:
-        """Give back what it has, for `Presence` alone."""
-        self._present[ticket.tenant] -= 1
-        self.door.leave(ticket)
 
     async def turn(self, ticket: Ticket) -> None:
         """Wait for a place.
@@ -182,29 +193,20 @@ class Admission:
         if ticket.where != "inside":
             raise self._refusal("queue_timeout" if ticket.where == "queue" else "queue_full")
 
-    def body(self, tenant: Tenant) -> Held:
-        """What a body is counted with, while the context lasts."""
-        return Held(self, tenant)
-
-    def take_bytes(self, tenant: Tenant, size: int) -> None:
-        """Count more bytes, for `Held` alone.
+    def take_bytes(self, use: TenantUse, size: int) -> None:
+        """Count more bytes of a tenant's bodies, for `AdmittedRequest` alone.
 
         Raises:
             Overloaded: they would be too many.
             TooManyRequests: they would be too many of this tenant's.
         """
         most = self._limits.tenant_body_bytes
-        if most is not None and self._tenant_bytes[tenant] + size > most:
+        if most is not None and use.body_bytes + size > most:
             raise self._refusal("tenant_bytes")
         if self.body_bytes + size > self._limits.body_bytes:
             raise self._refusal("body_bytes")
         self.body_bytes += size
-        self._tenant_bytes[tenant] += size
-
-    def give_bytes(self, tenant: Tenant, size: int) -> None:
-        """Count fewer, for `Held` alone."""
-        self.body_bytes -= size
-        self._tenant_bytes[tenant] -= size
+        use.body_bytes += size
 
     def _refusal(self, reason: Reason, retry_after_s: float = 1.0) -> TryLater:
         self.refused[reason] += 1

@@ -24,17 +24,18 @@ async def read_body(request: web.Request, config: ProxyConfig, grown: Grown) -> 
         RequestRefused: it is encoded (415), too large (413) or too slow (408).
     """
     # A few bytes can be made to unpack into any number, and nobody packs pictures twice.
-    if request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower() != "identity":
+    encoding = request.headers.get(hdrs.CONTENT_ENCODING)
+    if encoding is not None and encoding.lower() != "identity":
         raise RequestRefused(
             415, "the body must have no Content-Encoding", slug="unsupported_encoding"
         )
     limit = max_body_bytes(config)
-    if (request.content_length or 0) > limit:
-        raise too_large(limit)
     if request.content.is_eof():  # it came with its head
         body = request.content.read_nowait()
         _count(len(body), limit, grown)
         return body
+    if (request.content_length or 0) > limit:
+        raise too_large(limit)
     await _ask_for(request)
     try:
         return await _collect(request, config, grown)

@@ -54,10 +54,10 @@ class Door:
         Raises:
             QueueFull: it could not even wait.
         """
-        ticket = Ticket(tenant)
         if self.inside < self._places:  # nobody waits then
-            self._enter(ticket)
-            return ticket
+            self.inside += 1
+            return Ticket(tenant, "inside")
+        ticket = Ticket(tenant)
         if self.waiting >= self._queue:
             self._make_room(tenant)
         self._lines.setdefault(tenant, {})[ticket] = None
@@ -70,7 +70,8 @@ class Door:
             self._unqueue(ticket)
         elif ticket.where == "inside":
             self.inside -= 1
-            self._fill()
+            if self._lines:
+                self._fill()
 
     def resize(self, places: int, queue: int) -> None:
         """Have so many from now on. Who is inside or waits already, stays."""

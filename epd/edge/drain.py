@@ -18,14 +18,14 @@ class Drain:
     Attributes:
         began: it is, and whoever sends requests should send them elsewhere.
         over: it has, and what still runs is ended.
-        running: the requests, and when the time of each has passed, on the monotonic clock.
+        running: the requests.
     """
 
     def __init__(self) -> None:
         self.began = False
         self.over = False
-        self.running: dict[asyncio.Timeout, float] = {}
-        self._one_ended = asyncio.Event()
+        self.running: set[Bounded] = set()
+        self._none_runs: asyncio.Event | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = math.inf
 
@@ -41,28 +41,26 @@ class Drain:
     async def idle(self) -> None:
         """Wait until no request runs."""
         while self.running:
-            self._one_ended.clear()
-            await self._one_ended.wait()
+            self._none_runs = self._none_runs or asyncio.Event()
+            await self._none_runs.wait()
 
-    def add(self, limit: asyncio.Timeout, until_s: float) -> None:
+    def add(self, request: "Bounded") -> None:
         """A request runs, for `Bounded` alone."""
-        self.running[limit] = until_s
+        self.running.add(request)
         if self.over:
-            limit.reschedule(0)
-        elif until_s < self._timer_s:
-            self._set_timer(until_s)
+            request.end_soon()
+        elif request.until_s < self._timer_s:
+            self._set_timer(request.until_s)
 
-    def ended(self, limit: asyncio.Timeout) -> None:
+    def ended(self, request: "Bounded") -> None:
         """A request runs no longer, for `Bounded` alone."""
-        del self.running[limit]
-        self._one_ended.set()
+        self.running.discard(request)
+        if not self.running and self._none_runs is not None:
+            self._none_runs.set()
+            self._none_runs = None
 
     def bounded(self, until_s: float = math.inf) -> "Bounded":
-        """Run a request in this context, until `cut` or a time on the monotonic clock.
-
-        A request has one such context: `asyncio.timeout` takes a task that two of them have
-        cancelled for one that somebody else cancelled.
-        """
+        """Run a request in this context, until `cut` or a time on the monotonic clock."""
         return Bounded(self, until_s)
 
     def _set_timer(self, when_s: float) -> None:
@@ -76,35 +74,59 @@ class Drain:
         self._timer, self._timer_s = None, math.inf
         now_s = time.monotonic()
         self._end_late(now_s)
-        if later := [until_s for until_s in self.running.values() if now_s < until_s < math.inf]:
-            self._set_timer(min(later))
+        ends = [one.until_s for one in self.running if now_s < one.until_s < math.inf]
+        if ends:
+            self._set_timer(min(ends))
 
     def _end_late(self, now_s: float) -> None:
-        for limit, until_s in self.running.items():
-            if until_s <= now_s and not limit.expired():
-                limit.reschedule(0)  # which is past: at once
+        for request in self.running:
+            if request.until_s <= now_s:
+                request.end_soon()
 
 
 class Bounded:
-    """The time that one request has."""
+    """The time that one request has, as `asyncio.timeout` would bound it without a timer each.
 
-    __slots__ = ("_drain", "_limit", "_until_s")
+    A task has one such context at a time.
+
+    Attributes:
+        until_s: when the time has passed, on the monotonic clock.
+    """
+
+    __slots__ = ("_cancelled", "_cancels", "_drain", "_ending", "_task", "until_s")
+
+    _task: "asyncio.Task[object]"
+    _cancels: int
 
     def __init__(self, drain: Drain, until_s: float) -> None:
         self._drain = drain
-        self._until_s = until_s
-        self._limit = asyncio.timeout_at(None)
+        self._ending: asyncio.Handle | None = None
+        self._cancelled = False
+        self.until_s = until_s
 
-    async def __aenter__(self) -> None:
-        """Begin."""
-        await self._limit.__aenter__()
-        self._drain.add(self._limit, self._until_s)
+    def end_soon(self) -> None:
+        """Cancel the task once the loop is back, if the context has not ended by then."""
+        if self._ending is None:
+            self._ending = self._task.get_loop().call_soon(self._end)
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+    def _end(self) -> None:
+        self._cancelled = True
+        self._task.cancel()
+
+    def __enter__(self) -> None:
+        """Begin.
+
+        Raises:
+            RuntimeError: there is no task to end.
+        """
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("a request runs in a task")
+        self._task, self._cancels = task, task.cancelling()
+        self._drain.add(self)
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """End.
 
@@ -112,10 +134,14 @@ class Bounded:
             Overloaded: the application's time is over.
             UpstreamTimeout: the request's has passed.
         """
-        self._drain.ended(self._limit)
-        try:
-            await self._limit.__aexit__(kind, error, trace)
-        except TimeoutError:
+        self._drain.ended(self)
+        if self._ending is None:
+            return
+        self._ending.cancel()
+        if not self._cancelled:
+            return
+        others = self._task.uncancel() - self._cancels
+        if others <= 0 and isinstance(error, asyncio.CancelledError):
             raise self._reason() from None
 
     def _reason(self) -> ProxyError:
@@ -127,13 +153,3 @@ class Bounded:
 
 
 DRAIN = web.AppKey("drain", Drain)
-
-
-async def send_elsewhere(request: web.Request, response: web.StreamResponse) -> None:
-    """Have the client close its connection where this process is about to stop.
-
-    For `on_response_prepare`. The client's next request then goes where it is looked for anew.
-    """
-    if request.app[DRAIN].began:
-        response.force_close()
-        response.headers["Connection"] = "close"

@@ -41,10 +41,12 @@ def sent_on(headers: CIMultiDictProxy[str], *, trusted: bool) -> dict[str, str]:
         headers: the client's.
         trusted: whether the client may learn an instance's load.
     """
-    kept = {SESSION: _only(headers, SESSION)}
+    kept = {}
+    if session := _only(headers, SESSION):
+        kept[SESSION] = session
     if trusted and (said := _only(headers, LOAD_FORMAT)).lower() in FORMATS:
         kept[LOAD_FORMAT] = said
-    return {name: value for name, value in kept.items() if value}
+    return kept
 
 
 def priority_of(headers: CIMultiDictProxy[str]) -> int | None:
@@ -52,6 +54,8 @@ def priority_of(headers: CIMultiDictProxy[str]) -> int | None:
 
     None without one, or where vLLM takes the field instead: the header is not an integer.
     """
+    if PRIORITY not in headers:
+        return None
     said = _only(headers, PRIORITY).strip()
     if INTEGER.fullmatch(said) is None or int(said) not in PRIORITIES:
         return None
@@ -60,8 +64,11 @@ def priority_of(headers: CIMultiDictProxy[str]) -> int | None:
 
 def passed_back(headers: Mapping[str, str]) -> dict[str, str]:
     """Return the headers that a client is sent of an instance's."""
-    kept = {name: headers.get(name, "") for name in (LOAD, METADATA)}
-    return {name: value for name, value in kept.items() if value and _is_plain(value)}
+    return {
+        name: value
+        for name in (LOAD, METADATA)
+        if (value := headers.get(name)) and _is_plain(value)
+    }
 
 
 def _only(headers: CIMultiDictProxy[str], name: str) -> str:

@@ -8,7 +8,7 @@ for errors that no handler sees. Nothing of a request is logged or quoted: its h
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ import structlog
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
+from aiohttp.typedefs import Handler
 from aiohttp.web_protocol import _ErrInfo
 
 from epd.config.live import LiveConfig
@@ -23,7 +24,7 @@ from epd.edge import descriptors
 from epd.edge.ambiguity import invalid, refusal
 from epd.edge.prefix import without_prefix
 from epd.errors import Overloaded, ProxyError, RequestRefused
-from epd.events import Observer, RequestDone
+from epd.events import Observer, RequestRecord
 
 SERVER = "epd"
 """Our `Server` header. aiohttp's own tells which holes to try."""
@@ -34,6 +35,10 @@ LINGER_S = 5.0
 connection closed on unread bytes is reset, and the answer may be lost with it."""
 MAX_REFUSALS = 64
 """Connections above the limit that are told so at one time; others are closed without a word."""
+
+
+DIRECT = web.AppKey("direct", Mapping[str, Handler])
+"""What responds to a `POST` of a path, without a route that aiohttp would have to find."""
 
 
 class Connection(web.RequestHandler):
@@ -212,7 +217,12 @@ class Server(web.Server):
     """Makes a `Connection` for each client, and counts them."""
 
     def __init__(
-        self, made: web.Server, live: LiveConfig, observers: Sequence[Observer], **kwargs: Any
+        self,
+        made: web.Server,
+        live: LiveConfig,
+        observers: Sequence[Observer],
+        direct: Mapping[str, Handler],
+        **kwargs: Any,
     ) -> None:
         """As `made`, which aiohttp has made for the application."""
         super().__init__(
@@ -222,6 +232,7 @@ class Server(web.Server):
             **kwargs,
         )
         self._handler = made.request_handler
+        self._direct = direct
         self._live = live
         self._observers = observers
         self._descriptors = descriptors.client_connections()
@@ -264,18 +275,14 @@ class Server(web.Server):
     def refuse(self, error: ProxyError) -> dict[str, str]:
         """Tell the observers, and return the answer's headers."""
         request_id = uuid.uuid4().hex
-        event = RequestDone(
+        event = RequestRecord(
             request_id=request_id,
             engine_id=request_id,
             method="unknown",
             path="unknown",
             status=error.status,
-            seconds=0.0,
             error=error.slug,
             reason=error.message,
-            stages=(),
-            items={},
-            retries=0,
         )
         for observer in self._observers:
             observer.request_done(event)
@@ -284,7 +291,10 @@ class Server(web.Server):
     async def _checked(self, request: web.BaseRequest) -> web.StreamResponse:
         if (error := refusal(request)) is not None:
             return request.protocol.handle_error(request, error.status, error)
-        return await self._handler(request)
+        direct = self._direct.get(request.raw_path) if request.method == "POST" else None
+        if direct is None:
+            return await self._handler(request)
+        return await direct(cast("web.Request", request))
 
 
 def _factory(make: Callable[..., Any], prefix: str | None) -> Callable[..., Any]:
@@ -314,10 +324,14 @@ class Runner(web.AppRunner):
         self._observers = observers
 
     async def _make_server(self) -> Server:
+        app = self.app
+        # What has been added to the application is for each of its requests.
+        changed = len(app.middlewares) > 1 or len(app.on_response_prepare) > 0
         return Server(
             await super()._make_server(),
             self.live,
             self._observers,
+            {} if changed else app.get(DIRECT, {}),
             lingering_time=LINGER_S,
             auto_decompress=False,
             access_log=None,

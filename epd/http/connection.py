@@ -98,6 +98,16 @@ class Connection(asyncio.Protocol):
         return self._answer.headers
 
     @property
+    def complete(self) -> bool:
+        """Whether all of the answer has come."""
+        return self._answer.complete
+
+    @property
+    def held(self) -> int:
+        """Bytes of the answer's body that have come and were not taken."""
+        return self._answer.held
+
+    @property
     def ended(self) -> bool:
         """Whether all of the answer has come and was taken."""
         return self._answer.complete and not self._answer.held
@@ -189,7 +199,7 @@ class Connection(asyncio.Protocol):
             Broken: the connection ended before it.
             TimeoutError: nothing came until `until_s`, on the event loop's clock.
         """
-        while not (data := self._take()):
+        while not (data := self.take()):
             if self._answer.complete:
                 return b""
             await self._wait(until_s)
@@ -221,14 +231,15 @@ class Connection(asyncio.Protocol):
         if sink is None:
             return False
         if self._answer.held:
-            data = self._take()
+            data = self.take()
             self._until_s = self._loop.time() + self._idle_s
             if not sink(data):
                 self._sink = None
                 return False
         return not self._answer.complete
 
-    def _take(self) -> bytes:
+    def take(self) -> bytes:
+        """Take what has come of the body."""
         data = self._answer.take()
         if not self._reading:
             self._reading = True

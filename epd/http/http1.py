@@ -3,13 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from http import HTTPStatus
 from ipaddress import ip_address
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 from multidict import CIMultiDict
 from yarl import URL
 
+CONTINUE, OK = 100, 200
+"""The least status, and the least of an answer that is not an interim one."""
 MAX_HEAD_BYTES = 64 * 1024
 """Largest head of an answer that is waited for."""
 TEXT_ERRORS = "surrogateescape"
@@ -182,9 +183,9 @@ class AnswerReader:
     def on_headers_complete(self) -> None:
         """The head has come, or that of an interim answer."""
         status = self._parser.get_status_code()
-        if status < HTTPStatus.CONTINUE:  # its body would be the next answer's
+        if status < CONTINUE:  # its body would be the next answer's
             raise Malformed("no status")
-        if status >= HTTPStatus.OK:
+        if status >= OK:
             self.headers = CIMultiDict(
                 [
                     (name.decode("utf-8", TEXT_ERRORS), value.decode("utf-8", TEXT_ERRORS))

@@ -20,7 +20,7 @@ from structlog.typing import EventDict
 
 from epd.bodies.endpoints import is_api
 from epd.errors import Stage
-from epd.events import InstanceChanged, RequestDone, StageDone, stage_seconds
+from epd.events import InstanceChanged, RequestRecord, StageDone, stage_seconds
 from epd.observe.lines import LineLogger, LineWriter
 
 REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
@@ -257,7 +257,7 @@ class LogObserver:
             **more,
         )
 
-    def request_done(self, event: RequestDone) -> None:
+    def request_done(self, event: RequestRecord) -> None:
         """Log one line: info, a warning after a failure, and debug outside of the API."""
         failures = _failures(event)
         level = self._level(event, failed=bool(failures))
@@ -280,15 +280,15 @@ class LogObserver:
         else:
             self._log.log(level, "request", **fields)
 
-    def _level(self, event: RequestDone, *, failed: bool) -> int:
+    def _level(self, event: RequestRecord, *, failed: bool) -> int:
         if failed or event.error is not None or self._waited_long(event):
             return logging.WARNING
         return logging.INFO if is_api(event.path) else logging.DEBUG
 
-    def _waited_long(self, event: RequestDone) -> bool:
+    def _waited_long(self, event: RequestRecord) -> bool:
         return event.kv_wait_s is not None and event.kv_wait_s > self._long_s
 
-    def _add_course(self, fields: Fields, event: RequestDone) -> None:
+    def _add_course(self, fields: Fields, event: RequestRecord) -> None:
         """Add the time of each stage, and what was not as usual."""
         for stage, seconds in stage_seconds(event.stages).items():
             fields[f"{stage}_s"] = round(seconds, 4)
@@ -303,7 +303,7 @@ class LogObserver:
         if event.kv_wait_s is not None and self._waited_long(event):
             fields["kv_wait_s"] = round(event.kv_wait_s, 4)
 
-    def _add_names(self, fields: Fields, event: RequestDone) -> None:
+    def _add_names(self, fields: Fields, event: RequestRecord) -> None:
         """Add what a request is searched by."""
         if self._tenants and event.tenant:
             fields["tenant"] = event.tenant
@@ -328,7 +328,7 @@ class LogObserver:
         )
 
 
-def _add_served(fields: Fields, event: RequestDone) -> None:
+def _add_served(fields: Fields, event: RequestRecord) -> None:
     """Add which instances answered, and with how much.
 
     Of several prefills or decodes that succeeded, the last one is named. Encode instances are not:
@@ -347,7 +347,7 @@ def _add_served(fields: Fields, event: RequestDone) -> None:
         fields["answer_bytes"] = event.answer_bytes
 
 
-def _failures(event: RequestDone) -> list[str]:
+def _failures(event: RequestRecord) -> list[str]:
     """Which instance failed at what, and how; the first ones."""
     failed = [
         f"{one.stage}@{one.instance}={one.error}"

@@ -9,7 +9,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from epd.edge.admission import Admission
-from epd.events import GAPS_S, InstanceChanged, Modality, RequestDone, StageDone
+from epd.events import GAPS_S, InstanceChanged, Modality, RequestRecord, StageDone
 from epd.observe import figures
 from epd.observe.glances import AdmissionGlance
 from epd.observe.hit_ratio import WithHitRatio
@@ -92,7 +92,7 @@ class MetricsObserver(Collector):
             mean_s = self._encode_s.get(event.modality, event.seconds)
             self._encode_s[event.modality] = mean_s + OF_LATE * (event.seconds - mean_s)
 
-    def request_done(self, event: RequestDone) -> None:
+    def request_done(self, event: RequestRecord) -> None:
         """Count it and its items."""
         model = event.model_name
         self._requests.add((model, event.path, event.status))
@@ -114,7 +114,7 @@ class MetricsObserver(Collector):
         if event.items:
             self._count_items(model, event)
 
-    def _count_items(self, model: str, event: RequestDone) -> None:
+    def _count_items(self, model: str, event: RequestRecord) -> None:
         for result, count in event.items.items():
             self._items.add((model, result), count)
         if event.waits:

@@ -16,7 +16,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from epd.errors import slug_of
-from epd.events import RequestDone
+from epd.events import RequestRecord
 from epd.spans import Item, Span
 
 MAX_MODEL = 128
@@ -133,7 +133,7 @@ class OtelRequest:
         found = self._children.get((name, item.param))
         return None if found is None else found[1]
 
-    def done(self, event: RequestDone) -> None:
+    def done(self, event: RequestRecord) -> None:
         """As `RequestSpan.done`: an error is the proxy's where it is no 4xx."""
         attributes: dict[str, int | str | list[str]] = {
             "http.response.status_code": event.status,

@@ -14,17 +14,20 @@ from epd.bodies.parsing import JSON
 from epd.config import ProxyConfig
 from epd.conversations.turn import Turn
 from epd.errors import ProxyError, Stage, slug_of
-from epd.events import Observer, StageDone
+from epd.events import Observer, RequestRecord, StageDone
 from epd.media.held import Held, Uncounted
 from epd.models import ModelNames
 from epd.request.ids import child_id
-from epd.request.record import Record
 from epd.routing.fatal import Watched
 from epd.spans import RequestSpan, Span
 from epd.tenants import ANONYMOUS, Tenant
 
 WITHIN = frozenset[Stage]({"queue", "store"})
 """Stages in which no instance is asked."""
+
+
+def _unnamed() -> RequestRecord:
+    return RequestRecord("", "POST", "")
 
 
 @dataclass(slots=True)
@@ -40,7 +43,6 @@ class RequestContext:
         clients_key: whether the instances judge the client's own key, and not the proxy's.
         observers: who is told what happens.
         record: what has happened so far.
-        client_id: what its client calls it, where it calls it anything.
         cuts: what was cut out of its body, and is put back into those for its instances.
         held: what counts its bytes in memory.
         models: what instances call which model.
@@ -60,8 +62,7 @@ class RequestContext:
     tenant: Tenant = ANONYMOUS
     clients_key: bool = True
     observers: Sequence[Observer] = ()
-    record: Record = field(default_factory=Record)
-    client_id: str | None = None
+    record: RequestRecord = field(default_factory=_unnamed)
     cuts: Cuts = field(default_factory=dict)
     held: Held = field(default_factory=Uncounted)
     models: ModelNames = field(default_factory=ModelNames)
@@ -105,9 +106,10 @@ class RequestContext:
 
     def first_event(self, now_s: float) -> None:
         """Decode has begun with its tokens: it has what prefill kept for it."""
-        self.record.first_event_s = now_s
-        if self.record.prefilled_s is not None:
-            self.record.kv_wait_s = now_s - self.record.prefilled_s
+        record = self.record
+        record.first_token_s = now_s - record.started_s
+        if record.prefilled_s is not None:
+            record.kv_wait_s = now_s - record.prefilled_s
         if self.answering is not None:
             self.answering.event("first_token")
             self.answering = None
@@ -115,7 +117,7 @@ class RequestContext:
     def whole(self, answer: bytes) -> None:
         """Decode has answered, with no stream."""
         if self.endpoint.generates:
-            self.record.first_event_s = time.monotonic()
+            self.record.first_token_s = time.monotonic() - self.record.started_s
         self.named(answer)
 
     def timed(self, stage: Stage, where: str, item: MMItem | None = None) -> "Timed":

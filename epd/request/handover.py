@@ -273,7 +273,9 @@ class Handovers:
         request_id = None if pair is None else self._transfer.request_id(pair)
         blames = sending.blames_instance("decode")
         using = self._table.using(instance, alone=blames, promised=consumer).begin()
-        sent = sending.prompt._replace(body=body)
+        sent = sending.prompt
+        if body is not sent.body:
+            sent = sent._replace(body=body)
         try:
             opened = await self._stages.decode(
                 instance, sent, context, using.rank, request_id, on_head=sending.accept
@@ -326,7 +328,7 @@ class Handovers:
         """
         failure = error if isinstance(error, ProxyError) else None
         told = sending.accepted or (failure is not None and failure.engine_failed)
-        fatal = (failure is not None and failure.died) or sending.context.watched.deaths.count
+        fatal = (failure is not None and failure.died) or sending.context.watched.deaths is not None
         if not self._transfer.released or prefilled.params is None or told or fatal:
             return
         # The instance that had it, or another one if that failed.

@@ -108,10 +108,13 @@ class Pipeline:
     async def _send(self, request: KeyedRequest, sending: Sending) -> Answer:
         """Send a request through its stages once: encode, prefill, decode."""
         self._decode_alone(sending)
-        sending.targets = await self._targets(request, sending)
-        with sending.targets.consumer or nullcontext():
-            sending.encodings = await self._encode(request, sending)
-            sending.prompt = self._prompt(request, sending)
+        if request.uuids:
+            sending.targets = await self._targets(request, sending)
+            with sending.targets.consumer or nullcontext():
+                sending.encodings = await self._encode(request, sending)
+        else:
+            sending.encodings = NO_ENCODINGS
+        sending.prompt = self._prompt(request, sending)
         pair = await self._handovers.pair(sending)
         if pair is None:
             return await self._handovers.decode(sending, sending.prompt.body)
@@ -164,8 +167,7 @@ class Pipeline:
             if inlined is not body:
                 body, items = inlined, tuple(context.endpoint.items(inlined))
             uuids = await self._keys.of(body, items, context.tenant, context.config, context.cuts)
-        keys = (item_key(item, uuid) for item, uuid in uuids.items())
-        self._fatal.check(context.watched, keys)
+        self._fatal.check(context.watched, [item_key(*item) for item in uuids.items()])
         return KeyedRequest(body, uuids)
 
     def _decode_alone(self, sending: Sending) -> None:
@@ -180,8 +182,6 @@ class Pipeline:
         It does where outputs are pushed to it, and where consumers have different namespaces: an
         output is of use to one of them alone.
         """
-        if not request.uuids:
-            return NO_TARGETS
         encodes = sending.attempt.course.encode
         differ = encodes and len(self._namespaces.of_consumers()) > 1
         if not (self._transfer.pushed or differ):
@@ -197,8 +197,6 @@ class Pipeline:
 
     async def _encode(self, request: KeyedRequest, sending: Sending) -> Encodings:
         """Return the encoder outputs of all items: those of an earlier attempt, or new ones."""
-        if not request.uuids:
-            return NO_ENCODINGS
         attempt, context, consumer = sending.attempt, sending.context, sending.targets.consumer
         body, uuids = request
         namespace, known = self._namespace(consumer), attempt.encodings

@@ -126,7 +126,7 @@ class StreamRelay:
         if events:
             self._timed(events)
         answer = events if self._hear is None else self._hear(events)
-        self._context.record.streamed_bytes += len(answer)
+        self._context.record.answer_bytes += len(answer)
         return answer
 
     def _timed(self, events: bytes) -> None:

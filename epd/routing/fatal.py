@@ -75,19 +75,25 @@ class Watched:
     Attributes:
         tenant: name of its tenant.
         fingerprint: of its body.
-        deaths: of instances that served it, over all stages.
+        deaths: of instances that served it, over all stages; None: there were none.
         engine_died: whether decode's stream said that its engine died.
     """
 
     tenant: str = ""
     fingerprint: str = ""
-    deaths: Deaths = field(default_factory=Deaths)
+    deaths: Deaths | None = None
     engine_died: bool = False
+
+    def died(self, instance: Instance, now_s: float) -> None:
+        """Count a death."""
+        if self.deaths is None:
+            self.deaths = Deaths()
+        self.deaths.add(instance, now_s)
 
     @property
     def spent(self) -> bool:
         """Whether it must be sent to no further instance."""
-        return self.deaths.count >= MAX_DEATHS
+        return self.deaths is not None and self.deaths.count >= MAX_DEATHS
 
 
 class _Subject(NamedTuple):
@@ -166,7 +172,7 @@ class FatalRequests:
         """
         if self._drains(instance):
             return error
-        watched.deaths.add(instance, self._clock())
+        watched.died(instance, self._clock())
         rejected = [
             left_s
             for subject in _subjects(watched, items)

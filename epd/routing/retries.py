@@ -26,24 +26,19 @@ class Retries:
 
     When an instance dies under load, all its requests want another one at the same moment. They
     get it one after the other: at once, they would be too much for those that are left.
+
+    Attributes:
+        requests: how many are under way; `Tries` counts them.
     """
 
     def __init__(self) -> None:
-        self._requests = 0
+        self.requests = 0
         self._again = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     def tries(self, most: int) -> "Tries":
         """Return the tries of one request: a context that lasts as long as the request."""
         return Tries(self, most)
-
-    def begin(self) -> None:
-        """Count a request, for `Tries` alone."""
-        self._requests += 1
-
-    def end(self) -> None:
-        """Count it no more, for `Tries` alone."""
-        self._requests -= 1
 
     def leave(self) -> None:
         """Free the place of a further try, for `Tries` alone."""
@@ -68,7 +63,7 @@ class Retries:
         return True
 
     def _admit(self) -> None:
-        most = max(LEAST, math.ceil(SHARE * self._requests))
+        most = max(LEAST, math.ceil(SHARE * self.requests))
         while self._waiting and self._again < most:
             place = self._waiting.popleft()
             if not place.done():
@@ -89,13 +84,13 @@ class Tries:
 
     def __enter__(self) -> Self:
         """Begin the first try."""
-        self._retries.begin()
+        self._retries.requests += 1
         return self
 
     def __exit__(self, *_: object) -> None:
         """End the last one."""
         self._leave()
-        self._retries.end()
+        self._retries.requests -= 1
 
     async def another(self, error: ProxyError, delay_s: float = 0.0) -> None:
         """End a try that has failed, and wait until the next one may begin.

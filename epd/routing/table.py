@@ -188,8 +188,8 @@ class InstanceTable:
             promised: the place that the request had before, whose rank it keeps if it is at this
                 instance.
         """
-        kept = None if promised is None or promised.instance != instance else promised.rank
-        return Place(instance, self._health_and_load(instance)[1], kept)
+        load = self._health_and_load(instance)[1]
+        return Place(instance, load, _promised_rank(instance, promised))
 
     def using(
         self, instance: Instance, *, alone: bool = True, promised: Place | None = None
@@ -205,8 +205,9 @@ class InstanceTable:
             promised: the place that the request had before, whose rank it keeps if it is at this
                 instance.
         """
-        health, _ = self._health_and_load(instance)
-        return Use(self.place(instance, promised), health, self._clock, alone=alone)
+        health, load = self._health_and_load(instance)
+        rank = _promised_rank(instance, promised)
+        return Use(instance, load, rank, health, self._clock, alone=alone)
 
     def _health_and_load(self, instance: Instance) -> tuple[Health, Load]:
         """How an instance does, and what it has to do, though it may take no part."""
@@ -265,6 +266,10 @@ class InstanceTable:
         """An instance has said what it has to do; None: it has not. See `Load.reported`."""
         if instance.key in self._members:
             self._members[instance.key].load.reported(report, self._clock(), interval_s)
+
+
+def _promised_rank(instance: Instance, promised: Place | None) -> int | None:
+    return None if promised is None or promised.instance != instance else promised.rank
 
 
 def _load(instance: Instance) -> Load:

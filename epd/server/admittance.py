@@ -6,7 +6,6 @@ import re
 import select
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import NamedTuple
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -14,12 +13,15 @@ from aiohttp.typedefs import Handler
 from epd.bodies.parsing import check_json_type
 from epd.config import ProxyConfig
 from epd.edge.access import Access, check_admin, check_registrar, client_key
+from epd.edge.admission import Admission
 from epd.edge.body import read_body, too_large
+from epd.edge.door import Ticket
 from epd.edge.drain import DRAIN
 from epd.errors import RequestRefused, Unauthorized
 from epd.media.held import max_body_bytes
 from epd.request.context import RequestContext
-from epd.server.slots import ADMISSION, BODY, CONTEXT, KEYS, UNKNOWN
+from epd.server.slots import ADMISSION, KEYS
+from epd.server.visit import VISIT, Visit
 
 LOOK_S = 0.1
 """Between two looks at whether a client that waits is still there."""
@@ -31,43 +33,40 @@ TIMEOUT = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 """A client's x-request-timeout, in seconds."""
 
 
-class Visit(NamedTuple):
-    """What is known of a request by its head.
-
-    Attributes:
-        app: the application that serves it.
-        context: what it carries through the stages.
-        route: its route's path.
-        access: whom that answers.
-        started_s: when it came, on the monotonic clock.
-    """
-
-    app: web.Application
-    context: RequestContext
-    route: str
-    access: Access
-    started_s: float
-
-
 async def served(request: web.Request, handler: Handler, visit: Visit) -> web.StreamResponse:
     """Let a request in that may come, when there is a place for it, for as long as it has.
 
     Health and metrics are asked for when it matters most: they need no place.
     """
-    app, context = visit.app, visit.context
-    api = visit.access is Access.TENANT and visit.route != UNKNOWN
-    costly = api and request.method == "POST"
-    until_s = visit.started_s + _limit_s(request, context.config) if costly else math.inf
-    async with app[DRAIN].bounded(until_s):
+    app, context, config = visit.app, visit.context, visit.context.config
+    costly = visit.api and request.method == "POST"
+    until_s = context.record.started_s + _limit_s(request, config) if costly else math.inf
+    with app[DRAIN].bounded(until_s):
         _authenticate(request, visit)
         admission = app[ADMISSION]
-        with admission.body(context.tenant) as request[BODY]:
-            context.held = request[BODY]
-            if api:
+        with admission.request(context.tenant) as admitted:
+            context.held = visit.admitted = admitted
+            if visit.api:
                 admission.keep_pace(context.tenant)
-            if not costly:
-                return await handler(request)
-            return await _in_turn(request, handler, visit)
+            if costly:
+                size, limit = request.content_length or 0, max_body_bytes(config)
+                if size > limit:
+                    raise too_large(limit)
+                ticket = admitted.arrive()
+                if ticket.where == "queue":
+                    await _queued(request, admission, ticket, context)
+                admitted.grow(size)
+            return await handler(request)
+
+
+async def _queued(
+    request: web.Request, admission: Admission, ticket: Ticket, context: RequestContext
+) -> None:
+    """Wait for the request's turn."""
+    with context.timed("queue", "proxy"):
+        async with _watched(request):
+            await admission.turn(ticket)
+    context.record.at = "proxy"
 
 
 def _authenticate(request: web.Request, visit: Visit) -> None:
@@ -83,6 +82,7 @@ def _authenticate(request: web.Request, visit: Visit) -> None:
         if tenant is None:
             raise Unauthorized(_wanted(header, visit.context.client_headers))
         visit.context.tenant = tenant
+        visit.context.record.tenant = tenant.name
 
 
 def _wanted(header: str, headers: Mapping[str, str]) -> str:
@@ -102,7 +102,7 @@ def _wanted(header: str, headers: Mapping[str, str]) -> str:
 def _check_admin(request: web.Request) -> None:
     peer = request.get_extra_info("peername")
     address = peer[0] if isinstance(peer, tuple) else None
-    check_admin(request[CONTEXT].config.admin_api_key, request.headers, address)
+    check_admin(request[VISIT].context.config.admin_api_key, request.headers, address)
 
 
 async def read(request: web.Request) -> bytes | bytearray:
@@ -111,7 +111,8 @@ async def read(request: web.Request) -> bytes | bytearray:
     Raises:
         ProxyError: see `epd.edge.body.read_body`.
     """
-    return await read_body(request, request[CONTEXT].config, request[BODY].grow)
+    visit = request[VISIT]
+    return await read_body(request, visit.context.config, visit.admitted.grow)
 
 
 async def read_json(request: web.Request) -> bytes | bytearray:
@@ -132,22 +133,6 @@ def may_administer(request: web.Request) -> bool:
     except (Unauthorized, RequestRefused):
         return False
     return True
-
-
-async def _in_turn(request: web.Request, handler: Handler, visit: Visit) -> web.StreamResponse:
-    """Let a request in when there is a place for it."""
-    admission, context = visit.app[ADMISSION], visit.context
-    limit = max_body_bytes(context.config)
-    if (size := request.content_length or 0) > limit:
-        raise too_large(limit)
-    with admission.arrive(context.tenant) as ticket:
-        if ticket.where == "queue":
-            with context.timed("queue", "proxy"):
-                async with _watched(request):
-                    await admission.turn(ticket)
-            context.record.at = "proxy"
-        request[BODY].grow(size)
-        return await handler(request)
 
 
 def _limit_s(request: web.Request, config: ProxyConfig) -> float:

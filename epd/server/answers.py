@@ -11,7 +11,7 @@ from epd.errors import ProxyError, RequestRefused, UpstreamRejected
 from epd.events import ItemResult, stage_seconds
 from epd.request.context import RequestContext
 from epd.server.keys import DENIED
-from epd.server.slots import ANSWERED, CONTEXT
+from epd.server.visit import Visit
 
 SAME_FOR_ALL = {"x-epd-stage": "decode", "x-epd-error": "decode_rejected"}
 """How a key's refusal is told, whichever stage asked the instance that refused it."""
@@ -46,9 +46,9 @@ class UnknownRoute(RequestRefused):
 
 def _identity(context: RequestContext) -> dict[str, str]:
     """Headers by which an answer is known."""
-    own = {"X-Request-Id": context.client_id or context.request_id, "Server": SERVER}
-    if context.span is not None:
-        own["X-Trace-Id"] = context.span.trace_id
+    own = {"X-Request-Id": context.record.request_id, "Server": SERVER}
+    if context.record.trace_id is not None:
+        own["X-Trace-Id"] = context.record.trace_id
     return own
 
 
@@ -79,14 +79,11 @@ def as_json(body: object, context: RequestContext, status: int = 200) -> web.Res
     )
 
 
-async def broken(
-    request: web.Request, stream: web.StreamResponse, error: ProxyError
-) -> web.StreamResponse:
+async def broken(visit: Visit, stream: web.StreamResponse, error: ProxyError) -> web.StreamResponse:
     """A stream whose status has gone out, ended by its error, unless it has ended already."""
-    if ANSWERED not in request:
-        context = request[CONTEXT]
-        event = context.endpoint.error_event(error)
-        context.record.streamed_bytes += len(event)
+    if visit.answered is None:
+        event = visit.context.endpoint.error_event(error)
+        visit.context.record.answer_bytes += len(event)
         await stream.write(event)
         await stream.write_eof()
     return stream
@@ -118,16 +115,8 @@ def error_response(
     return response
 
 
-def answer_bytes(response: web.StreamResponse | None, context: RequestContext) -> int:
-    """Return the bytes of an answer's body, as far as it is known when its handler has ended."""
-    body = response.body if isinstance(response, web.Response) else None
-    return len(body) if isinstance(body, bytes | bytearray) else context.record.streamed_bytes
-
-
-def reason_of(error: ProxyError | None) -> str | None:
-    """Return the cause of an error, for logs; None where there is no error."""
-    if error is None:
-        return None
+def reason_of(error: ProxyError) -> str:
+    """Return the cause of an error, for logs."""
     if isinstance(error, UnknownRoute):
         return error.reason
     if isinstance(error, UpstreamRejected):

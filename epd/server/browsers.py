@@ -11,7 +11,7 @@ from epd.edge.access import Access
 from epd.edge.cors import CrossOrigin, Preflight
 from epd.errors import RequestRefused
 from epd.server.answers import error_response, own_headers
-from epd.server.slots import CONTEXT
+from epd.server.visit import VISIT
 
 CLIENTS = frozenset({Access.OPEN, Access.TENANT})
 """Classes of access of the routes that pages may use."""
@@ -82,12 +82,12 @@ async def _preflight(rules: CrossOrigin, request: web.Request) -> web.Response:
         case None:
             raise web.HTTPMethodNotAllowed(request.method, await _methods(request))
         case Preflight((), headers):
-            own = {**own_headers(request[CONTEXT]), **headers}
+            own = {**own_headers(request[VISIT].context), **headers}
             return web.Response(text="OK", headers=own)
         case Preflight(refused, headers):
             message = f"Disallowed CORS {', '.join(refused)}"
             error = RequestRefused(400, message, slug="cors_refused")
-            answer = error_response(request, error, request[CONTEXT])
+            answer = error_response(request, error, request[VISIT].context)
             answer.headers.update(headers)
             return answer
 

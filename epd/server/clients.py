@@ -12,6 +12,8 @@ from epd.bodies.prompts import CONVERSATION, conversation_id
 from epd.cache.identity import conversation_key, salted
 from epd.conversations.turn import Turn
 from epd.edge import engine_headers
+from epd.edge.access import Headers
+from epd.edge.drain import DRAIN
 from epd.errors import RequestRefused
 from epd.request import warmup
 from epd.request.context import RequestContext
@@ -21,7 +23,7 @@ from epd.server.admittance import read, read_json
 from epd.server.answers import as_json, own_headers
 from epd.server.assembly import ADMIN, CONVERSATIONS, PIPELINE, WARMUP
 from epd.server.keys import check_key
-from epd.server.slots import ANSWERED, BODY, CONTEXT, STREAM
+from epd.server.visit import VISIT, Visit
 from epd.tenants import ANONYMOUS
 from epd.upstream.reply import Reply
 
@@ -37,13 +39,37 @@ PRIORITY = "priority"
 
 async def answer(request: web.Request) -> web.StreamResponse:
     """`POST` to an endpoint, streaming and not."""
-    app, context = request.app, request[CONTEXT]
+    visit = request[VISIT]
+    context = visit.context
+    opened = await visit.app[PIPELINE].run(await _body(request, visit), context)
+    # Decode has the whole request, and it is not sent again: only the answer is left.
+    context.cuts = NO_CUTS
+    visit.admitted.release()
+    with opened as reply:
+        headers = _answer_headers(reply, context)
+        if reply.is_stream:
+            return await _streamed(request, visit, reply, headers)
+        whole = await reply.read(idle_s=context.config.idle_timeout_s)
+        context.whole(whole)
+        if context.turn is not None:
+            whole = context.turn.hear(whole)
+            await visit.app[CONVERSATIONS].keep(context.turn)
+        return web.Response(status=reply.status, body=whole, headers=headers)
+
+
+async def _body(request: web.Request, visit: Visit) -> Body:
+    """Return a request's body as it goes through the stages; note in its context what it says.
+
+    Raises:
+        ProxyError: it is refused.
+    """
+    context = visit.context
     config, endpoint = context.config, context.endpoint
-    content_type = request.headers.get("Content-Type", "")
     if not endpoint.path.startswith(GUARDED):
         await check_key(request)
     raw = await read(request)
     context.watched = Watched(context.tenant.name, fingerprint(raw, SEED))
+    content_type = request.headers.get("Content-Type", "")
     body, context.cuts = endpoint.read(raw, content_type, config.max_text_bytes)
     body = endpoint.at_interval(body, config.stream_interval)
     context.model = body.get("model")
@@ -51,49 +77,45 @@ async def answer(request: web.Request) -> web.StreamResponse:
         context.span.asks(endpoint.operation, context.model)
     if endpoint.salted and context.tenant is not ANONYMOUS:  # whom all share with
         body = salted(body, config.scope_of(context.tenant))
-    body = _for_engines(request, body)
+    body = _for_engines(request.headers, context, body)
     if CONVERSATION in body:
-        body, context.turn = _turn(request, body)
+        body, context.turn = _turn(context, body)
         if context.turn is not None:
             context.session = context.session or context.turn.key
-    opened = await app[PIPELINE].run(body, context)
-    # Decode has the whole request, and it is not sent again: only the answer is left.
-    del raw, body
-    context.cuts = NO_CUTS
-    request[BODY].release()
-    with opened as reply:
-        headers = _answer_headers(reply, context)
-        if not reply.is_stream:
-            whole = await reply.read(idle_s=config.idle_timeout_s)
-            context.whole(whole)
-            if context.turn is not None:
-                whole = context.turn.hear(whole)
-                await app[CONVERSATIONS].keep(context.turn)
-            return web.Response(status=reply.status, body=whole, headers=headers)
-        stream = request[STREAM] = web.StreamResponse(
-            status=reply.status, headers={**headers, "Cache-Control": "no-cache"}
-        )
-        await stream.prepare(request)
-        relay = StreamRelay(reply, stream, _transport(request), context)
-        await relay.run(config.idle_timeout_s)
-        if context.turn is not None:
-            await app[CONVERSATIONS].keep(context.turn)
-        await stream.write_eof()
-        request[ANSWERED] = stream.status
-        await relay.drained()
-        return stream
+    return body
 
 
-def _for_engines(request: web.Request, body: Body) -> Body:
+async def _streamed(
+    request: web.Request, visit: Visit, reply: Reply, headers: dict[str, str]
+) -> web.StreamResponse:
+    """Relay decode's stream, up to its end."""
+    app, context = visit.app, visit.context
+    stream = visit.stream = web.StreamResponse(
+        status=reply.status, headers={**headers, "Cache-Control": "no-cache"}
+    )
+    context.record.stream = True
+    if app[DRAIN].began:
+        stream.force_close()
+    await stream.prepare(request)
+    relay = StreamRelay(reply, stream, _transport(request), context)
+    await relay.run(context.config.idle_timeout_s)
+    if context.turn is not None:
+        await app[CONVERSATIONS].keep(context.turn)
+    await stream.write_eof()
+    visit.answered = stream.status
+    await relay.drained()
+    return stream
+
+
+def _for_engines(client_headers: Headers, context: RequestContext, body: Body) -> Body:
     """Take over what the client's headers tell engines; return the body with its priority.
 
     A priority puts a request before those of other tenants, and an instance's load tells what they
     do: only a trusted tenant has either.
     """
-    context, endpoint = request[CONTEXT], request[CONTEXT].endpoint
-    trusted = context.config.trusts(context.tenant)
-    headers = engine_headers.sent_on(request.headers, trusted=trusted)
-    priority = engine_headers.priority_of(request.headers)
+    endpoint, trusted = context.endpoint, context.config.trusts(context.tenant)
+    headers = engine_headers.sent_on(client_headers, trusted=trusted)
+    priority = engine_headers.priority_of(client_headers)
     if not trusted:
         body = {key: value for key, value in body.items() if key != PRIORITY}
     elif endpoint.generates and priority is not None:
@@ -107,13 +129,13 @@ def _for_engines(request: web.Request, body: Body) -> Body:
     return body
 
 
-def _turn(request: web.Request, body: Body) -> tuple[Body, Turn | None]:
+def _turn(context: RequestContext, body: Body) -> tuple[Body, Turn | None]:
     """The request as it goes on, and which turn of a conversation it is; None: of none.
 
     Raises:
         BadRequest: what it calls its conversation is no name.
     """
-    context, name = request[CONTEXT], conversation_id(body)
+    name = conversation_id(body)
     body = {key: value for key, value in body.items() if key != CONVERSATION}
     if name is None or not context.endpoint.generates:
         return body, None
@@ -139,7 +161,7 @@ def _answer_headers(reply: Reply, context: RequestContext) -> dict[str, str]:
 
 async def push_media(request: web.Request) -> web.Response:
     """`POST /v1/media`: has media encoded ahead of the request that asks about them."""
-    context = request[CONTEXT]
+    context = request[VISIT].context
     await check_key(request)  # no instance is asked about media that are stored
     raw = await read_json(request)
     context.watched = Watched(context.tenant.name, fingerprint(raw, SEED))
@@ -151,7 +173,7 @@ async def push_media(request: web.Request) -> web.Response:
 
 async def forget_media(request: web.Request) -> web.Response:
     """`DELETE /v1/media/{uuid}?model=…`: forgets what the client calls so."""
-    context = request[CONTEXT]
+    context = request[VISIT].context
     await check_key(request)
     uuid, context.model = request.match_info["uuid"], request.query.get("model")
     await request.app[PIPELINE].forget(uuid, context.model, context)
@@ -170,7 +192,7 @@ async def tokenizer_info(request: web.Request) -> web.Response:
 
 
 async def _of_decode(request: web.Request, path: str) -> web.Response:
-    context = request[CONTEXT]
+    context = request[VISIT].context
     answer = await request.app[ADMIN].of_decode(path, context.headers)
     return web.Response(
         body=answer.body, content_type="application/json", headers=own_headers(context)

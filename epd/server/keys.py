@@ -9,7 +9,8 @@ from aiohttp import web
 
 from epd.errors import UpstreamRejected
 from epd.flights import Flights
-from epd.server.slots import CONTEXT, KEYS
+from epd.server.slots import KEYS
+from epd.server.visit import VISIT
 
 DENIED = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})
 """Statuses of a request whose key is not accepted."""
@@ -75,5 +76,6 @@ async def check_key(request: web.Request) -> None:
     Raises:
         ProxyError: the instance does not accept the key, or none could be asked.
     """
-    if KEYS not in request.app:
-        await request.app[JUDGE].check(request[CONTEXT].headers)
+    visit = request[VISIT]
+    if visit.app.get(KEYS) is None:
+        await visit.app[JUDGE].check(visit.context.headers)

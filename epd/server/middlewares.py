@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import structlog
 from aiohttp import web
@@ -13,6 +14,7 @@ from epd.bodies.endpoint import Endpoint
 from epd.bodies.endpoints import ENDPOINTS, is_api
 from epd.config import ProxyConfig
 from epd.edge.access import Access, Headers, client_key
+from epd.edge.drain import DRAIN
 from epd.edge.protocol import Connection
 from epd.errors import (
     BadRequest,
@@ -20,28 +22,16 @@ from epd.errors import (
     RequestRefused,
     UnknownMedia,
     WrongMethod,
-    slug_of,
 )
-from epd.events import RequestDone
+from epd.events import CLIENT_CLOSED, RequestRecord
 from epd.observe.logs import REQUEST_ID as LOGGED
 from epd.request.context import RequestContext
 from epd.request.ids import request_id
-from epd.server.admittance import Visit, served
-from epd.server.answers import answer_bytes, broken, error_response, reason_of
+from epd.server.admittance import served
+from epd.server.answers import broken, error_response, reason_of
 from epd.server.keys import check_key
-from epd.server.slots import (
-    ACCESS,
-    ANSWERED,
-    CONFIG,
-    CONTEXT,
-    KEYS,
-    MODELS,
-    OBSERVERS,
-    ROUTE,
-    STREAM,
-    TRACER,
-    UNKNOWN,
-)
+from epd.server.slots import ACCESS, CONFIG, KEYS, MODELS, OBSERVERS, TRACER, UNKNOWN
+from epd.server.visit import VISIT, Visit
 from epd.spans import RequestSpan, Tracer
 
 ADMINISTRATIVE = frozenset({Access.ADMIN, Access.REGISTRAR})
@@ -51,87 +41,97 @@ TRACE_HEADERS = ("traceparent", "tracestate")
 """Of W3C trace context: they go on as they are, where the proxy has no spans of its own."""
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
-CLIENT_CLOSED = 499
-"""nginx's status for a client that left before its answer; logged, never sent."""
-
 
 @web.middleware
 async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Give the request its id, and tell the observers how it ended."""
-    started, app, route = time.monotonic(), request.app, _route(request)
-    access = app[ACCESS].get(request.match_info.handler, Access.TENANT)  # no route: closed as most
-    context = request[CONTEXT] = _context(request, app, access, route)
-    status, error, response = CLIENT_CLOSED, None, None
-    logged = LOGGED.set(context.client_id or context.request_id)
-    try:
-        visit = Visit(app, context, route, access, started)
-        response, error = await _answered(request, handler, visit)
-        status = response.status
-        return response
-    finally:
-        if status == CLIENT_CLOSED:
-            status = request.get(ANSWERED, CLIENT_CLOSED)
-        record = context.record
-        first_s = record.first_event_s
-        event = RequestDone(
-            request_id=context.client_id or context.request_id,
-            engine_id=context.request_id,
-            method=request.method,
-            path=request.get(ROUTE, route),
-            status=status,
-            seconds=time.monotonic() - started,
-            error=_left(request) if status == CLIENT_CLOSED else slug_of(error),
-            reason=reason_of(error),
-            stages=tuple(record.stages),
-            items=record.items,
-            retries=record.retries,
-            degraded=frozenset(record.degraded),
-            kv_wait_s=record.kv_wait_s,
-            model_name=context.model_name,
-            at=record.at,
-            first_token_s=None if first_s is None else first_s - started,
-            gaps=record.gaps,
-            hits=record.hits,
-            waits=record.waits,
-            saved_bytes=record.saved_bytes,
-            trace_id=None if context.span is None else context.span.trace_id,
-            policy=record.policy,
-            stream=STREAM in request,
-            answer_bytes=answer_bytes(response, context),
-            tenant=context.tenant.name,
-        )
-        if context.span is not None:
-            context.span.done(event)
-        for observer in context.observers:
-            observer.request_done(event)
-        LOGGED.reset(logged)
+    """Respond to a request whose route aiohttp has found."""
+    # What is no route is closed as most routes are.
+    access = request.app[ACCESS].get(request.match_info.handler, Access.TENANT)
+    return await respond(request, handler, request.app, access, _route(request))
 
 
-async def _answered(
-    request: web.Request, handler: Handler, visit: Visit
-) -> tuple[web.StreamResponse, ProxyError | None]:
-    """The answer, and the error that it is or ends in; every error in the endpoint's shape."""
+def direct(app: web.Application, handler: Handler) -> dict[str, Handler]:
+    """Return what responds to a `POST` of each endpoint of the API, without a route to be found."""
+    ours = partial(respond, handler=handler, app=app, access=Access.TENANT)
+    return {path: partial(ours, route=path) for path in ENDPOINTS}
+
+
+async def respond(
+    request: web.Request, handler: Handler, app: web.Application, access: Access, route: str
+) -> web.StreamResponse:
+    """Give a request its id, answer it, and tell the observers how it ended.
+
+    Args:
+        request: the request.
+        handler: answers it, if it is let in.
+        app: the application.
+        access: whom the route answers.
+        route: its path, or `UNKNOWN`.
+    """
+    visit = request[VISIT] = _visit(request, app, access, route)
+    logged = LOGGED.set(visit.context.record.request_id)
+    response, error = None, None
     try:
-        return await served(request, handler, visit), None
-    except UnknownMedia as failure:
-        error = await _if_key_is_accepted(request, failure)
-    except ProxyError as failure:
-        error = failure
-    except web.RequestPayloadError:
-        error = BadRequest("the body is not what its headers say", slug="invalid_body")
-    except web.HTTPMethodNotAllowed as failure:
-        error = WrongMethod(failure.allowed_methods)
-    except web.HTTPException as failure:
-        error = RequestRefused(failure.status, failure.reason, slug="unknown_route")
+        response = await served(request, handler, visit)
     except ConnectionError:  # the client's; an instance's is a ProxyError
         raise
-    except Exception:  # noqa: BLE001 - the last resort: logged whole, answered like others
-        structlog.get_logger("epd").exception("bug", next="the client is answered 500")
-        error = ProxyError("the proxy failed; its log says why")
-    stream = request.get(STREAM)
-    if stream is not None and stream.prepared:
-        return await broken(request, stream, error), error
-    return error_response(request, error, visit.context), error
+    except Exception as failure:  # noqa: BLE001 - the last resort: logged whole, answered like others
+        error = await _error_of(failure, request)
+        if visit.stream is not None and visit.stream.prepared:
+            response = await broken(visit, visit.stream, error)
+        else:
+            response = error_response(request, error, visit.context)
+    finally:
+        _tell(request, visit, response, error)
+        LOGGED.reset(logged)
+    if app[DRAIN].began and not response.prepared:
+        response.force_close()  # the client's next request goes to another process
+    return response
+
+
+def _tell(
+    request: web.Request,
+    visit: Visit,
+    response: web.StreamResponse | None,
+    error: ProxyError | None,
+) -> None:
+    context, record = visit.context, visit.context.record
+    record.seconds = time.monotonic() - record.started_s
+    if response is not None:
+        record.status = response.status
+    elif visit.answered is not None:
+        record.status = visit.answered
+    if record.status == CLIENT_CLOSED:
+        record.error = _left(request)
+    if error is not None:
+        record.error, record.reason = error.slug, reason_of(error)
+    if isinstance(response, web.Response) and isinstance(response.body, bytes | bytearray):
+        record.answer_bytes = len(response.body)
+    record.model_name = context.model_name
+    if context.span is not None:
+        context.span.done(record)
+    for observer in context.observers:
+        observer.request_done(record)
+
+
+async def _error_of(failure: Exception, request: web.Request) -> ProxyError:
+    """Return the error that a request ends in, whatever was raised."""
+    match failure:
+        case UnknownMedia():
+            return await _if_key_is_accepted(request, failure)
+        case ProxyError():
+            return failure
+        case web.RequestPayloadError():
+            return BadRequest("the body is not what its headers say", slug="invalid_body")
+        case web.HTTPMethodNotAllowed():
+            return WrongMethod(failure.allowed_methods)
+        case web.HTTPException():
+            return RequestRefused(failure.status, failure.reason, slug="unknown_route")
+        case _:
+            structlog.get_logger("epd").error(
+                "bug", exc_info=failure, next="the client is answered 500"
+            )
+            return ProxyError("the proxy failed; its log says why")
 
 
 async def _if_key_is_accepted(request: web.Request, error: ProxyError) -> ProxyError:
@@ -146,40 +146,49 @@ async def _if_key_is_accepted(request: web.Request, error: ProxyError) -> ProxyE
     return error
 
 
-def _context(
-    request: web.Request, app: web.Application, access: Access, route: str
-) -> RequestContext:
+def _visit(request: web.Request, app: web.Application, access: Access, route: str) -> Visit:
+    started_s = time.monotonic()
     config, headers, keyed = app[CONFIG].current, request.headers, app.get(KEYS) is not None
+    endpoint = ENDPOINTS.get(route) or _endpoint_above(request.path)
     tracer = app.get(TRACER)
     span = None if tracer is None else _span(tracer, request, route)
-    client_id, endpoint = _client_id(headers), _endpoint(route, request.path)
-    own_keys = keyed or (access in ADMINISTRATIVE and config.admin_api_key is not None)
+    client_id = _client_id(headers)
+    engine_id = request_id(client_id)
+    own_keys = keyed or (config.admin_api_key is not None and access in ADMINISTRATIVE)
     presented = "Authorization" in headers or endpoint.key_header in headers
-    return RequestContext(
-        request_id=request_id(client_id),
-        client_id=client_id,
-        headers=_forwarded(headers, config, span, endpoint.key_header, own_keys=own_keys),
-        config=config,
-        endpoint=endpoint,
-        span=span,
+    context = RequestContext(
+        engine_id,
+        _forwarded(headers, config, span, endpoint.key_header, own_keys=own_keys),
+        config,
+        endpoint,
         # Whether it is the client's own key, or none, that the instances see.
         clients_key=not keyed and (presented or config.openai_api_key is None),
         observers=app[OBSERVERS],
+        record=RequestRecord(
+            client_id or engine_id,
+            request.method,
+            route,
+            engine_id,
+            trace_id=None if span is None else span.trace_id,
+            started_s=started_s,
+        ),
         models=app[MODELS],
-        client_headers=headers,
         session=headers.get(config.session_header, ""),
+        span=span,
+        client_headers=headers,
     )
+    return Visit(app, context, access, access is Access.TENANT and route != UNKNOWN)
 
 
-def _endpoint(route: str, path: str) -> Endpoint:
-    """The one asked for; where there is none, the one it is under, whose clients read the error."""
-    if (endpoint := ENDPOINTS.get(route)) is not None:
-        return endpoint
+def _endpoint_above(path: str) -> Endpoint:
+    """Return the endpoint that a path is under: its clients read the error."""
     under = (one for one in ENDPOINTS.values() if f"{path}/".startswith(f"{one.path}/"))
     return next(under, CHAT)
 
 
 def _client_id(headers: Headers) -> str | None:
+    if "x-request-id" not in headers:
+        return None
     match headers.getall("x-request-id", ()):
         case [given] if REQUEST_ID.fullmatch(given):
             return given

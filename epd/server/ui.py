@@ -10,7 +10,7 @@ from aiohttp import web
 
 from epd.config import ProxyConfig
 from epd.server.answers import own_headers
-from epd.server.slots import CONFIG, CONTEXT
+from epd.server.visit import VISIT
 from epd.ui.board import Board
 
 BOARD = web.AppKey("board", Board)
@@ -69,8 +69,8 @@ async def page(request: web.Request) -> web.Response:
 
 async def root(request: web.Request) -> web.Response:
     """`GET /`: to the page, which a person who opens the address looks for."""
-    prefix = request.app[CONFIG].current.root_path or ""
-    headers = {"Location": f"{prefix}/ui", **own_headers(request[CONTEXT])}
+    context = request[VISIT].context
+    headers = {"Location": f"{context.config.root_path or ''}/ui", **own_headers(context)}
     return web.Response(status=302, headers=headers)
 
 
@@ -86,7 +86,7 @@ def _file(name: str, request: web.Request) -> web.Response:
         body=found.body,
         content_type=found.content_type,
         charset="utf-8",
-        headers=HEADERS | own_headers(request[CONTEXT]),
+        headers=HEADERS | own_headers(request[VISIT].context),
     )
 
 
@@ -95,5 +95,5 @@ async def state(request: web.Request) -> web.Response:
     return web.Response(
         body=await request.app[BOARD].document(),
         content_type="application/json",
-        headers={"Cache-Control": "no-store"} | own_headers(request[CONTEXT]),
+        headers={"Cache-Control": "no-store"} | own_headers(request[VISIT].context),
     )

@@ -12,8 +12,9 @@ from epd.config import ProxyConfig
 from epd.config.live import LiveConfig
 from epd.edge.access import Access
 from epd.edge.admission import Admission
-from epd.edge.drain import DRAIN, Drain, send_elsewhere
+from epd.edge.drain import DRAIN, Drain
 from epd.edge.limits import limits_of
+from epd.edge.protocol import DIRECT
 from epd.events import Observer
 from epd.models import ModelNames
 from epd.observe.logs import LogObserver, hide_locals
@@ -23,7 +24,7 @@ from epd.server.answers import UnknownRoute
 from epd.server.assembly import LOG, METRICS, POLICIES, RECENT, connections
 from epd.server.browsers import allow_origins
 from epd.server.files import read_keys
-from epd.server.middlewares import observe
+from epd.server.middlewares import direct, observe
 from epd.server.policies import Policies
 from epd.server.reload import RELOAD, Reload
 from epd.server.slots import (
@@ -34,9 +35,9 @@ from epd.server.slots import (
     KEYS,
     MODELS,
     OBSERVERS,
-    ROUTE,
     UNKNOWN,
 )
+from epd.server.visit import VISIT
 from epd.ui.recent import Recent
 
 
@@ -78,7 +79,7 @@ def application(live: LiveConfig, observers: Sequence[Observer] | None = None) -
     app[POLICIES] = Policies(live)
     app[RELOAD] = Reload(app[METRICS].reloaded)
     app[DRAIN] = Drain()
-    app.on_response_prepare.append(send_elsewhere)
+    app[DIRECT] = direct(app, clients.answer)
     app[LOG] = LogObserver(config.kv_lease_s, tenants=config.log_tenants)
     own: tuple[Observer, ...] = (app[METRICS], app[RECENT])
     app[OBSERVERS] = (*own, *((app[LOG],) if observers is None else observers))
@@ -96,7 +97,7 @@ async def nothing(request: web.Request) -> web.StreamResponse:
     for route in request.app.router.resources():
         if route.name != UNKNOWN and (own := (await route.resolve(request))[1]):
             methods |= own
-            request[ROUTE] = route.canonical
+            request[VISIT].context.record.path = route.canonical
     if not methods:
         raise UnknownRoute(request.rel_url.raw_path)
     raise web.HTTPMethodNotAllowed(request.method, methods)

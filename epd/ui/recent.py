@@ -7,7 +7,7 @@ from itertools import islice
 from typing import get_args
 
 from epd.errors import Stage
-from epd.events import InstanceChanged, RequestDone, StageDone
+from epd.events import InstanceChanged, RequestRecord, StageDone
 from epd.ui.snapshot import (
     KEPT_CHANGES,
     KEPT_ERRORS,
@@ -53,8 +53,8 @@ class Recent:
         self._stages: dict[Stage, deque[StageDone]] = {
             stage: deque(maxlen=KEPT_SAMPLES) for stage in get_args(Stage)
         }
-        self._requests: deque[tuple[float, float, RequestDone]] = deque(maxlen=KEPT_REQUESTS)
-        self._errors: deque[tuple[float, RequestDone]] = deque(maxlen=KEPT_ERRORS)
+        self._requests: deque[tuple[float, float, RequestRecord]] = deque(maxlen=KEPT_REQUESTS)
+        self._errors: deque[tuple[float, RequestRecord]] = deque(maxlen=KEPT_ERRORS)
         self._changes: deque[tuple[float, InstanceChanged]] = deque(maxlen=KEPT_CHANGES)
         self._seconds: deque[Second] = deque(maxlen=KEPT_SECONDS)
 
@@ -62,7 +62,7 @@ class Recent:
         """Keep it."""
         self._stages[event.stage].append(event)
 
-    def request_done(self, event: RequestDone) -> None:
+    def request_done(self, event: RequestRecord) -> None:
         """Keep it, unless it was about the proxy itself."""
         if not is_work(event.path):
             return
@@ -111,7 +111,7 @@ class Recent:
         )
 
 
-def _request(now_s: float, ended_s: float, event: RequestDone) -> Request:
+def _request(now_s: float, ended_s: float, event: RequestRecord) -> Request:
     began_s = now_s - event.seconds
     return Request(
         id=event.request_id,
@@ -141,7 +141,7 @@ def _span(began_s: float, event: StageDone) -> Span:
     )
 
 
-def _notice(at_s: float, event: RequestDone | InstanceChanged) -> Notice:
+def _notice(at_s: float, event: RequestRecord | InstanceChanged) -> Notice:
     if isinstance(event, InstanceChanged):
         return Notice(
             kind="instance",

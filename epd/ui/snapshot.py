@@ -8,7 +8,7 @@ the next one says too.
 from typing import Literal, TypedDict
 
 from epd.bodies.endpoints import is_api
-from epd.events import ItemResult, RequestDone, StageDone
+from epd.events import ItemResult, RequestRecord, StageDone
 
 KEPT_REQUESTS = 64
 KEPT_ERRORS = 48
@@ -112,7 +112,7 @@ class Snapshot(TypedDict):
     events: Events
 
 
-def outcome_of(event: RequestDone) -> Outcome:
+def outcome_of(event: RequestRecord) -> Outcome:
     """Return how a client's request ended. A stream may fail after a status of 200."""
     if event.error is None:
         return "ok"

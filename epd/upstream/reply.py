@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from http import HTTPStatus
 from typing import Self
 
 from epd.errors import ProxyError, Stage, UpstreamFailed
@@ -16,7 +15,7 @@ MAX_ANSWER_BYTES = 16 * 1024**2
 
 def is_success(status: int) -> bool:
     """Whether a status is a 2xx."""
-    return HTTPStatus.OK <= status < HTTPStatus.MULTIPLE_CHOICES
+    return 200 <= status < 300  # noqa: PLR2004 - a member of `HTTPStatus` takes a call
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +33,26 @@ class Answer:
 
 
 class Reply:
-    """An answer whose head has come. It has to be closed, or used as a context."""
+    """An answer whose head has come. It has to be closed, or used as a context.
 
-    __slots__ = ("_body", "_clock", "_connection", "_late", "_release", "_stage", "_until_s")
+    Attributes:
+        status: HTTP status.
+        headers: of the answer, by name in any case.
+        ok: whether the status is a 2xx.
+    """
+
+    __slots__ = (
+        "_body",
+        "_clock",
+        "_connection",
+        "_late",
+        "_release",
+        "_stage",
+        "_until_s",
+        "headers",
+        "ok",
+        "status",
+    )
 
     def __init__(
         self,
@@ -55,6 +71,9 @@ class Reply:
             late: slug of the error if it has not.
             release: keeps the connection if the answer is complete, and closes it otherwise.
         """
+        self.status = connection.status
+        self.headers: Mapping[str, str] = connection.headers
+        self.ok = is_success(self.status)
         self._connection = connection
         self._stage: Stage = stage
         self._until_s = until_s
@@ -76,21 +95,6 @@ class Reply:
         self._release()
 
     @property
-    def status(self) -> int:
-        """HTTP status."""
-        return self._connection.status
-
-    @property
-    def ok(self) -> bool:
-        """Whether the status is a 2xx."""
-        return is_success(self.status)
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        """Response headers, by name in any case."""
-        return self._connection.headers
-
-    @property
     def is_stream(self) -> bool:
         """Whether the body is a stream of events: its head precedes its first token."""
         return self.headers.get("Content-Type", "").startswith("text/event-stream")
@@ -103,6 +107,9 @@ class Reply:
             UpstreamTimeout: nothing came for `idle_s` seconds.
         """
         if self._body is not None:
+            return self._body
+        if self._connection.complete and self._connection.held <= limit:
+            self._body = self._connection.take()
             return self._body
         parts = []
         size = 0
@@ -125,6 +132,8 @@ class Reply:
             UpstreamFailed: it broke off.
             UpstreamTimeout: nothing came for `idle_s` seconds.
         """
+        if self._connection.complete or self._connection.held:
+            return
         try:
             await self._connection.begun(min(self._clock() + idle_s, self._until_s))
         except FAILURES as error:

@@ -15,7 +15,7 @@ from aiohttp import web
 import epd
 from epd.edge.listening import Site
 from epd.edge.protocol import Runner
-from epd.events import InstanceChanged, RequestDone, StageDone
+from epd.events import InstanceChanged, RequestRecord, StageDone
 from epd.server.slots import BACKGROUND, CONFIG, OBSERVERS
 from tests.proxy.fake_instance import FakeInstance, decodes, encodes, prefills
 
@@ -25,13 +25,13 @@ class Recorder:
     """An observer that remembers."""
 
     stages: list[StageDone] = field(default_factory=list)
-    requests: list[RequestDone] = field(default_factory=list)
+    requests: list[RequestRecord] = field(default_factory=list)
     changes: list[InstanceChanged] = field(default_factory=list)
 
     def stage_done(self, event: StageDone) -> None:
         self.stages.append(event)
 
-    def request_done(self, event: RequestDone) -> None:
+    def request_done(self, event: RequestRecord) -> None:
         self.requests.append(event)
 
     def instance_changed(self, event: InstanceChanged) -> None:

@@ -54,7 +54,7 @@ async def test_nothing_is_degraded(launch: Launch, prefill: int) -> None:
             headers = reply.headers
 
         [done] = fleet.events.requests
-        assert (done.error, done.degraded) == (None, frozenset())
+        assert (done.error, done.degraded) == (None, set[str]())
         assert "encode" not in headers["Server-Timing"]
 
 

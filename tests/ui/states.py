@@ -2,7 +2,7 @@
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from epd.events import InstanceChanged, RequestDone, StageDone
+from epd.events import InstanceChanged, RequestRecord, StageDone
 from epd.ui.recent import Recent
 from epd.ui.snapshot import Seen, Snapshot
 from epd.ui.state import WORST, Moment, State, state
@@ -38,7 +38,7 @@ def done(
     error: str | None = None,
     path: str = "/v1/chat/completions",
     **more: object,
-) -> RequestDone:
+) -> RequestRecord:
     fields: dict[str, object] = {
         "request_id": request_id,
         "engine_id": f"{request_id}-1",
@@ -52,7 +52,7 @@ def done(
         "items": {"hit": 1, "encoded": 1},
         "retries": 0,
     }
-    return RequestDone(**{**fields, **more})  # type: ignore[arg-type]
+    return RequestRecord(**{**fields, **more})  # type: ignore[arg-type]
 
 
 def families() -> list[Metric]:

@@ -1,6 +1,6 @@
 import asyncio
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import pytest
@@ -40,6 +40,12 @@ class Clock:
 def admission(**limits: float) -> Admission:
     changed = {name: getattr(LIMITS, name) for name in LIMITS.__slots__} | limits
     return Admission(Limits(**changed), Clock())
+
+
+@contextmanager
+def arriving(admitted: Admission, tenant: Tenant) -> Iterator[Ticket]:
+    with admitted.request(tenant) as request:
+        yield request.arrive()
 
 
 def refusal(act: Callable[[], object]) -> TryLater | None:
@@ -154,8 +160,8 @@ class Visits:
     async def _visit(self, tenant: Tenant, end: asyncio.Event) -> None:
         outcome = "cancelled"
         try:
-            with self.admission.body(tenant) as held, self.admission.arrive(tenant) as ticket:
-                await self.admission.turn(ticket)
+            with self.admission.request(tenant) as held:
+                await self.admission.turn(held.arrive())
                 held.grow(40)
                 await end.wait()
                 outcome = "served"
@@ -202,7 +208,7 @@ def test_whatever_happens_each_request_ends_once_and_gives_back_what_it_had(
         for tenant in TENANTS:  # all may come again
             with ExitStack() as stack:
                 for _ in range(2):
-                    stack.enter_context(admitted.arrive(tenant))
+                    stack.enter_context(arriving(admitted, tenant))
 
     asyncio.run(run())
 
@@ -222,8 +228,8 @@ async def test_a_place_that_is_given_to_one_who_leaves_at_that_moment_goes_on() 
 
 async def test_one_who_waits_too_long_is_told_to_try_later() -> None:
     admitted = admission(requests=1, queue_timeout_s=0.001)
-    with admitted.arrive(ALICE):
-        with admitted.arrive(BOB) as ticket, pytest.raises(Overloaded, match="in time"):
+    with arriving(admitted, ALICE):
+        with arriving(admitted, BOB) as ticket, pytest.raises(Overloaded, match="in time"):
             await admitted.turn(ticket)
 
         assert (admitted.door.inside, admitted.door.waiting) == (1, 0)
@@ -249,14 +255,14 @@ def test_tenants_take_turns_and_each_comes_in_its_own_order() -> None:
 async def test_in_a_full_queue_the_longest_line_makes_room() -> None:
     admitted = admission(requests=1, queue=4)
     with ExitStack() as stack:
-        alice = [stack.enter_context(admitted.arrive(ALICE)) for _ in range(5)]
-        bob = [stack.enter_context(admitted.arrive(BOB)) for _ in range(2)]
+        alice = [stack.enter_context(arriving(admitted, ALICE)) for _ in range(5)]
+        bob = [stack.enter_context(arriving(admitted, BOB)) for _ in range(2)]
 
         assert [ticket.where for ticket in alice[1:]] == ["queue"] * 2 + ["sent_away"] * 2
         assert [ticket.where for ticket in bob] == ["queue"] * 2
         for tenant in (ALICE, BOB):
             with pytest.raises(TooManyRequests) as refused:
-                stack.enter_context(admitted.arrive(tenant))
+                stack.enter_context(arriving(admitted, tenant))
             assert refused.value.slug == "queue_full"
         with pytest.raises(TooManyRequests, match="waiting already"):
             await admitted.turn(alice[4])
@@ -265,13 +271,13 @@ async def test_in_a_full_queue_the_longest_line_makes_room() -> None:
 def test_a_tenant_has_so_many_at_once_those_that_wait_included() -> None:
     admitted = admission(requests=1, queue=9, tenant_requests=2)
     with ExitStack() as stack:
-        stack.enter_context(admitted.arrive(ALICE))
-        with admitted.arrive(ALICE):
-            refused = refusal(lambda: stack.enter_context(admitted.arrive(ALICE)))
+        stack.enter_context(arriving(admitted, ALICE))
+        with arriving(admitted, ALICE):
+            refused = refusal(lambda: stack.enter_context(arriving(admitted, ALICE)))
             assert isinstance(refused, TooManyRequests)
             assert refused.slug == "rate_limited"
-            stack.enter_context(admitted.arrive(BOB))
-        stack.enter_context(admitted.arrive(ALICE))
+            stack.enter_context(arriving(admitted, BOB))
+        stack.enter_context(arriving(admitted, ALICE))
 
 
 @given(st.lists(st.tuples(st.integers(0, 70), st.booleans()), max_size=20))
@@ -280,7 +286,7 @@ def test_bodies_are_never_more_than_the_budget_and_all_is_given_back(
 ) -> None:
     admitted = admission()
     with ExitStack() as stack:
-        bodies = [stack.enter_context(admitted.body(ALICE)) for _ in range(2)]
+        bodies = [stack.enter_context(admitted.request(ALICE)) for _ in range(2)]
         for size, second in growths:
             held = bodies[second]
             before, other = held.size, bodies[not second].size
@@ -295,16 +301,16 @@ def test_bodies_are_never_more_than_the_budget_and_all_is_given_back(
 def test_a_tenants_bodies_leave_room_for_anothers() -> None:
     admitted = admission(tenant_body_bytes=50)
     with ExitStack() as stack:
-        first, second = (stack.enter_context(admitted.body(ALICE)) for _ in range(2))
+        first, second = (stack.enter_context(admitted.request(ALICE)) for _ in range(2))
         first.grow(40)
         refused = refusal(partial(second.grow, 11))
         second.grow(10)
-        stack.enter_context(admitted.body(BOB)).grow(50)
+        stack.enter_context(admitted.request(BOB)).grow(50)
 
         assert isinstance(refused, TooManyRequests)
         assert refused.slug == "rate_limited"
         assert admitted.refused == {"tenant_bytes": 1}
-    with admitted.body(ALICE) as held:
+    with admitted.request(ALICE) as held:
         held.grow(50)
 
 

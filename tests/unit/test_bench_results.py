@@ -18,7 +18,7 @@ from epd.bench.targets import Items, Model, NoFigures, Target, parse_items
 from epd.bench.vllm_bench import Load
 from epd.edge.admission import Admission
 from epd.edge.limits import Limits
-from epd.events import ItemResult, RequestDone, StageDone
+from epd.events import ItemResult, RequestRecord, StageDone
 from epd.observe.metrics import MetricsObserver
 
 TARGET = Target("epd", "http://h:1")
@@ -77,8 +77,8 @@ def metrics_of_nothing() -> MetricsObserver:
     return MetricsObserver(Admission(limits, lambda: 0.0))
 
 
-def answered(items: Mapping[ItemResult, int]) -> RequestDone:
-    return RequestDone("r", "POST", "/v1/chat/completions", 200, 1.0, None, None, (), items, 0)
+def answered(items: Mapping[ItemResult, int]) -> RequestRecord:
+    return RequestRecord("r", "POST", "/v1/chat/completions", status=200, items=items)
 
 
 def test_items_are_read_from_what_the_proxy_counts() -> None:

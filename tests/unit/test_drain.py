@@ -10,7 +10,7 @@ from epd.errors import Overloaded, UpstreamTimeout
 
 
 async def runs(drain: Drain, seconds: float = 60) -> str:
-    async with drain.bounded():
+    with drain.bounded():
         await asyncio.sleep(seconds)
     return "ended"
 
@@ -62,12 +62,11 @@ async def test_who_is_told_in_time_may_say_last_words() -> None:
 async def test_a_request_ends_when_its_own_time_has_passed() -> None:
     drain = Drain()
     now_s = time.monotonic()
-    with pytest.raises(UpstreamTimeout) as raised:
-        async with drain.bounded(now_s + 0.01):
-            await asyncio.sleep(60)
+    with pytest.raises(UpstreamTimeout) as raised, drain.bounded(now_s + 0.01):
+        await asyncio.sleep(60)
 
     assert (raised.value.status, raised.value.slug) == (504, "request_timeout")
-    async with drain.bounded(now_s + 60):
+    with drain.bounded(now_s + 60):
         await asyncio.sleep(0)
     assert not drain.running
 
@@ -76,7 +75,7 @@ async def test_the_end_of_the_application_comes_before_a_request_s_own() -> None
     drain = Drain()
 
     async def long() -> None:
-        async with drain.bounded(time.monotonic() + 60):
+        with drain.bounded(time.monotonic() + 60):
             await asyncio.sleep(60)
 
     task = asyncio.create_task(long())
@@ -95,8 +94,8 @@ async def test_other_ends_are_left_as_they_are() -> None:
     with pytest.raises(asyncio.CancelledError):
         await cancelled
 
-    with pytest.raises(TimeoutError):
-        async with drain.bounded(), asyncio.timeout(0):
+    with pytest.raises(TimeoutError), drain.bounded():
+        async with asyncio.timeout(0):
             await asyncio.sleep(60)
     async with asyncio.timeout(60):
         await drain.idle()
@@ -109,7 +108,7 @@ async def test_who_has_less_time_ends_before_who_came_earlier() -> None:
 
     async def takes(name: str, until_s: float) -> None:
         try:
-            async with drain.bounded(until_s):
+            with drain.bounded(until_s):
                 await asyncio.sleep(60)
         except UpstreamTimeout:
             ended.append(name)
@@ -126,7 +125,7 @@ async def test_who_says_last_words_at_the_end_of_its_time_is_not_told_twice() ->
     cut = asyncio.Event()
 
     async def streams() -> str:
-        async with drain.bounded(time.monotonic() + 0.01):
+        with drain.bounded(time.monotonic() + 0.01):
             try:
                 await asyncio.sleep(60)
             finally:

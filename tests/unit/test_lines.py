@@ -15,11 +15,11 @@ from epd.observe.lines import BATCH_BYTES, BATCH_S, WHOLE_BYTES, LineLogger, Lin
 REQUESTS = """
 import asyncio, logging, re, structlog, sys
 from epd.observe import logs
-from epd.events import RequestDone, StageDone
+from epd.events import RequestRecord, StageDone
 logs.configure({log_format!r}, "info", worker={worker})
 observer = logs.LogObserver(30.0)
 stages = (StageDone("decode", "http://d:1", 1.0, 0.01234, None),)
-done = RequestDone(
+done = RequestRecord(
     request_id="a b", engine_id="e", method="POST", path="/v1/chat/completions", status=200,
     seconds=0.1, error=None, reason=None, stages=stages, items={{"hit": 2}}, retries=1, policy="é",
     model_name="a model", stream=True, first_token_s=0.05, answer_bytes=77,

@@ -155,11 +155,13 @@ async def test_limits_change_under_requests_that_are_here() -> None:
         requests=9, queue=0, queue_timeout_s=1, body_bytes=9, tenant_requests=1, tenant_per_minute=1
     )
 
-    with admission.arrive(ALICE):
+    with admission.request(ALICE) as first, admission.request(ALICE) as second:
+        first.arrive()
         admission.adopt(one)
-        with pytest.raises(TooManyRequests), admission.arrive(ALICE):
-            pass
-    with admission.arrive(ALICE):
+        with pytest.raises(TooManyRequests):
+            second.arrive()
+    with admission.request(ALICE) as third:
+        third.arrive()
         admission.keep_pace(ALICE)
         with pytest.raises(TooManyRequests):
             admission.keep_pace(ALICE)

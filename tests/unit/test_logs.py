@@ -11,7 +11,7 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.events import RequestDone, StageDone
+from epd.events import RequestRecord, StageDone
 from epd.observe.logs import LogObserver, plain
 from epd.routing.instances import Role
 
@@ -145,7 +145,7 @@ def test_half_of_a_lease_is_a_warning(kv_wait_s: float | None, level: str) -> No
     assert line_of(request(kv_wait_s=kv_wait_s))["log_level"] == level
 
 
-def request(**more: Any) -> RequestDone:
+def request(**more: Any) -> RequestRecord:
     fields: dict[str, Any] = {
         "request_id": "r",
         "method": "POST",
@@ -158,10 +158,10 @@ def request(**more: Any) -> RequestDone:
         "items": {},
         "retries": 0,
     }
-    return RequestDone(**{**fields, "engine_id": "r", **more})
+    return RequestRecord(**{**fields, "engine_id": "r", **more})
 
 
-def line_of(event: RequestDone, *, tenants: bool = False) -> MutableMapping[str, Any]:
+def line_of(event: RequestRecord, *, tenants: bool = False) -> MutableMapping[str, Any]:
     with structlog.testing.capture_logs() as lines:
         LogObserver(30.0, tenants=tenants).request_done(event)
     [line] = lines

@@ -104,7 +104,7 @@ async def relayed(path: str, chunks: list[bytes]) -> tuple[bytes, list[tuple[byt
     def look() -> None:
         gaps = context.record.gaps
         assert gaps is not None
-        begun = context.record.first_event_s is not None
+        begun = context.record.first_token_s is not None
         moments.append((client.written, begun, sum(gaps.counts)))
 
     reply = cast("Reply", Chunked(chunks, look))

@@ -68,7 +68,7 @@ class TenancySettings(BaseModel):
 
     def trusts(self, tenant: Tenant) -> bool:
         """Return whether a tenant's requests may have a priority and ask for an engine's load."""
-        return tenant == ANONYMOUS or tenant.name in self.trusted_tenants
+        return tenant is ANONYMOUS or tenant.name in self.trusted_tenants
 
     def scope_of(self, tenant: Tenant) -> Scope:
         """What a tenant's keys and salts are derived under."""

@@ -1,0 +1,91 @@
+"""Requests of the API that pass aiohttp's router, and those that do not."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.abc import AbstractMatchInfo
+from aiohttp.typedefs import Handler
+from aiohttp.web_urldispatcher import UrlDispatcher
+
+import epd
+from epd.edge.protocol import Runner
+from epd.server.slots import CONFIG, OBSERVERS
+from tests.proxy.fake_instance import FakeInstance, decodes
+from tests.proxy.fleet import UNASKED
+from tests.requests import request, text
+
+PATH = "/v1/chat/completions"
+
+
+@asynccontextmanager
+async def serving(change: Callable[[web.Application], None]) -> AsyncIterator[str]:
+    """A proxy whose application was changed before it began to serve."""
+    async with FakeInstance(decodes).running() as decode:
+        urls = {"encode_servers_urls": (decode.url,), "decode_servers_urls": (decode.url,)}
+        app = epd.create_app(epd.ProxyConfig(**UNASKED | urls), observers=[])
+        change(app)
+        runner = Runner(app, app[CONFIG], app[OBSERVERS])
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        finally:
+            await runner.cleanup()
+
+
+async def asked(url: str) -> tuple[int, str | None]:
+    """Status of an answer, and a header that the application's own code adds."""
+    async with aiohttp.ClientSession() as http, http.post(url, json=request(text())) as reply:
+        await reply.read()
+        return reply.status, reply.headers.get("X-Added")
+
+
+def nothing(_: web.Application) -> None:
+    pass
+
+
+def a_middleware(app: web.Application) -> None:
+    @web.middleware
+    async def add(request: web.Request, handler: Handler) -> web.StreamResponse:
+        response = await handler(request)
+        response.headers["X-Added"] = "middleware"
+        return response
+
+    app.middlewares.append(add)
+
+
+def a_signal(app: web.Application) -> None:
+    async def add(_: web.Request, response: web.StreamResponse) -> None:
+        response.headers["X-Added"] = "signal"
+
+    app.on_response_prepare.append(add)
+
+
+@pytest.mark.parametrize(
+    ("change", "added"), [(nothing, None), (a_middleware, "middleware"), (a_signal, "signal")]
+)
+async def test_what_is_added_to_the_application_is_called_for_each_request(
+    change: Callable[[web.Application], None], added: str | None
+) -> None:
+    async with serving(change) as url:
+        assert await asked(f"{url}{PATH}") == (200, added)
+        assert await asked(f"{url}{PATH}?a=b") == (200, added)
+
+
+@pytest.mark.parametrize(("query", "status"), [("", 200), ("?a=b", 500)])
+async def test_the_router_is_not_asked_for_a_path_of_the_api(
+    monkeypatch: pytest.MonkeyPatch, query: str, status: int
+) -> None:
+    routers, resolve = list[object](), UrlDispatcher.resolve
+
+    async def fail(self: UrlDispatcher, asked: web.Request) -> AbstractMatchInfo:
+        if self in routers:
+            raise RuntimeError("the router was asked")
+        return await resolve(self, asked)
+
+    monkeypatch.setattr(UrlDispatcher, "resolve", fail)
+    async with serving(lambda app: routers.append(app.router)) as url:
+        assert await asked(f"{url}{PATH}{query}") == (status, None)
