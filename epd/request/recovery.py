@@ -130,7 +130,8 @@ def _metadata_refused(failure: Failure) -> bool:
 def _entry_lost(failure: Failure) -> bool:
     sending = failure.sending
     lost = failure.error.engine_failed and not sending.attempt.reencode
-    return lost and sending.prompt.depends
+    first = failure.failures.count(failure.error.stage) == 1
+    return lost and first and sending.prompt.depends
 
 
 def _prefill_again(failure: Failure) -> bool:
@@ -191,7 +192,7 @@ RULES = (
         lambda failure: _not_counted(failure)._replace(raw=True),
     ),
     Rule(
-        "prefill or decode answers 500 to a request that names encoder outputs, the first time",
+        "prefill or decode answers 500 to a request that names encoder outputs, its first failure",
         "all items are encoded again, and their media go along",
         _entry_lost,
         lambda failure: failure.next_attempt._replace(reencode=True),

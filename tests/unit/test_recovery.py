@@ -133,6 +133,15 @@ def test_a_row_makes_the_next_attempt(row: int, case: Failure, changes: dict[str
     assert {name: getattr(attempt, name) for name in changes} == changes
 
 
+def test_items_are_encoded_again_only_after_the_first_failure_of_a_stage() -> None:
+    case = failure(rejected(500), attempt={"failures": ("prefill",)})
+    attempt = next_attempt(case)
+    assert attempt is not None
+    assert attempt.reencode
+
+    assert next_attempt(failure(rejected(500), attempt={"failures": ("decode",)})) is None
+
+
 def test_every_row_has_a_case() -> None:
     assert [row for row, _, _ in ROWS] == list(range(1, len(RULES) + 1))
 
