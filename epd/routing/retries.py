@@ -29,10 +29,13 @@ class Retries:
 
     Attributes:
         requests: how many are under way; `Tries` counts them.
+        jitter_s: draws a delay between two numbers of seconds.
     """
 
     def __init__(self) -> None:
         self.requests = 0
+        # Not the module's generator: whoever shares the process may give that one a seed.
+        self.jitter_s = random.Random().uniform  # noqa: S311 - no secret
         self._again = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
 
@@ -106,7 +109,7 @@ class Tries:
         self._leave()
         if not self._left:
             raise error
-        jitter_s = random.uniform(0, JITTER_S * 2**self._number)  # noqa: S311
+        jitter_s = self._retries.jitter_s(0, JITTER_S * 2**self._number)
         self._left -= 1
         self._number += 1
         await asyncio.sleep(delay_s + jitter_s)
