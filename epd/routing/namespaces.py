@@ -25,6 +25,8 @@ class Namespaces:
         self._clock = clock
         self._known: dict[tuple[Role, str], str] = {}
         self._asked_s: dict[tuple[Role, str], float] = {}
+        self._consumers: frozenset[str] | None = None
+        self._counted_at = table.changes
 
     def due(self) -> list[Instance]:
         """Return the instances to ask now; each answer goes to `told`."""
@@ -48,6 +50,7 @@ class Namespaces:
             instance: the instance. One that is not in the table is forgotten by the next `due`.
             namespace: empty: it has none, or several; None: it did not answer.
         """
+        self._consumers = None
         if namespace:
             self._known[instance.key] = namespace
         elif namespace is not None:
@@ -58,9 +61,15 @@ class Namespaces:
         return self._known.get(instance.key)
 
     def of_consumers(self) -> frozenset[str]:
-        """Return all namespaces that are known of instances that consume encoder outputs."""
-        known = (self.of(one) for one in self._table.of(*CONSUMERS))
-        return frozenset(one for one in known if one is not None)
+        """Return all namespaces that are known of instances that consume encoder outputs.
+
+        Each request with media asks; they are counted again only after a change.
+        """
+        if self._consumers is None or self._counted_at != self._table.changes:
+            known = (self.of(one) for one in self._table.of(*CONSUMERS))
+            self._consumers = frozenset(one for one in known if one is not None)
+            self._counted_at = self._table.changes
+        return self._consumers
 
     def shares(self, instance: Instance, namespace: str | None) -> bool:
         """Return whether outputs of an instance are found under a namespace, if it is known."""

@@ -28,6 +28,7 @@ class InstanceTable:
 
     Attributes:
         roles: of which there are instances.
+        changes: how many instances have come and gone.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class InstanceTable:
         self._leaving: dict[Instance, Load] = {}
         self._removed: set[tuple[Role, str]] = set()
         self.roles: frozenset[Role] = frozenset()
+        self.changes = 0
         for instance in instances:
             self.add(instance)
 
@@ -89,6 +91,7 @@ class InstanceTable:
         self._members[instance.key] = candidate = Candidate(instance, health, load)
         self._by_role[instance.role].append(candidate)
         self.roles |= {instance.role}
+        self.changes += 1
 
     def remove(self, instance: Instance) -> None:
         """Give an instance no further request. Those that are under way end as they would."""
@@ -99,6 +102,7 @@ class InstanceTable:
         seats.remove(candidate)
         if not seats:
             self.roles -= {instance.role}
+        self.changes += 1
         candidate.load.leave()
         self._leave(instance, candidate.load)
         self._removed.add(instance.key)

@@ -156,3 +156,38 @@ def test_namespace_on_a_page_of_metrics(labels: tuple[str, ...], expected: str) 
 def test_any_page_is_read(content: bytes) -> None:
     assert read_namespace(b"\n" + NAMESPACE + content) is not None
     assert read_namespace(page('namespace="a"').replace(b'"a"', b'"' + content + b'"')) is not None
+
+
+@pytest.mark.parametrize("instances", [2, 200])
+def test_a_request_does_not_look_at_each_consumer(
+    instances: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    consumers = [Instance(Role.PREFILL_DECODE, f"http://d{n}") for n in range(instances)]
+    table = InstanceTable(consumers)
+    namespaces, looks = Namespaces(table), list[str]()
+    namespaces.told(consumers[0], "a")
+
+    def of(*_: Role) -> tuple[Instance, ...]:
+        looks.append("look")
+        return ()
+
+    monkeypatch.setattr(table, "of", of)
+    for _ in range(10):
+        namespaces.of_consumers()
+
+    assert looks == ["look"]
+
+
+def test_an_instance_that_leaves_takes_its_namespace_along(
+    namespaces: Namespaces, table: InstanceTable
+) -> None:
+    namespaces.told(D1, "a")
+    namespaces.told(D2, "b")
+    assert namespaces.of_consumers() == {"a", "b"}
+
+    table.remove(D2)
+    assert namespaces.of_consumers() == {"a"}
+    table.add(D2)
+    assert namespaces.of_consumers() == {"a", "b"}
+    namespaces.told(D2, "")
+    assert namespaces.of_consumers() == {"a"}
