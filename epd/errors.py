@@ -301,6 +301,12 @@ class EncodeMismatch(UpstreamFailed):
         )
 
 
+class AnswerTooLarge(UpstreamFailed):
+    """An instance's answer is larger than the proxy keeps. Another one's would be as large."""
+
+    retryable = False
+
+
 class UpstreamUnreachable(UpstreamFailed):
     """No connection to an instance: the request has not left the proxy."""
 

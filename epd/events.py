@@ -55,8 +55,8 @@ class StageDone(NamedTuple):
         stage: queue, store, encode, prefill, decode or release.
         instance: base URL of the instance; of the store, what kind it is; of the queue, "proxy".
         started_s: when it was sent, on the monotonic clock.
-        seconds: until its answer was read; for decode until the answer's head came; in the queue
-            until the request's turn came.
+        seconds: until its answer was read; for decode's streams until their first byte came; in the
+            queue until the request's turn came.
         error: slug of the error, `cancelled`, or None.
         model_name: what instances call the request's model (`epd.models`).
         modality: of the item that was encoded.
@@ -107,6 +107,7 @@ class RequestRecord:
         gaps: times between the chunks of its stream, in seconds, by `GAPS_S`.
         stream: whether the answer's head announced a stream.
         answer_bytes: bytes of the answer's body, as far as it was written.
+        ended: whether the observers have been given it: it changes no more.
     """
 
     request_id: str
@@ -136,6 +137,7 @@ class RequestRecord:
     gaps: Histogram | None = None
     stream: bool = False
     answer_bytes: int = 0
+    ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -324,11 +324,11 @@ class Runner(web.AppRunner):
         self._observers = observers
 
     async def _make_server(self) -> Server:
-        app = self.app
+        app, made = self.app, await super()._make_server()  # its start may add more
         # What has been added to the application is for each of its requests.
         changed = len(app.middlewares) > 1 or len(app.on_response_prepare) > 0
         return Server(
-            await super()._make_server(),
+            made,
             self.live,
             self._observers,
             {} if changed else app.get(DIRECT, {}),

@@ -128,8 +128,9 @@ class RequestContext:
         return Timed(self, stage, where, item)
 
     def done(self, event: StageDone) -> None:
-        """Something of it has ended."""
-        self.record.stages.append(event)
+        """Something of it has ended, which may be after the request."""
+        if not self.record.ended:
+            self.record.stages.append(event)
         for observer in self.observers:
             observer.stage_done(event)
 

@@ -15,6 +15,7 @@ from epd.errors import (
     UpstreamDied,
     slug_of,
 )
+from epd.gather import StrictTaskGroup
 from epd.request.decoders import Decoders
 from epd.request.peers import Peers
 from epd.request.readbacks import Readbacks
@@ -189,7 +190,7 @@ class Handovers:
         halves = Halves()
         with ExitStack() as stack:
             try:
-                async with asyncio.TaskGroup() as group:
+                async with StrictTaskGroup() as group:
                     prefill = self._prefilled(sending, pair)
                     prefilling = group.create_task(halves.run("prefill", prefill))
                     decode = self.decode(sending, body, pair)

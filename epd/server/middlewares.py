@@ -23,7 +23,7 @@ from epd.errors import (
     UnknownMedia,
     WrongMethod,
 )
-from epd.events import CLIENT_CLOSED, RequestRecord
+from epd.events import RequestRecord
 from epd.observe.logs import REQUEST_ID as LOGGED
 from epd.request.context import RequestContext
 from epd.request.ids import request_id
@@ -101,13 +101,14 @@ def _tell(
         record.status = response.status
     elif visit.answered is not None:
         record.status = visit.answered
-    if record.status == CLIENT_CLOSED:
+    if response is None and visit.answered is None:
         record.error = _left(request)
-    if error is not None:
+    elif error is not None:
         record.error, record.reason = error.slug, reason_of(error)
     if isinstance(response, web.Response) and isinstance(response.body, bytes | bytearray):
         record.answer_bytes = len(response.body)
     record.model_name = context.model_name
+    record.ended = True
     if context.span is not None:
         context.span.done(record)
     for observer in context.observers:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from epd.errors import ProxyError, Stage, UpstreamFailed
+from epd.errors import AnswerTooLarge, ProxyError, Stage
 from epd.http.connection import Connection, Sink
 from epd.upstream.faults import FAILURES, cause, shown
 
@@ -117,7 +117,7 @@ class Reply:
             parts.append(chunk)
             size += len(chunk)
             if size > limit:
-                raise UpstreamFailed(
+                raise AnswerTooLarge(
                     f"the {self._stage} instance's answer is larger than {limit} bytes",
                     slug=f"{self._stage}_bad_response",
                     stage=self._stage,

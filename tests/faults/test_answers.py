@@ -5,11 +5,15 @@ import gc
 from itertools import accumulate
 from typing import Any
 
+import aiohttp
 import pytest
+from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epd.bodies.sse import EventAligner
+from epd.request import stages
+from epd.server import middlewares
 from tests.faults.relay import End, Relay
 from tests.faults.scripted import (
     LAST_CHUNK,
@@ -105,6 +109,44 @@ async def test_what_decode_refuses_arrives_as_it_said_it(launch: Launch, stream:
         ):
             assert (reply.status, await reply.read()) == (422, said)
         assert len(decode.exchanges) == 1
+
+
+async def test_an_answer_that_is_too_large_is_not_asked_for_again(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "MAX_DECODE_BYTES", 1000)
+    script = [read_request(), send(answer(b" " * 1001)), hold()]
+    async with (
+        Scripted(script).running() as first,
+        Scripted(script).running() as second,
+        launch(decode_servers_urls=(first.url, second.url)) as fleet,
+    ):
+        await fleet.chat(request(text()))
+
+        [done] = fleet.events.requests
+        assert (done.status, done.error) == (502, "decode_bad_response")
+        assert len(first.exchanges) + len(second.exchanges) == 1
+
+
+async def test_a_client_that_leaves_before_the_error_of_its_stream_has_left(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def leaves(*_: object) -> web.StreamResponse:
+        raise ConnectionResetError("the client has left")
+
+    monkeypatch.setattr(middlewares, "broken", leaves)
+    event = STREAM_HEAD + chunked(chunk("a"))
+    async with (
+        Scripted([read_request(), send(event), wait(0.1), reset()]).running() as decode,
+        launch(decode_servers_urls=(decode.url,)) as fleet,
+    ):
+        with pytest.raises(aiohttp.ClientError):
+            async with fleet.post(request(text(), stream=True)) as reply:
+                await reply.read()
+        await until(lambda: fleet.events.requests)
+
+        [done] = fleet.events.requests
+        assert (done.status, done.error, done.reason) == (499, "client_closed", None)
 
 
 BROKEN: dict[str, Any] = {

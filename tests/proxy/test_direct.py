@@ -64,8 +64,21 @@ def a_signal(app: web.Application) -> None:
     app.on_response_prepare.append(add)
 
 
+def a_signal_at_startup(app: web.Application) -> None:
+    async def start(app: web.Application) -> None:
+        a_signal(app)
+
+    app.on_startup.append(start)
+
+
 @pytest.mark.parametrize(
-    ("change", "added"), [(nothing, None), (a_middleware, "middleware"), (a_signal, "signal")]
+    ("change", "added"),
+    [
+        (nothing, None),
+        (a_middleware, "middleware"),
+        (a_signal, "signal"),
+        (a_signal_at_startup, "signal"),
+    ],
 )
 async def test_what_is_added_to_the_application_is_called_for_each_request(
     change: Callable[[web.Application], None], added: str | None
