@@ -1,8 +1,7 @@
 """Several calls at once, of which the first error ends the others."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Generator, Iterable
-from contextvars import Context
+from collections.abc import Callable, Coroutine, Iterable
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -15,13 +14,9 @@ class StrictTaskGroup(asyncio.TaskGroup):
 
     Time limits rely on that (`asyncio.timeout`, `epd.edge.drain`). The group of Python 3.11 differs
     in two cases. If a task fails while the group waits at its end, one cancellation too many stays
-    counted; and a cancellation from outside in the moment of a failure is lost.
+    counted: the body of the group has to wait for its tasks (`asyncio.wait`). And a cancellation
+    from outside in the moment of a failure is lost: here it is raised in place of the failure.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._made: list[asyncio.Task[Any]] = []
-        self._cancels = 0
 
     async def __aenter__(self) -> Self:
         """Begin."""
@@ -29,36 +24,18 @@ class StrictTaskGroup(asyncio.TaskGroup):
         await super().__aenter__()
         return self
 
-    def create_task(
-        self,
-        coro: Generator[Any, None, T] | Coroutine[Any, Any, T],
-        *,
-        name: str | None = None,
-        context: Context | None = None,
-    ) -> asyncio.Task[T]:
-        """As `asyncio.TaskGroup` does."""
-        task = super().create_task(coro, name=name, context=context)
-        self._made.append(task)
-        return task
-
     async def __aexit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Wait for the tasks.
+        """End.
 
         Raises:
-            BaseExceptionGroup: some failed.
+            BaseExceptionGroup: tasks failed.
             asyncio.CancelledError: the task was cancelled, whether some failed or not.
         """
-        if error is None and self._made:
-            try:
-                # Here, and not within the group's end, a failed task's cancellation is taken back.
-                await asyncio.wait(self._made)
-            except asyncio.CancelledError as cancelled:
-                kind, error, trace = type(cancelled), cancelled, cancelled.__traceback__
         try:
             await super().__aexit__(kind, error, trace)
         except BaseExceptionGroup:
@@ -94,6 +71,8 @@ async def gather_first(
                 task = group.create_task(call(value))
                 task.add_done_callback(lambda _: places.release())
                 tasks.append(task)
+            if tasks:
+                await asyncio.wait(tasks)
     except ExceptionGroup as failures:
         first = failures.exceptions[0]
         raise first from first.__cause__

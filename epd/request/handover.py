@@ -196,6 +196,7 @@ class Handovers:
                     decode = self.decode(sending, body, pair)
                     opening = group.create_task(halves.run("decode", decode))
                     stack.callback(_close, opening)
+                    await asyncio.wait((prefilling, opening))
             except ExceptionGroup as failed:
                 first = failed.exceptions[0]
                 if isinstance(first, ProxyError) and first.stage == "prefill":

@@ -23,8 +23,7 @@ async def fails_together() -> None:
     """Have one of two tasks fail while the group waits for both, as a failed attempt does."""
     try:
         async with StrictTaskGroup() as group:
-            group.create_task(fails())
-            group.create_task(lasts())
+            await asyncio.wait([group.create_task(one) for one in (fails(), lasts())])
     except ExceptionGroup:
         return
     raise AssertionError("nothing failed")
@@ -68,8 +67,8 @@ async def test_a_cancellation_in_the_moment_of_a_failure_is_not_lost() -> None:
         nonlocal went_on
         try:
             async with StrictTaskGroup() as group:
-                group.create_task(leaves_and_fails())
-                group.create_task(lasts())
+                both = (leaves_and_fails(), lasts())
+                await asyncio.wait([group.create_task(one) for one in both])
         except ExceptionGroup:
             went_on = True
 
