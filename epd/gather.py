@@ -10,7 +10,7 @@ V = TypeVar("V")
 
 
 class StrictTaskGroup(asyncio.TaskGroup):
-    """A task group after which its task has been cancelled as often as others have cancelled it.
+    """A task group that leaves its task's count of cancellations (`Task.cancelling`) correct.
 
     Time limits rely on that (`asyncio.timeout`, `epd.edge.drain`). The group of Python 3.11 differs
     in two cases. If a task fails while the group waits at its end, one cancellation too many stays

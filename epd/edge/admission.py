@@ -38,7 +38,7 @@ REFUSALS: Mapping[Reason, tuple[type[TryLater], str, str]] = {
 
 @dataclass(slots=True)
 class TenantUse:
-    """What a tenant's requests have of one process.
+    """Requests and bytes of one tenant in this process.
 
     Attributes:
         requests: inside or waiting.
@@ -50,7 +50,7 @@ class TenantUse:
 
 
 class AdmittedRequest:
-    """What one request has of a process, until the context is left: a place, and bytes of a body.
+    """One request: its place and the bytes counted for it, until the context is left.
 
     Attributes:
         size: bytes that its body, and media that were fetched for it, are counted with.
@@ -158,11 +158,11 @@ class Admission:
             raise self._refusal("tenant_rate", wait_s)
 
     def request(self, tenant: Tenant) -> AdmittedRequest:
-        """Return what a request of this tenant has, as a context."""
+        """Return the context of a request of this tenant."""
         return AdmittedRequest(self, tenant)
 
     def use_of(self, tenant: Tenant) -> TenantUse:
-        """Return what a tenant's requests have. One is kept for each tenant that has sent any."""
+        """Return the use of a tenant. One is kept per tenant, so that the keys file bounds them."""
         use = self._uses.get(tenant.name)
         if use is None:
             use = self._uses[tenant.name] = TenantUse()

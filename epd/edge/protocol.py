@@ -38,7 +38,7 @@ MAX_REFUSALS = 64
 
 
 DIRECT = web.AppKey("direct", Mapping[str, Handler])
-"""What responds to a `POST` of a path, without a route that aiohttp would have to find."""
+"""Handlers of `POST` requests by path, which are called without aiohttp's router."""
 
 
 class Connection(web.RequestHandler):

@@ -51,7 +51,7 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def direct(app: web.Application, handler: Handler) -> dict[str, Handler]:
-    """Return what responds to a `POST` of each endpoint of the API, without a route to be found."""
+    """Return handlers of `POST` requests to the API's endpoints, by path (`DIRECT`)."""
     ours = partial(respond, handler=handler, app=app, access=Access.TENANT)
     return {path: partial(ours, route=path) for path in ENDPOINTS}
 
