@@ -109,7 +109,9 @@ class Store(Protocol):
     def lease(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
         """As `lookup`, and what is there is not evicted for `seconds` from now. Counts as use."""
 
-    def claim(self, keys: Sequence[EntryKey], owner: str, seconds: float) -> list[bool]:
+    def claim(
+        self, keys: Sequence[EntryKey], owner: str, seconds: float, *, wait: bool = True
+    ) -> list[bool]:
         """Say that `owner` makes these entries, so that others may wait instead of making them too.
 
         A claim is taken where nobody holds it, and renewed where this owner does. It ends `seconds`
@@ -121,6 +123,8 @@ class Store(Protocol):
             keys: the entries.
             owner: the same for those who make an entry once between them, and nobody else's.
             seconds: how long from now, unless it is renewed.
+            wait: whether the call may wait, for a second at most, while other processes change one
+                of these claims. Without it such a claim is not taken.
 
         Returns:
             For each key whether the owner holds its claim now; False where another does.

@@ -50,14 +50,22 @@ class _Claim(NamedTuple):
 class Claims:
     """The claims of a store, in one folder. Every method raises OSError where it cannot write."""
 
-    def take(
-        self, folder: Folder, digests: Iterable[str], owner: bytes, seconds: float, now: Clock
+    def take(  # noqa: PLR0913 - what a claim is made of
+        self,
+        folder: Folder,
+        digests: Iterable[str],
+        owner: bytes,
+        seconds: float,
+        now: Clock,
+        *,
+        wait: bool = True,
     ) -> list[bool]:
         """Claim entries, or go on claiming them; False for each that another claims.
 
-        Where there are no links there are no claims either, and nobody waits for anybody.
+        Where there are no links there are no claims either, and nobody waits for anybody. Without
+        `wait` a claim that another process changes at the moment is not taken.
         """
-        ours, deadline_s = _signed(owner), time.monotonic() + WAIT_S
+        ours, deadline_s = _signed(owner), time.monotonic() + (WAIT_S if wait else 0.0)
         claim = f"{seconds:.3f} {ours}"
         return [self._take(folder, digest, ours, claim, deadline_s, now) for digest in digests]
 
@@ -72,8 +80,9 @@ class Claims:
                     return False
                 if _changed(folder, digest, {None, ours}, claim, now):
                     return True
-                if time.monotonic() > deadline_s:
+                if time.monotonic() >= deadline_s:
                     return holder == ours
+                time.sleep(random.uniform(0.001, 0.005))  # noqa: S311
         except OSError as error:
             if error.errno not in NO_LINKS:
                 raise
@@ -100,14 +109,13 @@ def _changed(
     """Put a claim in the place of the one that is there, or nothing, if one of `holders` holds it.
 
     Returns:
-        False where another holds it, it is gone, or somebody else is at it, who is waited for.
+        False where another holds it, it is gone, or another process changes it.
     """
     change = digest + _NEXT
     if not folder.link(change, claim or "-"):
         with suppress(FileNotFoundError):
             if not -SLACK_S <= now() - folder.stat(change).st_mtime <= STALE_S:
                 folder.remove(change)
-        time.sleep(random.uniform(0.001, 0.005))  # noqa: S311
         return False
     try:
         # What is there stays until this change is over; what is not, may be claimed meanwhile.

@@ -30,6 +30,10 @@ class EntryKey:
             if 4 * len(part) > MAX_PART_BYTES < len(part.encode("utf-8", "surrogatepass")):
                 raise ValueError(f"a part of a key is longer than {MAX_PART_BYTES} bytes")
 
+    def __hash__(self) -> int:
+        """Return the identifier's hash, which Python keeps: claims look their keys up often."""
+        return hash(self.identifier)
+
     @property
     def digest(self) -> str:
         """64 hexadecimal digits that stand for the key wherever a name is needed.

@@ -99,8 +99,18 @@ class RedisStore(Store):
         with self._client.bounded():
             return self._entries.use([key.digest for key in keys], seconds)
 
-    def claim(self, keys: Sequence[EntryKey], owner: str, seconds: float) -> list[bool]:
-        """Say who makes entries (see `Store.claim`). One round trip, two where some are renewed."""
+    def claim(
+        self,
+        keys: Sequence[EntryKey],
+        owner: str,
+        seconds: float,
+        *,
+        wait: bool = True,  # noqa: ARG002 - of `Store`
+    ) -> list[bool]:
+        """Say who makes entries (see `Store.claim`). One round trip, two where some are renewed.
+
+        No claim waits for another one: `wait` changes nothing.
+        """
         digests = [key.digest for key in keys]
         return self._claims.take(digests, owner_bytes(owner), _claim_ms(seconds))
 

@@ -153,14 +153,16 @@ class SharedDiskStore(Store):
             for digest, info in zip(digests, found, strict=True)
         ]
 
-    def claim(self, keys: Sequence[EntryKey], owner: str, seconds: float) -> list[bool]:
+    def claim(
+        self, keys: Sequence[EntryKey], owner: str, seconds: float, *, wait: bool = True
+    ) -> list[bool]:
         """See `Store`. Exactly one of several owners gets a claim."""
         name = owner_bytes(owner)
         with self._unavailable("claims could not be written"):
             tree = self._opening.tree(create=True)
             digests = [key.digest for key in keys]
             return self._keeper.claims.take(
-                tree.claims, digests, name, seconds, lambda: self._now(tree)
+                tree.claims, digests, name, seconds, lambda: self._now(tree), wait=wait
             )
 
     def release(self, keys: Sequence[EntryKey], owner: str) -> None:

@@ -61,7 +61,7 @@ class Scenario:
 
 
 SCENARIOS = (
-    Scenario("text-json", "text, JSON"),
+    Scenario("text-json", "text, JSON, 32 at once", clients=32),
     Scenario("text-sse", "text, SSE, 64 chunks", chunks=64),
     Scenario("picture-100kb", "1 picture 100 KB, unique", pictures=1, picture_bytes=100 * KB),
     Scenario("picture-2mb", "1 picture 2 MB, unique", 4, pictures=1, picture_bytes=2 * MB),

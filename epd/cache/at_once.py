@@ -1,20 +1,27 @@
-"""When the store is asked on the event loop, with no thread in between. Pure.
+"""When the store is called on the event loop, with no thread in between. Pure.
 
-A look-up in memory takes some microseconds, and to hand it to a thread and back takes several times
-as long. But while a look-up runs on the event loop, nothing else does.
+A call to a store in memory takes some microseconds, and to hand it to a thread and back takes
+several times as long. But while it runs on the event loop, nothing else does.
 """
 
 SLOW_S = 0.001
-"""Mean duration of look-ups on the event loop, above which they are made on threads."""
+"""Mean duration of calls on the event loop, above which they are made on threads."""
 
 WEIGHT = 0.2
-"""Share of the latest look-up in the mean: one of more than `SLOW_S / WEIGHT` is enough."""
+"""Share of the latest call in the mean."""
+
+COUNTED_S = 4 * SLOW_S
+"""A longer call counts as one of this length, since the kernel may have given the core to another
+process meanwhile. Two in a row are enough to leave the event loop."""
+
+STALLED_S = 0.05
+"""A call of this length ends calls on the event loop by itself."""
 
 THREADS_S = 5.0
-"""For how long look-ups are then made on threads at least."""
+"""For how long calls are then made on threads at least."""
 
 MOST_KEYS = 16
-"""Entries in one look-up on the event loop."""
+"""Entries in one call on the event loop."""
 
 
 class AtOnce:
@@ -35,9 +42,9 @@ class AtOnce:
         return self._trusted and keys <= MOST_KEYS and now_s >= self._threads_until_s
 
     def took_on_loop(self, seconds: float, now_s: float) -> None:
-        """Judge by a look-up on the event loop."""
-        self._mean_s += WEIGHT * (seconds - self._mean_s)
-        if self._mean_s > SLOW_S:
+        """Judge by a call on the event loop."""
+        self._mean_s += WEIGHT * (min(seconds, COUNTED_S) - self._mean_s)
+        if self._mean_s > SLOW_S or seconds >= STALLED_S:
             self._distrust(now_s)
 
     def took_on_thread(self, seconds: float | None, now_s: float) -> None:

@@ -140,10 +140,7 @@ class Claims:
                 del self._held[key]
                 over.append(key)
         if over:
-            self._cache.later(self._give_back(over))
-
-    async def _give_back(self, keys: Sequence[EntryKey]) -> None:
-        await self._cache.write("release", lambda store: store.release(keys, self._owner))
+            self._cache.later(self._cache.release(over, self._owner))
 
     async def _tend(self) -> None:
         """Renew claims and give them back, for as long as there are any."""
@@ -158,8 +155,7 @@ class Claims:
             ]
             for key in over:
                 del self._held[key]
-            if over:
-                await self._give_back(over)
+            await self._cache.release(over, self._owner)
             await self._renew(
                 [key for key, held in self._held.items() if now_s - held.since_s > CLAIM_S / 3]
             )

@@ -19,7 +19,7 @@ from ec_store import EntryInfo, EntryKey, StoreError, StoreMissing
 from ec_store.aio import AsyncStore
 from ec_store.breaker import Breaker
 from epd.background import Background
-from epd.cache.at_once import AtOnce
+from epd.cache.at_once import MOST_KEYS, AtOnce
 from epd.cache.look import Look
 
 REFRESH_S = 5.0
@@ -158,12 +158,8 @@ class EncoderCache:
             return False
         if self._writing.open:
             look.claim_nothing()
-        try:
-            if self._looked_at_once(look, self._store):
-                return self._judged(look, None, late=False)
-        except (StoreError, ValueError) as error:
-            return self._judged(look, error, late=False)
-        on_thread = look.found is None
+        if self._is_fast(self._store, len(look.keys)):
+            return self._visited_at_once(look, self._store)
         visiting = self._store.begin(look.run)
         try:
             await _ended(visiting, PATIENT_S if patient else self._budget_s)
@@ -175,24 +171,24 @@ class EncoderCache:
             else:
                 look.leave()
                 visiting.add_done_callback(_seen)
-        if on_thread:  # and nobody has cancelled it, which says nothing of the store
-            self._at_once.took_on_thread(look.took_s, time.monotonic())
+        # Not where the request was cancelled, which says nothing of the store.
+        self._at_once.took_on_thread(look.took_s, time.monotonic())
         failure = visiting.exception() if visiting.done() else None
         return self._judged(look, failure, late=not visiting.done())
 
-    def _looked_at_once(self, look: Look, store: AsyncStore) -> bool:
-        """Look on the event loop where that is fast; whether the visit is over with it.
+    def _is_fast(self, store: AsyncStore, keys: int) -> bool:
+        """Whether the store is asked about so many keys on the event loop."""
+        return store.in_memory and self._at_once.allows(keys, time.monotonic())
 
-        Raises:
-            StoreError: the store gives no answer.
-        """
-        if not (store.in_memory and self._at_once.allows(len(look.keys), time.monotonic())):
-            return False
+    def _visited_at_once(self, look: Look, store: AsyncStore) -> bool:
+        """Have a look made on the event loop; whether the store has said what is there."""
+        failure = None
         try:
-            store.at_once(look.look_up)
-        finally:
-            self._at_once.took_on_loop(look.took_s or 0.0, time.monotonic())
-        return look.over
+            store.at_once(look.run_at_once)
+        except (StoreError, ValueError) as error:
+            failure = error
+        self._at_once.took_on_loop(look.took_s or 0.0, time.monotonic())
+        return self._judged(look, failure, late=False)
 
     def _judged(self, look: Look, failure: BaseException | None, *, late: bool) -> bool:
         """Whether a look has an answer, which the breakers are told too."""
@@ -236,6 +232,26 @@ class EncoderCache:
                 self._leased[info.key] = until_s
         while len(self._leased) > MAX_LEASED:
             del self._leased[next(iter(self._leased))]
+
+    async def release(self, keys: Sequence[EntryKey], owner: str) -> None:
+        """Give back claims. On the event loop they are given back `MOST_KEYS` at a time."""
+        while keys:
+            fast = self._store is not None and self._is_fast(self._store, 1)
+            some = keys[:MOST_KEYS] if fast else keys
+            await self.write("release", partial(self._released, some, owner, fast=fast))
+            keys = keys[len(some) :]
+
+    async def _released(
+        self, keys: Sequence[EntryKey], owner: str, store: AsyncStore, *, fast: bool
+    ) -> None:
+        if not fast:
+            return await store.release(keys, owner)
+        begun_s = time.monotonic()
+        store.at_once(lambda opened: opened.release(keys, owner))
+        ended_s = time.monotonic()
+        self._at_once.took_on_loop(ended_s - begun_s, ended_s)
+        await asyncio.sleep(0)  # other requests go on between two groups
+        return None
 
     def learn(self, model: str | None, namespace: str) -> None:
         """Take an encode instance's word for the namespace of a model.

@@ -1,9 +1,13 @@
-"""One visit to the encoder-cache store, made on a thread or begun on the event loop."""
+"""One visit to the encoder-cache store, made on a thread or on the event loop."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from ec_store import EntryInfo, EntryKey, Store, StoreError
+
+Claim = Callable[[Sequence[EntryKey], str, float], Sequence[bool]]
+"""Claims entries for an owner, for so many seconds; whether each is held."""
 
 
 class Look:
@@ -12,7 +16,7 @@ class Look:
     Attributes:
         keys: what is looked for.
         found: what is there, once that is known.
-        took_s: how long the store took to say so.
+        took_s: how long the store took to say so; on the event loop, claims included.
         claimed: what is not there, and was claimed.
         settled: whether the store has said of all that is not there who has claimed it.
         problem: why nothing could be claimed.
@@ -34,50 +38,66 @@ class Look:
         self._claim_s = claim_s
         self._left = False
 
-    @property
-    def over(self) -> bool:
-        """Whether nothing is left to do: what is there is known, and nothing is to be claimed."""
-        return self.found is not None and (self._owner is None or not self._missing(self.found))
-
     def run(self, store: Store) -> None:
-        """Make the visit, or what is left of it, on a thread: claims may wait for others.
-
-        Raises:
-            StoreError: the store gives no answer.
-        """
-        found = self.look_up(store) if self.found is None else self.found
-        missing = self._missing(found)
-        if missing and self._owner is not None and not self._left:
-            try:
-                self._claim(store, self._owner, missing)
-            except (StoreError, ValueError) as error:
-                self.problem = error
-
-    def look_up(self, store: Store) -> Mapping[EntryKey, EntryInfo]:
-        """Find out what is there, and claim nothing.
+        """Look up the entries and claim the missing ones, on a thread: a claim may wait for others.
 
         Raises:
             StoreError: the store gives no answer.
         """
         begun_s = time.perf_counter()
         try:
-            infos = store.lookup(self.keys)
+            missing = self._look_up(store)
         finally:
             self.took_s = time.perf_counter() - begun_s
+        if missing:
+            self._claim(missing, store, partial(self._claim_or_find, store))
+
+    def run_at_once(self, store: Store) -> None:
+        """Look up the entries and claim the missing ones, and wait for nothing.
+
+        An entry that is written between the two is not seen: it is encoded a second time. On a
+        thread that time is longer, and the store is asked once more.
+
+        Raises:
+            StoreError: the store gives no answer.
+        """
+        begun_s = time.perf_counter()
+        try:
+            missing = self._look_up(store)
+            if missing:
+                self._claim(missing, store, partial(store.claim, wait=False))
+        finally:
+            self.took_s = time.perf_counter() - begun_s
+
+    def _look_up(self, store: Store) -> Sequence[EntryKey]:
+        """Look up the entries, and return the keys of the missing ones."""
+        infos = store.lookup(self.keys)
         self.found = {info.key: info for info in infos if info is not None}
-        return self.found
+        return [key for key, info in zip(self.keys, infos, strict=True) if info is None]
 
-    def _missing(self, found: Mapping[EntryKey, EntryInfo]) -> Sequence[EntryKey]:
-        return [key for key in self.keys if key not in found]
+    def _claim(self, missing: Sequence[EntryKey], store: Store, claim: Claim) -> None:
+        """Claim the missing entries, unless the look claims nothing or nobody waits for it."""
+        owner = self._owner
+        if owner is None or self._left:
+            return
+        try:
+            held = claim(missing, owner, self._claim_s)
+            self.claimed = [key for key, mine in zip(missing, held, strict=True) if mine]
+            self.settled = True
+            # Read after `claimed` is set: a request that leaves sets it before it reads `claimed`.
+            if self._left and self.claimed:
+                store.release(self.claimed, owner)
+        except (StoreError, ValueError) as error:
+            self.problem = error
 
-    def _claim(self, store: Store, owner: str, missing: Sequence[EntryKey]) -> None:
-        answers = store.claim_or_find(missing, owner, self._claim_s)
+    def _claim_or_find(
+        self, store: Store, missing: Sequence[EntryKey], owner: str, seconds: float
+    ) -> Sequence[bool]:
+        """Claim entries, and find those that were written since they were looked up."""
+        answers = store.claim_or_find(missing, owner, seconds)
         late = {info.key: info for info in answers if isinstance(info, EntryInfo)}
         self.found = {**(self.found or {}), **late}
-        self.claimed = [key for key, answer in zip(missing, answers, strict=True) if answer is True]
-        self.settled = True
-        if self._left and self.claimed:  # looked at after `claimed` is set, as `leave` is before
-            store.release(self.claimed, owner)
+        return [answer is True for answer in answers]
 
     def leave(self) -> None:
         """Wait for it no longer: what it claims from now on is given back at once."""

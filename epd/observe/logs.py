@@ -220,6 +220,7 @@ class LogObserver:
         self._long_s = kv_lease_s / 2
         self._tenants = tenants
         self.__dict__.pop("_log", None)
+        self.__dict__.pop("_debugs", None)
         self.__dict__.pop("_lines", None)
 
     @cached_property
@@ -227,6 +228,10 @@ class LogObserver:
         """As configured when the first event comes; to look that up costs more than a line."""
         log: structlog.typing.FilteringBoundLogger = structlog.get_logger("epd").bind()
         return log
+
+    @cached_property
+    def _debugs(self) -> bool:
+        return self._log.is_enabled_for(logging.DEBUG)
 
     @cached_property
     def _lines(self) -> RequestLines | None:
@@ -243,9 +248,9 @@ class LogObserver:
     def stage_done(self, event: StageDone) -> None:
         """One line at level debug; a warning where prefill's blocks were not given back."""
         lost = event.stage == "release" and event.error is not None
-        level = logging.WARNING if lost else logging.DEBUG
-        if not self._log.is_enabled_for(level):
+        if not lost and not self._debugs:
             return
+        level = logging.WARNING if lost else logging.DEBUG
         more = {"next": "prefill keeps its blocks until their lease ends"} if lost else {}
         self._log.log(
             level,

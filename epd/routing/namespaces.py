@@ -50,11 +50,13 @@ class Namespaces:
             instance: the instance. One that is not in the table is forgotten by the next `due`.
             namespace: empty: it has none, or several; None: it did not answer.
         """
+        if namespace is None or namespace == self._known.get(instance.key, ""):
+            return
         self._consumers = None
         if namespace:
             self._known[instance.key] = namespace
-        elif namespace is not None:
-            self._known.pop(instance.key, None)
+        else:
+            del self._known[instance.key]
 
     def of(self, instance: Instance) -> str | None:
         """Return an instance's namespace; None: it is not known."""

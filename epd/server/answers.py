@@ -26,6 +26,9 @@ FIELD = re.compile(
 """A path of fields in a request, as `error.param` has it. Its first name and the indexes behind it
 may be logged: in vLLM's `body.logit_bias.cat` the second name is the client's."""
 
+ITEM_RESULTS: tuple[ItemResult, ...] = get_args(ItemResult)
+"""In the order of the header `x-epd-items`."""
+
 MAX_PATH = 200
 """Characters of a path that its client is told of."""
 
@@ -62,7 +65,7 @@ def own_headers(context: RequestContext) -> dict[str, str]:
         )
     if record.items:
         own["x-epd-items"] = ",".join(
-            f"{result}={record.items.get(result, 0)}" for result in get_args(ItemResult)
+            [f"{result}={record.items.get(result, 0)}" for result in ITEM_RESULTS]
         )
     if record.degraded:
         own["x-epd-degraded"] = ",".join(sorted(record.degraded))

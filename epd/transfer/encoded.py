@@ -80,9 +80,14 @@ def read_encoded(reply: bytes, modality: str) -> Encoded:
 
 
 def _is_numbers(value: Any) -> bool:
-    rows = value if isinstance(value, list) else [None]
-    flat = [number for row in rows for number in (row if isinstance(row, list) else [row])]
-    return all(isinstance(number, int | float) for number in flat)
+    """Return whether a value is a list of numbers, or of lists of numbers."""
+    if not isinstance(value, list):
+        return False
+    for row in value:
+        for number in row if isinstance(row, list) else (row,):
+            if not isinstance(number, (int, float)):  # a union would take twice as long
+                return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +178,18 @@ def metadata_uuids(items: Sequence[EncodedItem], body: Body, *, raw: bool) -> di
     complete = all(one.item.has_media for one in items)
     if raw and complete:
         return {}
-    uuids = {one.item: metadata_uuid(one, body) for one in items}
-    others = {item.modality for item, uuid in uuids.items() if uuid is None}
-    modalities = {item.modality for item in uuids}
-    if others and (complete or "audio" in modalities):
-        others = modalities
-    return {item: uuid for item, uuid in uuids.items() if uuid and item.modality not in others}
+    uuids, raw_modalities = dict[MMItem, str](), set[str]()
+    for one in items:
+        uuid = metadata_uuid(one, body)
+        if uuid is None:
+            raw_modalities.add(one.item.modality)
+        else:
+            uuids[one.item] = uuid
+    if not raw_modalities:
+        return uuids
+    if complete or any(one.item.modality == "audio" for one in items):
+        return {}
+    return {item: uuid for item, uuid in uuids.items() if item.modality not in raw_modalities}
 
 
 def metadata_uuid(one: EncodedItem, body: Body) -> str | None:

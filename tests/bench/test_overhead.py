@@ -73,7 +73,7 @@ def test_every_scenario_is_answered_by_every_contender(tmp_path: Path) -> None:
     for result in document["results"]:
         assert set(result["contenders"]) == {"direct", "epd", "relay", "least"}
         assert all(it["done"] > 0 and it["failed"] == 0 for it in result["contenders"].values())
-    assert "| text, JSON |" in done.stdout
+    assert "| text, JSON, 32 at once |" in done.stdout
 
 
 OURS = machine()["cpu"]

@@ -60,9 +60,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def noting(name: str) -> Any:
         real = getattr(SharedDiskStore, name)
 
-        def call(self: object, *args: Any) -> Any:
+        def call(self: object, *args: Any, **options: Any) -> Any:
             asked.append(name)
-            return real(self, *args)
+            return real(self, *args, **options)
 
         return call
 
@@ -140,7 +140,7 @@ async def test_a_claim_is_renewed_for_as_long_as_it_is_held(
 async def test_a_store_that_takes_no_claims_is_still_looked_into(
     backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def away(*_: Any) -> list[bool]:
+    def away(*_: Any, **__: Any) -> list[bool]:
         raise StoreUnavailable("it cannot be written to")
 
     put(backed.store, KEYS[0])

@@ -640,9 +640,9 @@ async def test_a_claim_of_a_client_that_left_is_given_back(
 ) -> None:
     claim = type(backed.store).claim
 
-    def slow(*args: Any) -> list[bool]:
+    def slow(*args: Any, **options: Any) -> list[bool]:
         time.sleep(0.3)
-        return claim(*args)
+        return claim(*args, **options)
 
     async with caching(launch, backed, url) as fleet:
         await items_of(fleet, request(image()))
@@ -666,9 +666,9 @@ async def test_a_claim_in_use_is_not_given_back_with_a_renewal_that_nobody_waits
     claim, release = type(backed.store).claim, type(backed.store).release
     released: list[float] = []
 
-    def slow(*args: Any) -> list[bool]:
+    def slow(*args: Any, **options: Any) -> list[bool]:
         time.sleep(0.4)
-        return claim(*args)
+        return claim(*args, **options)
 
     def recorded(*args: Any) -> None:
         released.append(time.monotonic())

@@ -1,9 +1,10 @@
-"""A store in memory: look-ups on the event loop, all else on threads."""
+"""A store in memory: look-ups and claims on the event loop, all else on threads."""
 
 import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,11 +21,11 @@ STORED, MISSING = EntryKey(NAMESPACE, "stored"), EntryKey(NAMESPACE, "missing")
 
 
 class Seen:
-    """The threads that calls were made on; True for the event loop's."""
+    """The threads that calls were made on, True for the event loop's; and whether claims wait."""
 
     def __init__(self) -> None:
         self.look_ups: list[bool] = []
-        self.claims: list[bool] = []
+        self.claims: list[tuple[bool, bool]] = []
         self.behaves: Callable[[bool], None] = lambda _: None
         self._loop_thread = threading.get_ident()
 
@@ -44,15 +45,21 @@ def seen(store: Store, monkeypatch: pytest.MonkeyPatch) -> Seen:
         calls.behaves(calls.here())
         return found(self, keys)
 
-    def claiming(self: SharedDiskStore, *args: Any) -> list[bool]:
-        calls.claims.append(calls.here())
-        return claim(self, *args)
+    def claiming(self: SharedDiskStore, *args: Any, wait: bool = True) -> list[bool]:
+        calls.claims.append((calls.here(), wait))
+        return claim(self, *args, wait=wait)
 
     monkeypatch.setattr(SharedDiskStore, "lookup", lookup)
     monkeypatch.setattr(SharedDiskStore, "claim", claiming)
     monkeypatch.setattr(SharedDiskStore, "in_memory", True)
     monkeypatch.setattr(at_once, "SLOW_S", 0.05)  # other processes may have the core meanwhile
     return calls
+
+
+def begin_change(url: str) -> None:
+    """Change the only claim, as a process that has not ended it."""
+    [claim] = Path(url.removeprefix("file://").partition("?")[0]).glob("claims/*")
+    claim.with_name(f"{claim.name}.next").symlink_to("-")
 
 
 async def trust(cache: EncoderCache, seen: Seen) -> None:
@@ -72,7 +79,7 @@ async def test_look_ups_leave_their_thread_once_they_are_fast(url: str, seen: Se
         assert cache.operations["lookup", "ok"] >= 2
 
 
-async def test_claims_are_made_on_threads(url: str, seen: Seen) -> None:
+async def test_claims_on_the_event_loop_do_not_wait(url: str, seen: Seen) -> None:
     async with opened_cache(url, lease_s=60) as cache:
         await trust(cache, seen)
         look = Look([STORED, MISSING], "owner", 10.0)
@@ -80,8 +87,54 @@ async def test_claims_are_made_on_threads(url: str, seen: Seen) -> None:
 
         assert look.claimed == [MISSING]
         assert list(look.found or ()) == [STORED]
-        # The claim is followed by another look, on its thread.
-        assert (seen.look_ups, seen.claims) == ([True, False], [False])
+        assert (seen.look_ups, seen.claims) == ([True], [(True, False)])
+
+
+async def test_claims_on_threads_wait(url: str, seen: Seen) -> None:
+    async with opened_cache(url, lease_s=60) as cache:
+        look = Look([STORED, MISSING], "owner", 10.0)
+        assert await cache.visit(look)
+
+        assert look.claimed == [MISSING]
+        # A second look-up follows the claim.
+        assert (seen.look_ups, seen.claims) == ([False, False], [(False, True)])
+
+
+async def test_a_claim_on_the_event_loop_is_not_taken_while_another_process_changes_it(
+    url: str, store: Store, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its request then waits for its turn, as if another proxy held the claim."""
+
+    def slept(_: float) -> None:
+        raise AssertionError("the event loop was held up")
+
+    async with opened_cache(url, lease_s=60) as cache:
+        await trust(cache, seen)
+        assert store.claim([MISSING], "ended", 0.001) == [True]
+        begin_change(url)
+        await asyncio.sleep(0.01)
+        monkeypatch.setattr(time, "sleep", slept)
+        look = Look([MISSING], "owner", 10.0)
+        assert await cache.visit(look)
+
+        assert (look.claimed, look.settled, look.problem) == ([], True, None)
+        assert seen.claims[1:] == [(True, False)]  # the first one is the test's
+
+
+async def test_a_claim_that_fails_on_the_event_loop_leaves_the_answer(
+    url: str, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> list[bool]:
+        raise StoreUnavailable("read-only")
+
+    async with opened_cache(url, lease_s=60) as cache:
+        await trust(cache, seen)
+        monkeypatch.setattr(SharedDiskStore, "claim", fails)
+        look = Look([STORED, MISSING], "owner", 10.0)
+        assert await cache.visit(look)
+
+        assert (list(look.found or ()), look.claimed) == ([STORED], ())
+        assert cache.operations["claim", "error"] == 1
 
 
 async def test_a_look_up_that_holds_the_loop_up_sends_the_next_ones_to_threads(

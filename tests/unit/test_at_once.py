@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.cache.at_once import MOST_KEYS, SLOW_S, THREADS_S, WEIGHT, AtOnce
+from epd.cache.at_once import COUNTED_S, MOST_KEYS, SLOW_S, STALLED_S, THREADS_S, AtOnce
 
 FAST_S = SLOW_S / 100
 
@@ -36,7 +36,7 @@ def test_a_look_up_of_many_entries_is_made_on_a_thread() -> None:
 
 def test_one_look_up_that_holds_the_loop_up_ends_that_for_a_while() -> None:
     judge = trusted()
-    judge.took_on_loop(2 * SLOW_S / WEIGHT, 100.0)
+    judge.took_on_loop(STALLED_S, 100.0)
 
     assert not judge.allows(1, 100.0)
     judge.took_on_thread(FAST_S, 100.0)
@@ -44,9 +44,28 @@ def test_one_look_up_that_holds_the_loop_up_ends_that_for_a_while() -> None:
     assert judge.allows(1, 100.0 + THREADS_S)
 
 
+def test_a_process_that_loses_the_core_during_a_look_up_stays_on_the_loop() -> None:
+    judge = trusted()
+    judge.took_on_loop(STALLED_S - SLOW_S, 100.0)
+    assert judge.allows(1, 100.0)
+
+    for _ in range(10):
+        judge.took_on_loop(FAST_S, 100.0)
+    judge.took_on_loop(STALLED_S - SLOW_S, 100.0)
+    assert judge.allows(1, 100.0)
+
+
+def test_two_long_look_ups_in_a_row_leave_the_loop() -> None:
+    judge = trusted()
+    judge.took_on_loop(COUNTED_S, 100.0)
+    judge.took_on_loop(COUNTED_S, 100.0)
+
+    assert not judge.allows(1, 100.0)
+
+
 def test_a_store_that_is_slow_again_on_threads_is_not_asked_on_the_loop() -> None:
     judge = trusted()
-    judge.took_on_loop(2 * SLOW_S / WEIGHT, 100.0)
+    judge.took_on_loop(STALLED_S, 100.0)
     judge.took_on_thread(FAST_S, 100.1)
     judge.took_on_thread(2 * SLOW_S, 100.2)
 
