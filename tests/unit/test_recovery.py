@@ -133,6 +133,21 @@ def test_a_row_makes_the_next_attempt(row: int, case: Failure, changes: dict[str
     assert {name: getattr(attempt, name) for name in changes} == changes
 
 
+def test_an_instance_that_was_not_reached_has_not_read_blocks_back() -> None:
+    attempt = next_attempt(failure(unreachable("prefill"), reads_back=True))
+
+    assert attempt is not None
+    assert attempt.prefills == (P1,)
+
+
+def test_items_are_encoded_again_once() -> None:
+    """A consumer that expects a push depends on it after a second encode too."""
+    again = {"reencode": True, "failures": ("prefill",)}
+    case = failure(rejected(500), attempt=again, other_decodes=False)
+
+    assert next_attempt(case) is None
+
+
 def test_items_are_encoded_again_only_after_the_first_failure_of_a_stage() -> None:
     case = failure(rejected(500), attempt={"failures": ("prefill",)})
     attempt = next_attempt(case)
