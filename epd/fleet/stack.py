@@ -99,11 +99,11 @@ class Fleet:
 
     def kill(self, engine: Engine) -> None:
         """End an engine at once, with all its children, as a crash may."""
-        self._end(self._process(engine))
+        self._end(self.process_of(engine))
 
     def signal(self, engine: Engine, number: Signals) -> None:
         """Send a signal to an engine and all its children."""
-        self._process(engine).signal(number)
+        self.process_of(engine).signal(number)
 
     def restart(self, engine: Engine) -> None:
         """Start an engine that was killed, and wait until it serves.
@@ -115,7 +115,8 @@ class Fleet:
         self._start(engine.server())
         wait_until_ready(self._processes[-1:], self._timeout_s, self._report)
 
-    def _process(self, engine: Engine) -> Process:
+    def process_of(self, engine: Engine) -> Process:
+        """Return the process of an engine that runs."""
         [process] = [one for one in self._processes if one.name == engine.name]
         return process
 

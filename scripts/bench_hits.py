@@ -1,0 +1,240 @@
+"""What a picture costs prefill: raw, new and seen before, by resolution, on real engines.
+
+    .venv/bin/python scripts/bench_hits.py --out docs/benchmarks/hits.json
+
+Starts 1e1pd with the tiny Qwen2.5-VL on this machine's CPU. For each resolution and number of
+pictures, each of these requests asks for one token, so that its time is the time to first token:
+
+- raw: sent to the prefill-decode instance itself, which preprocesses and encodes the pictures;
+- new: sent to the proxy, with pictures that the store does not hold;
+- hit: the same request again, under another salt, so that no KV block is reused.
+
+The model is tiny: the encoder costs less than that of a real model, and what remains is what does
+not depend on the model's size, namely decoding, preprocessing, hashing and moving tensors.
+"""
+
+import argparse
+import base64
+import io
+import json
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from PIL import Image
+
+from epd.bench.machine import machine
+from epd.fleet import Engine, Stack, Topology
+from epd.routing.instances import Role
+
+ROOT = Path(__file__).resolve().parent.parent
+MODELS = ROOT / ".run" / "models"
+MODEL = "tiny-qwen2.5-vl"
+
+SHAPES = {0.25: (592, 448), 0.5: (832, 624), 1.0: (1184, 896), 2.0: (1664, 1248), 4.0: (2368, 1776)}
+"""Width and height by megapixels, multiples of 16, in the proportions of a photograph."""
+PEER_SHAPE = (2560, 1440)
+"""The resolution of the figure that SGLang publishes for a hit."""
+COUNTS = (1, 4)
+
+TOKENS = 32768
+PIXELS = {"shortest_edge": 56 * 56, "longest_edge": 4_300_000}
+QUALITY = 90
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Medians of one kind of request.
+
+    Attributes:
+        kind: raw, new or hit.
+        width, height: of each picture, in pixels.
+        pictures: how many the request has.
+        body_bytes: length of the request.
+        first_token_s: time to the answer, which has one token.
+        encode_cpu_s: CPU time of the encode instance.
+        prefill_cpu_s: CPU time of the prefill-decode instance.
+        items: the proxy's `x-epd-items`.
+    """
+
+    kind: str
+    width: int
+    height: int
+    pictures: int
+    body_bytes: int
+    first_token_s: float
+    encode_cpu_s: float
+    prefill_cpu_s: float
+    items: str
+
+
+class Bench:
+    """Sends requests to one stack, and reads the CPU time of its engines."""
+
+    def __init__(self, stack: Stack, client: httpx.Client) -> None:
+        self._client = client
+        self._proxy_url = stack.url
+        [encode], [prefill] = stack.of(Role.ENCODE), stack.of(Role.PREFILL_DECODE)
+        self._prefill_url = prefill.url
+        self._encode = tree(stack, encode)
+        self._prefill = tree(stack, prefill)
+
+    def costs(self, shape: tuple[int, int], count: int, rounds: int) -> Iterator[Cost]:
+        """Measure raw, new and hit of `count` pictures of this shape, `rounds` times each."""
+        samples: dict[str, list[Cost]] = {"raw": [], "new": [], "hit": []}
+        for _ in range(rounds):
+            samples["raw"].append(self._cost("raw", shape, pictures(shape, count)))
+            urls = pictures(shape, count)
+            samples["new"].append(self._cost("new", shape, urls))
+            samples["hit"].append(self._cost("hit", shape, urls))
+        for made in samples.values():
+            yield median(made)
+
+    def _cost(self, kind: str, shape: tuple[int, int], urls: Sequence[str]) -> Cost:
+        body = json.dumps(request(urls)).encode()
+        url = self._prefill_url if kind == "raw" else self._proxy_url
+        encode_s, prefill_s = cpu_s(self._encode), cpu_s(self._prefill)
+        started_s = time.monotonic()
+        answer = self._client.post(
+            f"{url}/v1/chat/completions", content=body, headers={"Content-Type": "application/json"}
+        )
+        seconds = time.monotonic() - started_s
+        answer.raise_for_status()
+        items = answer.headers.get("x-epd-items", "")
+        expected = {"raw": "", "new": f"encoded={len(urls)}", "hit": f"hit={len(urls)}"}[kind]
+        if expected not in items:
+            raise RuntimeError(f"{kind}: x-epd-items is {items!r}, without {expected!r}")
+        return Cost(
+            kind,
+            *shape,
+            len(urls),
+            len(body),
+            seconds,
+            cpu_s(self._encode) - encode_s,
+            cpu_s(self._prefill) - prefill_s,
+            items,
+        )
+
+
+def median(samples: Sequence[Cost]) -> Cost:
+    """Return the medians of equal requests."""
+    first = samples[0]
+    return Cost(
+        first.kind,
+        first.width,
+        first.height,
+        first.pictures,
+        round(statistics.median([one.body_bytes for one in samples])),
+        round(statistics.median([one.first_token_s for one in samples]), 4),
+        round(statistics.median([one.encode_cpu_s for one in samples]), 3),
+        round(statistics.median([one.prefill_cpu_s for one in samples]), 3),
+        first.items,
+    )
+
+
+def pictures(shape: tuple[int, int], count: int) -> list[str]:
+    """Return `data:` URLs of JPEG pictures that no other call returns."""
+    return [picture(shape) for _ in range(count)]
+
+
+def picture(shape: tuple[int, int]) -> str:
+    """Return a picture with the detail of a photograph: noise at an eighth of its resolution."""
+    width, height = shape
+    small = (width // 8, height // 8)
+    noise = Image.frombytes("RGB", small, secrets.token_bytes(3 * small[0] * small[1]))
+    written = io.BytesIO()
+    noise.resize(shape, Image.Resampling.BICUBIC).save(written, "JPEG", quality=QUALITY)
+    return "data:image/jpeg;base64," + base64.b64encode(written.getvalue()).decode()
+
+
+def request(urls: Sequence[str]) -> dict[str, Any]:
+    """Return a request for one token, under a salt of its own."""
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": [*parts, {"type": "text", "text": "what?"}]}],
+        "max_tokens": 1,
+        "temperature": 0,
+        "cache_salt": secrets.token_hex(8),
+    }
+
+
+def tree(stack: Stack, engine: Engine) -> list[psutil.Process]:
+    """Return the processes of an engine."""
+    root = psutil.Process(stack.process_of(engine).pid)
+    return [root, *root.children(recursive=True)]
+
+
+def cpu_s(processes: Sequence[psutil.Process]) -> float:
+    """Return the CPU time of these processes so far."""
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
+def engine_flags() -> dict[Role, list[str]]:
+    """Return the flags of engines that take four pictures of four megapixels in one prompt."""
+    size = json.dumps({"size": PIXELS})
+    every = [
+        *("--max-model-len", str(TOKENS), "--max-num-batched-tokens", str(TOKENS)),
+        *("--mm-processor-kwargs", size, "--max-num-seqs", "2"),
+    ]
+    return {Role.ENCODE: every, Role.PREFILL_DECODE: every}
+
+
+def table(costs: Sequence[Cost]) -> str:
+    """Return the results as a table of Markdown."""
+    lines = [
+        "| pictures | request | body, MB | first token, ms | encode CPU, s | prefill CPU, s |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    lines += [
+        f"| {one.pictures} of {one.width}x{one.height} | {one.kind} | {one.body_bytes / 1e6:.2f} "
+        f"| {one.first_token_s * 1000:.0f} | {one.encode_cpu_s:.2f} | {one.prefill_cpu_s:.2f} |"
+        for one in costs
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5, help="requests of each kind (5)")
+    parser.add_argument("--out", type=Path, help="where results go, as JSON")
+    args = parser.parse_args()
+    subprocess.run([sys.executable, ROOT / "scripts" / "tiny_models.py", MODELS, MODEL], check=True)
+    costs: list[Cost] = []
+    with tempfile.TemporaryDirectory(prefix="epd-hits-", dir="/dev/shm") as folder:
+        stack = Stack(
+            MODELS / MODEL,
+            Topology.parse("1e1pd"),
+            Path(folder),
+            local_media=ROOT / "examples" / "media",
+            flags=engine_flags(),
+            proxy_flags=["--ec-store-budget-s", "2"],
+        )
+        with stack, httpx.Client(timeout=600) as client:
+            bench = Bench(stack, client)
+            list(bench.costs(SHAPES[0.25], 1, 2))  # engines compile at their first requests
+            for shape in (*SHAPES.values(), PEER_SHAPE):
+                for count in COUNTS:
+                    costs += bench.costs(shape, count, args.rounds)
+                    print("\n".join(table(costs).splitlines()[-3:]), flush=True)
+    print(table(costs))
+    if args.out is not None:
+        made = {"date": datetime.now(UTC).date().isoformat(), "vllm": version("vllm")}
+        results = made | {"machine": machine(), "costs": [asdict(one) for one in costs]}
+        args.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
