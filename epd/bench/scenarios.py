@@ -75,6 +75,7 @@ SCENARIOS = (
         chunks=64,
         prefill=True,
     ),
+    Scenario("streams-64", "64 streams, 10 ms a token", 64, chunks=64, gap_s=0.01),
     Scenario("streams-512", "512 streams, 20 ms a token", 512, chunks=64, gap_s=0.02, once=True),
     Scenario(
         "burst-512",

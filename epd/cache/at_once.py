@@ -5,16 +5,16 @@ several times as long. But while it runs on the event loop, nothing else does.
 """
 
 SLOW_S = 0.001
-"""Mean duration of calls on the event loop, above which they are made on threads."""
+"""A longer call is slow."""
+
+MOST_SLOW = 0.5
+"""Share of slow calls on the event loop, above which calls are made on threads. Single slow calls
+say little: the kernel may have given the core to another process meanwhile."""
 
 WEIGHT = 0.2
-"""Share of the latest call in the mean."""
+"""Weight of the latest call in that share: four slow calls in a row exceed it."""
 
-COUNTED_S = 4 * SLOW_S
-"""A longer call counts as one of this length, since the kernel may have given the core to another
-process meanwhile. Two in a row are enough to leave the event loop."""
-
-STALLED_S = 0.05
+STALLED_S = 0.1
 """A call of this length ends calls on the event loop by itself."""
 
 THREADS_S = 5.0
@@ -34,7 +34,7 @@ class AtOnce:
 
     def __init__(self) -> None:
         self._trusted = False
-        self._mean_s = 0.0
+        self._slow_share = 0.0
         self._threads_until_s = 0.0
 
     def allows(self, keys: int, now_s: float) -> bool:
@@ -43,8 +43,8 @@ class AtOnce:
 
     def took_on_loop(self, seconds: float, now_s: float) -> None:
         """Judge by a call on the event loop."""
-        self._mean_s += WEIGHT * (min(seconds, COUNTED_S) - self._mean_s)
-        if self._mean_s > SLOW_S or seconds >= STALLED_S:
+        self._slow_share += WEIGHT * ((seconds > SLOW_S) - self._slow_share)
+        if self._slow_share > MOST_SLOW or seconds >= STALLED_S:
             self._distrust(now_s)
 
     def took_on_thread(self, seconds: float | None, now_s: float) -> None:
@@ -52,7 +52,7 @@ class AtOnce:
         if seconds is None:
             self._distrust(now_s)
         elif not self._trusted or now_s < self._threads_until_s:
-            self._trusted, self._mean_s = seconds <= SLOW_S, seconds
+            self._trusted, self._slow_share = seconds <= SLOW_S, 0.0
 
     def _distrust(self, now_s: float) -> None:
         self._trusted = False
