@@ -7,7 +7,9 @@ pictures, each of these requests asks for one token, so that its time is the tim
 
 - raw: sent to the prefill-decode instance itself, which preprocesses and encodes the pictures;
 - new: sent to the proxy, with pictures that the store does not hold;
-- hit: the same request again, under another salt, so that no KV block is reused.
+- hit: the same request again, under another salt, so that no KV block is reused;
+- text: a prompt of text with as many tokens, sent to the prefill-decode instance. What a hit costs
+  beyond it is the cost of the pictures.
 
 The model is tiny: the encoder costs less than that of a real model, and what remains is what does
 not depend on the model's size, namely decoding, preprocessing, hashing and moving tensors.
@@ -24,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -48,6 +50,10 @@ PEER_SHAPE = (2560, 1440)
 """The resolution of the figure that SGLang publishes for a hit."""
 COUNTS = (1, 4)
 
+WORD = "what? "
+ITEMS = {"raw": "", "new": "encoded={}", "hit": "hit={}", "text": ""}
+"""What the proxy's `x-epd-items` has to hold, by kind of request; empty: the proxy has no part."""
+
 TOKENS = 32768
 PIXELS = {"shortest_edge": 56 * 56, "longest_edge": 4_300_000}
 QUALITY = 90
@@ -58,9 +64,10 @@ class Cost:
     """Medians of one kind of request.
 
     Attributes:
-        kind: raw, new or hit.
+        kind: raw, new, hit or text.
         width, height: of each picture, in pixels.
-        pictures: how many the request has.
+        pictures: how many the request has, or stands for.
+        prompt_tokens: tokens of its prompt.
         body_bytes: length of the request.
         first_token_s: time to the answer, which has one token.
         encode_cpu_s: CPU time of the encode instance.
@@ -72,6 +79,7 @@ class Cost:
     width: int
     height: int
     pictures: int
+    prompt_tokens: int
     body_bytes: int
     first_token_s: float
     encode_cpu_s: float
@@ -89,21 +97,30 @@ class Bench:
         self._prefill_url = prefill.url
         self._encode = tree(stack, encode)
         self._prefill = tree(stack, prefill)
+        few, many = (self._cost("text", (0, 0), [], WORD * words) for words in (10, 1010))
+        self._word_tokens = (many.prompt_tokens - few.prompt_tokens) / 1000
+        self._template_tokens = few.prompt_tokens - 10 * self._word_tokens
 
     def costs(self, shape: tuple[int, int], count: int, rounds: int) -> Iterator[Cost]:
-        """Measure raw, new and hit of `count` pictures of this shape, `rounds` times each."""
-        samples: dict[str, list[Cost]] = {"raw": [], "new": [], "hit": []}
+        """Measure each kind of request with `count` pictures of this shape, `rounds` times."""
+        samples: dict[str, list[Cost]] = {kind: [] for kind in ITEMS}
         for _ in range(rounds):
             samples["raw"].append(self._cost("raw", shape, pictures(shape, count)))
             urls = pictures(shape, count)
             samples["new"].append(self._cost("new", shape, urls))
-            samples["hit"].append(self._cost("hit", shape, urls))
+            hit = self._cost("hit", shape, urls)
+            samples["hit"].append(hit)
+            words = round((hit.prompt_tokens - self._template_tokens) / self._word_tokens)
+            text = self._cost("text", shape, [], WORD * words)
+            samples["text"].append(replace(text, pictures=count))
         for made in samples.values():
             yield median(made)
 
-    def _cost(self, kind: str, shape: tuple[int, int], urls: Sequence[str]) -> Cost:
-        body = json.dumps(request(urls)).encode()
-        url = self._prefill_url if kind == "raw" else self._proxy_url
+    def _cost(
+        self, kind: str, shape: tuple[int, int], urls: Sequence[str], text: str = WORD
+    ) -> Cost:
+        body = json.dumps(request(urls, text)).encode()
+        url = self._proxy_url if ITEMS[kind] else self._prefill_url
         encode_s, prefill_s = cpu_s(self._encode), cpu_s(self._prefill)
         started_s = time.monotonic()
         answer = self._client.post(
@@ -112,13 +129,13 @@ class Bench:
         seconds = time.monotonic() - started_s
         answer.raise_for_status()
         items = answer.headers.get("x-epd-items", "")
-        expected = {"raw": "", "new": f"encoded={len(urls)}", "hit": f"hit={len(urls)}"}[kind]
-        if expected not in items:
-            raise RuntimeError(f"{kind}: x-epd-items is {items!r}, without {expected!r}")
+        if ITEMS[kind].format(len(urls)) not in items:
+            raise RuntimeError(f"the request for {kind!r} had x-epd-items: {items!r}")
         return Cost(
             kind,
             *shape,
             len(urls),
+            answer.json()["usage"]["prompt_tokens"],
             len(body),
             seconds,
             cpu_s(self._encode) - encode_s,
@@ -135,6 +152,7 @@ def median(samples: Sequence[Cost]) -> Cost:
         first.width,
         first.height,
         first.pictures,
+        first.prompt_tokens,
         round(statistics.median([one.body_bytes for one in samples])),
         round(statistics.median([one.first_token_s for one in samples]), 4),
         round(statistics.median([one.encode_cpu_s for one in samples]), 3),
@@ -158,12 +176,12 @@ def picture(shape: tuple[int, int]) -> str:
     return "data:image/jpeg;base64," + base64.b64encode(written.getvalue()).decode()
 
 
-def request(urls: Sequence[str]) -> dict[str, Any]:
+def request(urls: Sequence[str], text: str) -> dict[str, Any]:
     """Return a request for one token, under a salt of its own."""
     parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return {
         "model": MODEL,
-        "messages": [{"role": "user", "content": [*parts, {"type": "text", "text": "what?"}]}],
+        "messages": [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}],
         "max_tokens": 1,
         "temperature": 0,
         "cache_salt": secrets.token_hex(8),
@@ -194,11 +212,12 @@ def engine_flags() -> dict[Role, list[str]]:
 def table(costs: Sequence[Cost]) -> str:
     """Return the results as a table of Markdown."""
     lines = [
-        "| pictures | request | body, MB | first token, ms | encode CPU, s | prefill CPU, s |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| pictures | request | tokens | body, MB | first token, ms | E CPU, s | PD CPU, s |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     lines += [
-        f"| {one.pictures} of {one.width}x{one.height} | {one.kind} | {one.body_bytes / 1e6:.2f} "
+        f"| {one.pictures} of {one.width}x{one.height} | {one.kind} "
+        f"| {one.prompt_tokens} | {one.body_bytes / 1e6:.2f} "
         f"| {one.first_token_s * 1000:.0f} | {one.encode_cpu_s:.2f} | {one.prefill_cpu_s:.2f} |"
         for one in costs
     ]
@@ -228,7 +247,7 @@ def main() -> None:
             for shape in (*SHAPES.values(), PEER_SHAPE):
                 for count in COUNTS:
                     costs += bench.costs(shape, count, args.rounds)
-                    print("\n".join(table(costs).splitlines()[-3:]), flush=True)
+                    print("\n".join(table(costs).splitlines()[-4:]), flush=True)
     print(table(costs))
     if args.out is not None:
         made = {"date": datetime.now(UTC).date().isoformat(), "vllm": version("vllm")}
