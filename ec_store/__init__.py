@@ -1,7 +1,7 @@
-"""The encoder cache: encoder outputs of vLLM instances, kept where other instances find them.
+"""Encoder cache: a store of encoder outputs, shared by vLLM instances.
 
-The names below are imported when they are first used: `ec_store.device` runs where there is nothing
-but PyTorch, and the rest of this package needs more.
+The names below are imported at their first use. `ec_store.device` has to run in an environment with
+PyTorch alone, and the other modules of this package import more.
 """
 
 import importlib
@@ -57,10 +57,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name.
+    """Import a public name at its first use.
 
     Raises:
-        AttributeError: there is no such name.
+        AttributeError: `name` is not a public name of this package.
     """
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""`python -m ec_store`."""
+"""Entry point of `python -m ec_store`, the same as the `ec-store` command."""
 
 from ec_store.cli import main
 

@@ -1,8 +1,8 @@
-"""The same calls for asyncio, each on a thread.
+"""Asyncio interface to a store: each call runs on a thread.
 
-A store is synchronous, because vLLM calls it synchronously; here its calls leave the event loop to
-others. A call that is cancelled goes on to its end on its thread, so that no reply is ever left in
-a connection for the next caller to read.
+A store is synchronous, because vLLM calls it synchronously. Threads keep its calls off the event
+loop. A cancelled call runs to its end on its thread, so that no unread reply stays in a connection
+for the next caller.
 """
 
 import asyncio
@@ -24,22 +24,22 @@ T = TypeVar("T")
 THREADS = 8
 
 CLOSE_S = 2.0
-"""How long closing waits for a store that hangs."""
+"""Longest time in seconds that `AsyncStore.close` waits for a store that hangs."""
 
 
 class AsyncStore:
-    """A store whose calls are awaited; what they return and raise is `Store`'s.
+    """Asyncio wrapper of a store, with the results and errors of `Store`.
 
     Attributes:
-        counts: the store's.
+        counts: counts of the wrapped store.
     """
 
     def __init__(self, store: Store, pool: DaemonPool | None = None) -> None:
-        """Wrap a store, which is closed with this one.
+        """Wrap a store.
 
         Args:
-            store: the store.
-            pool: where its calls are made; closed with it.
+            store: the store; `close` closes it.
+            pool: threads that run the calls, 8 by default; `close` closes it.
         """
         self.counts = store.counts
         self._store = store
@@ -47,7 +47,10 @@ class AsyncStore:
 
     @classmethod
     async def open(cls, url: str, *, create: bool = True, lazy: bool = False) -> Self:
-        """Open a store by its URL, as `open_store` does."""
+        """Open a store by its URL on a thread.
+
+        Args and errors are those of `open_store`.
+        """
         pool = DaemonPool(THREADS, "ec-store")
         try:
             store = await on_thread(pool, lambda: open_store(url, create=create, lazy=lazy))
@@ -57,91 +60,73 @@ class AsyncStore:
             raise
 
     async def check(self) -> None:
-        """As `Store.check`."""
         await self._call(self._store.check)
 
     async def put(self, key: EntryKey, entry: Entry, *, replace: bool = False) -> bool:
-        """As `Store.put`."""
         return await self._call(self._store.put, key, entry, replace=replace)
 
     async def get(self, key: EntryKey) -> Entry | None:
-        """As `Store.get`."""
         return await self._call(self._store.get, key)
 
     async def lookup(self, keys: Sequence[EntryKey]) -> list[EntryInfo | None]:
-        """As `Store.lookup`."""
         return await self._call(self._store.lookup, keys)
 
     async def lease(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
-        """As `Store.lease`."""
         return await self._call(self._store.lease, keys, seconds)
 
     async def claim(self, keys: Sequence[EntryKey], owner: str, seconds: float) -> list[bool]:
-        """As `Store.claim`."""
         return await self._call(self._store.claim, keys, owner, seconds)
 
     async def release(self, keys: Sequence[EntryKey], owner: str) -> None:
-        """As `Store.release`."""
         await self._call(self._store.release, keys, owner)
 
     async def claim_or_find(
         self, keys: Sequence[EntryKey], owner: str, seconds: float
     ) -> list[EntryInfo | bool]:
-        """As `Store.claim_or_find`."""
         return await self._call(self._store.claim_or_find, keys, owner, seconds)
 
     def begin(self, visit: Callable[[Store], T]) -> asyncio.Future[T]:
-        """Several calls in one go, on one thread: each hop there and back costs as much as one."""
+        """Run several calls on one thread: a switch of threads costs as much as one call."""
         return on_thread(self._pool, lambda: visit(self._store))
 
     @property
     def in_memory(self) -> bool:
-        """As `Store.in_memory`."""
         return self._store.in_memory
 
     def at_once(self, visit: Callable[[Store], T]) -> T:
-        """Make calls on the event loop, which does nothing else until they have returned."""
+        """Run calls on the event loop, which is blocked until they return."""
         return visit(self._store)
 
     async def delete(self, keys: Sequence[EntryKey]) -> int:
-        """As `Store.delete`."""
         return await self._call(self._store.delete, keys)
 
     async def purge(self, namespace: str) -> int:
-        """As `Store.purge`."""
         return await self._call(self._store.purge, namespace)
 
     def ls(self) -> AsyncIterator[Listed]:
-        """As `Store.ls`."""
         return self._iterate(self._store.ls)
 
     def verify(self, *, fix: bool = False) -> AsyncIterator[Listed]:
-        """As `Store.verify`."""
         return self._iterate(lambda: self._store.verify(fix=fix))
 
     async def evict(self) -> int:
-        """As `Store.evict`."""
         return await self._call(self._store.evict)
 
     async def sweep(self, every_s: float = 0.0) -> int:
-        """As `Store.sweep`."""
         return await self._call(self._store.sweep, every_s)
 
     async def stats(self) -> StoreStats:
-        """As `Store.stats`."""
         return await self._call(self._store.stats)
 
     async def register_namespace(self, model: str, namespace: str) -> None:
-        """As `Store.register_namespace`."""
         await self._call(self._store.register_namespace, model, namespace)
 
     async def namespaces(self) -> Mapping[str, str]:
-        """As `Store.namespaces`."""
         return await self._call(self._store.namespaces)
 
     async def close(self) -> None:
-        """As `Store.close`. A store that hangs is left to itself after a while."""
-        # On a thread of its own: calls that hang may have all those of the pool.
+        """Close the store, or abandon it if it hangs for more than `CLOSE_S` seconds."""
+        # A separate thread: calls that hang may occupy all threads of the pool.
         closing = DaemonPool(1, "ec-store-close")
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
@@ -150,7 +135,6 @@ class AsyncStore:
         self._pool.close()
 
     async def __aenter__(self) -> Self:
-        """The store itself."""
         return self
 
     async def __aexit__(
@@ -159,7 +143,6 @@ class AsyncStore:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Close it."""
         await self.close()
 
     async def _call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -175,15 +158,16 @@ class AsyncStore:
 
 
 def on_thread(pool: DaemonPool, call: Callable[[], T]) -> asyncio.Future[T]:
-    """Have a call made on a thread; its future is cancelled where the pool is closed.
+    """Run a call on a thread of the pool and return its future.
 
-    `asyncio.wrap_future` does the same with the locks of a future for threads, at twice the cost.
+    Closing the pool cancels the futures of calls that have not started. `asyncio.wrap_future` does
+    the same with the locks of a thread-safe future, at twice the cost.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
     def tell(settle: Callable[[], object]) -> None:
-        with suppress(RuntimeError):  # the loop is closed, and nobody waits
+        with suppress(RuntimeError):  # the loop is closed: nothing waits for the result
             loop.call_soon_threadsafe(lambda: future.done() or settle())
 
     def job() -> None:
@@ -191,7 +175,7 @@ def on_thread(pool: DaemonPool, call: Callable[[], T]) -> asyncio.Future[T]:
             return
         try:
             result = call()
-        except BaseException as failure:  # noqa: BLE001 - whoever waits for it is told
+        except BaseException as failure:  # noqa: BLE001 - the future raises it
             tell(partial(future.set_exception, failure))
         else:
             tell(partial(future.set_result, result))

@@ -1,15 +1,16 @@
-"""A way from an engine's workers to its scheduler beside vLLM's own.
+"""Datagrams from an engine's workers to its scheduler, beside vLLM's own channel.
 
-vLLM passes what a connector's worker reports on to the scheduler after it has asked for a request's
-reply, and its V1 model runner passes nothing on from a pure producer (the branch for an instance
-that is no consumer in `GPUModelRunner.execute_model`). So workers send datagrams to a socket of the
-scheduler: what a worker sent before it returned a step's output is there when the output is.
+vLLM passes the report of a connector's worker to the scheduler after the scheduler has asked the
+connector about a request's reply. Its V1 model runner passes no report from a pure producer (the
+branch for an instance that is not a consumer in `GPUModelRunner.execute_model`). So workers send
+datagrams to a socket of the scheduler. A datagram that a worker sends before it returns a step's
+output arrives before that output.
 
-The socket's name is abstract (unix(7)): it leaves nothing behind, and is gone with its process.
-Messages of other users are dropped.
+The socket has an abstract name (unix(7)): it leaves no file, and the kernel removes it with its
+process. The receiver drops messages of other users.
 
-Abstract names belong to a network namespace: a worker on another host or in another container is
-not heard (docs/configuration.md).
+An abstract name is valid in one network namespace. Messages of a worker on another host or in
+another container do not arrive (docs/configuration.md).
 """
 
 import hashlib
@@ -25,7 +26,7 @@ import orjson
 
 MAX_MESSAGE_BYTES = 128 * 1024
 MAX_MESSAGES = 10_000
-"""How many are heard at once: others may send faster than they are read."""
+"""Upper bound of the messages that one `drain` reads: senders may be faster than the reader."""
 
 logger = logging.getLogger("vllm.ec_store")
 
@@ -34,24 +35,25 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 def _address(engine: str) -> bytes:
-    # Hashed: an engine's name may be longer than a socket's.
+    # Hashed: an engine's name may be longer than a socket's name.
     return b"\0ec-store/" + hashlib.sha256(engine.encode()).hexdigest().encode()
 
 
 class Sender:
-    """The workers' end. Safe to use from many threads."""
+    """Sending end, in the workers. Thread-safe."""
 
     def __init__(self, engine: str) -> None:
-        """Connect to nobody yet: workers start before their scheduler.
+        """Open a socket without connecting it: workers start before their scheduler.
 
         Args:
-            engine: name of the engine, the same in all of its processes and in no other engine's.
+            engine: name of the engine, equal in all its processes and different in all other
+                engines.
         """
         self._address = _address(engine)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
 
     def send(self, message: dict[str, Any]) -> bool:
-        """Send without waiting; False where it did not go: nobody is there, or nobody reads."""
+        """Send a message without waiting; False if it is too large or no receiver takes it."""
         encoded = orjson.dumps(message)
         if len(encoded) > MAX_MESSAGE_BYTES:
             return False
@@ -62,18 +64,17 @@ class Sender:
         return True
 
     def close(self) -> None:
-        """Close the socket."""
         self._socket.close()
 
 
 class Receiver:
-    """The scheduler's end."""
+    """Receiving end, in the scheduler."""
 
     def __init__(self, engine: str) -> None:
-        """Listen; hear nothing where another process listens under this name.
+        """Bind the socket. If another process has bound the name, log it and receive nothing.
 
         Args:
-            engine: as the senders have it.
+            engine: name of the engine, as in `Sender`.
         """
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
@@ -81,13 +82,14 @@ class Receiver:
             self._socket.bind(_address(engine))
         except OSError as error:
             logger.warning(
-                "the workers of engine %s are not heard, is there another one of this name: %s",
+                "the workers of engine %s cannot reach its scheduler; another engine may have this "
+                "name: %s",
                 engine,
                 error,
             )
 
     def drain(self) -> Iterator[dict[str, Any]]:
-        """What has come, without waiting."""
+        """Yield the messages that have arrived, without waiting for more."""
         for _ in range(MAX_MESSAGES):
             try:
                 encoded, credentials, _, _ = self._socket.recvmsg(
@@ -102,7 +104,6 @@ class Receiver:
                         yield message
 
     def close(self) -> None:
-        """Close the socket."""
         self._socket.close()
 
 

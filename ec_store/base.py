@@ -1,4 +1,4 @@
-"""What every store can do."""
+"""Interface of every store."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,22 +10,22 @@ from ec_store.entry import Entry, EntryInfo
 from ec_store.keys import EntryKey
 
 LONGEST_CLAIM_S = 3600.0
-"""No claim lives longer without being renewed, whatever is asked for or found."""
+"""Upper bound in seconds of a claim's lifetime, both when it is written and when it is read."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """Figures of a store; what a backend cannot know cheaply is None.
+    """Metrics of a store; a value that a backend cannot compute cheaply is None.
 
     Attributes:
-        entries: how many there are; None in Redis, which would have to go through its keys.
-        bytes: what they take, headers included; in Redis all that the server uses.
-        max_bytes: the quota that is in force; None where Redis has no `maxmemory`.
-        hits, misses: of `get` in this process.
+        entries: number of entries; None in Redis, which would have to scan its keys.
+        bytes: bytes that the entries take, headers included; in Redis all memory of the server.
+        max_bytes: effective quota in bytes; None if Redis has no `maxmemory`.
+        hits, misses: results of `get` in this process.
         puts: entries written by this process.
-        drops: entries this process could not write, because the store was full or away.
-        corrupt: entries this process found corrupt and put aside.
-        evictions: entries this process evicted.
+        drops: entries this process could not write, because the store was full or unreachable.
+        corrupt: corrupt entries that this process found and moved aside.
+        evictions: entries evicted by this process.
     """
 
     entries: int | None
@@ -44,12 +44,12 @@ class Listed:
     """One row of a listing.
 
     Attributes:
-        digest: the key's digest, under which the entry is kept.
-        info: what its header says; None where it is corrupt.
-        size_bytes: what it takes.
-        used_s: when it was last used, seconds since the epoch by the store's clock; None where the
-            backend does not know, as Redis does not.
-        problem: why it is corrupt, or None.
+        digest: digest of the key; the entry's name in the store.
+        info: fields of the entry's header; None if the entry is corrupt.
+        size_bytes: size of the entry in the store.
+        used_s: time of last use by the store's clock, seconds since the epoch; None if the backend
+            does not record it, as Redis does not.
+        problem: reason why the entry is corrupt, or None.
     """
 
     digest: str
@@ -60,91 +60,95 @@ class Listed:
 
 
 class Store(Protocol):
-    """Keeps entries. Safe to use from many threads, and from many processes on one store.
+    """A shared store of entries, safe for many threads and many processes at once.
 
-    A missing, expired, torn, corrupt or foreign entry is a miss. Only what is said here is raised:
-    `StoreUnavailable` by every method where the store cannot be reached.
+    A missing, expired, torn, corrupt or foreign entry is a miss. Every method may raise
+    `StoreUnavailable`, when the store cannot be reached. All other errors are listed with the
+    method.
 
     Attributes:
-        counts: what happened in this process: `hits`, `misses`, `puts`, `drops`, `corrupt`. Where
-            this process evicts, it observes `eviction_seconds`, of each time that room was needed.
+        counts: events in this process: `hits`, `misses`, `puts`, `drops`, `corrupt`. If this
+            process evicts, `eviction_seconds` observes each eviction that had to free room.
     """
 
     counts: Counts
 
     @property
     def in_memory(self) -> bool:
-        """Whether it is kept in this machine's memory: a look-up waits for no device or server."""
+        """Return whether the store is in this machine's memory: lookups are fast then."""
         return False
 
     def put(self, key: EntryKey, entry: Entry, *, replace: bool = False) -> bool:
-        """Keep an entry. It appears whole or not at all; of two writers either may win.
+        """Write an entry. It appears whole or not at all; of two writers either may win.
 
         Args:
-            key: its key.
-            entry: the entry.
-            replace: put it in the place of one that is there; readers see the one or the other.
+            key: key of the entry.
+            entry: the entry to write.
+            replace: whether to overwrite an existing entry; readers see the old or the new one.
 
         Returns:
-            False where an entry of this key was there already: it is kept, and counts as used.
+            False if an entry of this key exists: it stays, and this call counts as a use of it.
 
         Raises:
-            EntryTooLarge: it is larger than the store takes.
-            StoreUnavailable: it could not be written: full, read-only, away.
+            EntryTooLarge: the entry is larger than the store accepts.
+            StoreUnavailable: the store is full, read-only or unreachable.
         """
 
     def get(self, key: EntryKey) -> Entry | None:
-        """The entry, verified, or None. Counts as use.
+        """Return the entry, verified, or None. Counts as a use.
 
-        The bytes stay valid for as long as the entry is referenced, whatever happens to the store.
+        The bytes stay valid while the entry is referenced, whatever happens to the store.
         """
 
     def lookup(self, keys: Sequence[EntryKey]) -> list[EntryInfo | None]:
-        """What the headers say, in the order of the keys, in one round trip and without tensors.
+        """Return the headers' fields in the order of the keys, in one round trip, without tensors.
 
-        An answer is no promise: without a lease the entry may be gone a moment later. Headers are
-        verified, payloads are not.
+        A miss is None. A hit is no guarantee: without a lease the entry may be evicted at any
+        moment. Headers are verified, payloads are not.
         """
 
     def lease(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
-        """As `lookup`, and what is there is not evicted for `seconds` from now. Counts as use."""
+        """Look up entries and protect them from eviction for `seconds`. Counts as a use."""
 
     def claim(
         self, keys: Sequence[EntryKey], owner: str, seconds: float, *, wait: bool = True
     ) -> list[bool]:
-        """Say that `owner` makes these entries, so that others may wait instead of making them too.
+        """Claim the right to produce entries, so that other owners do not repeat the work.
 
-        A claim is taken where nobody holds it, and renewed where this owner does. It ends `seconds`
-        later by the store's clock, after an hour at most: it dies with its holder. It says nothing
-        of the entry, which may be there or not, and keeps nobody from putting it. In rare races
-        two owners hold one claim for a time: it saves work, and nothing may depend on it.
+        A free claim is taken, and a claim of this owner is renewed. A claim expires after `seconds`
+        by the store's clock, at most after `LONGEST_CLAIM_S`: a crashed owner blocks the others no
+        longer than that. A claim is independent of the entry: the entry may exist or not, and any
+        process may put it. In rare races two owners hold one claim for a time. Claims save work;
+        correctness must not depend on them.
 
         Args:
-            keys: the entries.
-            owner: the same for those who make an entry once between them, and nobody else's.
-            seconds: how long from now, unless it is renewed.
-            wait: whether the call may wait, for a second at most, while other processes change one
-                of these claims. Without it such a claim is not taken.
+            keys: keys of the entries.
+            owner: name that identifies the claimant: shared by callers that produce an entry once
+                between them, and different from all others'.
+            seconds: lifetime of the claim from now, unless it is renewed.
+            wait: whether the call may wait, at most one second, while other processes change one of
+                these claims. Otherwise such a claim is not taken.
 
         Returns:
-            For each key whether the owner holds its claim now; False where another does.
+            For each key whether the owner holds its claim now; False if another owner does.
 
         Raises:
-            StoreUnavailable: claims cannot be written. Go on without: what was taken before ends.
+            StoreUnavailable: claims cannot be written. Callers go on without; existing claims
+                expire.
             ValueError: the owner is empty, or longer than `MAX_OWNER_BYTES` bytes.
         """
 
     def claim_or_find(
         self, keys: Sequence[EntryKey], owner: str, seconds: float
     ) -> list[EntryInfo | bool]:
-        """As `claim`, and then `lookup`: what is there by then need not be made.
+        """Claim entries, then look them up: an existing entry needs no producer.
 
-        Who looks before a claim alone does not see what was written in between, by a holder that
-        has given its claim back.
+        A lookup before the claim would miss an entry that is written between the two, by an owner
+        that has released its claim since.
 
         Returns:
-            For each key what its header says; where there is no entry, whether the owner holds its
-            claim now. Claims to what is there are given back.
+            For each key the fields of its header if the entry exists, and otherwise whether the
+            owner holds its claim now. Claims of existing entries are released.
 
         Raises:
             StoreUnavailable: as `claim` and `lookup`.
@@ -160,67 +164,65 @@ class Store(Protocol):
         return [info or claimed for info, claimed in zip(infos, claims, strict=True)]
 
     def release(self, keys: Sequence[EntryKey], owner: str) -> None:
-        """Give back claims before they end. What another holds is left alone.
+        """Release claims before they expire. Claims of other owners stay.
 
         Raises:
-            StoreUnavailable: claims cannot be written. They end all the same.
+            StoreUnavailable: claims cannot be written. They still expire.
             ValueError: as `claim`.
         """
 
     def delete(self, keys: Sequence[EntryKey]) -> int:
-        """Forget entries, leased or not; how many were there."""
+        """Delete entries, leased or not, and return how many existed."""
 
     def purge(self, namespace: str) -> int:
-        """Forget all entries of a namespace, and the namespace; how many entries there were."""
+        """Delete a namespace with all its entries, and return the number of entries."""
 
     def ls(self) -> Iterator[Listed]:
-        """Every entry, in no order. Entries may come and go meanwhile."""
+        """Yield every entry, in no order. Entries may come and go meanwhile."""
 
     def verify(self, *, fix: bool = False) -> Iterator[Listed]:
-        """Read every entry whole; the corrupt ones have a `problem`, and are deleted with `fix`."""
+        """Read every entry whole; corrupt ones have a `problem`, and `fix` deletes them."""
 
     def evict(self) -> int:
-        """Bring the store under its quota. What this costs depends on what has to go.
+        """Bring the store under its quota. The cost depends on the bytes to free.
 
         Returns:
-            How many entries were removed. 0 where the backend does this by itself.
+            Number of removed entries; 0 if the backend evicts by itself.
         """
 
     def sweep(self, every_s: float = 0.0) -> int:  # noqa: ARG002 - for backends that need it
-        """As `evict`, and remove all that has expired or was left by a crash.
+        """Evict, and remove all expired entries and all files that crashes left.
 
-        This may look at every entry.
+        This may read the metadata of every entry.
 
         Args:
-            every_s: do nothing but `evict` where any process began a sweep so lately.
+            every_s: only evict if any process has started a sweep less than this many seconds ago.
 
         Returns:
-            How many entries were removed. 0 where the backend does this by itself.
+            Number of removed entries; 0 if the backend evicts by itself.
         """
         return self.evict()
 
-    def stats(self) -> StoreStats:
-        """Figures."""
+    def stats(self) -> StoreStats: ...
 
     def register_namespace(self, model: str, namespace: str) -> None:
-        """Say that entries of a served model are kept under a namespace; the last one counts."""
+        """Record the namespace of a served model's entries; the last registration counts."""
 
     def namespaces(self) -> Mapping[str, str]:
-        """The namespace of each served model that registered one."""
+        """Return the registered namespace of each served model."""
 
     def check(self) -> None:
-        """Open the directory of a store that was opened lazily; a server has nothing to open.
+        """Open the directory of a store that was opened lazily; Redis needs no such step.
 
         Raises:
-            StoreMissing: it is not there, and is not made.
-            StoreUnavailable: it cannot be made, written to or read from.
+            StoreMissing: the directory is missing, and this store does not create it.
+            StoreUnavailable: the directory cannot be created, written or read.
         """
 
     def close(self) -> None:
-        """Let go of connections and files. Entries that were returned stay valid."""
+        """Close connections and files. Entries that were returned stay valid."""
 
     def __enter__(self) -> Self:
-        """The store itself."""
         return self
 
     def __exit__(
@@ -229,5 +231,4 @@ class Store(Protocol):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Close it."""
         self.close()

@@ -1,4 +1,4 @@
-"""A circuit breaker: what keeps failing is left alone for a while."""
+"""A circuit breaker: after repeated failures, calls are skipped for a while."""
 
 import logging
 import time
@@ -11,9 +11,9 @@ logger = logging.getLogger("vllm.ec_store")
 
 
 class Breaker:
-    """Opens after some failures in a row, and lets calls through again after a while.
+    """Circuit breaker that opens after consecutive failures and closes after `open_s`.
 
-    The first call after that decides: one failure opens it again.
+    The first result after that decides: a single failure opens it again.
     """
 
     def __init__(
@@ -25,14 +25,14 @@ class Breaker:
         clock: Callable[[], float] = time.monotonic,
         warn: Callable[[str], object] = logger.warning,
     ) -> None:
-        """Begin closed.
+        """Create a closed breaker.
 
         Args:
-            name: what the log calls it.
-            failures: how many in a row open it.
-            open_s: for how long.
-            clock: monotonic.
-            warn: told when it opens.
+            name: subject of the log message.
+            failures: consecutive failures that open it.
+            open_s: seconds that it stays open.
+            clock: monotonic clock in seconds.
+            warn: function that gets the log message each time it opens.
         """
         self._name = name
         self._most = failures
@@ -44,16 +44,16 @@ class Breaker:
 
     @property
     def open(self) -> bool:
-        """Whether to leave it alone."""
+        """Return whether calls are to be skipped now."""
         return self._clock() < self._until_s
 
     def succeeded(self) -> None:
-        """A call came through."""
+        """Record a successful call, which resets the count of failures."""
         self._failures = 0
 
     def failed(self, reason: object) -> None:
-        """A call did not, for this reason."""
+        """Record a failed call and its reason; enough of them open the breaker."""
         self._failures += 1
         if self._failures >= self._most and not self.open:
             self._until_s = self._clock() + self._open_s
-            self._warn(f"{self._name}: left alone for {self._open_s:g} s: {reason}")
+            self._warn(f"{self._name} keeps failing, skipping it for {self._open_s:g} s: {reason}")

@@ -1,4 +1,4 @@
-"""Memory that large entries are read into."""
+"""Pool of reusable memory buffers that large entries are read into."""
 
 import mmap
 import threading
@@ -6,23 +6,23 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 UNUSED_BYTES = 64 * 2**20
-"""Most unused memory that is kept."""
+"""Upper bound in bytes of the unused memory that the pool keeps."""
 
 UNUSED_SHARE = 16
-"""Unused memory is at most one part in so many of the memory in use.
+"""Divisor: unused memory is at most this fraction of the memory in use.
 
-Below `UNUSED_BYTES` in use, it fills up to `UNUSED_BYTES`. It comes on top of what the connector
-holds (`memory_bytes`).
+While less than `UNUSED_BYTES` is in use, used and unused memory together may reach `UNUSED_BYTES`.
+Unused memory comes on top of the connector's budget (`memory_bytes`).
 """
 
 _HUGE_PAGE = 2 * 2**20
 
 
 class Buffers:
-    """Memory that large entries are read into, and that is used again once nothing refers to it.
+    """Buffers for large entries, reused as soon as nothing refers to them.
 
-    The kernel clears new memory before it lends it, page by page. That takes longer than reading an
-    entry into it.
+    The kernel clears fresh memory page by page before a process gets it. That takes longer than
+    reading an entry into it.
     """
 
     def __init__(self) -> None:
@@ -30,15 +30,15 @@ class Buffers:
         self.renew_locks()
 
     def renew_locks(self) -> None:
-        """Begin with a free lock, in a child of `fork`."""
+        """Replace the lock by a free one, in a child of `fork`."""
         self._lock = threading.Lock()
 
     def take(self, size: int) -> memoryview:
-        """Memory of that size. It is given back by forgetting it and every view of it.
+        """Return writable memory of `size` bytes, which is reused after its last view is deleted.
 
-        It lies in a buffer of as many pages as it needs, since `ec_store.memory` reserves that
-        many. A buffer of up to twice as many is cut. Costs a call for each buffer that is in use
-        or kept.
+        The buffer has the least number of huge pages that the size needs, since `ec_store.memory`
+        reserves that many. A buffer of up to twice that number is shrunk to fit. The cost is one
+        system call for each buffer in the pool, used or not.
         """
         whole = max(1, -(-size // _HUGE_PAGE)) * _HUGE_PAGE
         with self._lock:
@@ -51,13 +51,13 @@ class Buffers:
                 return memoryview(buffer)[:size]
             self._trim(unused, whole)
             buffer = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with suppress(OSError):  # a kernel without them
+            with suppress(OSError):  # a kernel without huge pages
                 buffer.madvise(mmap.MADV_HUGEPAGE)
             self._lent.append(buffer)
             return memoryview(buffer)[:size]
 
     def _trim(self, unused: Sequence[mmap.mmap], wanted: int) -> None:
-        """Let go of unused memory above the limit, the oldest first, before more is mapped."""
+        """Drop unused buffers above the limit, the oldest first, before more memory is mapped."""
         unused_bytes = sum(map(len, unused))
         used = sum(map(len, self._lent)) - unused_bytes + wanted
         over = unused_bytes - min(UNUSED_BYTES, max(UNUSED_BYTES - used, used // UNUSED_SHARE))
@@ -68,7 +68,7 @@ class Buffers:
 
 
 def _unused(buffer: mmap.mmap) -> bool:
-    """Whether no view of it is left: memory with views refuses to be resized, even to its size."""
+    """Return whether the buffer has no views: `resize` fails for one with views, at any size."""
     try:
         buffer.resize(len(buffer))
     except BufferError:

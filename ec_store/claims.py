@@ -1,11 +1,12 @@
-"""Claims as symbolic links: `<digest>` says who claims an entry, and for how long.
+"""Claims as symbolic links: the link `<digest>` holds the owner of a claim and its lifetime.
 
-They lead nowhere, and nobody follows them. A link is there whole or not at all, and one call makes
-it where there is none: that is a claim taken. It begins when its link was made, by the clock of
-whatever keeps the files. The link never changes: a claim that is renewed or taken over is a new
-link, renamed over the old one. Who does that, or removes one that has ended, has made
-`<digest>.next` before, which one at a time can, and looks at it once more. No locks of the
-system's: not all that is mounted has them, and over NFS they may outlive their holder.
+The links have no target, and no code follows them. One call creates a whole link, or fails if there
+is one: that call takes a claim. A claim starts when its link was created, by the clock of the file
+server. A link is never modified: a renewal or takeover renames a new link over the old one. Before
+a process renames over a link, or removes an expired one, it creates `<digest>.next`, which only one
+process at a time can, and then reads the claim once more.
+
+File locks are not used: some file systems lack them, and over NFS they may outlive their holder.
 """
 
 import errno
@@ -22,18 +23,20 @@ from ec_store.base import LONGEST_CLAIM_S
 from ec_store.files import DIGEST, NO_LINKS, Folder
 
 STALE_S = 5.0
-"""A change that takes longer was left by a crash. Where a second and a third process make one just
-when it is removed as such, two may hold a claim: an entry is encoded twice."""
+"""Seconds after which an unfinished change counts as left by a crash. If two other processes change
+the claim at the moment of its removal, both may hold it: the entry is encoded twice."""
 
 WAIT_S = 1.0
-"""How long one call waits for changes that others make, however many entries it is about."""
+"""Upper bound in seconds of the wait for other processes' changes, for all entries of one call."""
 
 SLACK_S = 60.0
-"""A claim that begins later than this from now was written when the store's clock was ahead."""
+"""Tolerance in seconds. A claim that starts later than this was written while the store's clock was
+ahead."""
 
 SURE_S = 1.0
-"""A claim that has less to live is not given back: between a look and its removal it could end, and
-another's would be removed. Who is held up for longer there may cause a second encode."""
+"""Remaining lifetime in seconds below which `give_back` keeps a claim. It could expire between the
+check and the removal, which would then remove another owner's claim. A process that is suspended
+for longer at this point may cause a second encode."""
 
 _NEXT = ".next"
 
@@ -41,16 +44,16 @@ Clock = Callable[[], float]
 
 
 class _Claim(NamedTuple):
-    """What a link says: whose claim it is, as `_signed`, and how long it lives from now."""
+    """Content of a link: the owner as `_signed` makes it, and the remaining lifetime."""
 
     holder: str
     left_s: float
 
 
 class Claims:
-    """The claims of a store, in one folder. Every method raises OSError where it cannot write."""
+    """Claims of one store, in one folder. Every method raises OSError if it cannot write."""
 
-    def take(  # noqa: PLR0913 - what a claim is made of
+    def take(  # noqa: PLR0913 - the parts of a claim
         self,
         folder: Folder,
         digests: Iterable[str],
@@ -60,10 +63,10 @@ class Claims:
         *,
         wait: bool = True,
     ) -> list[bool]:
-        """Claim entries, or go on claiming them; False for each that another claims.
+        """Take or renew claims; False for each entry that another owner claims.
 
-        Where there are no links there are no claims either, and nobody waits for anybody. Without
-        `wait` a claim that another process changes at the moment is not taken.
+        On a file system without symbolic links, every claim succeeds: owners do not wait for each
+        other. Without `wait`, a claim that another process is changing is not taken.
         """
         ours, deadline_s = _signed(owner), time.monotonic() + (WAIT_S if wait else 0.0)
         claim = f"{seconds:.3f} {ours}"
@@ -89,14 +92,14 @@ class Claims:
         return True
 
     def give_back(self, folder: Folder, digest: str, owner: bytes, now: Clock) -> None:
-        """Claim an entry no more. What another claims is left alone."""
+        """Release a claim. A claim of another owner stays."""
         claim = _read(folder, digest, now())
         if claim is not None and claim.holder == _signed(owner) and claim.left_s > SURE_S:
             with suppress(FileNotFoundError):
                 os.unlink(digest, dir_fd=folder.fd)
 
     def sweep(self, folder: Folder, now: Clock) -> None:
-        """Remove claims that ended, and changes that were never made."""
+        """Remove expired claims, and unfinished changes that crashes left."""
         for digest in {name.removesuffix(_NEXT) for name in folder.names()}:
             if DIGEST.fullmatch(digest) and _holder(folder, digest, now()) is None:
                 with suppress(OSError):
@@ -106,10 +109,10 @@ class Claims:
 def _changed(
     folder: Folder, digest: str, holders: Collection[str | None], claim: str | None, now: Clock
 ) -> bool:
-    """Put a claim in the place of the one that is there, or nothing, if one of `holders` holds it.
+    """Replace a claim by another one or by none, if one of `holders` holds it.
 
     Returns:
-        False where another holds it, it is gone, or another process changes it.
+        False if another owner holds the claim, if it is gone, or if another process is changing it.
     """
     change = digest + _NEXT
     if not folder.link(change, claim or "-"):
@@ -118,7 +121,7 @@ def _changed(
                 folder.remove(change)
         return False
     try:
-        # What is there stays until this change is over; what is not, may be claimed meanwhile.
+        # An existing link stays until this change ends; a missing one may be created meanwhile.
         if not folder.has(digest) or _holder(folder, digest, now()) not in holders:
             return False
         if claim is None:
@@ -130,22 +133,22 @@ def _changed(
 
 
 def _holder(folder: Folder, digest: str, now_s: float) -> str | None:
-    """Who claims an entry now."""
+    """Return the current holder of a claim, as `_signed` makes it."""
     claim = _read(folder, digest, now_s)
     return claim.holder if claim is not None and claim.left_s > 0 else None
 
 
 def _read(folder: Folder, digest: str, now_s: float) -> _Claim | None:
-    """The claim to an entry; None where there is none, or what is there says nothing."""
+    """Return the claim of an entry; None if there is no link or its text is invalid."""
     try:
-        # In this order: one that is put in its place meanwhile seems to be older than it is.
+        # Time before text: if the link is replaced in between, the claim seems older than it is.
         age_s = now_s - folder.stat(digest).st_mtime
         seconds, _, holder = os.readlink(digest, dir_fd=folder.fd).partition(" ")
         lives_s = float(seconds)
     except (FileNotFoundError, ValueError):
         return None
     except OSError as error:
-        if error.errno != errno.EINVAL:  # no link
+        if error.errno != errno.EINVAL:  # not a symbolic link
             raise
         return None
     if not holder or age_s < -SLACK_S or math.isnan(lives_s):
@@ -154,5 +157,5 @@ def _read(folder: Folder, digest: str, now_s: float) -> _Claim | None:
 
 
 def _signed(owner: bytes) -> str:
-    """What stands for an owner: short enough for file systems to keep a link in its inode."""
+    """Return a hash of the owner: short enough that file systems keep the link in its inode."""
     return hashlib.blake2b(owner, digest_size=16).hexdigest()

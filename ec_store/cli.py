@@ -1,4 +1,4 @@
-"""The `ec-store` command."""
+"""Command-line interface `ec-store`: inspects, verifies, configures and serves a store."""
 
 import argparse
 import os
@@ -27,8 +27,8 @@ from ec_store.shared_disk import SharedDiskStore
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command.
 
-    Exits with 1 where the store cannot be used or `verify` found something, with 2 where the
-    command line is wrong.
+    Exits with 1 if the store cannot be used or `verify` found corrupt entries, and with 2 if the
+    command line is invalid.
     """
     args = make_parser().parse_args(argv)
     try:
@@ -42,9 +42,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+    """Return the argument parser with all commands."""
     parser = argparse.ArgumentParser(
-        prog="ec-store", description="Look after an encoder-cache store.", allow_abbrev=False
+        prog="ec-store",
+        description="Inspect and maintain an encoder-cache store.",
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"ec-store {version('epd-proxy')}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -54,48 +56,61 @@ def make_parser() -> argparse.ArgumentParser:
     ) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         added.add_argument("url", metavar="URL", help="file:///path, redis://…, rediss://…")
-        added.add_argument("--json", action="store_true", help="JSON, an object a line")
+        added.add_argument("--json", action="store_true", help="print JSON, one object per line")
         added.set_defaults(run=run, create=create, lazy=False)
         return added
 
-    command("stat", _stat, "figures of a store, and the models that use it")
-    command("ls", _ls, "every entry, the least recently used first")
-    verify = command("verify", _verify, "read every entry whole and name the corrupt ones")
+    command("stat", _stat, "show the metrics of a store, and the models that use it")
+    command("ls", _ls, "list every entry, the least recently used first")
+    verify = command("verify", _verify, "read every entry whole and list the corrupt ones")
     verify.add_argument("--fix", action="store_true", help="delete the corrupt ones")
-    command("gc", _gc, "bring a store under its quota now, and clear away what crashes left")
+    command("gc", _gc, "bring a store under its quota now, and remove files that crashes left")
     purge = command("purge", _purge, "delete all entries of a namespace")
-    purge.add_argument("--namespace", required=True, help="see `ec-store stat`")
+    purge.add_argument("--namespace", required=True, help="namespace, as `ec-store stat` shows it")
     configure = command(
         "configure",
         _configure,
-        "show or change the settings of a store in a directory, which hold for every process that "
+        "show or change the settings of a store in a directory; they apply to every process that "
         "opens it",
         create=True,
     )
-    configure.set_defaults(lazy=True)  # it mends settings that keep a store from being opened
-    configure.add_argument("--max-bytes", type=size_bytes, metavar="SIZE", help="quota, as 64GiB")
+    configure.set_defaults(lazy=True)  # it repairs settings that prevent the store from opening
+    configure.add_argument(
+        "--max-bytes", type=size_bytes, metavar="SIZE", help="quota, such as 64GiB"
+    )
     configure.add_argument(
         "--max-share",
         type=float,
         metavar="SHARE",
-        help="how much of its file system the store may take, from 0 to 1",
+        help="upper bound of the store's share of its file system, from 0 to 1",
     )
     configure.add_argument(
-        "--ttl", type=duration_s, metavar="TIME", help="how long an unused entry is kept, as 7d"
+        "--ttl",
+        type=duration_s,
+        metavar="TIME",
+        help="time after which an unused entry expires, such as 7d",
     )
     configure.add_argument(
-        "--dir-mode", type=octal, metavar="MODE", help="permissions of new folders, as 2770"
+        "--dir-mode", type=octal, metavar="MODE", help="permissions of new folders, such as 2770"
     )
     configure.add_argument(
-        "--file-mode", type=octal, metavar="MODE", help="permissions of new files, as 0660"
+        "--file-mode", type=octal, metavar="MODE", help="permissions of new files, such as 0660"
     )
     serve = command(
-        "serve", _serve, "keep a store within its quota, and show it over HTTP", create=True
+        "serve",
+        _serve,
+        "keep a store within its quota, and serve its metrics over HTTP",
+        create=True,
     )
-    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
-    serve.add_argument("--port", type=int, default=8100, help="port to listen on (8100)")
     serve.add_argument(
-        "--interval-s", type=float, default=10.0, help="between two looks at the quota (10)"
+        "--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)"
+    )
+    serve.add_argument("--port", type=int, default=8100, help="port to listen on (default 8100)")
+    serve.add_argument(
+        "--interval-s",
+        type=float,
+        default=10.0,
+        help="seconds between two checks of the quota (default 10)",
     )
     return parser
 
@@ -117,7 +132,7 @@ def _stat(store: Store, args: argparse.Namespace) -> int:
 
 
 def _ls(store: Store, args: argparse.Namespace) -> int:
-    # Lines, not rows, are held until the last one is known: they take a third of the memory.
+    # Sorting needs all rows: lines are kept instead, which take a third of the memory.
     show = _as_json if args.json else _as_text
     for _, line in sorted((row.used_s or 0.0, show(row)) for row in store.ls()):
         print(line)
@@ -158,7 +173,7 @@ def _purge(store: Store, args: argparse.Namespace) -> int:
 
 def _configure(store: Store, args: argparse.Namespace) -> int:
     if not isinstance(store, SharedDiskStore):
-        text = "ec-store: error: Redis has settings of its own: maxmemory and maxmemory-policy"
+        text = "ec-store: error: Redis is configured with its own maxmemory and maxmemory-policy"
         print(text, file=sys.stderr)
         return 2
     given = GivenSettings(
@@ -190,7 +205,7 @@ def _serve(store: Store, args: argparse.Namespace) -> int:
 
 
 def _progress(rows: Iterator[Listed], total: int | None, what: str) -> Iterator[Listed]:
-    """The rows, with a progress bar on a terminal's stderr."""
+    """Yield the rows, with a progress bar if stderr is a terminal."""
     console = Console(stderr=True)
     yield from track(
         rows, what, total=total, console=console, disable=not console.is_terminal, transient=True

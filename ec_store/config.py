@@ -1,4 +1,4 @@
-"""What stands in a store URL."""
+"""Parsers of the parameters in a store URL."""
 
 import re
 from collections.abc import Mapping
@@ -15,10 +15,10 @@ _QUANTITY = re.compile(r"(\d+(?:\.\d+)?) ?([a-z]*)")
 
 
 def parameters(url: str, known: Mapping[str, Any]) -> dict[str, Any]:
-    """The query of a store URL, each parameter read by its function in `known`.
+    """Parse the query of a store URL, each parameter with its function in `known`.
 
     Raises:
-        ValueError: a parameter is unknown, given twice, or not what its function reads.
+        ValueError: a parameter is unknown, given twice, or rejected by its function.
     """
     found: dict[str, Any] = {}
     for name, value in parse_qsl(urlsplit(url).query, keep_blank_values=True):
@@ -34,20 +34,20 @@ def parameters(url: str, known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def size_bytes(text: str) -> int:
-    """A size such as `64GiB` or `500MB`, in bytes."""
+    """Parse a size such as `64GiB` or `500MB` into bytes."""
     return int(_quantity(text, UNITS, "a size such as 64GiB"))
 
 
 def duration_s(text: str) -> float:
-    """A duration such as `7d`, `90s` or `20ms`, in seconds."""
+    """Parse a duration such as `7d`, `90s` or `20ms` into seconds."""
     return _quantity(text, SECONDS, "a duration such as 7d or 90s")
 
 
 def octal(text: str) -> int:
-    """Permissions such as `2770`.
+    """Parse permissions such as `2770`.
 
     Raises:
-        ValueError: the text is not of that form.
+        ValueError: the text is not an octal mode.
     """
     mode = int(text, 8)
     if not 0 <= mode <= ALL_MODE_BITS:
@@ -56,7 +56,7 @@ def octal(text: str) -> int:
 
 
 def size_text(size: float) -> str:
-    """Return a size for people, such as `64.0 GiB`."""
+    """Format a size in bytes for display, such as `64.0 GiB`."""
     for unit in SIZES[:-1]:
         if size < STEP:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
@@ -72,5 +72,5 @@ def _quantity(text: str, units: Mapping[str, float], what: str) -> float:
 
 
 def redacted(url: str) -> str:
-    """The URL without its password, for messages."""
-    return re.sub(r"//.*@", "//***@", url)  # to the last @, for a password may hold one
+    """Return the URL without its user and password, for messages."""
+    return re.sub(r"//.*@", "//***@", url)  # to the last @: a password may contain one

@@ -1,4 +1,4 @@
-"""Counts and observations by name that several threads add to."""
+"""Thread-safe counts and observations by name."""
 
 import threading
 from collections import Counter, deque
@@ -6,43 +6,42 @@ from collections import Counter, deque
 from ec_store.forks import after_fork
 
 MAX_OBSERVATIONS = 4096
-"""How many observations of one name are kept until they are taken: the latest."""
+"""Upper bound of the observations kept for each name until they are taken; the latest stay."""
 
 
 class Counts:
-    """What was counted and observed since it was last taken.
+    """Counts and observations since they were last taken.
 
-    Safe to use from many threads, and after a fork.
+    Safe for many threads, and after a fork.
     """
 
     def __init__(self) -> None:
-        """Count from nothing."""
         self._counts: Counter[str] = Counter()
         self._observations: dict[str, deque[float]] = {}
         self._unlock()
         after_fork(self._unlock)
 
     def add(self, **counts: float) -> None:
-        """Add to counts, by name."""
+        """Add values to counts, by name."""
         with self._lock:
             self._counts.update(counts)
 
     def observe(self, name: str, *values: float) -> None:
-        """Keep values for a histogram."""
+        """Record values of a histogram, by its name."""
         with self._lock:
             self._observations.setdefault(name, deque(maxlen=MAX_OBSERVATIONS)).extend(values)
 
     def take(self) -> dict[str, float]:
-        """What was counted, and begin anew."""
+        """Return the counts, and reset them."""
         with self._lock:
             taken, self._counts = self._counts, Counter()
         return dict(taken)
 
     def take_observations(self, most: int = MAX_OBSERVATIONS) -> dict[str, list[float]]:
-        """Return what was observed, by name, and keep it no longer.
+        """Return the observations by name, and drop them.
 
         Args:
-            most: how many of each name are taken, the oldest first.
+            most: upper bound of the observations returned for each name, the oldest first.
         """
         with self._lock:
             taken = {
@@ -52,7 +51,7 @@ class Counts:
         return {name: values for name, values in taken.items() if values}
 
     def __getitem__(self, name: str) -> int:
-        """One count, a whole number; 0 where nothing was counted."""
+        """Return one count, rounded down; 0 if the name was never counted."""
         with self._lock:
             return int(self._counts[name])
 

@@ -1,4 +1,4 @@
-"""What the URL of a shared directory says."""
+"""Options in the URL of a shared directory."""
 
 import os
 from dataclasses import dataclass, field, fields, replace
@@ -12,16 +12,16 @@ from ec_store.disk_settings import GivenSettings, StoreSettings
 
 @dataclass(frozen=True, slots=True)
 class DiskConfig:
-    """Where a shared directory is, and how this process uses it.
+    """Location of a shared directory, and how this process uses it.
 
     Attributes:
-        path: the directory.
-        given: settings for a store that is made, or that has none yet. Those of a store that has
-            some win.
-        durability: `fsync` to have an entry survive a power cut once `put` has returned.
-        max_entry_bytes: the largest entry that is written or read.
-        require_mount: whether the directory has to be on a file system that is mounted at it or
-            above it: without its mount, `/mnt/ec` is a folder of the root disk.
+        path: absolute path of the directory.
+        given: settings for a store without `config.json`. The settings in an existing `config.json`
+            take precedence.
+        durability: `fsync` if an entry has to survive a power cut once `put` has returned.
+        max_entry_bytes: size of the largest entry that this process writes or reads.
+        require_mount: whether the store is unavailable unless a file system is mounted at the
+            directory or above it. Without its mount, `/mnt/ec` is a directory of the root disk.
     """
 
     path: str
@@ -32,10 +32,10 @@ class DiskConfig:
 
     @classmethod
     def from_url(cls, url: str) -> Self:
-        """What a URL says, `file:///path?max_bytes=64GiB&ttl=7d&…`.
+        """Parse a URL such as `file:///path?max_bytes=64GiB&ttl=7d&…`.
 
         Raises:
-            ValueError: it has an unknown or wrong parameter, or no path.
+            ValueError: the URL has no path, or an unknown or invalid parameter.
         """
         parts = urlsplit(url)
         if parts.scheme != "file" or parts.netloc not in {"", "localhost"} or parts.fragment:
@@ -46,20 +46,20 @@ class DiskConfig:
         return replace(config, given=GivenSettings(**given), **said)
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work.
+        """Check the values.
 
         Raises:
             ValueError: a value is out of range.
         """
         if not os.path.isabs(self.path) or "\0" in self.path:  # noqa: PTH117
-            raise ValueError(f"{self.path!r} is no absolute path: file:///mnt/store")
+            raise ValueError(f"{self.path!r} is not an absolute path such as file:///mnt/store")
         if self.max_entry_bytes <= 0:
-            raise ValueError("max_entry_bytes is greater than 0")
+            raise ValueError("max_entry_bytes must be greater than 0")
         self.given.over(StoreSettings())
 
     @property
     def mounted(self) -> bool:
-        """Whether a file system is mounted at the directory or above it, below the root's."""
+        """Return whether a file system other than the root's is mounted at the path or above it."""
         path = Path(self.path).resolve()
         return any(folder.is_mount() for folder in (path, *path.parents) if folder.name)
 

@@ -1,4 +1,4 @@
-"""Opens a shared directory, and has a store go by the settings that the directory holds."""
+"""Opening of a shared directory, and the settings that the directory holds."""
 
 import errno
 import logging
@@ -23,24 +23,25 @@ from ec_store.tree import Tree, staging_name
 logger = logging.getLogger("vllm.ec_store")
 
 LOOK_EVERY_S = 1.0
-"""How often a store looks whether its path still leads to the directory it has open."""
+"""Interval in seconds at which an open store checks that its path still leads to its directory."""
 
 
 class DiskOpening:
-    """A directory that is opened when it is first used, and again when its path leads elsewhere.
+    """Directory that is opened at its first use, and reopened when its path leads elsewhere.
 
     Attributes:
-        settings: what holds for every process that opens the store, as last read.
+        settings: settings of the store, as last read; they apply to every process that opens it.
         in_memory: whether the directory that was opened last is on tmpfs.
     """
 
     def __init__(self, config: DiskConfig, keeper: Housekeeping, *, create: bool) -> None:
-        """Open nothing yet.
+        """Create the object without opening the directory.
 
         Args:
-            config: where the directory is, and what it is to hold if it is new.
-            keeper: is given the settings, and counts the entries of a directory without a ledger.
-            create: whether the directory is made where it is missing.
+            config: location of the directory, and the settings of a new one.
+            keeper: housekeeping of the store: gets the settings, and counts the entries of a
+                directory without a ledger.
+            create: whether to create a missing directory.
         """
         self.settings = config.given.over(StoreSettings())
         self.in_memory = False
@@ -57,10 +58,10 @@ class DiskOpening:
         """Return the open directory.
 
         Args:
-            create: whether to make it where it is missing, unless this store never does.
+            create: whether to create a missing directory, if this store may create one at all.
 
         Raises:
-            OSError: it is not there, or cannot be used.
+            OSError: the directory is missing or cannot be used.
             StoreUnavailable: the store is closed, or its settings cannot be used.
         """
         if self._closed:
@@ -70,14 +71,14 @@ class DiskOpening:
         if look:
             self._looked_s = now
         if tree is None or (look and not tree.current()):
-            self._opened = None  # if this fails, the next use tries again
+            self._opened = None  # if opening fails, the next use retries it
             tree = self._opened = self._open(create=create and self._create)
         elif look:
             self._follow(tree)
         return tree
 
     def configure(self, given: GivenSettings) -> None:
-        """Write settings, and open the directory anew with them. Raises OSError and ValueError."""
+        """Write settings, and reopen the directory. Raises OSError and ValueError."""
         root = self._root(create=True)
         try:
             settings = read_settings(root)
@@ -89,13 +90,13 @@ class DiskOpening:
         self.tree(create=True)
 
     def probe(self) -> None:
-        """Open the directory, and try to write to it if this process may make it.
+        """Open the directory, and write to it as a test if this process may create it.
 
-        A full file system is no error: it can still be read.
+        A full file system is not an error: its entries can still be read.
 
         Raises:
-            OSError: the directory is not there, or cannot be written to.
-            StoreUnavailable: what is read is not what was written.
+            OSError: the directory is missing or cannot be written.
+            StoreUnavailable: the content read differs from the content written.
         """
         tree = self.tree(create=True)
         if not self._create:
@@ -104,7 +105,7 @@ class DiskOpening:
         try:
             tree.root.replace(name, content)
             if tree.root.read(name, 64) != content:
-                raise StoreUnavailable("what was written is not what is read")
+                raise StoreUnavailable("a test file has other content than was written to it")
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
@@ -112,12 +113,12 @@ class DiskOpening:
             tree.root.remove(name)
 
     def lost(self, error: OSError) -> None:
-        """After an error that says more than that an entry is missing, open the directory anew."""
+        """Reopen the directory at its next use if an error shows that its descriptors are stale."""
         if error.errno in {errno.ESTALE, errno.EBADF}:
             self.forget()
 
     def forget(self) -> None:
-        """Open the directory anew at its next use."""
+        """Reopen the directory at its next use."""
         self._opened = None
 
     def close(self) -> None:
@@ -126,18 +127,18 @@ class DiskOpening:
         self._opened = None
 
     def _follow(self, tree: Tree) -> None:
-        """Adopt settings that were changed. Those that cannot be read change nothing."""
+        """Adopt changed settings. If they cannot be read, the present ones stay in force."""
         try:
             self._adopt(read_settings(tree.root) or self.settings)
         except (SettingsInvalid, OSError) as error:
-            if not self._unread:  # else each second
+            if not self._unread:  # logged once, not every second
                 logger.warning("the store in %s keeps its settings: %s", self._config.path, error)
             self._unread = True
         else:
             self._unread = False
 
     def _open(self, *, create: bool) -> Tree:
-        """Open the directory, and learn what holds for it, or say so where it is new."""
+        """Open the directory and read its settings, or write them if it is new."""
         config = self._config
         root = self._root(create=create)
         held = read_settings(root)
@@ -155,9 +156,9 @@ class DiskOpening:
         return tree
 
     def _begin(self, tree: Tree) -> None:
-        """Count entries that no ledger knows of, and log how much space is left to others.
+        """Count the entries of a store without a ledger, and log how much space it leaves free.
 
-        A process that may not write goes on without: it can read.
+        A process without the permission to write skips this: it can still read.
         """
         with suppress(OSError):
             if self._keeper.ledger.empty(tree.usage):
@@ -167,13 +168,16 @@ class DiskOpening:
     def _root(self, *, create: bool) -> Folder:
         config = self._config
         if config.require_mount and not config.mounted:
-            raise StoreUnavailable(f"nothing is mounted at {config.path}, and it has require_mount")
+            raise StoreUnavailable(
+                f"nothing is mounted at {config.path}, and the URL has require_mount=1: mount the "
+                "file system first"
+            )
         made = config.given.over(StoreSettings())
         modes = Modes(made.dir_mode, made.file_mode)
         return Folder.at(config.path, modes) if create else Folder.there(config.path, modes)
 
     def _adopt(self, settings: StoreSettings) -> None:
-        """Go by what the store says, and log what this process was given and does not use."""
+        """Apply the store's settings, and log the settings of this process that differ."""
         self.settings = self._keeper.settings = settings
         ignored = self._config.given.not_in_force(settings)
         if ignored and ignored != self._ignored:

@@ -1,7 +1,7 @@
-"""What a shared directory says of itself: `config.json`, beside its entries.
+"""Settings of a shared directory: `config.json`, beside its entries.
 
-A quota or an expiry belongs to a store and not to a process that opens it: a process with a smaller
-one would delete what the others keep.
+A quota or an expiry belongs to the store, not to each process that opens it: a process with a
+smaller one would delete entries that the others keep.
 """
 
 import json
@@ -13,26 +13,27 @@ from ec_store.errors import StoreUnavailable
 from ec_store.files import Folder
 
 FORMAT = 1
-"""Of the folders and files of a store. Raised when another release could not read them."""
+"""Format version of the store's folders and files. Changes that older releases cannot read increase
+it."""
 
 NAME = "config.json"
 LARGEST_BYTES = 4096
 
 
 class SettingsInvalid(StoreUnavailable):
-    """A store's `config.json` cannot be used."""
+    """Error of a `config.json` that cannot be used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSettings:
-    """What holds for every process that opens a store.
+    """Settings that apply to every process that opens the store.
 
     Attributes:
-        max_bytes: the quota, in whole blocks of 4 KiB for each entry.
-        max_share: how much of its file system the store may take, from 0 to 1. The smaller of this
-            and `max_bytes` is in force.
-        ttl: seconds after which an entry that was not used is forgotten.
-        dir_mode, file_mode: permissions of what is created.
+        max_bytes: quota in bytes; each entry counts as whole blocks of 4 KiB.
+        max_share: largest share of the file system that the store may take, from 0 to 1. The
+            smaller of this and `max_bytes` is in force.
+        ttl: seconds after which an unused entry expires.
+        dir_mode, file_mode: permissions of new folders and files.
     """
 
     max_bytes: int = 64 * 2**30
@@ -42,22 +43,22 @@ class StoreSettings:
     file_mode: int = 0o640
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work.
+        """Check the values.
 
         Raises:
             ValueError: a value is out of range.
         """
         if self.max_bytes <= 0 or self.ttl <= 0:
-            raise ValueError("max_bytes and ttl are greater than 0")
+            raise ValueError("max_bytes and ttl must be greater than 0")
         if not 0 < self.max_share <= 1:
-            raise ValueError("max_share is greater than 0, and 1 at most")
+            raise ValueError("max_share must be greater than 0 and at most 1")
 
     @classmethod
     def from_json(cls, content: bytes) -> Self:
-        """Read `config.json`.
+        """Parse the content of `config.json`.
 
         Raises:
-            SettingsInvalid: it is of another format version, or no such file.
+            SettingsInvalid: the content is invalid, or has another format version.
         """
         try:
             held: dict[str, Any] = json.loads(content)
@@ -72,12 +73,12 @@ class StoreSettings:
                 )
         except (ValueError, TypeError, LookupError, OverflowError) as error:
             raise SettingsInvalid(
-                f"{NAME} of the store cannot be read ({error!r}): write it anew with "
+                f"{NAME} of the store cannot be read ({error!r}): rewrite it with "
                 "`ec-store configure`"
             ) from error
         raise SettingsInvalid(
             f"the store has format version {version}, and this release reads version {FORMAT}: "
-            "use a directory of its own"
+            "use another directory for this release"
         )
 
     def to_json(self) -> bytes:
@@ -93,7 +94,7 @@ class StoreSettings:
         return json.dumps(held, indent=1).encode() + b"\n"
 
     def shown(self) -> dict[str, str]:
-        """Return each setting as a store URL has it."""
+        """Return each setting in the notation of a store URL."""
         return {
             "max_bytes": size_text(self.max_bytes),
             "max_share": f"{self.max_share:g}",
@@ -105,7 +106,7 @@ class StoreSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenSettings:
-    """Settings as a URL or a command line gives them; None: not given."""
+    """Settings from a URL or a command line; None means not given."""
 
     max_bytes: int | None = None
     max_share: float | None = None
@@ -114,7 +115,7 @@ class GivenSettings:
     file_mode: int | None = None
 
     def over(self, settings: StoreSettings) -> StoreSettings:
-        """Return `settings` with what is given in their place.
+        """Return `settings`, with the given values in their place.
 
         Raises:
             ValueError: a value is out of range.
@@ -123,7 +124,7 @@ class GivenSettings:
         return replace(settings, **given)
 
     def not_in_force(self, settings: StoreSettings) -> list[str]:
-        """Return what is given and differs, each with both values, as text."""
+        """Return the given settings that differ from the store's, as text with both values."""
         mine, held = self.over(settings).shown(), settings.shown()
         return [
             f"{field.name}={mine[field.name]} (the store has {held[field.name]})"
@@ -133,11 +134,11 @@ class GivenSettings:
 
 
 def read_settings(root: Folder) -> StoreSettings | None:
-    """Read the settings of a store; None where it has none yet.
+    """Read the settings of a store; None if it has no `config.json`.
 
     Raises:
         SettingsInvalid: as `StoreSettings.from_json`.
-        OSError: they cannot be read.
+        OSError: the file cannot be read.
     """
     try:
         return StoreSettings.from_json(root.read(NAME, LARGEST_BYTES))
@@ -146,10 +147,10 @@ def read_settings(root: Folder) -> StoreSettings | None:
 
 
 def write_settings(root: Folder, settings: StoreSettings, *, replace: bool) -> bool:
-    """Write the settings of a store; False where it has some and `replace` is not set.
+    """Write the settings of a store; False if it has some and `replace` is not set.
 
     Raises:
-        OSError: they cannot be written.
+        OSError: the file cannot be written.
     """
     if replace:
         root.replace(NAME, settings.to_json())

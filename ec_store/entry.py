@@ -4,9 +4,8 @@
     header      JSON, padded with spaces to a multiple of 64 bytes, the length field included
     payload     the tensor's bytes, little-endian, row-major
 
-The header names the tensor `ec_cache` and holds, as safetensors' `__metadata__`, all that a reader
-needs to trust the entry (docs/store-format.md). Safetensors:
-https://github.com/huggingface/safetensors#format
+The header names the tensor `ec_cache`. Its `__metadata__` holds all that a reader needs to verify
+the entry (docs/store-format.md). Safetensors: https://github.com/huggingface/safetensors#format
 """
 
 import math
@@ -26,17 +25,18 @@ from ec_store.keys import EntryKey
 TENSOR = "ec_cache"
 FORMAT = "ec_store/1"
 ALIGNMENT = 64
-"""Header and length field end on a multiple of this, so that a mapped payload is aligned."""
+"""Length field and header end on a multiple of this many bytes, so that a mapped payload is
+aligned."""
 
 MAX_HEADER_BYTES = 1024**2
 KNOWN_HEADERS = 1024
 SHORT_BYTES = 1024
-"""So many headers that are no longer than this are not parsed again where they are the same:
-a chat's pictures are looked up in each of its turns. They take some 2 MB."""
+"""Largest header in bytes that is cached. The cache holds `KNOWN_HEADERS` parsed headers, some 2
+MB: each turn of a chat looks up the same images, and their headers are not parsed again."""
 
 _PLAIN = re.compile(r"[\w.~ /:;,=@+()\[\]-]*", re.ASCII)
 ITEM_BYTES: Mapping[str, int] = {"BF16": 2, "F16": 2, "F32": 4}
-"""Bytes of one value of each dtype that is kept, by safetensors' name for it."""
+"""Bytes of one value of each supported dtype, by its safetensors name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +44,16 @@ class Entry:
     """One encoder output.
 
     Attributes:
-        data: the tensor's bytes, little-endian, row-major; read-only when it comes from a store,
-            where it may be a view of a mapped file.
+        data: bytes of the tensor, little-endian, row-major; read-only if the entry comes from a
+            store, where it may be a view of a larger buffer.
         dtype: `BF16`, `F16` or `F32`.
         shape: usually (tokens, width).
         modality: `image`, `audio` or `video`.
-        metadata: placeholder metadata as vLLM reports it, such as
-            `{"image_grid_thw": [1, 36, 54]}`; JSON values, read-only when it comes from a store.
+        metadata: placeholder metadata as vLLM reports it, such as `{"image_grid_thw": [1, 36,
+            54]}`; JSON values, read-only if the entry comes from a store.
 
     Raises:
-        ValueError: dtype, shape and length do not fit each other.
+        ValueError: dtype, shape and length are inconsistent.
     """
 
     data: memoryview
@@ -63,29 +63,29 @@ class Entry:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check that the parts fit each other."""
+        """Check that dtype, shape and length are consistent."""
         if self.dtype not in ITEM_BYTES:
             raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(ITEM_BYTES)}")
         if any(size < 0 for size in self.shape):
             raise ValueError(f"shape {self.shape} has a negative size")
         if self.data.nbytes != payload_bytes(self.dtype, self.shape):
             raise ValueError(
-                f"{self.data.nbytes} bytes are no {self.dtype} tensor of shape {self.shape}"
+                f"{self.data.nbytes} bytes do not make a {self.dtype} tensor of shape {self.shape}"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class EntryInfo:
-    """What an entry's header says.
+    """Fields of an entry's header.
 
     Attributes:
-        key: the entry's key.
+        key: key of the entry.
         dtype: `BF16`, `F16` or `F32`.
         shape: usually (tokens, width).
         modality: `image`, `audio` or `video`.
-        metadata: placeholder metadata as vLLM reports it; read-only, for others may have the same.
+        metadata: placeholder metadata as vLLM reports it; read-only, since callers share it.
         checksum: xxh3-64 of the payload, 16 hexadecimal digits.
-        header_bytes: size of length field and header, where the payload begins.
+        header_bytes: size of length field and header, the offset of the payload.
     """
 
     key: EntryKey
@@ -98,39 +98,39 @@ class EntryInfo:
 
     @property
     def payload_bytes(self) -> int:
-        """Size of the tensor."""
+        """Return the size of the tensor in bytes."""
         return payload_bytes(self.dtype, self.shape)
 
     @property
     def size_bytes(self) -> int:
-        """Size of the whole blob."""
+        """Return the size of the whole blob in bytes."""
         return self.header_bytes + self.payload_bytes
 
 
 def payload_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor."""
+    """Return the size of a tensor in bytes."""
     return math.prod(shape) * ITEM_BYTES[dtype]
 
 
 def encode_header(key: EntryKey, entry: Entry, payload_checksum: str | None = None) -> bytes:
-    """Length field and header of an entry's blob; the payload, `entry.data`, follows it.
+    """Return length field and header of an entry's blob; the payload, `entry.data`, follows it.
 
     Args:
-        key: the entry's key.
+        key: key of the entry.
         entry: the entry.
-        payload_checksum: `checksum(entry.data)` where it is known already. The header's length does
-            not depend on it.
+        payload_checksum: `checksum(entry.data)` if it is known already. The length of the header
+            does not depend on it.
     """
     known = checksum(entry.data) if payload_checksum is None else payload_checksum
     return _header(key, entry.dtype, entry.shape, entry.modality, entry.metadata, known)
 
 
 def checksum(payload: memoryview) -> str:
-    """xxh3-64 of a payload, 16 hexadecimal digits."""
+    """Return the xxh3-64 of a payload, 16 hexadecimal digits."""
     return xxhash.xxh3_64_hexdigest(payload)
 
 
-def _header(  # noqa: PLR0913, PLR0917 - one for each field of the header
+def _header(  # noqa: PLR0913, PLR0917 - the fields of the header
     key: EntryKey,
     dtype: str,
     shape: tuple[int, ...],
@@ -138,7 +138,7 @@ def _header(  # noqa: PLR0913, PLR0917 - one for each field of the header
     metadata: Mapping[str, Any],
     payload_checksum: str,
 ) -> bytes:
-    """Deterministic: a header is valid exactly when it is what this makes of its own contents."""
+    """Return the header. It is deterministic: a valid header equals the one of its own fields."""
     fields = {
         "format": FORMAT,
         "namespace": _text(key.namespace),
@@ -159,17 +159,17 @@ def _header(  # noqa: PLR0913, PLR0917 - one for each field of the header
 
 
 def _text(part: str) -> str:
-    """A part of a key as JSON can hold it: percent-encoded, for vLLM lets lone surrogates pass."""
-    if _PLAIN.fullmatch(part):  # as most are, and this is sooner known
+    """Return a part of a key as JSON text, percent-encoded: vLLM allows lone surrogates."""
+    if _PLAIN.fullmatch(part):  # most parts match, and this test is fast
         return part
     return quote(part, safe=" /:;,=@+()[]", errors="surrogatepass")
 
 
 def header_length(blob: memoryview) -> int:
-    """Bytes of length field and header, from the first 8 bytes of a blob.
+    """Return the size of length field and header, from the first 8 bytes of a blob.
 
     Raises:
-        CorruptEntry: there are fewer, or they say what no header has.
+        CorruptEntry: the blob is shorter than 8 bytes, or the size is above `MAX_HEADER_BYTES`.
     """
     if len(blob) < 8:  # noqa: PLR2004 - the length field
         raise CorruptEntry("shorter than its length field")
@@ -180,10 +180,10 @@ def header_length(blob: memoryview) -> int:
 
 
 def read_header(head: memoryview) -> EntryInfo:
-    """Read length field and header; `head` may go on behind them.
+    """Parse length field and header; `head` may be longer than they are.
 
     Raises:
-        CorruptEntry: this is not what `encode_header` makes.
+        CorruptEntry: the bytes differ from the output of `encode_header`.
     """
     end = header_length(head)
     raw = bytes(head[:end])
@@ -208,7 +208,7 @@ def _parsed(raw: bytes) -> EntryInfo:
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise CorruptEntry(f"its header cannot be read: {error}") from None
     if raw != expected:
-        raise CorruptEntry("its header is not what it was written as")
+        raise CorruptEntry("its header is not the one that its fields make")
     return info
 
 
@@ -220,10 +220,10 @@ def _key_part(text: str) -> str:
 
 
 def decode(key: EntryKey, blob: memoryview) -> Entry:
-    """The entry in a blob, its payload a view of it.
+    """Return the entry in a blob; its payload is a view of the blob.
 
     Raises:
-        CorruptEntry: it is not the entry of this key, whole and unchanged.
+        CorruptEntry: the blob is not the whole, unchanged entry of this key.
     """
     info = read_header(blob)
     if info.key != key:
@@ -232,5 +232,5 @@ def decode(key: EntryKey, blob: memoryview) -> Entry:
     if payload.nbytes != info.payload_bytes:
         raise CorruptEntry(f"{payload.nbytes} bytes of payload, not {info.payload_bytes}")
     if checksum(payload) != info.checksum:
-        raise CorruptEntry("its checksum does not fit its payload")
+        raise CorruptEntry("its checksum does not match its payload")
     return Entry(payload.toreadonly(), info.dtype, info.shape, info.modality, info.metadata)

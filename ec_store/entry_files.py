@@ -1,9 +1,9 @@
-"""Entries from files and into files, as fast as that goes without mapping them.
+"""Fast reading and writing of entries in files, without mapping them.
 
-A mapping would be faster still: nothing is copied. But whoever cuts a file under its mapping, an
-operator or another user, ends this process with SIGBUS; on NFS so does another client's eviction,
-once memory is short and a page has to be read again; and whoever writes into the file changes a
-tensor that was verified. An engine must never die of its cache.
+A mapping would be faster: it copies nothing. But truncating a mapped file ends every process that
+maps it with SIGBUS, and an operator or another user may truncate one. On NFS an eviction by another
+client has the same effect, once memory is short and a page has to be read again. And a write to the
+file changes a tensor that was verified already. An engine must never die of its cache.
 """
 
 import functools
@@ -34,22 +34,23 @@ from ec_store.threads import DaemonPool
 T = TypeVar("T")
 
 LARGE_BYTES = 2**20
-"""From here on hashing in pieces, a second thread, and keeping the memory are worth it."""
+"""Size in bytes from which hashing in pieces, a second thread, and reused memory pay off."""
 
 _HEAD_BYTES = 4096
-"""Most headers are shorter; a longer one is read a second time."""
+"""Bytes of the first read. Most headers are shorter; a longer one is read a second time."""
 
 _PIECE_BYTES = 2**20
-"""Still in a core's cache when it is hashed, and long enough that two threads seldom meet."""
+"""Bytes of one piece: small enough to be in a core's cache when it is hashed, and large enough that
+two threads rarely contend."""
 
 _NO_CHECKSUM = "0" * 16
 
 
 def blob_bytes(key: EntryKey, entry: Entry) -> int:
-    """What an entry takes.
+    """Return the size of an entry's blob in bytes.
 
     Raises:
-        EntryTooLarge: its metadata are more than a header holds.
+        EntryTooLarge: the metadata exceed the largest header.
     """
     header_bytes = len(encode_header(key, entry, _NO_CHECKSUM))
     if header_bytes > MAX_HEADER_BYTES:
@@ -58,11 +59,11 @@ def blob_bytes(key: EntryKey, entry: Entry) -> int:
 
 
 def load_header(key: EntryKey | None, fd: int, size: int) -> EntryInfo:
-    """The header of a file of `size` bytes, of this key if one is given.
+    """Read the header of a file of `size` bytes, and check that it has the key, if one is given.
 
     Raises:
-        CorruptEntry: the file is not that.
-        OSError: it cannot be read.
+        CorruptEntry: the header is invalid, or of another key or size.
+        OSError: the file cannot be read.
     """
     head = memoryview(os.pread(fd, _HEAD_BYTES, 0))
     length = header_length(head)
@@ -77,7 +78,7 @@ def load_header(key: EntryKey | None, fd: int, size: int) -> EntryInfo:
 
 
 class EntryFiles:
-    """Loads and stores whole entries. Safe to use from many threads."""
+    """Reader and writer of whole entries in files. Thread-safe."""
 
     def __init__(self) -> None:
         self._buffers = Buffers()
@@ -86,30 +87,31 @@ class EntryFiles:
         self.renew_locks()
 
     def renew_locks(self) -> None:
-        """Begin with free locks, in a child of `fork`."""
+        """Replace the locks by free ones, in a child of `fork`."""
         self._lock = threading.Lock()
         self._buffers.renew_locks()
 
     def load(self, key: EntryKey, fd: int, size: int) -> Entry:
-        """The entry in a file of `size` bytes.
+        """Read the entry in a file of `size` bytes.
 
         Raises:
-            CorruptEntry: it is not the entry of this key, whole and unchanged.
-            OSError: it cannot be read.
+            CorruptEntry: the file is not the whole, unchanged entry of this key.
+            OSError: the file cannot be read.
         """
         if size < LARGE_BYTES:
             return decode(key, memoryview(os.pread(fd, size, 0)))
         info = load_header(key, fd, size)
         payload = self._buffers.take(info.payload_bytes)
         if self._fill(payload, fd, info.header_bytes) != info.checksum:
-            raise CorruptEntry("its checksum does not fit its payload")
+            raise CorruptEntry("its checksum does not match its payload")
         return Entry(payload.toreadonly(), info.dtype, info.shape, info.modality, info.metadata)
 
     def _fill(self, payload: memoryview, fd: int, offset: int) -> str:
-        """Read a payload, and its checksum.
+        """Read a payload into memory, and return its checksum.
 
-        Copying out of the kernel is what takes long, so two threads take piece after piece. A
-        second thread that gets no core holds this one up for a piece at most, not for a half.
+        Copying from the kernel takes most of the time, so two threads read alternating pieces. If
+        the second thread gets no core, this one waits for one piece at most, not for half of the
+        payload.
         """
         starts = iter(range(0, len(payload), _PIECE_BYTES))
         there: set[int] = set()
@@ -130,12 +132,13 @@ class EntryFiles:
         helper = self._beside(read_rest)
         try:
             while read_next():
-                # Hashed while it is in a core's cache: that costs half of a second pass.
+                # Hashing a piece while it is in a core's cache costs half of a second pass over
+                # memory.
                 while hashed in there:
                     digest.update(payload[hashed : hashed + _PIECE_BYTES])
                     hashed += _PIECE_BYTES
         finally:
-            # Never left to itself: it has the file, and memory that others may be given.
+            # Always wait for the helper: it uses the file, and memory that other entries may reuse.
             if not helper.cancel():
                 helper.exception()
         if not helper.cancelled():
@@ -148,14 +151,15 @@ class EntryFiles:
         if entry.data.nbytes < LARGE_BYTES:
             write(fd, [memoryview(encode_header(key, entry)), entry.data])
             return
-        # The header goes last, for it holds the checksum, which is made beside the writing.
+        # The header is written last: it holds the checksum, which a helper computes during the
+        # write.
         hashed = self._beside(checksum, entry.data)
         write(fd, [entry.data], len(encode_header(key, entry, _NO_CHECKSUM)))
         known = checksum(entry.data) if hashed.cancel() else hashed.result()
         write(fd, [memoryview(encode_header(key, entry, known))])
 
     def close(self) -> None:
-        """Let the threads and the memory that is not in use go."""
+        """End the helper threads, and release unused memory."""
         with self._lock:
             if self._helpers and self._pid == os.getpid():
                 self._helpers.close()
@@ -163,9 +167,9 @@ class EntryFiles:
             self._buffers = Buffers()
 
     def _beside(self, call: Callable[..., T], *args: object) -> Future[T]:
-        """Have another thread do something. Who can cancel it later does it without help."""
+        """Run a call on a helper thread; a caller that can still cancel it does the work itself."""
         with self._lock:
-            if self._helpers is None or self._pid != os.getpid():  # a fork has no threads
+            if self._helpers is None or self._pid != os.getpid():  # threads do not survive a fork
                 self._helpers = DaemonPool(2, "ec-store")
                 self._pid = os.getpid()
             return self._helpers.submit(functools.partial(call, *args))

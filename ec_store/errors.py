@@ -1,21 +1,24 @@
-"""What can go wrong in a store. A miss is none of it."""
+"""Errors that a store raises. A miss is not an error."""
 
 
 class StoreError(Exception):
-    """Base of what a store raises."""
+    """Base class of the errors that a store raises."""
 
 
 class StoreUnavailable(StoreError):
-    """The store cannot be reached, or cannot be written, now. Trying again later may help."""
+    """Error of a store that cannot be reached or written now; a later retry may succeed."""
 
 
 class StoreMissing(StoreUnavailable):
-    """There is no store at the path, and the caller does not make one."""
+    """Error of a path without a store, for a caller that does not create one."""
 
 
 class CorruptEntry(StoreError):
-    """Bytes that are not the entry they should be: cut, changed, foreign, or of another format."""
+    """Error of bytes that are not the expected entry.
+
+    They may be cut, changed, another key's entry, or in another format.
+    """
 
 
 class EntryTooLarge(StoreError):
-    """The entry is larger than the store takes."""
+    """Error of an entry that is larger than the store accepts."""

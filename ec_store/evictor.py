@@ -1,4 +1,4 @@
-"""Removes entries of a shared directory, and what crashes left among them."""
+"""Eviction of entries from a shared directory, and removal of files that crashes left."""
 
 import os
 import threading
@@ -17,19 +17,19 @@ from ec_store.lock import FileLock
 from ec_store.tree import Found, Tree, staging_name
 
 STAGING_S = 3600.0
-"""A staging file that was not written to for so long was left by a crash."""
+"""Age in seconds from which a staging file without writes counts as left by a crash."""
 
 SAMPLES = 4
-"""Samples in a row of which nothing goes, until nothing is taken to be evictable."""
+"""Consecutive samples without a removal after which the store counts as having nothing to evict."""
 
 
 class Freed(NamedTuple):
-    """What an eviction did.
+    """Result of an eviction.
 
     Attributes:
-        bytes: that were freed.
-        full: whether nothing was found that may be evicted. Not where other processes removed it
-            first, or used it meanwhile.
+        bytes: bytes that were freed.
+        full: whether no entry may be evicted. False if other processes removed the entries first,
+            or used them meanwhile.
     """
 
     bytes: int
@@ -37,10 +37,10 @@ class Freed(NamedTuple):
 
 
 class Evictor:
-    """Removes entries, whose usage it releases.
+    """Remover of entries, which also releases their usage in the ledger.
 
     Attributes:
-        evictions: how many were removed.
+        evictions: number of entries removed by this process.
     """
 
     def __init__(self, clock: StoreClock, ledger: Ledger, leases: Leases, counts: Counts) -> None:
@@ -53,21 +53,21 @@ class Evictor:
         self.renew_locks()
 
     def renew_locks(self) -> None:
-        """Begin with a free lock, in a child of `fork`."""
+        """Replace the lock by a free one, in a child of `fork`."""
         self._counting = threading.Lock()
 
     def free(self, tree: Tree, excess_bytes: int, ttl_s: float) -> Freed | None:
-        """Evict the least recently used of random entries, and the expired ones among them.
+        """Evict the least recently used of a random sample, and its expired entries.
 
-        What this costs depends on what has to be freed, and not on how many entries there are.
+        The cost depends on the bytes to free, not on the number of entries in the store.
 
         Args:
-            tree: the store.
-            excess_bytes: what has to be freed; 0 for the expired ones of one small sample.
-            ttl_s: seconds after which an entry that was not used is expired.
+            tree: folders of the store.
+            excess_bytes: bytes to free; 0 evicts only the expired entries of one small sample.
+            ttl_s: seconds after which an unused entry is expired.
 
         Returns:
-            What was freed; None where another process is evicting.
+            The result; None if another process is evicting.
         """
         if not self._lock.acquire(tree.root, lambda: self._clock.now(tree.root)):
             return None
@@ -79,20 +79,19 @@ class Evictor:
     def free_beside(self, tree: Tree, excess_bytes: int, ttl_s: float) -> Freed:
         """Evict while another process does, for an entry that has to be written.
 
-        A writer that frees no more than its own entry takes needs no lock: the writers together
-        free what they bring, and of two that remove one entry, the second gets ENOENT.
+        A writer that frees only the size of its own entry needs no lock. All writers together free
+        what they write, and if two remove the same entry, the second gets ENOENT.
         """
         return self._free_timed(tree, excess_bytes, ttl_s, None)
 
     def sweep(self, tree: Tree, ttl_s: float, goes_on: Callable[[], bool]) -> None:
-        """Look at all entries: remove the expired ones, and correct the ledger.
+        """Read all entries: remove the expired ones, and correct the ledger.
 
         Args:
-            tree: the store.
-            ttl_s: seconds after which an entry that was not used is expired.
-            goes_on: asked about once a second, and before the ledger is corrected; the sweep ends
-                where it says no. Two sweeps that correct the ledger at once would both count the
-                same error.
+            tree: folders of the store.
+            ttl_s: seconds after which an unused entry is expired.
+            goes_on: called once a second, and before the ledger is corrected; False ends the sweep.
+                Two sweeps that corrected the ledger at once would both apply the same correction.
         """
         now = self._clock.now(tree.root)
         count, unread = Count(self._ledger.total(tree.usage)), list[OSError]()
@@ -110,7 +109,7 @@ class Evictor:
     def _free_timed(
         self, tree: Tree, excess: int, ttl_s: float, holds: Callable[[], bool] | None
     ) -> Freed:
-        """As `_free`; the time is observed where room is needed."""
+        """Call `_free`, and observe its duration if room was needed."""
         started_s = time.monotonic()
         freed = self._free(tree, excess, ttl_s, holds)
         if excess > 0:
@@ -120,14 +119,14 @@ class Evictor:
     def _free(
         self, tree: Tree, excess: int, ttl_s: float, holds: Callable[[], bool] | None
     ) -> Freed:
-        """Evict until `excess` bytes are freed, or nothing goes.
+        """Evict until `excess` bytes are freed, or no entry can be evicted.
 
         Args:
-            tree: the store.
+            tree: folders of the store.
             excess: bytes to free.
             ttl_s: as in `free`.
-            holds: whether the lock is still held; None without the lock, where the ledger is not
-                corrected: two processes that correct it at once would both count the same error.
+            holds: whether the lock is still held; None without the lock, and then the ledger is not
+                corrected: two processes that did so at once would both apply the same correction.
         """
         freed = fruitless = 0
         while holds is None or holds():
@@ -138,7 +137,7 @@ class Evictor:
             fruitless = 0 if found else fruitless + 1
             if fruitless == SAMPLES or (all_seen and not found):
                 return Freed(freed, full=not freed)
-            others_removed_them = found and not gone  # the caller reads the ledger again
+            others_removed_them = found and not gone  # the caller reads the ledger again then
             if freed >= excess or others_removed_them:
                 break
         return Freed(freed, full=False)
@@ -149,8 +148,8 @@ class Evictor:
         """Evict from one sample.
 
         Returns:
-            How many bytes were freed, whether there was anything to evict, and whether the sample
-            was all there is.
+            Bytes freed, whether there was an entry to evict, and whether the sample was the whole
+            store.
         """
         now = self._clock.now(tree.root)
         count, unread = Count(self._ledger.total(tree.usage)), list[OSError]()
@@ -161,7 +160,7 @@ class Evictor:
             self._correct(tree, count, unread)
         while True:
             going = victims(sample, all_seen=all_seen, now_s=now, ttl_s=ttl_s, excess=excess)
-            # Asked only of entries that would go.
+            # Leases are read only for the entries that would be evicted.
             leased = self._leases.leased(tree.leases, [kept.digest for kept in going], now)
             if not leased:
                 freed, kept_back = self._remove(tree, going, now)
@@ -171,10 +170,10 @@ class Evictor:
     def _counted(
         self, tree: Tree, now: float, count: Count, unread: list[OSError]
     ) -> Iterator[Kept]:
-        """Entries in a random order, counted; staging files that crashes left are removed."""
+        """Yield entries in random order and count them; remove staging files that crashes left."""
         for found in tree.scan(unread, remove_empty=True):
             size = taken_bytes(found.size_bytes)
-            published = found.staging and found.links > 1  # its other name is counted
+            published = found.staging and found.links > 1  # the file counts under its other name
             if not published:
                 count.add(size)
             if not found.staging:
@@ -188,20 +187,20 @@ class Evictor:
     def _correct(self, tree: Tree, count: Count, unread: Sequence[OSError]) -> None:
         """Correct the ledger by a count of all files."""
         correction = count.correction(self._ledger.total(tree.usage))
-        if unread:  # it is there, and takes room
+        if unread:  # files that cannot be read still take room
             correction = Usage(correction.charged_bytes, correction.charged)
         if correction != Usage():
             self._ledger.add(tree.usage, correction)
 
     def _remove(self, tree: Tree, going: Sequence[Kept], now: float) -> tuple[int, int]:
-        """Remove entries, but for those that were used or leased since they were looked at.
+        """Remove entries, except those used or leased since they were sampled.
 
-        They are renamed, then looked at again, then removed. A process that leases an entry writes
-        the lease, then looks whether the entry is there. So either the lease is seen here and the
-        entry gets its name back, or the entry is seen to be gone there.
+        An entry is renamed first, then checked again, and then removed. A process that leases an
+        entry writes the lease first, and then checks that the entry exists. So either this process
+        sees the lease and restores the name, or the other process sees that the entry is gone.
 
         Returns:
-            How many bytes were freed, and how many entries cannot be removed by this process.
+            Bytes freed, and the number of entries that this process is not able to remove.
         """
         aside: list[tuple[Folder, str, Kept]] = []
         kept_back = 0
@@ -231,7 +230,7 @@ class Evictor:
                 tree.remove_empty(kept.digest)
                 freed += taken_bytes(kept.size_bytes)
                 removed += 1
-                with suppress(OSError):  # the sum is too high then, until the next sweep
+                with suppress(OSError):  # otherwise the sum is too high until the next sweep
                     self._ledger.release(tree.usage, taken_bytes(kept.size_bytes))
         with self._counting:
             self.evictions += removed
@@ -239,9 +238,9 @@ class Evictor:
 
 
 def _used_s(found: Found, now: float) -> float:
-    """When an entry was last used.
+    """Return when an entry was last used, at most one minute from now.
 
-    A time in the future, from when the store's clock was ahead, would keep it for ever.
+    A later time comes from a store's clock that was ahead, and would keep the entry indefinitely.
     """
     if found.modified_s <= now + 60:
         return found.modified_s

@@ -1,4 +1,4 @@
-"""Fetches that wait for a thread, and those that threads have. No I/O."""
+"""Queue of the fetches that wait for a thread or run on one. No I/O."""
 
 import enum
 import heapq
@@ -14,17 +14,19 @@ from ec_store.memory import buffer_bytes
 
 
 class Want(NamedTuple):
-    """How to fetch one entry.
+    """Parameters of one fetch.
 
     Attributes:
-        size_bytes: of the tensor that is expected. The store is not asked for the size first, which
-            would cost a round trip more for each entry: `accept` knows the only shape that is of
-            use, and so the only size.
-        accept: looks at the entry on the thread that fetched it. What it refuses is missing, and
-            leaves that thread's memory at once.
-        asked_s: when the request was first asked for, by the fetcher's clock; now if None.
-        rank: fetches with a lower rank are taken first, then the oldest ones.
-        promised: an encode instance said that it writes the entry: it is looked for repeatedly.
+        size_bytes: expected size of the tensor. The store is not asked for it, which would cost a
+            round trip for each entry: `accept` knows the only valid shape, and so the only valid
+            size.
+        accept: check of the entry, called on the thread that fetched it. A rejected entry counts as
+            missing, and its memory is released at once.
+        asked_s: time when the request first asked for the entry, by the fetcher's clock; now if
+            None.
+        rank: priority, lowest first; fetches of equal rank run in the order of their age.
+        promised: whether an encode instance has announced that it writes the entry. A promised
+            entry is looked up repeatedly.
     """
 
     size_bytes: int
@@ -35,26 +37,26 @@ class Want(NamedTuple):
 
 
 class Phase(enum.Enum):
-    """How far a fetch is, seen from its thread."""
+    """State of a fetch, as its thread sees it."""
 
     QUEUED = enum.auto()
     RUNNING = enum.auto()
     RESTING = enum.auto()
-    """Between two looks for an entry that was promised."""
+    """Waiting between two lookups of a promised entry."""
     ENDED = enum.auto()
 
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """One entry on its way.
+    """One entry that is being fetched.
 
     Attributes:
-        taken_s: when a thread took it last.
-        first_s: when a thread took it first.
-        ended_s: when the thread had an answer.
-        looks: how many looks have found nothing.
-        overdue: the thread has not come back by the deadline, and the fetch counts as missing.
-        entry, refused, error: what the thread found.
+        taken_s: time when a thread took it last.
+        first_s: time when a thread took it first.
+        ended_s: time when the thread had a result.
+        looks: number of lookups that found nothing.
+        overdue: whether the thread has missed the deadline; the fetch counts as missing then.
+        entry, refused, error: result of the thread.
     """
 
     identifier: str
@@ -75,12 +77,12 @@ class Fetch:
 
 @dataclass(slots=True)
 class FetchQueue:
-    """Fetches that wait for a thread, the lowest rank first, then the earliest due. Thread-safe.
+    """Fetches that wait for a thread, by rank and then by due time. Thread-safe.
 
     Attributes:
-        running: fetches that a thread has, or whose answer has not been looked at.
-        depth: how many wait.
-        waiting_bytes: memory reserved for those that wait.
+        running: fetches on a thread, and ended ones until `end` is called.
+        depth: number of waiting fetches.
+        waiting_bytes: memory reserved for the waiting fetches.
     """
 
     running: set[Fetch] = field(default_factory=set)
@@ -91,11 +93,12 @@ class FetchQueue:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def put(self, fetch: Fetch, due_s: float) -> None:
-        """Add a fetch.
+        """Add a fetch to the queue.
 
         Args:
-            fetch: goes behind those of a lower rank, and those of its rank that are due earlier.
-            due_s: when it should be taken, by the clock of all others.
+            fetch: the fetch. It is queued behind those of a lower rank, and those of its rank that
+                are due earlier.
+            due_s: time when a thread should take it, by the fetcher's clock.
         """
         with self._lock:
             fetch.phase = Phase.QUEUED
@@ -104,7 +107,7 @@ class FetchQueue:
             heapq.heappush(self._heap, (*rank, fetch))
 
     def take(self, clock: Callable[[], float]) -> Fetch | None:
-        """Return the next fetch, running; None where all others were cancelled."""
+        """Take the next fetch and mark it as running; None if no fetch waits."""
         with self._lock:
             while self._heap:
                 fetch = heapq.heappop(self._heap)[-1]
@@ -119,7 +122,7 @@ class FetchQueue:
         return None
 
     def cancel(self, fetch: Fetch) -> bool:
-        """End a fetch; False where a thread has it."""
+        """End a fetch; False if a thread is running it."""
         with self._lock:
             if fetch.phase is Phase.RUNNING:
                 return False
@@ -129,13 +132,13 @@ class FetchQueue:
         return True
 
     def end(self, fetch: Fetch) -> None:
-        """Note that a running fetch has been looked at."""
+        """End a running fetch, after its result has been read."""
         with self._lock:
             self.running.discard(fetch)
             fetch.phase = Phase.ENDED
 
     def late(self, is_late: Callable[[Fetch], bool]) -> list[Fetch]:
-        """Return running fetches for which `is_late` holds."""
+        """Return the running fetches for which `is_late` holds."""
         with self._lock:
             return [fetch for fetch in self.running if is_late(fetch)]
 

@@ -1,4 +1,4 @@
-"""Fetches entries on threads into this process's memory. The caller never waits."""
+"""Fetching of entries into this process's memory on threads, without a wait for the caller."""
 
 import enum
 import heapq
@@ -19,21 +19,21 @@ from ec_store.threads import DaemonPool
 THREADS = 4
 MEMORY_BYTES = 1024**3
 RETRY_S = (0.002, 0.005, 0.01, 0.02, 0.05)
-"""Waits between two looks for an entry that was promised; the last one is repeated."""
+"""Delays in seconds between two lookups of a promised entry; the last one is repeated."""
 
 CHECK_EVERY_S = 0.005
-"""How long running fetches are not compared with their deadlines after they were."""
+"""Interval in seconds at which running fetches are compared with their deadlines."""
 
 
 class Source(Protocol):
-    """What entries come from: a store, or what puts a store's entries somewhere."""
+    """Source of entries: a store, or a layer that places a store's entries in other memory."""
 
     def get(self, key: EntryKey) -> Entry | None:
-        """Read an entry, as `Store.get`."""
+        """Read an entry, as `Store.get` does."""
 
 
 class State(enum.Enum):
-    """How far a fetch is."""
+    """State of a fetch, as the caller sees it."""
 
     PENDING = "pending"
     READY = "ready"
@@ -41,17 +41,17 @@ class State(enum.Enum):
 
 
 class Fetcher:
-    """Fetches entries on threads, and holds them within a budget of memory.
+    """Fetcher of entries on threads, which holds them within a memory budget.
 
-    All methods are for one thread, the engine's scheduler, and touch neither disk nor network.
+    All methods are for one thread, the engine's scheduler, and access neither disk nor network.
 
-    The time in the queue counts for nothing: a fetch's deadline begins when a thread takes it. A
-    fetch that is not back by then is missing, and a failure for the breaker; its entry is kept if
-    it comes after all. Where the breaker opens, or where all threads hang, what waits is missing at
+    A fetch's deadline starts when a thread takes it: time in the queue does not count. A fetch that
+    is late counts as missing, and as a failure for the breaker; its entry is kept if it arrives
+    later. When the breaker opens, or when all threads hang, all waiting fetches become missing at
     once.
     """
 
-    def __init__(  # noqa: PLR0913 - what an operator may set
+    def __init__(  # noqa: PLR0913 - options of an operator
         self,
         store: Source,
         namespace: str,
@@ -63,21 +63,20 @@ class Fetcher:
         threads: int = THREADS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start nothing yet.
+        """Create a fetcher; threads start with the first fetches.
 
         Args:
-            store: where entries come from.
-            namespace: the namespace of all of them.
-            counts: gets `hits`, `misses`, `timeouts`, `late`, `bypassed`, `errors`, `bytes`. What
-                `Want.accept` refuses is a miss. Observes of each fetch `fetch_wait_seconds`, in
-                the queue, and `fetch_seconds`, on a thread.
-            timeout_s: how long a thread may take for an entry.
-            promise_timeout_s: how long an entry that was promised is looked for, from the first
-                look on. The last look begins then, or when a thread is free, and may take
-                `timeout_s` more.
-            memory_bytes: for entries that are claimed, kept, and on their way.
-            threads: how many entries are fetched at once.
-            clock: monotonic.
+            store: source of the entries.
+            namespace: namespace of all entries.
+            counts: gets `hits`, `misses`, `timeouts`, `late`, `bypassed`, `errors`, `bytes`. An
+                entry that `Want.accept` rejects is a miss. For each fetch, `fetch_wait_seconds`
+                observes the time in the queue, and `fetch_seconds` the time on a thread.
+            timeout_s: upper bound of the time on a thread for one entry.
+            promise_timeout_s: how long a promised entry is looked up, from the first lookup on. The
+                last lookup starts then, or when a thread is free, and may take `timeout_s` more.
+            memory_bytes: memory budget for claimed entries, kept entries, and reservations.
+            threads: number of entries fetched at once.
+            clock: monotonic clock in seconds.
         """
         self.counts = counts or Counts()
         self._store = store
@@ -98,9 +97,10 @@ class Fetcher:
         self._breaker = Breaker("reading from the encoder cache", clock=clock)
 
     def admits(self, wants: Mapping[str, Want]) -> bool:
-        """Tell whether the budget has room for all of these at once.
+        """Return whether the budget has room for all of these entries at once.
 
-        Anything is admitted where nothing is claimed. What is not going to be fetched takes none.
+        While nothing is claimed, any request is admitted. An entry that would not be fetched needs
+        no room.
         """
         sizes = {
             identifier: buffer_bytes(want.size_bytes)
@@ -110,11 +110,12 @@ class Fetcher:
         return self._memory.admits(sizes)
 
     def acquire(self, identifier: str, want: Want) -> State:
-        """Claim an entry, and fetch it if it is neither held nor on its way.
+        """Claim an entry, and fetch it unless it is held or already being fetched.
 
         Returns:
-            READY: it is held, until `release`. PENDING: it is on its way, and `advance` will tell;
-            `release` ends that, too. MISSING: it was not claimed.
+            READY: the entry is held until `release`. PENDING: the entry is being fetched, and
+            `advance` reports the result; `release` cancels the claim. MISSING: the entry was
+            not claimed.
         """
         if self._memory.entry(identifier) is not None:
             self._memory.claim(identifier)
@@ -132,7 +133,7 @@ class Fetcher:
         return State.PENDING
 
     def release(self, identifier: str) -> None:
-        """Take one claim back. A fetch that waits and that nothing else claims is cancelled."""
+        """Release one claim. A waiting fetch without another claim is cancelled."""
         self._memory.release(identifier)
         fetch = self._fetches.get(identifier)
         if fetch is None or self._memory.is_claimed(identifier):
@@ -141,11 +142,11 @@ class Fetcher:
             self._forget(fetch)
 
     def advance(self) -> list[tuple[str, State]]:
-        """Look at what threads have brought, and at deadlines.
+        """Process results of the threads, and expired deadlines.
 
         Returns:
-            Identifiers of claimed entries that were pending: READY, still claimed, or MISSING,
-            claimed no longer.
+            Identifiers of claimed entries that were pending: READY, still claimed, or MISSING, no
+            longer claimed.
         """
         now = self._clock()
         if not self._answers and now < self._check_s:
@@ -158,7 +159,7 @@ class Fetcher:
             settled += self._time_out(fetch)
         while self._timers and self._timers[0][0] <= now:
             fetch = heapq.heappop(self._timers)[-1]
-            if fetch.phase is Phase.RESTING:  # neither cancelled nor bypassed meanwhile
+            if fetch.phase is Phase.RESTING:  # not cancelled or bypassed meanwhile
                 self._submit(fetch)
         if self._refusals() != before:
             settled += self._bypass()
@@ -167,11 +168,11 @@ class Fetcher:
         return settled
 
     def entry(self, identifier: str) -> Entry | None:
-        """Return an entry that is held."""
+        """Return a held entry, or None."""
         return self._memory.entry(identifier)
 
     def discard(self, identifier: str) -> None:
-        """Forget an entry that is held and not claimed: it is fetched again when it is wanted."""
+        """Drop a held entry without claims: the next request fetches it again."""
         self._memory.discard(identifier)
 
     def gauges(self) -> dict[str, float]:
@@ -187,15 +188,15 @@ class Fetcher:
         }
 
     def close(self) -> None:
-        """Start no further fetch; those that run end by themselves."""
+        """Start no more fetches; running ones end by themselves."""
         self._pool.close()
 
     def _refusals(self) -> tuple[bool, bool]:
-        """Tell whether all threads hang, and whether the breaker is open."""
+        """Return whether all threads hang, and whether the breaker is open."""
         return self._hanging >= self._threads, self._breaker.open
 
     def _bypasses(self, promised: bool) -> bool:
-        """Tell whether the store is not asked for the time being."""
+        """Return whether lookups in the store are skipped now."""
         hanging, opened = self._refusals()
         return hanging or (opened and not promised)
 
@@ -215,13 +216,14 @@ class Fetcher:
         return fetch
 
     def _submit(self, fetch: Fetch) -> None:
-        # Another look comes behind first looks until the promise ends, and before later ones.
+        # A repeated lookup is queued as due at the end of its promise: behind first lookups until
+        # then, and before later ones.
         due_s = self._promise_s(fetch) if fetch.looks else self._clock()
         self._queue.put(fetch, due_s)
         self._pool.begin(self._work, lambda: None)
 
     def _work(self) -> None:
-        """Fetch whatever is first in the queue. Runs on a thread."""
+        """Fetch the first entry of the queue. Runs on a thread."""
         fetch = self._queue.take(self._clock)
         if fetch is None:
             return
@@ -229,7 +231,7 @@ class Fetcher:
             entry = self._store.get(fetch.key)
             fetch.refused = entry is not None and not fetch.want.accept(entry)
             fetch.entry = None if fetch.refused else entry
-        except Exception as error:  # noqa: BLE001 - whatever a store raises is its failure
+        except Exception as error:  # noqa: BLE001 - any error counts as the store's failure
             fetch.error = error
         fetch.ended_s = self._clock()
         self._answers.append(fetch)
@@ -255,16 +257,16 @@ class Fetcher:
         yield from self._settle(fetch, fetch.entry)
 
     def _looks_again(self, fetch: Fetch, now: float) -> bool:
-        """Have an entry that was promised looked for again, unless that is of no use.
+        """Schedule another lookup of a promised entry, unless it is useless.
 
-        The time in the queue does not end a promise: in a burst, an entry's second look comes after
-        the first looks of all others. So the last look is the one that a thread begins at the end
-        of the promise or later.
+        Time in the queue does not end a promise: in a burst, the second lookup of an entry runs
+        after the first lookups of all others. So the last lookup is the first one that a thread
+        starts after the end of the promise.
         """
         claimed = self._memory.is_claimed(fetch.identifier)
         if fetch.refused or not fetch.promised or not claimed or self._is_last(fetch):
             return False
-        # It holds no thread meanwhile: others are to be fetched.
+        # Resting occupies no thread, so that other fetches can run.
         fetch.phase = Phase.RESTING
         rest_s = RETRY_S[min(fetch.looks, len(RETRY_S) - 1)]
         fetch.looks += 1
@@ -282,7 +284,7 @@ class Fetcher:
             yield fetch.identifier, State.MISSING
 
     def _bypass(self) -> Iterator[tuple[str, State]]:
-        """End what waits for a store that is not asked any longer."""
+        """End waiting fetches that are now skipped."""
         for fetch in list(self._fetches.values()):
             if self._bypasses(fetch.promised) and self._queue.cancel(fetch):
                 self.counts.add(bypassed=1)
@@ -301,7 +303,7 @@ class Fetcher:
         self._memory.arrive(fetch.identifier, entry)
 
     def _is_last(self, fetch: Fetch) -> bool:
-        """Tell whether a look began after the end of the promise."""
+        """Return whether a lookup started after the end of the promise."""
         return fetch.taken_s >= self._promise_s(fetch)
 
     def _promise_s(self, fetch: Fetch) -> float:

@@ -1,4 +1,4 @@
-"""Files below one folder: every name is looked up in an open folder, and no link is followed."""
+"""Files below one folder: names are opened relative to an open folder, and links not followed."""
 
 import errno
 import os
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 LISTED = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# Without O_NONBLOCK, opening a FIFO that somebody put there would wait for its writer.
+# Without O_NONBLOCK, opening a FIFO that another user created would wait for its writer.
 READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
@@ -21,7 +21,7 @@ NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
 SETTLES_IN_S = 0.02
-"""How long a process may take between making a folder and setting its permissions."""
+"""Upper bound in seconds of the time between creating a folder and setting its permissions."""
 
 CLOCK = "clock"
 CLOCK_EVERY_S = 30.0
@@ -29,11 +29,11 @@ CLOCK_EVERY_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Modes:
-    """Permissions of what is created, whatever the umask.
+    """Permissions of new folders and files, independent of the umask.
 
     Attributes:
-        folder: of folders.
-        file: of files.
+        folder: mode of folders.
+        file: mode of files.
     """
 
     folder: int = 0o750
@@ -41,7 +41,7 @@ class Modes:
 
 
 class Folder:
-    """An open folder. It is closed when nobody refers to it any more: threads may share it."""
+    """Open folder, shared by threads. Its descriptor is closed with its last reference."""
 
     __slots__ = ("_listed", "fd", "modes")
 
@@ -51,16 +51,16 @@ class Folder:
         self._listed = listed
 
     def __del__(self) -> None:
-        try:  # noqa: SIM105 - folders come and go with every lookup, and suppress() takes longer
+        try:  # noqa: SIM105 - runs with every lookup, and suppress() is slower
             os.close(self.fd)
         except OSError:
             pass
 
     @classmethod
     def at(cls, path: str, modes: Modes) -> "Folder":
-        """The folder of a path, made with its parents where it is missing."""
+        """Open the folder of a path, which is created with its parents if it is missing."""
         try:
-            os.makedirs(path, modes.folder)  # noqa: PTH103 - as below, names and descriptors
+            os.makedirs(path, modes.folder)  # noqa: PTH103 - like the code below
         except FileExistsError:
             pass
         else:
@@ -69,18 +69,18 @@ class Folder:
 
     @classmethod
     def there(cls, path: str, modes: Modes) -> "Folder":
-        """The folder of a path. Links on the way to it are the operator's."""
+        """Open the folder of a path. Links in the path are the operator's and are followed."""
         return cls(os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC), modes)
 
     def check_owner(self, allowed: int) -> None:
-        """Check that no other user decides what is in this folder.
+        """Check that no other user controls the content of this folder.
 
         Args:
-            allowed: permissions that the operator wants; those of the group or of others to
-                write mean that other users may own the folder.
+            allowed: permissions that the operator has set; write permission of the group or of
+                others means that another user may own the folder.
 
         Raises:
-            PermissionError: another user owns it, or may write to it.
+            PermissionError: another user owns the folder, or may write to it.
         """
         status = os.fstat(self.fd)
         path = os.readlink(f"/proc/self/fd/{self.fd}")  # noqa: PTH115
@@ -90,17 +90,17 @@ class Folder:
             raise PermissionError(errno.EACCES, f"every user may write to {path}")
 
     def folder(self, name: str) -> "Folder":
-        """A folder in this one."""
+        """Open a folder in this one."""
         return Folder(self.open(name, FOLDER), self.modes)
 
     def open(self, name: str, flags: int, mode: int = 0) -> int:
         """Open a name in this folder.
 
-        A folder that a process of another user makes has the permissions that its umask leaves,
-        until that process has set them: this call waits for that.
+        A folder that another user's process creates has the permissions of its umask, until that
+        process sets them. This call waits for that.
 
         Raises:
-            OSError: it cannot be opened.
+            OSError: the name cannot be opened.
         """
         until_s = None
         while True:
@@ -114,22 +114,22 @@ class Folder:
             time.sleep(SETTLES_IN_S / 20)
 
     def _is_unsettled(self) -> bool:
-        """Return whether another user made this folder and has not set its permissions yet."""
+        """Return whether another user created this folder and has not set its permissions yet."""
         status, wanted = os.fstat(self.fd), self.modes.folder
         return status.st_uid != os.geteuid() and status.st_mode & wanted != wanted
 
     def to_list(self, name: str) -> "Folder":
-        """A folder in this one that one thread will list, which saves two calls of the system."""
+        """Open a folder for listing by one thread, which saves two system calls."""
         fd = self.open(name, LISTED)
         return Folder(fd, self.modes, listed=True)
 
     def made(self, name: str) -> bool:
-        """Make a folder in this one; False where it is there already."""
+        """Create a folder in this one; False if it exists."""
         try:
             os.mkdir(name, self.modes.folder, dir_fd=self.fd)
         except FileExistsError:
             return False
-        # By its name in this folder, which chmod cannot do without following a link.
+        # Opened by name: chmod would follow a link in place of the folder.
         fd = os.open(name, os.O_RDONLY | FOLDER & ~os.O_PATH, dir_fd=self.fd)
         try:
             os.fchmod(fd, self.modes.folder)
@@ -138,7 +138,7 @@ class Folder:
         return True
 
     def ensured(self, name: str) -> "Folder":
-        """A folder in this one, made where it is missing."""
+        """Open a folder in this one, which is created if it is missing."""
         try:
             return self.folder(name)
         except FileNotFoundError:
@@ -147,12 +147,12 @@ class Folder:
 
     @contextmanager
     def scan(self) -> Iterator[Iterator[os.DirEntry[str]]]:
-        """What is in this folder."""
+        """Open a listing of this folder."""
         if self._listed:
             with os.scandir(self.fd) as listing:
                 yield listing
             return
-        # A descriptor of its own: a place in the listing belongs to the open folder.
+        # A separate descriptor: the position of a listing belongs to the open folder.
         fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.fd)
         try:
             with os.scandir(fd) as listing:
@@ -161,12 +161,12 @@ class Folder:
             os.close(fd)
 
     def names(self) -> list[str]:
-        """Names in this folder."""
+        """Return the names in this folder."""
         with self.scan() as listing:
             return [item.name for item in listing]
 
     def create(self, name: str) -> int:
-        """A new file, open for writing."""
+        """Create a file, and return its descriptor for writing."""
         fd = self.open(name, CREATE, self.modes.file)
         try:
             os.fchmod(fd, self.modes.file)
@@ -177,7 +177,7 @@ class Folder:
         return fd
 
     def read(self, name: str, size: int) -> bytes:
-        """The first bytes of a file."""
+        """Read the first `size` bytes of a file."""
         fd = self.open(name, READ)
         try:
             return os.read(fd, size)
@@ -185,21 +185,21 @@ class Folder:
             os.close(fd)
 
     def replace(self, name: str, content: bytes) -> None:
-        """Write a small file so that it appears whole."""
+        """Write a small file atomically."""
         staging = f".{secrets.token_hex(8)}.tmp"
         fd = self.create(staging)
         try:
             try:
                 write(fd, [memoryview(content)])
             finally:
-                os.close(fd)  # NFS clients flush then, and say what failed
+                os.close(fd)  # NFS clients flush here, and report failed writes
             os.rename(staging, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         except BaseException:
             self.remove(staging)
             raise
 
     def add(self, name: str, content: bytes) -> bool:
-        """Write a small file so that it appears whole; False where the name is taken."""
+        """Write a small file atomically; False if the name exists."""
         staging = f".{secrets.token_hex(8)}.tmp"
         self.replace(staging, content)
         try:
@@ -208,11 +208,11 @@ class Folder:
             self.remove(staging)
 
     def publish(self, staging: str, name: str) -> bool:
-        """Give a staging file its name; False where the name is taken."""
+        """Give a staging file its final name; False if the name exists."""
         try:
             os.link(staging, name, src_dir_fd=self.fd, dst_dir_fd=self.fd, follow_symlinks=False)
         except FileExistsError:
-            # An NFS client repeats a call whose answer was lost: the name may be this file's.
+            # An NFS client repeats a call if the reply is lost: the name may be this file's own.
             return self.stat(staging).st_nlink > 1
         except OSError as error:
             if error.errno not in NO_LINKS:
@@ -221,11 +221,11 @@ class Folder:
         return True
 
     def rename(self, name: str, new: str, into: "Folder | None" = None) -> None:
-        """Rename a file, over what has that name, here or into another folder."""
+        """Rename a file, here or into another folder, and replace a file of the new name."""
         os.rename(name, new, src_dir_fd=self.fd, dst_dir_fd=(into or self).fd)
 
     def link(self, name: str, text: str) -> bool:
-        """A symbolic link that says something and leads nowhere; False where the name is taken."""
+        """Create a symbolic link with data as its text, not a target; False if the name exists."""
         try:
             os.symlink(text, name, dir_fd=self.fd)
         except FileExistsError:
@@ -233,7 +233,7 @@ class Folder:
         return True
 
     def has(self, name: str) -> bool:
-        """Whether there is anything of this name. Raises OSError where that cannot be said."""
+        """Return whether the name exists. Raises OSError if that cannot be determined."""
         try:
             self.stat(name)
         except FileNotFoundError:
@@ -241,11 +241,11 @@ class Folder:
         return True
 
     def stat(self, name: str) -> os.stat_result:
-        """What a name stands for, links not followed."""
+        """Return the status of a name; links are not followed."""
         return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
 
     def remove(self, name: str) -> bool:
-        """Remove a file; False where there is none, or it cannot be removed."""
+        """Remove a file; False if it is missing or cannot be removed."""
         try:
             os.unlink(name, dir_fd=self.fd)
         except OSError:
@@ -253,7 +253,7 @@ class Folder:
         return True
 
     def remove_folder(self, name: str) -> bool:
-        """Remove a folder; False where there is none, it is not empty, or it cannot be removed."""
+        """Remove a folder; False if it is missing, not empty, or cannot be removed."""
         try:
             os.rmdir(name, dir_fd=self.fd)
         except OSError:
@@ -261,7 +261,7 @@ class Folder:
         return True
 
     def sync(self) -> None:
-        """Make names durable."""
+        """Flush the names in this folder to disk."""
         fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.fd)
         try:
             os.fsync(fd)
@@ -270,7 +270,7 @@ class Folder:
 
 
 def write(fd: int, parts: Sequence[memoryview], offset: int = 0) -> None:
-    """Write all parts, however little the system takes at once."""
+    """Write all parts, also if the system accepts only a piece at a time."""
     left = [part.cast("B") for part in parts if part.nbytes]
     while left:
         written = os.pwritev(fd, left, offset)
@@ -282,16 +282,16 @@ def write(fd: int, parts: Sequence[memoryview], offset: int = 0) -> None:
 
 
 def regular(status: os.stat_result) -> bool:
-    """Whether this is a plain file."""
+    """Return whether a status is that of a plain file."""
     return stat.S_ISREG(status.st_mode)
 
 
 class StoreClock:
-    """The clock of whatever keeps the files, by which their ages are measured.
+    """Clock of the file server, by which the ages of files are measured.
 
-    Nodes that share a store over NFS may disagree about the time by hours; they agree on the time
-    that their file server gives to a file that was just touched. Where clients set such times
-    themselves (CephFS, Lustre, BeeGFS), this is the node's own clock.
+    Nodes that share a store over NFS may disagree about the time by hours. They agree on the time
+    that the file server gives to a touched file. On file systems with clients that set such times
+    (CephFS, Lustre, BeeGFS), this is the clock of the node.
     """
 
     def __init__(self) -> None:
@@ -300,16 +300,16 @@ class StoreClock:
         self.renew_locks()
 
     def renew_locks(self) -> None:
-        """Begin with free locks, in a child of `fork`."""
+        """Replace the lock by a free one, in a child of `fork`."""
         self._lock = threading.Lock()
 
     def now(self, folder: Folder) -> float:
-        """Seconds since the epoch; measured with the file `clock` in `folder` now and then."""
+        """Return seconds since the epoch. The file `clock` in `folder` is the reference."""
         asked_s = time.monotonic()
         if asked_s - self._measured_s > CLOCK_EVERY_S and self._lock.acquire(blocking=False):
             try:
                 self._measured_s = asked_s
-                # A reader that may not write goes by its own clock.
+                # A reader without the permission to write uses its own clock.
                 with suppress(OSError):
                     self._ahead_s = self._measure(folder)
             finally:
@@ -318,13 +318,14 @@ class StoreClock:
 
     @staticmethod
     def _measure(folder: Folder) -> float:
-        """Seconds by which the store's clock is ahead of the monotonic one."""
+        """Return the seconds by which the store's clock is ahead of the monotonic one."""
         before_s = time.monotonic()
         try:
             os.utime(CLOCK, dir_fd=folder.fd, follow_symlinks=False)
         except FileNotFoundError:
             with suppress(FileExistsError):
                 os.close(folder.create(CLOCK))
-        # The file got its time in between: a slow server's answer is not taken for a difference.
+        # The file got its time between the two readings: the midpoint cancels a slow server's
+        # delay.
         between_s = (before_s + time.monotonic()) / 2
         return folder.stat(CLOCK).st_mtime - between_s

@@ -1,15 +1,15 @@
-"""What a child of `fork` has to make anew: a lock that a thread of its parent held stays held."""
+"""Lock renewal in a child of `fork`: a lock that another thread held stays held in the child."""
 
 import os
 import weakref
 from collections.abc import Callable
 
 _renewed: weakref.WeakKeyDictionary[object, str] = weakref.WeakKeyDictionary()
-"""Names of methods, by the objects that have them."""
+"""Names of the registered methods, by their objects."""
 
 
 def after_fork(renew: Callable[[], None]) -> None:
-    """Have a bound method called in every child, for as long as its object lives."""
+    """Register a bound method to be called in every child of `fork` while its object lives."""
     _renewed[renew.__self__] = renew.__name__  # type: ignore[attr-defined]
 
 
@@ -18,5 +18,5 @@ def _renew_all() -> None:
         getattr(owner, name)()
 
 
-# Once: the system keeps what is registered for ever.
+# Registered once: the interpreter cannot unregister a function.
 os.register_at_fork(after_in_child=_renew_all)

@@ -1,4 +1,4 @@
-"""Keeps a shared directory within its quota, and free of what crashes leave."""
+"""Housekeeping of a shared directory: its quota, its expired entries, and leftovers of crashes."""
 
 import logging
 import random
@@ -25,29 +25,30 @@ QUARANTINE_S = 86400.0
 QUARANTINED = 64
 TIDY_EVERY_S = 900.0
 WAIT_S = 5.0
-"""How long a writer waits for room that another process is making, before it drops its entry."""
+"""Upper bound in seconds of a writer's wait for room that another process is making. After it, the
+entry is dropped."""
 
 PAUSES_S = (0.002, 0.1)
-"""The first and the longest pause of a writer that waits; each is twice the one before."""
+"""Shortest and longest pause in seconds of a waiting writer; each pause is twice the one before."""
 
 FRUITLESS_S = 1.0
-"""How long a store that nothing can be removed from is taken for full without looking again."""
+"""Seconds for which a store without evictable entries counts as full without another check."""
 
 AHEAD = 8
-"""A writer frees room for so many entries of its own size, so that the next ones find some."""
+"""Multiple of its own size that a writer frees, so that the next writers find room."""
 
 
 class Housekeeping:
-    """Makes room, and removes leftovers. Any process may, one does at a time, and none has to.
+    """Housekeeping of one store. Any process may do it, one at a time, and none has to.
 
-    What a call costs does not depend on how many entries there are, but for `sweep`.
+    The cost of a call does not depend on the number of entries, except for `sweep`.
 
     Attributes:
-        settings: the store's, as they were last read.
+        settings: settings of the store, as last read.
     """
 
     def __init__(self, counts: Counts) -> None:
-        """Look at nothing yet.
+        """Create the object without access to a store.
 
         Args:
             counts: observes `eviction_seconds`.
@@ -64,25 +65,25 @@ class Housekeeping:
         self._reserve_kept = True
 
     def renew_locks(self) -> None:
-        """Begin with free locks, in a child of `fork`."""
+        """Replace the locks by free ones, in a child of `fork`."""
         self._evictor.renew_locks()
         self.ledger.renew_locks()
         self.clock.renew_locks()
 
     @property
     def evictions(self) -> int:
-        """How many entries this process removed."""
+        """Return the number of entries that this process removed."""
         return self._evictor.evictions
 
     def quota_bytes(self, tree: Tree) -> int:
-        """What the store may take at the moment."""
+        """Return the effective quota in bytes at the moment."""
         return self._quota_bytes(tree.file_system())
 
     def _quota_bytes(self, file_system: FileSystem) -> int:
         return file_system.quota_bytes(self.settings.max_bytes, self.settings.max_share)
 
     def log_limits(self, tree: Tree, path: str) -> None:
-        """Log what is left to others, where the store is in a file system that others use."""
+        """Log the limits of a store that shares its file system with other files."""
         file_system = tree.file_system()
         if file_system.size_bytes and not ismount(path):
             logger.info(
@@ -97,11 +98,12 @@ class Housekeeping:
     def make_room(self, tree: Tree, coming_bytes: int) -> None:
         """Free room for an entry that is charged and not written yet.
 
-        Afterwards the usage is within the quota, and the file system will keep its reserve.
+        Afterwards the usage is within the quota, and the file system keeps its reserve.
 
         Raises:
-            EntryTooLarge: it takes more than the whole quota.
-            StoreUnavailable: nothing more can be removed, or another process takes long to.
+            EntryTooLarge: the entry is larger than the whole quota.
+            StoreUnavailable: no more entries can be removed, or another process evicts for too
+                long.
         """
         patience = _Patience()
         while True:
@@ -117,27 +119,29 @@ class Housekeeping:
             if time.monotonic() < self._fruitless_until_s:
                 if reserved:
                     self._warn(file_system)
-                raise StoreUnavailable("the store is full of what cannot be evicted")
+                raise StoreUnavailable("the store is full, and none of its entries can be evicted")
             ahead = min(AHEAD * coming_bytes, int(quota * (1 - HIGH_WATER)))
             if self._free_or_wait(tree, lacking + ahead, coming_bytes, patience).full:
                 self._fruitless_until_s = time.monotonic() + FRUITLESS_S
         self._tidy_if_due(tree)
 
     def free(self, tree: Tree, size_bytes: int) -> None:
-        """Evict entries of `size_bytes`: the file system has no room for one, whatever it says.
+        """Evict `size_bytes` after a write failed for lack of space.
+
+        The file system may still report free space, for example under a user's quota.
 
         Raises:
-            StoreUnavailable: another process is evicting, and takes long.
+            StoreUnavailable: another process evicts for too long.
         """
         patience = _Patience()
         while self._free_or_wait(tree, size_bytes, size_bytes, patience) == (0, False):
             pass
 
     def evict(self, tree: Tree) -> int | None:
-        """Free room ahead of writers, and remove what is expired among a few entries.
+        """Free room ahead of writers, and remove the expired entries of a small sample.
 
         Returns:
-            How many entries were removed; None where another process is evicting.
+            Number of removed entries; None if another process is evicting.
         """
         file_system = tree.file_system()
         quota = self._quota_bytes(file_system)
@@ -150,16 +154,16 @@ class Housekeeping:
         return self.evictions - before
 
     def sweep(self, tree: Tree, every_s: float) -> int:
-        """Look at all entries: remove the expired ones, and correct the ledger.
+        """Read all entries: remove the expired ones, and correct the ledger.
 
-        This takes as long as there are entries. Writers are not held up.
+        The duration grows with the number of entries. Writers are not blocked.
 
         Args:
-            tree: the store.
-            every_s: a sweep that began so lately, in any process, is enough.
+            tree: folders of the store.
+            every_s: skip the sweep if any process has started one less than this many seconds ago.
 
         Returns:
-            How many entries were removed; 0 where another process is at it.
+            Number of removed entries; 0 if another process is sweeping.
         """
         if not self._due(tree, "swept", min(every_s, self.settings.ttl)):
             return 0
@@ -177,10 +181,10 @@ class Housekeeping:
     def _free_or_wait(
         self, tree: Tree, size_bytes: int, own_bytes: int, patience: "_Patience"
     ) -> Freed:
-        """Free `size_bytes`, or `own_bytes` where another process is evicting.
+        """Free `size_bytes`, or `own_bytes` if another process is evicting.
 
-        There is a pause where other processes were faster. A store is only full when no other
-        process is evicting from it.
+        Pause if other processes were faster. The store counts as full only while no other process
+        is evicting from it.
         """
         freed = self._evictor.free(tree, size_bytes, self.settings.ttl)
         if freed is None:
@@ -192,11 +196,11 @@ class Housekeeping:
         return freed
 
     def _warn(self, file_system: FileSystem) -> None:
-        """Say once, until it is mended, that others leave less than the reserve."""
+        """Log once, until it is resolved, that less than the reserve is free."""
         if self._reserve_kept:
             logger.warning(
                 "the encoder cache drops entries: its file system has %d bytes free, %d are "
-                "reserved for others, and nothing more can be evicted. Free some, or give the "
+                "reserved for others, and no more entries can be evicted. Free some, or give the "
                 "store a file system of its own",
                 file_system.free_bytes,
                 file_system.reserve_bytes,
@@ -215,15 +219,15 @@ class Housekeeping:
                 self._tidy(tree)
 
     def _due(self, tree: Tree, mark: str, every_s: float) -> bool:
-        """Whether what leaves this mark was done long ago, by any process."""
+        """Return whether the task of this mark has not run for `every_s` seconds in any process."""
         try:
             age_s = self.clock.now(tree.root) - tree.root.stat(mark).st_mtime
         except FileNotFoundError:
             return True
-        return every_s <= 0 or age_s >= every_s  # a mark just left may be ahead of the clock
+        return every_s <= 0 or age_s >= every_s  # a new mark may be ahead of the clock
 
     def _tidy(self, tree: Tree) -> None:
-        """Remove what is neither entry nor needed; entries are not looked at."""
+        """Remove expired leases, claims, ledger lines and leftover files; entries are not read."""
         now = self.clock.now(tree.root)
         self.leases.sweep(tree.leases, now)
         self.claims.sweep(tree.claims, lambda: self.clock.now(tree.root))
@@ -240,9 +244,9 @@ class Housekeeping:
                             folder.remove(name)
 
     def quarantine(self, tree: Tree, digest: str, inode: int | None) -> bool:
-        """Move a corrupt entry aside; False where it is gone, or another by now.
+        """Move a corrupt entry aside; False if it is gone or was replaced since.
 
-        Some are kept for who wants to know why, and the rest is removed.
+        Some corrupt entries are kept for the operator to examine; the rest is removed.
         """
         folder = tree.folder(digest)
         status = folder.stat(digest)
@@ -266,19 +270,19 @@ class Housekeeping:
 
 
 class _Patience:
-    """How long a writer goes on while another process is evicting."""
+    """Bounded wait of a writer while another process is evicting."""
 
     def __init__(self) -> None:
         self._deadline_s = time.monotonic() + WAIT_S
         self._pause_s, self._longest_s = PAUSES_S
 
     def check(self) -> None:
-        """Raise StoreUnavailable where it has taken too long."""
+        """Raise StoreUnavailable after `WAIT_S`."""
         if time.monotonic() >= self._deadline_s:
-            raise StoreUnavailable("the store is full and still being evicted from")
+            raise StoreUnavailable("the store is full, and another process is still evicting")
 
     def pause(self) -> None:
-        """Wait, each time longer. Raises StoreUnavailable where it has taken too long."""
+        """Sleep, longer each time. Raises StoreUnavailable after `WAIT_S`."""
         self.check()
         time.sleep(random.uniform(self._pause_s / 2, self._pause_s))  # noqa: S311
         self._pause_s = min(2 * self._pause_s, self._longest_s)

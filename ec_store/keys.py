@@ -1,4 +1,4 @@
-"""The key of an entry, and the owner of a claim."""
+"""Keys of entries, and owners of claims."""
 
 import hashlib
 from dataclasses import dataclass
@@ -10,10 +10,11 @@ MAX_OWNER_BYTES = 256
 
 @dataclass(frozen=True, slots=True, order=True)
 class EntryKey:
-    """Names one encoder output.
+    """Key of one encoder output.
 
     Attributes:
-        namespace: which model made it: model, revision, encoder configuration, dtype and format.
+        namespace: name of the model that produced it: model, revision, encoder configuration, dtype
+            and format.
         identifier: vLLM's encoder-cache key (`MultiModalFeatureSpec.identifier`), any string.
 
     Raises:
@@ -24,29 +25,29 @@ class EntryKey:
     identifier: str
 
     def __post_init__(self) -> None:
-        """Refuse what no store could hold in a header."""
+        """Check that both parts fit into a header."""
         for part in (self.namespace, self.identifier):
-            # Encoded only where it matters: no character takes more than 4 bytes.
+            # Encoded only if it may be too long: no character takes more than 4 bytes.
             if 4 * len(part) > MAX_PART_BYTES < len(part.encode("utf-8", "surrogatepass")):
                 raise ValueError(f"a part of a key is longer than {MAX_PART_BYTES} bytes")
 
     def __hash__(self) -> int:
-        """Return the identifier's hash, which Python keeps: claims look their keys up often."""
+        """Return the hash of the identifier, which Python caches: claims look keys up often."""
         return hash(self.identifier)
 
     @property
     def digest(self) -> str:
-        """64 hexadecimal digits that stand for the key wherever a name is needed.
+        """Return 64 hexadecimal digits that represent the key in names of files and Redis keys.
 
-        Nothing from outside becomes a file name or a Redis key as it came. Parts are framed by
-        their length, so that no two keys run together.
+        Text from outside never becomes part of such a name. Each part is framed by its length, so
+        that different keys have different input to the hash.
         """
         return _digest(self.namespace, self.identifier)
 
 
 @lru_cache(maxsize=1024)
 def _digest(*parts: str) -> str:
-    """Remembered, as a key is looked for, claimed and given back within a second."""
+    """Compute the digest, cached: a key is looked up, claimed and released within a second."""
     digest = hashlib.sha256()
     for part in parts:
         encoded = part.encode("utf-8", "surrogatepass")
@@ -55,7 +56,7 @@ def _digest(*parts: str) -> str:
 
 
 def key_or_none(namespace: str, identifier: str) -> EntryKey | None:
-    """The key, or None where no store could hold it."""
+    """Return the key, or None if a part is too long for a store."""
     try:
         return EntryKey(namespace, identifier)
     except ValueError:
@@ -63,12 +64,12 @@ def key_or_none(namespace: str, identifier: str) -> EntryKey | None:
 
 
 def owner_bytes(owner: str) -> bytes:
-    """An owner as stores keep it.
+    """Return an owner as stores write it.
 
     Raises:
-        ValueError: it is empty, or longer than `MAX_OWNER_BYTES` bytes.
+        ValueError: the owner is empty, or longer than `MAX_OWNER_BYTES` bytes.
     """
     encoded = owner.encode("utf-8", "surrogatepass")
     if not 0 < len(encoded) <= MAX_OWNER_BYTES:
-        raise ValueError(f"an owner has 1 to {MAX_OWNER_BYTES} bytes")
+        raise ValueError(f"an owner must have 1 to {MAX_OWNER_BYTES} bytes")
     return encoded

@@ -1,8 +1,8 @@
-"""Leases as files: `<when it ends>/<digest>`.
+"""Leases as files: `<end of the lease>/<digest>`.
 
-Not the entry's own time stamp, set ahead: only a file's owner may do that, so two users could not
-lease each other's entries, and a use would overwrite a lease, and a short lease a long one. A
-lease file never changes, so none of that can race.
+The entry's own time stamp, set ahead, would not do. Only the owner of a file may set it, so two
+users could not lease each other's entries. A use would overwrite a lease, and a short lease a long
+one. A lease file is never modified, so such races cannot occur.
 """
 
 import math
@@ -13,16 +13,16 @@ from contextlib import suppress
 from ec_store.files import Folder
 
 LONGEST_S = 3600.0
-"""No lease keeps an entry longer, whatever is asked for or found."""
+"""Upper bound in seconds of a lease, both when it is written and when it is read."""
 
 
 class Leases:
-    """The leases of a store, below one folder."""
+    """Leases of one store, below one folder."""
 
     def add(self, folder: Folder, digests: Sequence[str], seconds: float, now_s: float) -> None:
-        """Lease entries from now on, for `seconds` and up to an eighth longer.
+        """Lease entries from now on, for `seconds` and at most an eighth longer.
 
-        Rounding lets leases of about the same end share a folder.
+        Rounding lets leases that end at about the same time share a folder.
         """
         step = max(1, round(min(seconds, LONGEST_S) / 8))
         end = math.ceil((now_s + min(seconds, LONGEST_S)) / step) * step
@@ -34,10 +34,10 @@ class Leases:
                 os.close(ending.create(digest))
 
     def leased(self, folder: Folder, digests: Collection[str], now_s: float) -> set[str]:
-        """Which of `digests` are leased now. Each is asked for: there may be very many leases.
+        """Return the leased ones of `digests`. Each is looked up: there may be very many leases.
 
-        On NFS the listing of endings may be some seconds old. A lease counts as use, so an entry
-        that was leased that lately is the last that is evicted.
+        On NFS the listing of the ends may be some seconds old. A lease counts as a use, so an entry
+        that was leased that recently is evicted last.
         """
         names = [
             name for name, ending in _endings(folder) if now_s <= ending <= now_s + 1.25 * LONGEST_S
@@ -47,7 +47,7 @@ class Leases:
         }
 
     def sweep(self, folder: Folder, now_s: float) -> None:
-        """Remove leases that ended."""
+        """Remove expired leases from the store."""
         for name, ending in _endings(folder):
             if not now_s - 1 <= ending <= now_s + 1.25 * LONGEST_S:
                 with suppress(OSError):

@@ -1,4 +1,4 @@
-"""How full a shared directory is, without counting it at every put."""
+"""Ledger of a shared directory's usage: no put has to count the files."""
 
 import os
 import re
@@ -13,7 +13,7 @@ import xxhash
 from ec_store.files import Folder
 
 IDLE_S = 3600.0
-"""A process that wrote nothing for so long is taken for gone, and its line is merged."""
+"""Seconds without a write after which a process counts as ended, and its line is merged."""
 
 _LINE = re.compile(
     r"((?P<writer>[0-9a-f]{16})\.([0-9a-f]{1,15})\.([0-9a-f]{1,15})\.([0-9a-f]{1,15})\."
@@ -23,7 +23,7 @@ _LINE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What was charged and released since the store began, in bytes and entries."""
+    """Bytes and entries charged and released since the store was created."""
 
     charged_bytes: int = 0
     charged: int = 0
@@ -40,23 +40,23 @@ class Usage:
 
     @property
     def bytes(self) -> int:
-        """What is in use."""
+        """Return the bytes in use."""
         return self.charged_bytes - self.released_bytes
 
     @property
     def entries(self) -> int:
-        """How many entries there are."""
+        """Return the number of entries."""
         return self.charged - self.released
 
 
 @dataclass(slots=True)
 class Count:
-    """A count of all files, which takes a while: others write and remove meanwhile.
+    """Count of all files, which takes a while: other processes write and remove meanwhile.
 
     Attributes:
-        before: the sum of the ledger when it began.
-        bytes, entries: what was seen, with what was removed in the course of it.
-        removed_bytes, removed: of these, what this process removed and released itself.
+        before: sum of the ledger at the start of the count.
+        bytes, entries: size and number of the files seen, those removed during the count included.
+        removed_bytes, removed: part of these that this process removed and released itself.
     """
 
     before: Usage
@@ -66,24 +66,25 @@ class Count:
     removed: int = 0
 
     def add(self, size_bytes: int) -> None:
-        """Count a file."""
+        """Count a file of this size."""
         self.bytes += size_bytes
         self.entries += 1
 
     def remove(self, size_bytes: int, entries: int = 1) -> None:
-        """Say that files that were counted are removed and released."""
+        """Record that counted files were removed and released."""
         self.removed_bytes += size_bytes
         self.removed += entries
 
     def correction(self, after: Usage) -> Usage:
-        """What the ledger lacks, or has too much, for certain.
+        """Return the part of the ledger's error that is certain.
 
-        A file that came or went meanwhile may have been seen or not. So the files there were at the
-        beginning are as many as were seen, less at most what came, and more at most what others
-        removed; the ledger is wrong by no less than its distance from that range.
+        A file that came or went during the count may have been seen or not. So the number of files
+        at the start is at least the number seen less those that came, and at most the number seen
+        plus those that other processes removed. The ledger is wrong by at least its distance from
+        that range.
 
         Args:
-            after: the sum of the ledger when the count ended.
+            after: sum of the ledger at the end of the count.
         """
         size = _beyond(
             self.before.bytes,
@@ -99,12 +100,12 @@ class Count:
 
 
 class Ledger:
-    """One empty file for each process, whose name says what it charged and released in all.
+    """Usage ledger of one empty file for each process, with the sums of the process in its name.
 
-    The sum of the names is the usage: one listing, however many processes write, and no lock. Only
-    its process renames a file, so that no change is lost, and none is read in halves. A process
-    charges before an entry appears and releases after one went: one that dies in between leaves the
-    sum too high, until the next count of the files corrects it.
+    The usage is the sum of the names: one listing, for any number of writers, and without a lock.
+    Only its own process renames a file, so no change is lost, and no reader sees half of one. A
+    process charges an entry before it appears, and releases it after it is gone. A process that
+    dies in between leaves the sum too high until the next count of the files corrects it.
     """
 
     def __init__(self) -> None:
@@ -117,24 +118,24 @@ class Ledger:
         self._lock = threading.Lock()
 
     def renew_locks(self) -> None:
-        """Begin a line of its own, in a child of `fork`: the present one is the parent's."""
+        """Start a new line, in a child of `fork`: the present line is the parent's."""
         self._begin()
 
     def charge(self, folder: Folder, size_bytes: int, entries: int = 1) -> None:
-        """Count an entry that will appear."""
+        """Charge an entry before it appears."""
         self.add(folder, Usage(charged_bytes=size_bytes, charged=entries))
 
     def release(self, folder: Folder, size_bytes: int, entries: int = 1) -> None:
-        """Count an entry that is gone."""
+        """Release an entry after it is gone."""
         self.add(folder, Usage(released_bytes=size_bytes, released=entries))
 
     def add(self, folder: Folder, change: Usage) -> None:
-        """Count both. Raises OSError, and then nothing is counted."""
+        """Add charges and releases. If it raises OSError, nothing was added."""
         with self._lock:
             own = self._own + change
             name = _line(self._writer, own)
             if not self._name or not self._renamed(folder, name):
-                # The first change, or the line was merged into another's: it begins again.
+                # The first change, or the line was merged into another process's: start a new line.
                 own, self._writer = change, secrets.token_hex(8)
                 name = _line(self._writer, own)
                 os.close(folder.create(name))
@@ -144,26 +145,27 @@ class Ledger:
         try:
             folder.rename(self._name, name)
         except FileNotFoundError:
-            # An NFS client repeats a call whose answer was lost: it may be renamed already.
+            # An NFS client repeats a call if the reply is lost: the first one may have renamed it.
             return folder.has(name)
         return True
 
     def total(self, folder: Folder) -> Usage:
-        """What all processes charged and released."""
+        """Return the sum of all processes' charges and releases."""
         return sum(_lines(folder).values(), Usage())
 
     def empty(self, folder: Folder) -> bool:
-        """Whether it says nothing: of a new store, or of one whose files have to be counted."""
+        """Return whether it has no lines: the store is new, or its files have to be counted."""
         return not _lines(folder)
 
     def merge(self, folder: Folder, now_s: float) -> None:
-        """Take over the lines of processes that are gone, and remove what is no line."""
+        """Take over the lines of ended processes, and remove files with invalid names."""
         for name in folder.names():
             with suppress(OSError):
-                # The time of the last renaming; the file itself never changes.
+                # The time of the last rename; the content of the file never changes.
                 if name == self._name or now_s - folder.stat(name).st_ctime <= IDLE_S:
                     continue
-                # Where its process renamed it meanwhile, it is not removed, and not taken over.
+                # If its process has renamed it meanwhile, `remove` returns False, and the line
+                # stays.
                 if folder.remove(name) and (line := _read(name)):
                     self.add(folder, line[1])
 
@@ -175,7 +177,7 @@ def _line(writer: str, usage: Usage) -> str:
 
 
 def _read(name: str) -> tuple[str, Usage] | None:
-    """Whose line it is, and what it says; None where the name is no line."""
+    """Return the writer and the usage in a line; None if the name is not a valid line."""
     match = _LINE.fullmatch(name)
     if match is None or xxhash.xxh32_hexdigest(match[1].encode()) != match["digest"]:
         return None
@@ -187,12 +189,12 @@ def _lines(folder: Folder) -> Mapping[str, Usage]:
     for name in folder.names():
         if line := _read(name):
             writer, usage = line
-            # One that was renamed while it was listed may be seen twice: the later one is right.
+            # A line that is renamed during the listing may be seen twice: the later one counts.
             known = lines.get(writer, usage)
             lines[writer] = max(usage, known, key=lambda one: one.charged + one.released)
     return lines
 
 
 def _beyond(value: int, low: int, high: int) -> int:
-    """How far a value has to go to be in a range."""
+    """Return the change that brings a value into a range; 0 for a value inside it."""
     return max(0, low - value) + min(0, high - value)

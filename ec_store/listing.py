@@ -1,4 +1,4 @@
-"""What is in a shared directory, as `ls`, `verify` and `purge` see it."""
+"""Listing of a shared directory's entries, for `ls`, `verify` and `purge`."""
 
 import errno
 import json
@@ -16,10 +16,10 @@ from ec_store.tree import Found, Tree
 
 
 def listed(tree: Tree, files: EntryFiles | None = None) -> Iterator[Listed]:
-    """Every entry; read whole where `files` are given to do that with.
+    """Yield every entry; read it whole if `files` is given.
 
     Raises:
-        OSError: after all others, that there were some that could not be read.
+        OSError: after all other entries, if some could not be read.
     """
     unread: list[OSError] = []
     for found in tree.scan(unread):
@@ -28,11 +28,11 @@ def listed(tree: Tree, files: EntryFiles | None = None) -> Iterator[Listed]:
         try:
             fd = os.open(found.name, READ, dir_fd=found.folder.fd)
         except OSError:
-            continue  # gone meanwhile
+            continue  # removed meanwhile
         try:
             row = _listed(found, fd, files)
         except OSError as error:
-            if error.errno != errno.ESTALE:  # gone meanwhile, on NFS
+            if error.errno != errno.ESTALE:  # removed meanwhile, on NFS
                 unread.append(error)
             continue
         finally:
@@ -56,7 +56,7 @@ def _listed(found: Found, fd: int, files: EntryFiles | None) -> Listed:
 
 
 def registered(folder: Folder) -> Iterator[tuple[str, str, str]]:
-    """File name, model and namespace of each registration that can be read."""
+    """Yield file name, model and namespace of each valid registration."""
     for name in folder.names():
         if name.endswith(".json"):
             with suppress(OSError, ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""A lock that survives its holder and needs nothing NFS lacks."""
+"""Lock file that expires with its holder, and works over NFS."""
 
 import os
 import secrets
@@ -9,36 +9,35 @@ from pathlib import Path
 from ec_store.files import Folder, write
 
 STALE_S = 30.0
-"""A holder that gave no sign of life for so long has lost its lock."""
+"""Seconds without a renewal after which a holder has lost its lock."""
 
 
 def _machine() -> str:
-    """Names the processes among which a process id means something."""
+    """Return a name of the scope of process ids: the boot and the PID namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
-        # Not Path: it has no stat of a descriptor's link, which is where the number is.
+        # os.stat, since Path cannot stat the target of a descriptor's link, which has the number.
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"  # noqa: PTH116
     except OSError:
         return secrets.token_hex(8)
 
 
 class FileLock:
-    """A file that exists while one process does something, as evicting entries.
+    """File that exists while a process does exclusive work, such as eviction.
 
-    No two processes should, and nothing breaks if they do. Each holder looks whether the lock is
-    still its own before each batch it removes. So a holder that was taken for dead and was only
-    slow ends its work, and one entry is never counted twice: of two that remove it, one is told
-    that it was not there.
+    The lock saves work; two holders at once do no harm. Each holder checks that the lock is still
+    its own before each batch that it removes. So a slow holder that lost its lock ends its work,
+    and no entry is counted twice: of two processes that remove it, the second finds it gone.
     """
 
     def __init__(self, name: str) -> None:
-        """A lock with this file name. Threads may share it: one at a time gets it."""
+        """Create the lock of this file name. Threads may share it: one at a time acquires it."""
         self._file = name
         self._machine = _machine()
         self._token = ""
 
     def acquire(self, folder: Folder, now: Callable[[], float]) -> bool:
-        """Take the lock; False where another holds it, which writes nothing. Raises OSError."""
+        """Take the lock; False, without a write, if another process holds it. Raises OSError."""
         token = f"{self._machine} {os.getpid()} {secrets.token_hex(8)}"
         for _ in range(2):
             if not self._break(folder, now()):
@@ -49,20 +48,20 @@ class FileLock:
         return False
 
     def _create(self, folder: Folder, token: str) -> bool:
-        # Linked, not created: it must never be seen without saying whose it is.
+        # Written first and then linked: a reader must never see the lock without its holder.
         staging = f".{secrets.token_hex(8)}.tmp"
         fd = folder.create(staging)
         try:
             try:
                 write(fd, [memoryview(token.encode())])
             finally:
-                os.close(fd)  # what is closed is seen by other NFS clients
+                os.close(fd)  # other NFS clients see a file once it is closed
             return folder.publish(staging, self._file)
         finally:
             folder.remove(staging)
 
     def held(self, folder: Folder) -> bool:
-        """Whether the lock is still this holder's; also the sign of life."""
+        """Return whether the lock is still this holder's, and renew it."""
         try:
             if folder.read(self._file, 512).decode(errors="replace") != self._token:
                 return False
@@ -72,13 +71,13 @@ class FileLock:
         return True
 
     def release(self, folder: Folder) -> None:
-        """Let go."""
+        """Release the lock if it is still this holder's."""
         if self.held(folder):
             self._token = ""  # before another thread may take the lock
             folder.remove(self._file)
 
     def _break(self, folder: Folder, now_s: float) -> bool:
-        """Remove the lock of a holder that is gone; whether there is none now."""
+        """Remove the lock of a dead holder; True if the lock is free now."""
         try:
             holder = folder.read(self._file, 512).decode(errors="replace")
             if now_s - folder.stat(self._file).st_mtime <= STALE_S and not self._dead(holder):
@@ -89,7 +88,7 @@ class FileLock:
             return True
         except PermissionError:
             return False
-        # Somebody else may have broken and taken it since it was read: theirs is given back.
+        # Another process may have taken the lock since the read: its lock is restored.
         with suppress(OSError):
             if folder.read(aside, 512).decode(errors="replace") != holder:
                 folder.publish(aside, self._file)

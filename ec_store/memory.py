@@ -1,4 +1,4 @@
-"""The host memory that fetched entries take, under one budget. No I/O, one thread."""
+"""Host memory of fetched entries, within one budget. No I/O, one thread."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
@@ -7,40 +7,40 @@ from ec_store.entry import Entry
 
 LARGE_BYTES = 2**20
 PAGE_BYTES = 2 * 2**20
-"""Stores read entries from `LARGE_BYTES` on into buffers that are multiples of this."""
+"""Unit in bytes of the buffers into which stores read entries of `LARGE_BYTES` or more."""
 
 OVERHEAD_BYTES = 2048
-"""What an entry takes beside its tensor: its header, and Python's objects."""
+"""Bytes of an entry beside its tensor: its header, and Python's objects."""
 
 
 def buffer_bytes(size_bytes: int) -> int:
     """Return the memory to reserve for a tensor of `size_bytes` before it is fetched."""
     pages = -(-size_bytes // PAGE_BYTES)
-    # Stores decide by the size of the whole entry, with its header.
+    # Stores choose the buffer by the size of the whole entry, with its header.
     is_small = size_bytes + OVERHEAD_BYTES < LARGE_BYTES
     return OVERHEAD_BYTES + (size_bytes if is_small else pages * PAGE_BYTES)
 
 
 def entry_bytes(entry: Entry) -> int:
-    """Return the memory that an entry takes: all of the buffer that its tensor lies in."""
+    """Return the memory that an entry takes: the whole buffer that its tensor is in."""
     return OVERHEAD_BYTES + memoryview(entry.data.obj).nbytes
 
 
 class Memory:
-    """Entries in memory, and room that is reserved for those on their way.
+    """Entries in memory, and reservations for those being fetched.
 
-    An entry that is claimed stays. Others are kept while there is room, the most recently used
-    ones. Reservations, claimed entries and kept entries together stay within the budget, with one
+    A claimed entry stays. Other entries are kept while there is room, the most recently used ones.
+    Reservations, claimed entries and kept entries together stay within the budget, with one
     exception: see `admits`.
 
     Attributes:
-        held_bytes: all entries, claimed or kept.
-        pinned_bytes: entries that are claimed.
-        reserved_bytes: reservations.
+        held_bytes: bytes of all entries, claimed or kept.
+        pinned_bytes: bytes of claimed entries.
+        reserved_bytes: bytes of reservations.
     """
 
     def __init__(self, limit_bytes: int) -> None:
-        """Hold nothing.
+        """Create an empty memory.
 
         Args:
             limit_bytes: the budget.
@@ -55,18 +55,18 @@ class Memory:
         self._claims: Counter[str] = Counter()
 
     def entry(self, identifier: str) -> Entry | None:
-        """Return an entry that is held."""
+        """Return a held entry, or None."""
         return self._pinned.get(identifier) or self._kept.get(identifier)
 
     def is_claimed(self, identifier: str) -> bool:
-        """Tell whether an entry, or its reservation, is claimed."""
+        """Return whether an entry, or its reservation, is claimed."""
         return identifier in self._claims
 
     def admits(self, wanted: Mapping[str, int]) -> bool:
-        """Tell whether all of these may be claimed at once.
+        """Return whether all of these entries may be claimed at once.
 
-        Kept entries make room. Where nothing is claimed, anything is admitted, even above the
-        budget: what is larger than the budget would otherwise wait for ever.
+        Kept entries make room. While nothing is claimed, any request is admitted, even above the
+        budget: a request larger than the budget would otherwise wait indefinitely.
 
         Args:
             wanted: bytes to reserve for each identifier that is not held.
@@ -82,13 +82,13 @@ class Memory:
         return size_bytes if kept is None else entry_bytes(kept)
 
     def reserve(self, identifier: str, size_bytes: int) -> None:
-        """Make room for an entry that is fetched now; kept entries go."""
+        """Reserve memory for an entry to be fetched; kept entries are dropped for it."""
         self._reserved[identifier] = size_bytes
         self.reserved_bytes += size_bytes
         self._trim()
 
     def arrive(self, identifier: str, entry: Entry | None) -> None:
-        """End a reservation, and hold the entry that it was for, if it came."""
+        """End a reservation, and hold its entry unless it is None."""
         self.reserved_bytes -= self._reserved.pop(identifier)
         if entry is not None:
             self.held_bytes += entry_bytes(entry)
@@ -99,19 +99,19 @@ class Memory:
         self._trim()
 
     def claim(self, identifier: str) -> None:
-        """Hold an entry, or the one that is on its way, until `release`."""
+        """Hold an entry, or the one being fetched, until `release`."""
         self._claims[identifier] += 1
         if identifier in self._kept:
             self._pin(identifier, self._kept.pop(identifier))
 
     def release(self, identifier: str) -> None:
-        """Take one claim back."""
+        """Release one claim of an entry."""
         self._claims[identifier] -= 1
         if self._claims[identifier] <= 0:
             self.release_all(identifier)
 
     def release_all(self, identifier: str) -> None:
-        """Take all claims on an entry back."""
+        """Release all claims of an entry."""
         self._claims.pop(identifier, None)
         entry = self._pinned.pop(identifier, None)
         if entry is not None:
@@ -120,7 +120,7 @@ class Memory:
         self._trim()
 
     def discard(self, identifier: str) -> None:
-        """Forget an entry that is kept."""
+        """Drop a kept entry and free its memory."""
         entry = self._kept.pop(identifier, None)
         if entry is not None:
             self.held_bytes -= entry_bytes(entry)

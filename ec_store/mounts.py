@@ -1,4 +1,4 @@
-"""Where the files of this machine are kept."""
+"""Type of the file system that holds a file."""
 
 import os
 from collections.abc import Iterable
@@ -9,9 +9,9 @@ MEMORY = frozenset({"tmpfs", "ramfs"})
 
 
 def in_memory(fd: int) -> bool:
-    """Return whether an open file or folder is kept in this machine's memory.
+    """Return whether an open file or folder is in this machine's memory (tmpfs).
 
-    It is not where the system does not tell, as outside Linux.
+    False if the system has no mount table, as outside Linux.
     """
     try:
         device = os.fstat(fd).st_dev
@@ -22,10 +22,10 @@ def in_memory(fd: int) -> bool:
 
 
 def kind_of(device: int, table: Iterable[str]) -> str | None:
-    """Return the type of the file system on a device; None where the table has no such device.
+    """Return the type of the file system on a device; None if the table does not list it.
 
     Args:
-        device: its number, as `os.stat` returns it.
+        device: device number, as `os.stat` returns it.
         table: lines of `/proc/self/mountinfo` (proc_pid_mountinfo(5)).
     """
     number = f"{os.major(device)}:{os.minor(device)}"

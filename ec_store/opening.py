@@ -1,4 +1,4 @@
-"""A store from its URL."""
+"""Opening of a store by its URL."""
 
 from urllib.parse import urlsplit
 
@@ -11,28 +11,28 @@ DISK = ("file",)
 REDIS = ("redis", "rediss", "redis+cluster", "rediss+cluster")
 
 FETCH_THREADS = {**dict.fromkeys(DISK, 4), **dict.fromkeys(REDIS, 16)}
-"""Entries that a connector fetches at once, by scheme. Reading from memory keeps a core busy, and
-takes a second one for large entries. Waiting for a server takes none; there are as many idle
+"""Entries that a connector fetches at once, by scheme. Reading from memory keeps a core busy, and a
+second core for large entries. Waiting for a server keeps none busy; a node keeps as many idle
 connections (`ec_store.redis_link.MAX_IDLE`)."""
 
 
 def open_store(url: str, *, create: bool = True, lazy: bool = False) -> Store:
-    """Open a store.
+    """Open a store by its URL.
 
     Args:
         url: `file:///path?max_bytes=64GiB&ttl=7d&durability=none`, `redis://…`, `rediss://…` or
             `redis+cluster://…`; docs/configuration.md lists the parameters of each.
-        create: whether a directory is made into a store where it is none.
-        lazy: whether a directory is opened by the first use, and again by the next one after each
-            failure. Redis always is.
+        create: whether to create a store in a directory without one.
+        lazy: whether the first use opens the directory, and the next use after each failure reopens
+            it. Redis is always opened lazily.
 
     Raises:
-        ValueError: the URL is none of these, or has an unknown or wrong parameter.
-        StoreMissing: there is no store in the directory, and none is made.
+        ValueError: the URL has another scheme, or an unknown or invalid parameter.
+        StoreMissing: the directory has no store, and `create` is not set.
         StoreUnavailable: the store cannot be used.
     """
     scheme = urlsplit(url).scheme
-    # A backend is imported when it is wanted: whoever uses the disk needs no Redis client.
+    # A backend is imported at its first use: a store on disk needs no Redis client.
     if scheme in DISK:
         from ec_store.shared_disk import SharedDiskStore  # noqa: PLC0415
 
@@ -47,7 +47,7 @@ def open_store(url: str, *, create: bool = True, lazy: bool = False) -> Store:
 
 
 def check_url(url: str) -> str:
-    """The URL, where `open_store` would take it; nothing is opened.
+    """Check that `open_store` accepts a URL, and return it; nothing is opened.
 
     Raises:
         ValueError: as `open_store`.
@@ -63,11 +63,12 @@ def check_url(url: str) -> str:
 
 
 def fetch_threads(url: str) -> int:
-    """Return how many threads suit the store of a URL that `open_store` takes."""
+    """Return the default number of fetch threads for the store of a valid URL."""
     return FETCH_THREADS[urlsplit(url).scheme]
 
 
 def _no_store(url: str) -> ValueError:
     return ValueError(
-        f"{redacted(url)!r} is no store: file://, redis://, rediss://, redis+cluster://"
+        f"{redacted(url)!r} is not the URL of a store: use file://, redis://, rediss://, "
+        "redis+cluster:// or rediss+cluster://"
     )

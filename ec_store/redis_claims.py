@@ -1,8 +1,9 @@
-"""Claims in Redis: `SET NX PX`, whose value is the owner.
+"""Claims in Redis: `SET NX PX`, with the owner as value.
 
-No script compares and renews, or compares and removes, in one go: a user would need the right to
-run any. Where a claim ends between the two and another takes it, theirs is renewed, or removed. At
-worst an entry is encoded twice, and a claim whose holder is gone ends later, by its time once more.
+No script compares and renews, or compares and removes, atomically: the Redis user would need the
+right to run any script. If a claim expires between the two commands and another owner takes it, the
+second command renews or removes that owner's claim. At worst an entry is encoded twice, and a claim
+of a dead holder lives for twice its time.
 """
 
 from collections.abc import Sequence
@@ -13,23 +14,23 @@ from ec_store.redis_names import Names
 
 
 class RedisClaims:
-    """The claims of a store. Every method raises StoreUnavailable."""
+    """Claims of one store. Every method may raise StoreUnavailable."""
 
     def __init__(self, client: RedisClient, names: Names) -> None:
         self._client = client
         self._names = names
 
     def take(self, digests: Sequence[str], owner: bytes, ms: int) -> list[bool]:
-        """Claim entries, or go on claiming them; False where another does.
+        """Take or renew claims; False for each entry that another owner claims.
 
-        One round trip, and a second where some were claimed by this owner already.
+        One round trip, and a second one if this owner held some of them already.
         """
         return self.take_and_ask(digests, owner, ms, ())[0]
 
     def take_and_ask(
         self, digests: Sequence[str], owner: bytes, ms: int, then: Sequence[Command]
     ) -> tuple[list[bool], list[Reply]]:
-        """As `take`, and the replies to what is asked after it in the same round trip."""
+        """Take claims as `take`, and return the replies to commands sent in the same round trip."""
         names = [self._names.claim(digest) for digest in digests]
         claims: list[Command] = [
             command
@@ -38,7 +39,7 @@ class RedisClaims:
         ]
         replies = self._client.run([*claims, *then])
         replies, answers = replies[: len(claims)], replies[len(claims) :]
-        # Not PEXPIRE in the same go: it would renew another's claim each time somebody asks.
+        # A PEXPIRE in the same round trip would renew another owner's claim with each call.
         held = [
             name
             for name, taken, holder in zip(names, replies[::2], replies[1::2], strict=True)
@@ -58,7 +59,7 @@ class RedisClaims:
         return {name: holder == owner for name, holder in zip(names, replies[1::2], strict=True)}
 
     def give_back(self, digests: Sequence[str], owner: bytes) -> None:
-        """Claim entries no more. What another claims is left alone. Two round trips."""
+        """Release claims. Claims of other owners stay. Two round trips."""
         names = [self._names.claim(digest) for digest in digests]
         holders = self._client.run([("GET", name) for name in names])
         self._client.run(

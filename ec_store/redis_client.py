@@ -1,7 +1,7 @@
-"""Commands to Redis, pipelined: one server, or the nodes of a cluster.
+"""Pipelined commands to Redis: to one server, or to the nodes of a cluster.
 
-Retry and routing are here, because redis-py's own repeat what has timed out, and need commands that
-a narrow ACL user has not.
+Retries and routing are implemented here. Those of redis-py repeat commands that have timed out, and
+need commands that a narrow ACL user may not run.
 """
 
 import threading
@@ -19,23 +19,23 @@ from ec_store.redis_url import Address, RedisOptions
 ALL = 2**31
 
 MOST_MOVES = 5
-"""How often a call follows keys that have moved to other nodes of a cluster."""
+"""Upper bound of the moves to other nodes that one call follows."""
 
 RELOAD_S = 1.0
-"""Time between two loads of the slot map because keys have moved. Each move is learnt at once: the
-map is loaded for the slots that were not asked for."""
+"""Minimum interval in seconds between two loads of the slot map because of moved keys. Each move is
+applied at once: loading the map updates the other slots."""
 
 
 class Refused(StoreUnavailable):
-    """The server answers, but not what it was asked: loading, failing over, out of memory."""
+    """Error of a server that answers but cannot serve: loading, failing over, out of memory."""
 
 
 class OutOfMemory(Refused):
-    """The server takes no more: `maxmemory` is reached and nothing may be evicted."""
+    """Error of a server that rejects writes: `maxmemory` is reached and nothing is evictable."""
 
 
 class RedisClient:
-    """Runs commands, each at the node that has its key, and retries what fails once."""
+    """Client that runs each command on the node of its key, and retries a failure once."""
 
     def __init__(self, options: RedisOptions) -> None:
         self._options = options
@@ -48,7 +48,7 @@ class RedisClient:
 
     @contextmanager
     def bounded(self) -> Iterator[None]:
-        """All that this thread runs in it takes no longer than one exchange may."""
+        """Limit all calls of this thread in the context to the timeout of one call."""
         self._bound.deadline_s = time.monotonic() + self._options.timeout_s
         try:
             yield
@@ -62,20 +62,20 @@ class RedisClient:
         window: int = ALL,
         into: Sequence[memoryview] | None = None,
     ) -> list[Reply]:
-        """The reply to each command, in order.
+        """Run commands, and return their replies in order.
 
-        Where a connection breaks or the server is failing over, what has no reply yet is sent once
-        more over new connections; what has timed out is not. Keys that have moved are followed. All
-        of it, with connecting, takes no longer than `timeout_s`. `WRONGTYPE` is read as an empty
-        value.
+        If a connection breaks or the server is failing over, the commands without a reply are sent
+        once more, over new connections. Commands that have timed out are not. Moved keys are
+        followed. The whole call, connecting included, takes at most `timeout_s`. A `WRONGTYPE`
+        error counts as an empty value.
 
         Args:
-            commands: sent at once to each node, so that this takes one round trip.
-            window: how many replies are on their way at a time, where they are large.
-            into: where the value that each command gets is put; the reply is its length then.
+            commands: commands, sent to each node at once: one round trip.
+            window: upper bound of the pending replies, for large ones.
+            into: buffers for the values that the commands return; each reply is the length then.
 
         Raises:
-            Refused: a server could not do it now.
+            Refused: a server could not serve now.
             StoreUnavailable: a server could not be reached.
         """
         if not commands:
@@ -99,11 +99,11 @@ class RedisClient:
                 raise _translated(problem) from None
 
     def masters(self, command: Command) -> list[Reply]:
-        """The reply of every master to a command without a key."""
+        """Return the reply of each master to a command without a key."""
         return [reply for _, reply in self.each_master(command)]
 
     def each_master(self, command: Command) -> list[tuple[Node, Reply]]:
-        """Every master, and its reply to a command without a key."""
+        """Return each master with its reply to a command without a key."""
         try:
             nodes = self._masters(self._deadline_s())
         except redis.RedisError as error:
@@ -111,7 +111,7 @@ class RedisClient:
         return [(node, self.ask(node, command)) for node in nodes]
 
     def ask(self, node: Node, command: Command) -> Reply:
-        """The reply of one node."""
+        """Return the reply of one node."""
         deadline_s = self._deadline_s()
         for attempt in (1, 2):
             try:
@@ -123,11 +123,11 @@ class RedisClient:
         raise AssertionError
 
     def scan(self, pattern: bytes, count: int) -> Iterator[list[bytes]]:
-        """The names of keys, in batches, some more than once. Goes over all keys of every master.
+        """Yield names of keys in batches, some more than once. Scans all keys of each master.
 
         Args:
-            pattern: as `SCAN` takes it.
-            count: keys that a server looks at in one step.
+            pattern: pattern of `SCAN`.
+            count: number of keys that a server visits in one step.
         """
         rest = ("MATCH", pattern, "COUNT", count)
         for node, first in self.each_master(("SCAN", 0, *rest)):
@@ -138,7 +138,7 @@ class RedisClient:
                 yield reply[1]
 
     def close(self) -> None:
-        """Let go of connections: those of calls that are under way are closed after them."""
+        """Close connections; one in use is closed at the end of its call."""
         self._closed = True
         for node in list(self._nodes.values()):
             node.close()
@@ -155,7 +155,7 @@ class RedisClient:
         into: Sequence[memoryview] | None,
         deadline_s: float,
     ) -> redis.RedisError | None:
-        """Send commands to all nodes, then read; what went wrong, if anything did."""
+        """Send commands to all nodes, then read the replies; return the worst error, if any."""
         try:
             groups = self._routed(commands, deadline_s)
         except redis.RedisError as error:
@@ -187,14 +187,14 @@ class RedisClient:
                             problems.append(self._failed(node, error))
                 except redis.RedisError as error:
                     problems.append(self._failed(node, error))
-        # What moved is found by the next round, unless there is worse.
+        # The next round finds moved keys; any other error takes precedence.
         problems.sort(key=lambda problem: isinstance(problem, redis.exceptions.AskError))
         return problems[0] if problems else None
 
     def _settled(
         self, command: Command, reply: Reply, room: memoryview | None, deadline_s: float
     ) -> Reply:
-        """A reply that is one, from where the key is now if its slot is moving."""
+        """Check a reply; if the slot is moving, return the reply of the key's new node."""
         if type(reply) is not redis.exceptions.AskError:
             return _checked(reply)
         node = self._node(Address(reply.host, reply.port))
@@ -205,9 +205,9 @@ class RedisClient:
         return len(value)
 
     def _failed(self, node: Node, error: redis.RedisError) -> redis.RedisError:
-        """Forget what an error of a node shows to be out of date; the error."""
+        """Drop the routes and connections that an error shows to be outdated; return the error."""
         if isinstance(error, redis.exceptions.MovedError):
-            # An empty host is the one that answered.
+            # An empty host stands for the node that answered.
             address = Address(error.host or node.address.host, error.port)
             if slots := self._slots:
                 slots[error.slot_id] = self._node(address)
@@ -228,7 +228,7 @@ class RedisClient:
     ) -> list[tuple[Node, list[int]]]:
         if not self._options.cluster:
             return [(self._masters(deadline_s)[0], list(commands))]
-        # Held on to: another thread may load the map meanwhile.
+        # A local reference: another thread may replace the map meanwhile.
         slots = self._slots or self._loaded(deadline_s)
         groups: dict[Node, list[int]] = {}
         for number, command in commands.items():
@@ -245,20 +245,21 @@ class RedisClient:
         return list(dict.fromkeys(node for node in slots if node))
 
     def _reload(self, deadline_s: float) -> None:
-        """Load the slot map where keys have moved, at most once in `RELOAD_S`.
+        """Load the slot map if keys have moved, at most once in `RELOAD_S`.
 
-        Before a call, not within one: the node that is asked may know less than `MOVED` said.
+        This is done before a call, not during one: the queried node may know less than the `MOVED`
+        error said.
         """
         if self._moved and time.monotonic() - self._loaded_s >= RELOAD_S:
-            with suppress(redis.RedisError):  # the map that there is leads to the nodes as well
+            with suppress(redis.RedisError):  # the present map still leads to the nodes
                 self._loaded(deadline_s)
 
     def _loaded(self, deadline_s: float) -> list[Node | None]:
-        """Ask the nodes, one after the other, which of them has which slots."""
+        """Load the slot map from the first node that answers."""
         self._moved, self._loaded_s = False, time.monotonic()
         problem: redis.RedisError = redis.ConnectionError("no node is known")
         for node in sorted(self._nodes.values(), key=lambda node: node.failed_s):
-            # Not all the time there is: where one hangs, the next one knows it too.
+            # Less than the whole deadline: if one node hangs, the next one has the map too.
             until_s = min(deadline_s, time.monotonic() + self._options.connect_timeout_s)
             try:
                 ranges = _checked(self._exchange(node, [("CLUSTER", "SLOTS")], until_s)[0])
@@ -267,7 +268,7 @@ class RedisClient:
                 continue
             slots: list[Node | None] = [None] * 16384
             for first, last, master, *_ in ranges:
-                # An empty host is the one that was asked.
+                # An empty host stands for the queried node.
                 host = (master[0] or b"").decode() or node.address.host
                 owner = self._node(Address(host, master[1]))
                 slots[first : last + 1] = [owner] * (last + 1 - first)
@@ -283,7 +284,7 @@ class RedisClient:
 
 
 class _Bound(threading.local):
-    """When the calls of this thread break off, if that is not for each to say."""
+    """Deadline of this thread's calls inside `bounded`; None outside."""
 
     deadline_s: float | None = None
 
@@ -291,7 +292,7 @@ class _Bound(threading.local):
 def _key(command: Command) -> bytes:
     key = command[1]
     if not isinstance(key, bytes):
-        raise TypeError("a key is bytes")
+        raise TypeError("a key must be bytes")
     return key
 
 
@@ -315,7 +316,7 @@ _FAILING_OVER = (
 
 
 def _is_stale(error: redis.RedisError) -> bool:
-    """Whether connections may lead to a server that is not the master any more."""
+    """Return whether connections may lead to a server that is no longer the master."""
     kinds = (*_FAILING_OVER, redis.ConnectionError, redis.TimeoutError)
     return isinstance(error, kinds) and not isinstance(error, redis.exceptions.AskError)
 

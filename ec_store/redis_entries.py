@@ -1,7 +1,7 @@
-"""Reading, writing and removing entries in Redis, each of which is one value.
+"""Reading, writing and removal of entries in Redis, where each entry is one value.
 
-Redis evicts and expires values, never parts of one: an entry is there whole or not at all. A large
-one is read by `GETRANGE`, window after window, into memory that is used again.
+Redis evicts and expires whole values: an entry exists whole or not at all. A large entry is read
+with `GETRANGE`, window by window, into reused memory.
 """
 
 import secrets
@@ -19,41 +19,41 @@ from ec_store.redis_link import Command, Reply
 from ec_store.redis_names import Names, entry_digest
 
 ID_BYTES = 16
-"""Random bytes before each entry, different for every write. A reader sees by them that an entry
-was replaced between two windows, also by an equal one, and a writer that an entry is its own."""
+"""Random bytes before each entry, different for every write. They show a reader that an entry was
+replaced between two windows, even by an equal one, and a writer that an entry is its own."""
 
 HEAD_BYTES = 2048
-"""Bytes that are read of an entry to see its header; a longer header costs a second round trip."""
+"""Bytes of an entry that are read for its header; a longer header costs a second round trip."""
 
 FIRST_BYTES = 2**20
-"""Bytes that a `get` reads in its first round trip: all of a small entry."""
+"""Bytes that `get` reads in its first round trip: the whole of a small entry."""
 
 WINDOW_BYTES = 2**20
-"""Bytes of a reply. The allocator of Redis returns buffers from 8 MiB on to the system at once, so
-that each would be cleared again by the kernel."""
+"""Bytes of one reply. The allocator of Redis returns buffers of 8 MiB or more to the system at
+once, so that the kernel would clear each of them again."""
 
 WINDOWS = 4
-"""Replies on their way at a time: enough to keep the connection busy, and a bound on what the
-server holds for a client, which counts towards `maxmemory`."""
+"""Upper bound of the pending replies: enough to keep the connection busy, and a bound on the memory
+that the server holds for a client, which counts towards `maxmemory`."""
 
 REFRESH_BELOW = 0.9
-"""A use sets the time to live again when less than this part of it is left. So it is between 0.9
-and 1 of `ttl` after the last use, for one more round trip in thousands."""
+"""Share of the time to live below which a use renews it. So an entry expires between 0.9 and 1 of
+`ttl` after its last use, and few uses cost another round trip."""
 
 SCAN_BATCH = 512
-"""Keys that SCAN looks at in one step: some 0.1 ms, in which Redis answers no other client."""
+"""Keys that SCAN visits in one step: some 0.1 ms, during which Redis serves no other client."""
 
 NO_KEY = -2
 
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """The beginning of an entry.
+    """First bytes of an entry.
 
     Attributes:
-        write_id: the random bytes of its write.
-        blob: up to `FIRST_BYTES` of it, or its header where that is longer.
-        left_ms: its time to live.
+        write_id: random bytes of its write.
+        blob: the first `FIRST_BYTES` of it, or the header if that is longer.
+        left_ms: remaining time to live in milliseconds.
     """
 
     write_id: bytes
@@ -62,7 +62,7 @@ class Beginning:
 
 
 class RedisEntries:
-    """The entries of a store. Every method raises StoreUnavailable."""
+    """Entries of one store. Every method may raise StoreUnavailable."""
 
     def __init__(self, client: RedisClient, names: Names, ttl_ms: int) -> None:
         self._client = client
@@ -77,10 +77,10 @@ class RedisEntries:
     def write(
         self, digest: str, header: bytes, payload: memoryview, *, replace: bool = False
     ) -> bool:
-        """Write an entry; False where a sound one was there already: it is kept, and used.
+        """Write an entry; False if a valid one exists: it stays, and counts as used.
 
-        One round trip; one more to refresh the other's time to live, or to replace what is no
-        entry.
+        One round trip. A second one renews the existing entry's time to live, or replaces an
+        invalid value.
         """
         name, write_id = self._names.entry(digest), secrets.token_bytes(ID_BYTES)
         value = (write_id + header, payload)
@@ -95,7 +95,7 @@ class RedisEntries:
                 ("PTTL", name),
             ]
         )
-        # What was sent again because the reply was lost finds what it wrote itself.
+        # A command that was repeated after a lost reply finds its own first write.
         if written is not None or there == write_id:
             return True
         if self._used([digest], found, 0)[0] is not None:
@@ -103,9 +103,9 @@ class RedisEntries:
         return self.write(digest, header, payload, replace=True)
 
     def use(self, digests: Sequence[str], seconds: float) -> list[EntryInfo | None]:
-        """What the headers say of entries that do not expire for `seconds` from now.
+        """Return the headers' fields of entries, which do not expire for `seconds` from now.
 
-        One round trip, and one more where the time to live of any has to be set.
+        One round trip, and a second one if the time to live of any entry has to be set.
         """
         ages: list[Command] = [("PTTL", self._names.entry(digest)) for digest in digests]
         return self._used(digests, self._client.run([*self.look(digests), *ages]), seconds)
@@ -113,7 +113,7 @@ class RedisEntries:
     def _used(
         self, digests: Sequence[str], replies: Sequence[Reply], seconds: float
     ) -> list[EntryInfo | None]:
-        """As `use`, from the replies to `look` and, behind them, `PTTL`."""
+        """Process the replies to `look`, followed by those to `PTTL`, as `use`."""
         infos = self.infos(digests, replies[: len(digests)])
         least_ms = max(int(seconds * 1000), int(REFRESH_BELOW * self._ttl_ms))
         short = [
@@ -135,22 +135,22 @@ class RedisEntries:
     def infos(
         self, digests: Sequence[str], looked: Sequence[bytes] | None = None
     ) -> list[EntryInfo | None]:
-        """What the headers say; None where there is no entry with a valid header.
+        """Return the headers' fields; None for each entry without a valid header.
 
         Args:
-            digests: of which entries.
-            looked: the replies to `look`, where they are there already.
+            digests: digests of the entries.
+            looked: replies to `look`, if they have been read already.
         """
         heads = self._client.run(self.look(digests)) if looked is None else list(looked)
         pairs = zip(digests, self._completed(digests, heads), strict=True)
         return [info_or_none(digest, head) for digest, head in pairs]
 
     def look(self, digests: Sequence[str]) -> list[Command]:
-        """The commands whose replies `infos` reads."""
+        """Return the commands that `infos` needs, one for each entry."""
         return [self._range(digest, 0, HEAD_BYTES) for digest in digests]
 
     def _range(self, digest: str, start: int, size: int) -> Command:
-        """The command that reads `size` bytes from byte `start` of an entry on."""
+        """Return the command that reads `size` bytes of an entry from offset `start`."""
         first = ID_BYTES + start
         return ("GETRANGE", self._names.entry(digest), first, first + size - 1)
 
@@ -158,11 +158,11 @@ class RedisEntries:
         return ("GETRANGE", self._names.entry(digest), 0, ID_BYTES - 1)
 
     def heads(self, digests: Sequence[str]) -> list[bytes]:
-        """Entries up to the end of the header at least, empty where there is none."""
+        """Return the first bytes of entries, headers at least; empty for missing entries."""
         return self._completed(digests, self._client.run(self.look(digests)))
 
     def _completed(self, digests: Sequence[str], heads: list[bytes]) -> list[bytes]:
-        """Heads that end within a long header, up to its end."""
+        """Replace heads that end within a long header by longer ones."""
         longer: dict[int, Command] = {}
         for place, head in enumerate(heads):
             with suppress(CorruptEntry):
@@ -174,7 +174,7 @@ class RedisEntries:
         return heads
 
     def begin(self, digest: str) -> Beginning | None:
-        """The beginning of what is kept under the name of an entry; None where there is nothing."""
+        """Read the first bytes of an entry; None if there is no such value."""
         write_id, first, left_ms = self._client.run(
             [
                 self._id(digest),
@@ -187,10 +187,11 @@ class RedisEntries:
         return Beginning(write_id, self._completed([digest], [first])[0], left_ms)
 
     def read(self, key: EntryKey, beginning: Beginning) -> Entry:
-        """An entry of which `begin` has read the beginning.
+        """Read an entry, from the first bytes that `begin` has read.
 
         Raises:
-            CorruptEntry: this is not the entry of this key, or was replaced or evicted meanwhile.
+            CorruptEntry: the bytes are not the entry of this key, or it was replaced or evicted
+                meanwhile.
         """
         first = beginning.blob
         if len(first) < FIRST_BYTES:
@@ -203,7 +204,7 @@ class RedisEntries:
         payload[:there] = memoryview(first)[info.header_bytes :][:there]
         self._fill(payload[there:], key.digest, info.header_bytes + there)
         if checksum(payload) != info.checksum:
-            raise CorruptEntry("its checksum does not fit its payload")
+            raise CorruptEntry("its checksum does not match its payload")
         return Entry(payload.toreadonly(), info.dtype, info.shape, info.modality, info.metadata)
 
     def _fill(self, room: memoryview, digest: str, offset: int) -> None:
@@ -218,21 +219,21 @@ class RedisEntries:
             raise CorruptEntry("it is shorter than its header says")
 
     def is_still(self, digest: str, beginning: Beginning) -> bool:
-        """Whether an entry is neither replaced nor gone since its beginning was read."""
+        """Return whether an entry exists and has not been replaced since `begin`."""
         [write_id] = self._client.run([self._id(digest)])
         return bool(write_id == beginning.write_id)
 
     def refresh(self, digest: str, left_ms: int) -> None:
-        """Set the time to live of an entry that was used, where much of it is over."""
+        """Renew the time to live of a used entry, if less than `REFRESH_BELOW` of it is left."""
         if left_ms < REFRESH_BELOW * self._ttl_ms:
             self._client.run([("PEXPIRE", self._names.entry(digest), self._ttl_ms)])
 
     def forget(self, digests: Sequence[str]) -> int:
-        """Remove entries; how many there were."""
+        """Remove entries, and return how many existed."""
         return sum(self._client.run([("UNLINK", self._names.entry(each)) for each in digests]))
 
     def scan(self) -> Iterator[dict[str, bytes]]:
-        """Digest and head of every entry, each once, in batches."""
+        """Yield digest and head of every entry once, in batches."""
         seen: set[str] = set()
         for found in self._client.scan(self._names.entries, SCAN_BATCH):
             new = list({digest for name in found if (digest := entry_digest(name))} - seen)
@@ -241,20 +242,20 @@ class RedisEntries:
             yield {digest: head for digest, head in zip(new, heads, strict=True) if head}
 
     def sizes(self, digests: Sequence[str]) -> list[int]:
-        """Bytes of each entry, header included; 0 where there is none."""
+        """Return the size of each entry in bytes, header included; 0 for missing entries."""
         values = self._client.run([("STRLEN", self._names.entry(digest)) for digest in digests])
         return [max(0, size - ID_BYTES) for size in values]
 
     def close(self) -> None:
-        """Release the memory that is not in use."""
+        """Release the unused memory."""
         self._buffers = Buffers()
 
 
 def info_of(digest: str, head: bytes) -> EntryInfo:
-    """What the header at the beginning of an entry says.
+    """Return the fields of the header in the first bytes of an entry.
 
     Raises:
-        CorruptEntry: it is not a header of the entry of this digest.
+        CorruptEntry: the bytes are not the header of the entry of this digest.
     """
     info = read_header(memoryview(head))
     if info.key.digest != digest:
@@ -263,7 +264,7 @@ def info_of(digest: str, head: bytes) -> EntryInfo:
 
 
 def info_or_none(digest: str, head: bytes) -> EntryInfo | None:
-    """As `info_of`, None in place of the error."""
+    """Return the fields as `info_of`, or None if the header is invalid."""
     try:
         return info_of(digest, head)
     except CorruptEntry:

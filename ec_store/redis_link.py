@@ -1,8 +1,8 @@
 """Connections to Redis servers, each used by one caller at a time.
 
-hiredis parses replies, and redis-py names the errors; both by what they publish. The sockets are
-here because a call has one deadline over all that it sends and receives, and because the value of
-an entry is received where it belongs.
+hiredis parses replies, and redis-py provides the types of errors; only public interfaces of both
+are used. The sockets are handled here for two reasons: one deadline covers everything that a call
+sends and receives, and an entry's value is received into its final buffer.
 """
 
 import os
@@ -24,26 +24,28 @@ R = TypeVar("R")
 
 Piece = bytes | memoryview
 Argument = str | int | Piece | tuple[Piece, ...]
-"""A tuple is one argument in several pieces, which are sent from where they lie."""
+"""A tuple is one argument in several pieces, which are sent without joining them."""
 
 Command = tuple[Argument, ...]
-"""Name, key, and what else."""
+"""Name of the command, its key, and further arguments."""
 
 Reply = Any
 
 JOIN_BYTES = 64 * 1024
-"""Pieces up to this are joined before they are sent: it costs less than a system call each."""
+"""Largest piece in bytes that is joined with others before sending: copying costs less than a
+system call."""
 
 RECEIVE_BYTES = 64 * 1024
 
 LINE_BYTES = 64
-"""What is received at a time to find the length of a value; the start of the value comes along."""
+"""Bytes received at a time while reading the length of a value; they may include its first
+bytes."""
 
 MAX_IDLE = 16
-"""Connections that one server is kept for later."""
+"""Upper bound of the idle connections kept for one server."""
 
 _NOTHING: Final = object()
-"""What hiredis returns where no reply is complete."""
+"""Return value of hiredis if no reply is complete."""
 
 _ERRORS: Final = {
     "ASK": redis.exceptions.AskError,
@@ -60,14 +62,14 @@ _ERRORS: Final = {
 
 
 def reply_error(text: str) -> redis.RedisError:
-    """The error of an error reply, by its first word."""
+    """Return the error of an error reply, by its first word."""
     code, _, rest = text.partition(" ")
     kind = _ERRORS.get(code)
     return kind(rest) if kind else redis.ResponseError(text)
 
 
 class Link:
-    """One connection. It is as good as new exactly when `owed` is 0."""
+    """One connection. It can be reused exactly when `owed`, the number of pending replies, is 0."""
 
     def __init__(self, sock: socket.socket, deadline_s: float, generation: int) -> None:
         self._sock = sock
@@ -83,19 +85,19 @@ class Link:
 
     @property
     def open(self) -> bool:
-        """Whether it has a socket.
+        """Return whether it has a socket.
 
-        An interrupted call can become garbage in a cycle: then the socket is closed, and the call's
-        own end keeps the connection, in either order.
+        An interrupted call can become garbage in a cycle. Then the socket may be closed before or
+        after the end of the call returns the connection to its node.
         """
         return self._sock.fileno() >= 0
 
     def until(self, deadline_s: float) -> None:
-        """When what is sent and received from now on ends, by the monotonic clock."""
+        """Set the deadline of all following sends and receives, by the monotonic clock."""
         self._deadline_s = deadline_s
 
     def send(self, commands: Sequence[Command]) -> None:
-        """Send commands in one go."""
+        """Send commands without waiting for replies."""
         self.owed += len(commands)
         for piece in packed(commands):
             left = memoryview(piece).cast("B")
@@ -103,17 +105,17 @@ class Link:
                 left = left[self._in_time(self._sock.send, left) :]
 
     def read(self) -> Reply:
-        """The next reply; an error that Redis replied is returned."""
+        """Return the next reply; an error reply is returned, not raised."""
         while (reply := self._reader.gets()) is _NOTHING:
             self._reader.feed(self._received(RECEIVE_BYTES))
         return self._read(reply)
 
     def read_into(self, room: memoryview) -> Reply:
-        """The next reply, a value: its bytes go to `room`, and this returns how many they are.
+        """Receive the next reply, a value, into `room`, and return its length in bytes.
 
-        The value is received where it belongs; hiredis would make bytes of it, by way of two
-        buffers of its own, at two thirds of the speed. Of replies that were asked for together all
-        are read like this, or none.
+        The value is received into its final buffer. hiredis would make bytes of it, through two
+        buffers of its own, at two thirds of the speed. Replies that were requested together are all
+        read like this, or none.
 
         Raises:
             redis.InvalidResponse: the value is longer than `room`.
@@ -129,7 +131,7 @@ class Link:
         return self._read(int(rest))
 
     def _read(self, reply: Reply) -> Reply:
-        """A reply, read. With one that the server cannot serve, the connection is not kept."""
+        """Count a reply as read; raise it if it is an error that ends the connection."""
         if isinstance(reply, redis.ConnectionError):
             raise reply
         self.owed -= 1
@@ -153,7 +155,7 @@ class Link:
         return _some(self._in_time(self._sock.recv, size))
 
     def _in_time(self, call: Callable[[T], R], argument: T) -> R:
-        """Send or receive some bytes, before the deadline."""
+        """Send or receive some bytes before the deadline."""
         left_s = self._deadline_s - time.monotonic()
         if left_s <= 0:
             raise redis.TimeoutError("the server did not answer in time")
@@ -166,19 +168,19 @@ class Link:
             raise redis.ConnectionError(f"the connection broke: {error}") from None
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the socket of the connection."""
         self._sock.close()
 
 
 def _some(received: R) -> R:
-    """What was received; nothing is the end of the connection."""
+    """Return the received bytes; none means that the server closed the connection."""
     if not received:
         raise redis.ConnectionError("the server closed the connection")
     return received
 
 
 def packed(commands: Sequence[Command]) -> list[Piece]:
-    """Commands as the bytes that are sent: small pieces joined, large ones as they are."""
+    """Return the bytes of commands to send: small pieces joined, large ones as they are."""
     pieces: list[Piece] = []
     small = bytearray()
     for command in commands:
@@ -203,25 +205,25 @@ def _encoded(argument: str | int | Piece) -> Piece:
 
 
 class Node:
-    """One server and its idle connections. Safe for threads and over forks."""
+    """One server and its idle connections. Safe for threads and after forks."""
 
     def __init__(self, address: Address, options: RedisOptions) -> None:
         self.address = address
         self._options = options
-        # A deque needs no lock, which a fork could leave taken.
+        # A deque needs no lock, which a fork could leave locked.
         self._idle: deque[Link] = deque()
         self._generation = 0
         self._closed = False
         self._pid = os.getpid()
         self.failed_s = 0.0
-        """When a call last broke off, by the monotonic clock."""
+        """Time of the last failed or aborted call, by the monotonic clock."""
 
     @contextmanager
     def link(self, deadline_s: float) -> Iterator[Link]:
-        """A connection nobody else uses. It is kept only when every reply has been read.
+        """Open a context with an exclusive connection, which is kept if every reply has been read.
 
         Args:
-            deadline_s: when a call on it breaks off, by the monotonic clock.
+            deadline_s: deadline of the calls on it, by the monotonic clock.
         """
         try:
             link = self._take(deadline_s)
@@ -238,12 +240,12 @@ class Node:
                 self._keep(link)
 
     def close(self) -> None:
-        """Close the idle connections, and from now on each when its call is done."""
+        """Close the idle connections, and those in use at the end of their calls."""
         self._closed = True
         self.forget()
 
     def forget(self) -> None:
-        """Close the idle connections, and those in use after it: they may lead to an old server."""
+        """Close all connections, those in use after their calls: they may lead to an old server."""
         self._own()
         self._generation += 1
         while self._idle:
@@ -253,7 +255,7 @@ class Node:
                 return
 
     def _keep(self, link: Link) -> None:
-        # Kept before it is looked at: whoever closes or forgets after the look finds it.
+        # Appended before the check: a `close` or `forget` after the check finds it.
         self._idle.append(link)
         if self._closed or link.generation != self._generation or len(self._idle) > MAX_IDLE:
             with suppress(ValueError):  # another thread has taken or closed it
@@ -308,7 +310,7 @@ def _connected(address: Address, options: RedisOptions, deadline_s: float) -> so
 
 
 def _secured(sock: socket.socket, address: Address, options: RedisOptions) -> socket.socket:
-    """The socket, with TLS where that is wanted. The certificates are read for each connection."""
+    """Return the socket, with TLS if configured. Certificates are read for each connection."""
     tls = options.tls
     if tls is None:
         return sock
@@ -319,7 +321,7 @@ def _secured(sock: socket.socket, address: Address, options: RedisOptions) -> so
 
 
 def _greet(link: Link, options: RedisOptions) -> None:
-    """Say who this is, and choose the database."""
+    """Authenticate, and select the database."""
     password = options.password
     if options.password_file is not None:
         try:

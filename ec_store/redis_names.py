@@ -1,4 +1,4 @@
-"""Names of the keys of a store in Redis (docs/redis.md).
+"""Names of a store's keys in Redis (docs/redis.md).
 
     {prefix}:{<digest>}:e2     entry: 16 random bytes, the blob of docs/store-format.md
     {prefix}:{<digest>}:c      claim: the owner
@@ -16,7 +16,7 @@ _ENTRY = re.compile(rb".*:\{([0-9a-f]{64})\}:e2", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Names of keys.
+    """Names of the keys of one store.
 
     Attributes:
         prefix: first part of every name.
@@ -26,24 +26,24 @@ class Names:
 
     @property
     def namespaces(self) -> bytes:
-        """The hash of served models."""
+        """Return the name of the hash of served models."""
         return f"{self.prefix}:namespaces".encode()
 
     @property
     def entries(self) -> bytes:
-        """Pattern of all entries."""
+        """Return the pattern of all entries' names."""
         return f"{self.prefix}:{{*}}:e2".encode()
 
     def entry(self, digest: str) -> bytes:
-        """An entry."""
+        """Return the name of an entry."""
         return f"{self.prefix}:{{{digest}}}:e2".encode()
 
     def claim(self, digest: str) -> bytes:
-        """The claim of an entry."""
+        """Return the name of an entry's claim."""
         return f"{self.prefix}:{{{digest}}}:c".encode()
 
 
 def entry_digest(name: bytes) -> str | None:
-    """The digest in the name of an entry; None for any other name."""
+    """Return the digest in the name of an entry; None for any other name."""
     match = _ENTRY.fullmatch(name)
     return match[1].decode() if match else None

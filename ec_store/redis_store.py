@@ -1,4 +1,4 @@
-"""Entries in Redis, or Redis Cluster, or what speaks its protocol (docs/redis.md)."""
+"""Store in Redis, Redis Cluster, or a compatible server (docs/redis.md)."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,18 +18,18 @@ from ec_store.redis_names import Names
 from ec_store.redis_url import RedisOptions, redis_options
 
 WRITES_OFF_S = 5.0
-"""How long nothing is written after Redis has said that it is full."""
+"""Seconds without writes after Redis has reported that it is out of memory."""
 
 ATTEMPTS = 3
-"""How often an entry is read that is replaced while it is read."""
+"""Attempts to read an entry that is replaced during the read."""
 
 
 class RedisStore(Store):
-    """Entries in Redis. Safe for threads, and over forks; connections are made when needed.
+    """Store of entries in Redis. Thread-safe, also after forks; it connects at the first use.
 
-    Redis itself evicts and expires. A lease sets an entry's time to live to at least its seconds:
-    that holds off expiry, but not eviction under `maxmemory`, from which Redis lets nothing be
-    protected. Whoever leased an entry may find it gone, and must treat that as a miss.
+    Redis itself evicts and expires entries. A lease sets an entry's time to live to at least its
+    seconds. That prevents expiry, but not eviction under `maxmemory`, from which Redis cannot
+    protect a key. So a leased entry may be gone, and callers must treat that as a miss.
     """
 
     def __init__(self, options: RedisOptions) -> None:
@@ -43,10 +43,10 @@ class RedisStore(Store):
 
     @classmethod
     def from_url(cls, url: str) -> Self:
-        """A store from its URL; it is not reached for before the first call.
+        """Create a store from its URL; the first call connects.
 
         Raises:
-            ValueError: it is no such URL, or has an unknown or wrong parameter.
+            ValueError: the URL is invalid, or has an unknown or invalid parameter.
         """
         return cls(redis_options(url))
 
@@ -54,15 +54,17 @@ class RedisStore(Store):
         return f"RedisStore({', '.join(map(str, self._options.addresses))})"
 
     def put(self, key: EntryKey, entry: Entry, *, replace: bool = False) -> bool:
-        """Keep an entry (see `Store.put`). After "out of memory" nothing is written for 5 s.
+        """Write an entry (see `Store.put`). After an "out of memory" no write is sent for 5 s.
 
-        One round trip, in which the tensor is sent even where the entry is there already: a caller
-        who makes it only if it is needed asks `lease` first, as the connector does.
+        One round trip, which sends the tensor even if the entry exists. A caller that can skip
+        making the entry calls `lease` first, as the connector does.
         """
         header = encode_header(key, entry)
         size = len(header) + entry.data.nbytes
         if size > self._options.max_entry_bytes:
-            raise EntryTooLarge(f"{size} bytes; the most is {self._options.max_entry_bytes}")
+            raise EntryTooLarge(
+                f"it has {size} bytes; the limit is {self._options.max_entry_bytes}"
+            )
         try:
             with self._client.bounded():
                 written = self._put(key, header, entry.data.cast("B"), replace=replace)
@@ -75,7 +77,7 @@ class RedisStore(Store):
         return written
 
     def get(self, key: EntryKey) -> Entry | None:
-        """The entry (see `Store.get`). A server that is loading or failing over is a miss."""
+        """Return an entry (see `Store.get`). A server that is loading or failing over is a miss."""
         entry = None
         with suppress(Refused), self._client.bounded():
             entry = self._get(key)
@@ -83,18 +85,18 @@ class RedisStore(Store):
         return entry
 
     def lookup(self, keys: Sequence[EntryKey]) -> list[EntryInfo | None]:
-        """What the headers say (see `Store.lookup`).
+        """Look up headers (see `Store.lookup`).
 
-        One round trip, and a second where a header is longer than `HEAD_BYTES`.
+        One round trip, and a second one if a header is longer than `HEAD_BYTES`.
         """
         with self._client.bounded():
             return self._entries.infos([key.digest for key in keys])
 
     def lease(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
-        """As `lookup`, and what is there does not expire for `seconds`.
+        """Look up entries and prevent their expiry for `seconds`.
 
-        It may be evicted all the same, see the class. One round trip, and one more where the time
-        to live of an entry has to be set.
+        Redis may still evict them, see the class. One round trip, and a second one if the time to
+        live of an entry has to be set.
         """
         with self._client.bounded():
             return self._entries.use([key.digest for key in keys], seconds)
@@ -105,11 +107,11 @@ class RedisStore(Store):
         owner: str,
         seconds: float,
         *,
-        wait: bool = True,  # noqa: ARG002 - of `Store`
+        wait: bool = True,  # noqa: ARG002 - part of the interface
     ) -> list[bool]:
-        """Say who makes entries (see `Store.claim`). One round trip, two where some are renewed.
+        """Claim entries (see `Store.claim`). One round trip, two if some claims are renewed.
 
-        No claim waits for another one: `wait` changes nothing.
+        No claim waits for another one: `wait` has no effect.
         """
         digests = [key.digest for key in keys]
         return self._claims.take(digests, owner_bytes(owner), _claim_ms(seconds))
@@ -117,7 +119,7 @@ class RedisStore(Store):
     def claim_or_find(
         self, keys: Sequence[EntryKey], owner: str, seconds: float
     ) -> list[EntryInfo | bool]:
-        """Claim entries that are not there (see `Store.claim_or_find`). As many round trips."""
+        """Claim missing entries (see `Store.claim_or_find`), in as many round trips as `claim`."""
         digests = [key.digest for key in keys]
         with self._client.bounded():
             claims, heads = self._claims.take_and_ask(
@@ -135,17 +137,16 @@ class RedisStore(Store):
         return [info or held for info, held in zip(infos, claims, strict=True)]
 
     def release(self, keys: Sequence[EntryKey], owner: str) -> None:
-        """Give back claims (see `Store.release`)."""
         self._claims.give_back([key.digest for key in keys], owner_bytes(owner))
 
     def delete(self, keys: Sequence[EntryKey]) -> int:
-        """Forget entries; how many were there."""
+        """Delete entries, and return how many existed."""
         digests = list(dict.fromkeys(key.digest for key in keys))
         with self._client.bounded():
             return self._entries.forget(digests)
 
     def purge(self, namespace: str) -> int:
-        """Forget a namespace and its entries. Reads the headers of all entries of the store."""
+        """Delete a namespace and its entries. Reads the headers of all entries of the store."""
         count = 0
         for heads in self._entries.scan():
             infos = [info_or_none(digest, head) for digest, head in heads.items()]
@@ -158,7 +159,7 @@ class RedisStore(Store):
         return count
 
     def ls(self) -> Iterator[Listed]:
-        """Every entry; Redis does not tell when one was used."""
+        """Yield every entry; Redis does not report when one was used."""
         for heads in self._entries.scan():
             sizes = self._entries.sizes(list(heads))
             for (digest, head), size in zip(heads.items(), sizes, strict=True):
@@ -166,7 +167,6 @@ class RedisStore(Store):
                     yield _listed(digest, head, size)
 
     def verify(self, *, fix: bool = False) -> Iterator[Listed]:
-        """Read every entry whole; the corrupt ones have a `problem`, and are deleted with `fix`."""
         for row in self.ls():
             problem = row.problem
             if row.info and not problem:
@@ -176,7 +176,7 @@ class RedisStore(Store):
             yield replace(row, problem=problem)
 
     def _problem(self, key: EntryKey) -> str | None:
-        """Why an entry is corrupt; None where it is not, or is not there any more."""
+        """Return why an entry is corrupt; None if it is valid or gone."""
         beginning = self._entries.begin(key.digest)
         if beginning is None:
             return None
@@ -187,11 +187,11 @@ class RedisStore(Store):
         return None
 
     def evict(self) -> int:
-        """0, and no command: Redis evicts and expires, and no entry is ever left in part."""
+        """Return 0 without a command: Redis evicts and expires by itself, whole entries only."""
         return 0
 
     def stats(self) -> StoreStats:
-        """Figures; the bytes are all that Redis uses, whoever does."""
+        """Return metrics; the bytes are all memory that Redis uses, for any purpose."""
         used = quota = 0
         unbounded = False
         for reply in self._client.masters(("INFO", "memory")):
@@ -212,24 +212,21 @@ class RedisStore(Store):
         )
 
     def register_namespace(self, model: str, namespace: str) -> None:
-        """Say that entries of a served model are kept under a namespace; the last one counts."""
         pair = (_encoded(model), _encoded(namespace))
         self._client.run([("HSET", self._names.namespaces, *pair)])
 
     def namespaces(self) -> Mapping[str, str]:
-        """The namespace of each served model that registered one."""
         reply = self._client.run([("HGETALL", self._names.namespaces)])[0]
         texts = [_decoded(part) for part in reply]
         return dict(zip(texts[::2], texts[1::2], strict=True))
 
     def close(self) -> None:
-        """Let go of connections. Entries that were returned stay valid."""
         self._client.close()
         self._entries.close()
 
     def _put(self, key: EntryKey, header: bytes, payload: memoryview, *, replace: bool) -> bool:
         if time.monotonic() < self._writes_off_until:
-            raise StoreUnavailable("Redis was full a moment ago")
+            raise StoreUnavailable("Redis was out of memory a moment ago, so the entry is dropped")
         return self._entries.write(key.digest, header, payload, replace=replace)
 
     def _get(self, key: EntryKey) -> Entry | None:
@@ -246,14 +243,14 @@ class RedisStore(Store):
                         self._entries.forget([key.digest])
                     return None
                 continue  # replaced or evicted while it was read
-            # A replica and a user who may only read serve reads all the same.
+            # A replica, or a user without write permission, still serves reads.
             with suppress(StoreUnavailable):
                 self._entries.refresh(key.digest, beginning.left_ms)
             return entry
         return None
 
     def _read(self, key: EntryKey, beginning: Beginning) -> Entry | None:
-        """The entry; None where it is larger than this store takes."""
+        """Read the entry; None if it is larger than this store accepts."""
         if info_of(key.digest, beginning.blob).size_bytes > self._options.max_entry_bytes:
             return None
         return self._entries.read(key, beginning)

@@ -1,4 +1,4 @@
-"""What a `redis://` URL says."""
+"""Options in a `redis://` URL."""
 
 import os
 import re
@@ -15,12 +15,12 @@ PASSWORD_VARIABLE = "EC_STORE_REDIS_PASSWORD"  # noqa: S105 - a name
 DEFAULT_PORT = 6379
 
 _PREFIX = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
-"""No braces, which would choose the cluster slot, and nothing SCAN reads as a pattern."""
+"""Excludes braces, which select the cluster slot, and the wildcards of SCAN's patterns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server listens."""
+    """Host and port of a server."""
 
     host: str
     port: int
@@ -31,9 +31,10 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """What a TLS connection is made with; None is the system's certificates, or no certificate.
+    """Certificate files of a TLS connection.
 
-    The server's certificate and name are always checked.
+    Without `ca_certs` the system's CA certificates apply, and without `certfile` there is no client
+    certificate. The server's certificate and name are always checked.
     """
 
     ca_certs: str | None = None
@@ -43,22 +44,23 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class RedisOptions:
-    """Everything about a Redis store. Its `repr` holds no secret.
+    """Options of a Redis store. Its `repr` contains no secret.
 
     Attributes:
         addresses: the server, or some nodes of the cluster.
         cluster: whether this is a Redis Cluster.
         db: number of the database, 0 in a cluster.
-        tls: None for a plain connection.
-        username: ACL user, None for the default one.
-        password: as given, None where there is none or `password_file` has it.
-        password_file: read at every connection, so that a password can be rotated.
-        prefix: what every key begins with.
-        ttl_s: how long an entry is kept after its last use.
-        max_entry_bytes: largest entry, header included; by default the largest value that a server
-            takes by default (`proto-max-bulk-len`).
-        timeout_s: longest time of a call, or of each step of one that goes over all entries.
-        connect_timeout_s: longest wait for a connection.
+        tls: certificate files; None for a plain connection.
+        username: ACL user; None for the default user.
+        password: the password; None if there is none, or if `password_file` holds it.
+        password_file: file that is read at every connection, so that a password can be rotated.
+        prefix: first part of every key's name.
+        ttl_s: seconds that an entry is kept after its last use.
+        max_entry_bytes: size of the largest entry, header included; by default the default limit of
+            a server for a value (`proto-max-bulk-len`).
+        timeout_s: upper bound of a call's duration, or of each step of a call that visits all
+            entries.
+        connect_timeout_s: upper bound of the wait for a connection.
     """
 
     addresses: tuple[Address, ...]
@@ -75,37 +77,37 @@ class RedisOptions:
     connect_timeout_s: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Check the values, and raise ValueError for an invalid one."""
         if min(self.ttl_s, self.timeout_s, self.connect_timeout_s) < 0.001:  # noqa: PLR2004
-            raise ValueError("ttl, timeout and connect_timeout are at least 1ms")
+            raise ValueError("ttl, timeout and connect_timeout must be at least 1ms")
         if not _PREFIX.fullmatch(self.prefix):
-            raise ValueError("prefix holds letters, digits and . _ : - only")
+            raise ValueError("prefix must have 1 to 128 characters: letters, digits and . _ : -")
         if self.cluster and self.db:
-            raise ValueError("a cluster has database 0 only")
+            raise ValueError("a cluster has only database 0: remove the number from the URL")
 
 
 def redis_options(url: str, environment: Mapping[str, str] = os.environ) -> RedisOptions:
-    """Read a URL. No message repeats any part of it that could hold a secret.
+    """Parse a URL. No error message repeats a part of it that could contain a secret.
 
     Args:
         url: `redis://user:password@host:6379/0?ttl=7d`, `rediss://` for TLS,
             `redis+cluster://host1:6379,host2:6379` and `rediss+cluster://` for a cluster.
-        environment: where user and password are found that the URL does not give.
+        environment: variables that hold the user and password which the URL does not give.
 
     Raises:
-        ValueError: it is no such URL, or has an unknown or wrong parameter.
+        ValueError: the URL is invalid, or has an unknown or invalid parameter.
     """
     parts = urlsplit(url)
     secure = parts.scheme.startswith("rediss")
     given = parameters(url, _PARAMETERS)
     tls = Tls(*(given.pop(f"ssl_{name}", None) for name in ("ca_certs", "certfile", "keyfile")))
     if tls != Tls() and not secure:
-        raise ValueError("the ssl_ parameters go with rediss://")
+        raise ValueError("the ssl_ parameters need a rediss:// URL")
     userinfo, _, hosts = parts.netloc.rpartition("@")
     cluster = parts.scheme.endswith("+cluster")
     addresses = tuple(map(_address, hosts.split(",")))
     if len(addresses) > 1 and not cluster:
-        raise ValueError("several servers go with redis+cluster://")
+        raise ValueError("several servers need a redis+cluster:// URL")
     username, password = _credentials(userinfo, "password_file" in given, environment)
     return RedisOptions(
         addresses=addresses,
@@ -137,12 +139,12 @@ def _credentials(
 ) -> tuple[str | None, str | None]:
     username, _, password = (unquote(part) for part in userinfo.partition(":"))
     if password and has_file:
-        raise ValueError("give the password in the URL or in password_file, not in both")
+        raise ValueError("the password is in the URL and in password_file: remove one of them")
     if not password and not has_file:
         password = environment.get(PASSWORD_VARIABLE, "")
     username = username or environment.get(USERNAME_VARIABLE, "")
     if username and not password and not has_file:
-        raise ValueError(f"the user has no password: password_file or {PASSWORD_VARIABLE}")
+        raise ValueError(f"the user has no password: set password_file or {PASSWORD_VARIABLE}")
     return username or None, password or None
 
 
@@ -151,12 +153,12 @@ def _address(text: str) -> Address:
         parts = urlsplit(f"//{text}")
         port = DEFAULT_PORT if parts.port is None else parts.port
     except ValueError:
-        raise ValueError("the server is not host or host:port") from None
+        raise ValueError("the server in the URL must be host or host:port") from None
     return Address(parts.hostname or "localhost", port)
 
 
 def _db(parts: SplitResult) -> int:
     text = parts.path.strip("/") or "0"
     if not (text.isascii() and text.isdigit()):
-        raise ValueError("the path of the URL is not the number of a database")
+        raise ValueError("the path of the URL must be the number of a database, such as /0")
     return int(text)

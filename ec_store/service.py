@@ -1,4 +1,4 @@
-"""`ec-store serve`: keeps a store within its quota, and shows it over HTTP."""
+"""`ec-store serve`: enforces the quota of a store, and serves its metrics over HTTP."""
 
 import asyncio
 import hmac
@@ -28,7 +28,8 @@ STORE = web.AppKey("store", AsyncStore)
 API_KEY = web.AppKey("api_key", str)
 
 SWEEP_EVERY_S = 86400.0
-"""How often all entries are looked at. Eviction finds the expired ones that are in the way."""
+"""Interval in seconds between two sweeps of all entries. Eviction removes the expired entries that
+it samples."""
 
 BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0, 600.0)
 
@@ -36,23 +37,23 @@ MAX_LOOKUP_KEYS = 1024
 OPEN_PATHS = frozenset({"/health"})
 
 GAUGES = {
-    "entries": "Entries in the store.",
-    "bytes": "Bytes that they take, in whole blocks of 4 KiB in a directory.",
-    "max_bytes": "The store's quota, as it is in force.",
+    "entries": "Number of entries in the store.",
+    "bytes": "Bytes that the entries take; in a directory in whole blocks of 4 KiB.",
+    "max_bytes": "Effective quota of the store in bytes.",
 }
 COUNTERS = {
-    "corrupt": "Entries that this service found corrupt.",
-    "evictions": "Entries that this service evicted.",
+    "corrupt": "Corrupt entries that this service found.",
+    "evictions": "Entries evicted by this service.",
 }
 
 
 def create_app(store: AsyncStore, *, interval_s: float, api_key: str = "") -> web.Application:
-    """The service as an aiohttp application.
+    """Create the service as an aiohttp application.
 
     Args:
-        store: the store, which is closed with the application.
-        interval_s: seconds between two looks at the quota.
-        api_key: where it is set, all but `/health` need it as a bearer token.
+        store: the store; closed with the application.
+        interval_s: seconds between two checks of the quota.
+        api_key: bearer token that all paths but `/health` require; empty for none.
     """
     app = web.Application(middlewares=[_render_errors, _require_key])
     app[STORE] = store
@@ -80,18 +81,18 @@ async def _housekeeping(app: web.Application) -> AsyncIterator[None]:
 
 
 class Maintenance:
-    """Evicts now and then, and sweeps once a day, whatever fails.
+    """Periodic eviction and a daily sweep, which continue after any error.
 
     Attributes:
-        registry: its metrics.
+        registry: metrics of the maintenance.
     """
 
     def __init__(self, store: AsyncStore, interval_s: float) -> None:
-        """Do nothing yet.
+        """Create the metrics; `run` starts the maintenance.
 
         Args:
             store: the store.
-            interval_s: seconds between two looks at the quota.
+            interval_s: seconds between two checks of the quota.
         """
         self.registry = CollectorRegistry()
         self._store = store
@@ -100,34 +101,34 @@ class Maintenance:
         self._failing = False
         self._seconds = Histogram(
             "ec_store_maintenance_seconds",
-            "Seconds that one look at the quota takes, with what it evicts and sweeps.",
+            "Duration of one check of the quota in seconds, with its evictions and sweeps.",
             buckets=BUCKETS_S,
             registry=self.registry,
         )
         self._evictions = Histogram(
             "ec_store_eviction_seconds",
-            "Seconds that one eviction of entries above the quota takes, by this service.",
+            "Duration of one eviction of entries above the quota in seconds, by this service.",
             buckets=BUCKETS_S,
             registry=self.registry,
         )
         self._failures = Counter(
             "ec_store_maintenance_failures",
-            "Looks at the quota that failed. Entries are not evicted ahead of writers then.",
+            "Failed checks of the quota. Entries are then not evicted ahead of writers.",
             registry=self.registry,
         )
         self._last = Gauge(
             "ec_store_maintenance_last_success_timestamp_seconds",
-            "Unix time of the last look at the quota that succeeded; 0 before the first.",
+            "Unix time of the last successful check of the quota; 0 before the first.",
             registry=self.registry,
         )
 
     @property
     def age_s(self) -> float | None:
-        """Seconds since it last succeeded; None before the first time."""
+        """Return the seconds since the last success; None before the first."""
         return None if self._succeeded_s is None else time.monotonic() - self._succeeded_s
 
     async def run(self) -> None:
-        """Go on until this is cancelled."""
+        """Run the maintenance until this task is cancelled."""
         while True:
             await self._once()
             await asyncio.sleep(self._interval_s)
@@ -136,11 +137,13 @@ class Maintenance:
         try:
             with self._seconds.time():
                 await self._store.sweep(SWEEP_EVERY_S)
-        except Exception:  # without a next look, the store would fill up
+        except Exception:  # the loop must go on: without it the store would fill up
             self._failures.inc()
-            # Once until it succeeds again: a store that is down stays down for many looks.
+            # Logged once until it succeeds again: a store may be down for many intervals.
             if not self._failing:
-                logger.exception("maintenance of the encoder cache failed; it is repeated")
+                logger.exception(
+                    "maintenance of the encoder cache failed; retrying at each interval"
+                )
             self._failing = True
         else:
             self._failing = False
@@ -168,8 +171,8 @@ async def _require_key(request: web.Request, handler: Handler) -> web.StreamResp
     key = request.app[API_KEY]
     given = request.headers.get("Authorization", "").removeprefix("Bearer ")
     if key and request.path not in OPEN_PATHS:
-        # Digests of one length: a comparison of the keys themselves could tell their length.
-        # aiohttp makes surrogates of bytes that are no UTF-8.
+        # Digests of one length: comparing the keys themselves could reveal their length. aiohttp
+        # decodes bytes that are not UTF-8 as surrogates.
         digests = [
             hmac.digest(b"", text.encode(errors="surrogateescape"), "sha256")
             for text in (key, given)
@@ -197,13 +200,13 @@ async def _metrics(request: web.Request) -> web.Response:
 
 
 class _Collector:
-    """The figures of one look at a store."""
+    """Prometheus collector of one snapshot of a store's metrics."""
 
     def __init__(self, stats: StoreStats) -> None:
         self._stats = asdict(stats)
 
     def collect(self) -> list[Metric]:
-        """The metrics whose figures the backend knows."""
+        """Return the metrics with a value: a backend may not provide all."""
         known = {name: value for name, value in self._stats.items() if value is not None}
         gauges: list[Metric] = [
             GaugeMetricFamily(f"ec_store_{name}", text, value=known[name])
@@ -217,7 +220,7 @@ class _Collector:
 
 
 async def _lookup(request: web.Request) -> web.Response:
-    """`{"namespace": …, "identifiers": […]}`: what each header says, or null."""
+    """Return the header's fields or null for each key in `{"namespace": …, "identifiers": […]}`."""
     try:
         body = orjson.loads(await request.read())
     except orjson.JSONDecodeError:
@@ -228,7 +231,7 @@ async def _lookup(request: web.Request) -> web.Response:
         ):
             pass
         case _:
-            raise web.HTTPBadRequest(reason="namespace and a list of identifiers are needed")
+            raise web.HTTPBadRequest(reason="the body needs a namespace and a list of identifiers")
     if len(identifiers) > MAX_LOOKUP_KEYS:
         raise web.HTTPBadRequest(reason=f"at most {MAX_LOOKUP_KEYS} identifiers")
     try:

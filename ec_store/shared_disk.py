@@ -1,4 +1,4 @@
-"""A store in a directory that its users share, on tmpfs or a disk. There is no server."""
+"""Store in a shared directory, on tmpfs or a disk, without a server."""
 
 import errno
 import hashlib
@@ -34,24 +34,26 @@ logger = logging.getLogger("vllm.ec_store")
 T = TypeVar("T")
 
 TOUCH_EVERY_S = 1.0
-"""An entry that was used so lately is not marked as used again."""
+"""Seconds after a use during which further uses of the entry are not recorded."""
 
 MODES_S = 0.05
-"""How long another user who has just made a folder may need to give it its permissions, which
-making one does not do where the umask is narrower."""
+"""Delay in seconds before a write is retried. A process of another user that creates a folder needs
+up to this long to set its permissions, which `mkdir` leaves too narrow under a narrow umask."""
 
-SHARING = "; users who share a store need its group, and dir_mode=2770 and file_mode=0660 each"
+SHARING = (
+    "; to share a store, users need its group, and dir_mode=2770 and file_mode=0660 in each URL"
+)
 
 
 class SharedDiskStore(Store):
-    """See `Store`. Entries are files, found and renamed by their keys' digests alone."""
+    """Store of entries as files, each named by the digest of its key."""
 
     def __init__(self, config: DiskConfig, *, create: bool = True) -> None:
-        """Open nothing yet: the first use does.
+        """Create the store; its first use opens the directory.
 
         Args:
-            config: where the directory is.
-            create: whether it is made where it is missing.
+            config: location of the directory.
+            create: whether to create a missing directory.
         """
         self._config = config
         self._create = create
@@ -63,10 +65,10 @@ class SharedDiskStore(Store):
 
     @classmethod
     def from_url(cls, url: str, *, create: bool = True) -> Self:
-        """Open `file:///path?max_bytes=64GiB&ttl=7d&…`, each parameter as in `DiskConfig`.
+        """Open `file:///path?max_bytes=64GiB&ttl=7d&…`, with the parameters of `DiskConfig`.
 
         Raises:
-            ValueError: the URL has an unknown or wrong parameter, or no path.
+            ValueError: the URL has no path, or an unknown or invalid parameter.
             StoreUnavailable: the directory cannot be used.
         """
         store = cls(DiskConfig.from_url(url), create=create)
@@ -74,7 +76,7 @@ class SharedDiskStore(Store):
         return store
 
     def check(self) -> None:
-        """See `Store`. Where this process may make the directory, it tries to write to it."""
+        """Open the directory (see `Store.check`); a process that may create it tests a write."""
         try:
             self._opening.probe()
         except OSError as error:
@@ -86,16 +88,16 @@ class SharedDiskStore(Store):
 
     @property
     def settings(self) -> StoreSettings:
-        """What holds for every process that opens the store."""
+        """Return the settings that apply to every process that opens the store."""
         return self._opening.settings
 
     @property
     def in_memory(self) -> bool:
-        """See `Store`. The directory that was opened last is meant."""
+        """Return whether the directory that was opened last is on tmpfs."""
         return self._opening.in_memory
 
     def configure(self, given: GivenSettings) -> StoreSettings:
-        """Change what holds for every process that opens the store; they follow within a second.
+        """Change the store's settings; other processes adopt them within a second.
 
         Raises:
             StoreUnavailable: the store cannot be used or written.
@@ -106,11 +108,10 @@ class SharedDiskStore(Store):
         return self.settings
 
     def put(self, key: EntryKey, entry: Entry, *, replace: bool = False) -> bool:
-        """See `Store`."""
         size = blob_bytes(key, entry)
         limit = min(self._config.max_entry_bytes, self.settings.max_bytes)
         if size > limit:
-            raise EntryTooLarge(f"{size} bytes, and the store takes {limit}")
+            raise EntryTooLarge(f"it has {size} bytes; the limit is {limit}")
         try:
             with self._unavailable("the entry could not be written"):
                 written = self._put(key, entry, size, replace=replace)
@@ -122,17 +123,15 @@ class SharedDiskStore(Store):
         return written
 
     def get(self, key: EntryKey) -> Entry | None:
-        """See `Store`."""
         entry = self._read(key, key.digest, self._files.load, use=True)
         self.counts.add(misses=entry is None, hits=entry is not None)
         return entry
 
     def lookup(self, keys: Sequence[EntryKey]) -> list[EntryInfo | None]:
-        """See `Store`."""
         return [self._read(key, key.digest, load_header, use=False) for key in keys]
 
     def lease(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
-        """See `Store`. Where a lease cannot be written there is no promise, so nothing is there."""
+        """Lease entries (see `Store.lease`). If leases cannot be written, all keys are misses."""
         digests = [key.digest for key in keys]
         found = [
             self._read(key, digest, load_header, use=True)
@@ -147,7 +146,7 @@ class SharedDiskStore(Store):
         except OSError as error:
             self._opening.lost(error)
             return [None] * len(keys)
-        # Looked at again, for an evictor may have taken it before it saw the lease.
+        # Checked again: an evictor may have removed the entry before it saw the lease.
         return [
             info if info and tree.there(digest) else None
             for digest, info in zip(digests, found, strict=True)
@@ -156,7 +155,7 @@ class SharedDiskStore(Store):
     def claim(
         self, keys: Sequence[EntryKey], owner: str, seconds: float, *, wait: bool = True
     ) -> list[bool]:
-        """See `Store`. Exactly one of several owners gets a claim."""
+        """Claim entries (see `Store.claim`). Exactly one of several owners gets a claim."""
         name = owner_bytes(owner)
         with self._unavailable("claims could not be written"):
             tree = self._opening.tree(create=True)
@@ -166,9 +165,8 @@ class SharedDiskStore(Store):
             )
 
     def release(self, keys: Sequence[EntryKey], owner: str) -> None:
-        """See `Store`."""
         name = owner_bytes(owner)
-        with self._unavailable("claims could not be given back"):
+        with self._unavailable("claims could not be released"):
             tree = self._opening.tree()
             for key in keys:
                 self._keeper.claims.give_back(
@@ -176,13 +174,11 @@ class SharedDiskStore(Store):
                 )
 
     def delete(self, keys: Sequence[EntryKey]) -> int:
-        """See `Store`."""
         with self._unavailable("entries could not be deleted"):
             tree = self._opening.tree()
             return sum(self._delete(tree, key.digest) for key in keys)
 
     def purge(self, namespace: str) -> int:
-        """See `Store`."""
         purged = 0
         with self._unavailable("the namespace could not be purged"):
             tree = self._opening.tree()
@@ -195,12 +191,10 @@ class SharedDiskStore(Store):
         return purged
 
     def ls(self) -> Iterator[Listed]:
-        """See `Store`."""
         with self._unavailable("the store cannot be listed"):
             yield from listed(self._opening.tree())
 
     def verify(self, *, fix: bool = False) -> Iterator[Listed]:
-        """See `Store`."""
         with self._unavailable("the store cannot be verified"):
             for row in listed(self._opening.tree(), self._files):
                 if row.problem and fix:
@@ -208,18 +202,17 @@ class SharedDiskStore(Store):
                 yield row
 
     def evict(self) -> int:
-        """See `Store`. Where another process is evicting, that is enough."""
+        """Evict (see `Store.evict`), unless another process is evicting."""
         with self._unavailable("the store cannot be evicted from"):
             return self._keeper.evict(self._opening.tree()) or 0
 
     def sweep(self, every_s: float = 0.0) -> int:
-        """See `Store`. Where another process is sweeping, that is enough."""
+        """Sweep (see `Store.sweep`), unless another process is sweeping."""
         with self._unavailable("the store cannot be swept"):
             tree = self._opening.tree()
             return self._keeper.sweep(tree, every_s) + (self._keeper.evict(tree) or 0)
 
     def stats(self) -> StoreStats:
-        """See `Store`."""
         with self._unavailable("the store cannot be read"):
             tree = self._opening.tree()
             usage = self._keeper.ledger.total(tree.usage)
@@ -237,22 +230,20 @@ class SharedDiskStore(Store):
         )
 
     def register_namespace(self, model: str, namespace: str) -> None:
-        """See `Store`."""
         name = hashlib.sha256(model.encode("utf-8", "surrogatepass")).hexdigest() + ".json"
-        # Not orjson: it refuses the lone surrogates that a name may have.
+        # Not orjson, which rejects the lone surrogates that a name may have.
         content = json.dumps({"model": model, "namespace": namespace}).encode()
         with self._unavailable("the namespace could not be registered"):
             self._opening.tree(create=True).namespaces.replace(name, content)
 
     def namespaces(self) -> Mapping[str, str]:
-        """See `Store`."""
         with self._unavailable("the namespaces cannot be read"):
-            # A store that is opened late may be new: engines ask this first, and then register.
+            # Created if missing: engines read the namespaces of a new store before they register
+            # one.
             tree = self._opening.tree(create=True)
             return {model: name for _, model, name in registered(tree.namespaces)}
 
     def close(self) -> None:
-        """See `Store`."""
         self._opening.close()
         self._files.close()
 
@@ -288,7 +279,7 @@ class SharedDiskStore(Store):
             if error.errno in NO_ROOM:
                 self._keeper.free(self._opening.tree(), taken_bytes(size))
             elif error.errno in {errno.ENOENT, errno.ESTALE}:
-                self._opening.forget()  # the directory was removed under this store
+                self._opening.forget()  # the directory was removed while it was open
             elif error.errno == errno.EACCES:
                 time.sleep(MODES_S)
             else:
@@ -296,7 +287,7 @@ class SharedDiskStore(Store):
         return self._write(self._opening.tree(create=True), key, entry, size, replace=replace)
 
     def _forget_expired(self, digest: str) -> None:
-        """Make way for an entry whose name one has that nobody gets any more."""
+        """Delete an expired entry: readers miss it, but its name would block a new one."""
         with suppress(OSError):
             tree = self._opening.tree()
             if not self._live(tree, tree.folder(digest).stat(digest)):
@@ -309,8 +300,8 @@ class SharedDiskStore(Store):
         charged = published = False
         try:
             try:
-                # Charged once the staging file says so too, and before a byte of it is written: a
-                # count sees either, and no writer is over the quota while it looks.
+                # Charged after the staging file, which names its size, exists, and before its first
+                # byte: a count sees either, and no writer exceeds the quota while it checks.
                 self._keeper.ledger.charge(tree.usage, taken)
                 charged = True
                 self._keeper.make_room(tree, taken)
@@ -318,7 +309,7 @@ class SharedDiskStore(Store):
                 if self._config.durability == "fsync":
                     os.fsync(fd)
             finally:
-                # NFS clients flush then, and say what failed: not once it is published.
+                # NFS clients flush here, and report failed writes before the entry is published.
                 os.close(fd)
             if replace:
                 self._replace(tree, folder, staging, digest)
@@ -343,13 +334,13 @@ class SharedDiskStore(Store):
     def _read(
         self, key: EntryKey, digest: str, load: Callable[[EntryKey, int, int], T], *, use: bool
     ) -> T | None:
-        """What `load` makes of a live entry's file; None where there is none, or it is corrupt."""
+        """Open a live entry's file and call `load`; None if it is missing or corrupt."""
         try:
             tree = self._opening.tree()
             fd = tree.open(digest)
         except OSError as error:
             self._opening.lost(error)
-            if error.errno == errno.ELOOP:  # a link where an entry should be
+            if error.errno == errno.ELOOP:  # a link in place of an entry
                 self._quarantine(tree, digest)
             return None
         try:
@@ -374,14 +365,14 @@ class SharedDiskStore(Store):
 
     def _live(self, tree: Tree, status: os.stat_result) -> bool:
         age_s = self._now(tree) - status.st_mtime
-        # Larger than what is read here: somebody else's limit is another. It would fill the memory.
+        # A larger entry, written under another process's limit, would exhaust the memory here.
         limit = self._config.max_entry_bytes + MAX_HEADER_BYTES
         return age_s <= self.settings.ttl and status.st_size <= limit
 
     def _touch(self, tree: Tree, fd: int, status: os.stat_result) -> None:
-        """Mark an entry as used now, by the store's clock."""
+        """Record a use of an entry now, by the store's clock."""
         if self._now(tree) - status.st_mtime > min(TOUCH_EVERY_S, self.settings.ttl / 4):
-            with suppress(OSError):  # a reader that may not write
+            with suppress(OSError):  # a reader without write permission
                 os.utime(fd)
 
     def _quarantine(self, tree: Tree, digest: str, inode: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Threads that a process can leave behind: a store may hang for as long as it likes."""
+"""Daemon threads, which a process does not wait for at exit: a store may hang indefinitely."""
 
 import queue
 import threading
@@ -12,18 +12,18 @@ Job = Callable[[], object]
 
 
 class DaemonPool:
-    """Runs calls on a few threads, each begun when it is needed.
+    """Pool of daemon threads, each started when it is needed.
 
-    `concurrent.futures.ThreadPoolExecutor` does the same, but the interpreter waits for its threads
-    before it exits: one call that never returns, and the process cannot be stopped.
+    `concurrent.futures.ThreadPoolExecutor` differs in one respect: the interpreter waits for its
+    threads before it exits. With one call that never returns, the process could not be stopped.
     """
 
     def __init__(self, threads: int, name: str) -> None:
-        """Start none yet.
+        """Create a pool without threads.
 
         Args:
-            threads: how many calls run at once; others wait.
-            name: what the threads are called.
+            threads: upper bound of the calls that run at once; others wait.
+            name: prefix of the threads' names.
         """
         self._most = threads
         self._name = name
@@ -34,7 +34,7 @@ class DaemonPool:
         self._closed = False
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Have a call made; its future is cancelled where the pool is closed."""
+        """Queue a call and return its future; closing the pool cancels calls that wait."""
         future: Future[T] = Future()
 
         def job() -> None:
@@ -42,14 +42,14 @@ class DaemonPool:
                 return
             try:
                 future.set_result(call())
-            except BaseException as error:  # noqa: BLE001 - whoever waits for it is told
+            except BaseException as error:  # noqa: BLE001 - the future raises it
                 future.set_exception(error)
 
         self.begin(job, future.cancel)
         return future
 
     def begin(self, job: Job, dropped: Job) -> None:
-        """Have a job done, which raises nothing; where the pool is closed, `dropped` instead."""
+        """Queue a job, which must not raise; if the pool is closed, call `dropped` instead."""
         with self._lock:
             closed = self._closed
             if not closed:
@@ -59,7 +59,7 @@ class DaemonPool:
             dropped()
 
     def _wake(self) -> None:
-        """Have a thread at hand for one more job, if there may be another one."""
+        """Start a thread for one more job, if none is idle and the limit allows one."""
         if self._idle:
             self._idle -= 1
         elif self._threads < self._most:
@@ -68,11 +68,12 @@ class DaemonPool:
             try:
                 threading.Thread(target=self._work, name=name, daemon=True).start()
             except RuntimeError:
-                # The interpreter ends, or there are too many: it waits for another thread.
+                # The interpreter is exiting, or there are too many threads: another thread takes
+                # the job.
                 self._threads -= 1
 
     def close(self) -> None:
-        """Make no further call; those that run are left to end by themselves."""
+        """Start no more calls; running ones end by themselves."""
         with self._lock:
             self._closed = True
             for _ in range(self._threads):
@@ -82,7 +83,7 @@ class DaemonPool:
         while (jobs := self._jobs.get()) is not None:
             job, dropped = jobs
             (dropped if self._closed else job)()
-            # Not kept while this waits for the next one.
+            # Dropped before the wait for the next job: these refer to the call's arguments.
             del job, dropped, jobs
             with self._lock:
                 self._idle += 1

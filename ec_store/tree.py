@@ -1,17 +1,17 @@
-"""The folders of a shared directory.
+"""Folders of a shared directory.
 
-config.json                                 what holds for every process that opens the store
+config.json                                 settings for every process that opens the store
 entries/ab/cd/<digest>                      an entry
-entries/ab/cd/.<digest>.<size>.<random>.tmp one that is written or removed at the moment
-leases/<when it ends>/<digest>              a lease
-claims/<digest>                             a link that says who makes an entry
-claims/<digest>.next                        a claim that is changed at the moment
+entries/ab/cd/.<digest>.<size>.<random>.tmp an entry that is being written or removed
+leases/<end of the lease>/<digest>          a lease
+claims/<digest>                             a link; its text is the holder of a claim
+claims/<digest>.next                        a claim that is being changed
 namespaces/<digest of the model>.json       a model's namespace
-quarantine/<digest>.<random>                what was found corrupt
-usage/<random>.<sums>.<checksum>            what one process wrote and removed
-clock                                       touched to learn the file server's time
-evicting, sweeping                          locks of the one that evicts, and that reads all folders
-tidied, swept                               when leftovers were last removed; all folders read
+quarantine/<digest>.<random>                a corrupt entry
+usage/<random>.<sums>.<checksum>            bytes and entries that one process wrote and removed
+clock                                       touched to measure the file server's time
+evicting, sweeping                          locks of the evicting and of the sweeping process
+tidied, swept                               times of the last removal of leftovers, last sweep
 """
 
 import errno
@@ -27,28 +27,28 @@ from ec_store.eviction import FileSystem
 from ec_store.files import DIGEST, READ, Folder, Modes, regular
 
 KEPT_FOLDERS = 256
-"""Folders that are kept open on the way to entries: more than a lookup of 64 keys needs, and a
-quarter of the descriptors that a process usually may have."""
+"""Upper bound of the open folders of entries: more than a lookup of 64 keys needs, and a quarter of
+the usual limit of descriptors of a process."""
 
 RACES = 3
-"""How often a folder is made again that another process removed before there was a file in it."""
+"""Attempts to create a folder that other processes remove before it contains a file."""
 
 _STAGING = re.compile(r"\.([0-9a-f]{64})\.([0-9a-f]{1,16})\.[0-9a-f]{16}\.tmp")
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A file below `entries`.
+    """File below `entries`.
 
     Attributes:
-        folder: where it is.
-        name: its name there.
-        digest: whose it is.
-        size_bytes: what it takes; of a staging file, what it will take.
-        modified_s: when it was written or used, by the store's clock.
-        changed_s: when it was last written or renamed.
-        links: how many names it has: a staging file with two is published.
-        staging: whether it is not an entry, but one that comes or goes.
+        folder: folder of the file.
+        name: name in that folder.
+        digest: digest of the entry's key.
+        size_bytes: size of the file; of a staging file, the size it will have.
+        modified_s: time of the last write or use, by the store's clock.
+        changed_s: time of the last write or rename.
+        links: number of names; a staging file with two is published.
+        staging: whether this is a staging file: an entry that is being written or removed.
     """
 
     folder: Folder
@@ -62,17 +62,17 @@ class Found:
 
 
 class Tree:
-    """The open folders of a store. They stay what they are, even if their path becomes another.
+    """Open folders of a store. They stay the same even if the path leads elsewhere later.
 
     Attributes:
-        folders: all of them but those of entries.
+        folders: all folders except those of entries.
     """
 
     def __init__(self, path: str, modes: Modes, *, create: bool) -> None:
-        """Open them.
+        """Open the folders, and create missing ones if `create` is set.
 
         Raises:
-            OSError: a folder is missing or cannot be made.
+            OSError: a folder is missing or cannot be created.
         """
         self.root = Folder.at(path, modes) if create else Folder.there(path, modes)
         opened = self.root.ensured if create else self.root.folder
@@ -97,7 +97,7 @@ class Tree:
         self._forget()
 
     def current(self) -> bool:
-        """Whether the path still leads here. Folders on the way to entries are opened anew."""
+        """Return whether the path still leads here, and drop the cached folders of entries."""
         self._forget()
         try:
             status = os.stat(self._path)  # noqa: PTH116
@@ -106,26 +106,29 @@ class Tree:
         return (status.st_dev, status.st_ino) == self._identity
 
     def open(self, digest: str) -> int:
-        """An entry's file. Raises OSError."""
+        """Open an entry's file. Raises OSError."""
         folder = self._kept_open(digest[:4])
         try:
             return folder.open(digest, READ)
         except OSError as error:
             if not _is_removed(folder, error):
                 raise
-        # The folder was empty and removed, and may have been made again since.
+        # The folder was removed because it was empty, and may have been created again since.
         self._kept.pop(digest[:4], None)
         return self._kept_open(digest[:4]).open(digest, READ)
 
     def folder(self, digest: str) -> Folder:
-        """The folder of an entry. Raises OSError."""
+        """Open the folder of an entry. Raises OSError."""
         return self.entries.folder(digest[:2]).folder(digest[2:4])
 
     def create(self, digest: str, name: str) -> tuple[Folder, int]:
-        """A new file in the folder of an entry, open for writing. The folder is made if needed.
+        """Create a file in the folder of an entry, and return folder and descriptor.
+
+        The folder is created if it is missing.
 
         Raises:
-            OSError: it cannot be made; ENOENT also where other processes keep removing its folder.
+            OSError: the file cannot be created; ENOENT also if other processes keep removing its
+                folder.
         """
         for _ in range(RACES):
             with suppress(FileNotFoundError):
@@ -138,38 +141,39 @@ class Tree:
         try:
             return self.folder(digest)
         except FileNotFoundError:
-            # It may have been removed while it was kept open, and what is written is found at once.
+            # The cached folder may be a removed one: reads must find a new entry at once.
             self._kept.pop(digest[:4], None)
             self._kept.pop(digest[:2], None)
             return self.entries.ensured(digest[:2]).ensured(digest[2:4])
 
     def remove_empty(self, digest: str) -> None:
-        """Remove the folder of an entry if nothing is in it.
+        """Remove the folder of an entry if it is empty.
 
-        Eviction looks at entries folder by folder: empty ones would cost as much as full ones, and
-        a store that lives long would have each of the 65,536. A process that has just made the
-        folder makes it again.
+        Eviction visits entries folder by folder. Empty folders would cost as much as full ones, and
+        an old store would have all 65,536. A process that has just created the folder creates it
+        again.
         """
         with suppress(OSError):
             self.entries.folder(digest[:2]).remove_folder(digest[2:4])
 
     def sync(self, digest: str) -> None:
-        """Make the names of an entry and of its folders durable, whichever process made them."""
+        """Flush the names of an entry and of its folders to disk, also those of other processes."""
         first = self.entries.folder(digest[:2])
         for folder in (first.folder(digest[2:4]), first, self.entries):
             folder.sync()
 
     def _kept_open(self, name: str) -> Folder:
-        """The folder of entries whose digests begin with `name`, which may be what it was before.
+        """Return the cached folder of the entries with digests that begin with `name`.
 
-        Threads share it: who has got one can use it, even if it is kept no more.
+        The folder may have been removed since. Threads share it: a folder stays open while it is in
+        use, even if it is no longer cached.
         """
-        kept = self._kept  # another one, once they are forgotten
+        kept = self._kept  # `_forget` replaces it
         folder = kept.get(name)
         if folder is None:
-            # Every step by itself: O_NOFOLLOW says nothing of links on the way.
+            # Opened step by step: O_NOFOLLOW applies to the last part of a path only.
             folder = self._kept_open(name[:-2]).folder(name[-2:])
-            # None makes way for another: where all are asked for, that costs more than it saves.
+            # No replacement: if all folders are in use, replacing costs more than it saves.
             if len(kept) < KEPT_FOLDERS:
                 kept[name] = folder
         return folder
@@ -178,7 +182,7 @@ class Tree:
         self._kept = {"": self.entries}
 
     def there(self, digest: str) -> bool:
-        """Whether there is an entry."""
+        """Return whether an entry exists."""
         try:
             self.folder(digest).stat(digest)
         except OSError:
@@ -186,13 +190,14 @@ class Tree:
         return True
 
     def scan(self, unread: list[OSError], *, remove_empty: bool = False) -> Iterator[Found]:
-        """All files below `entries`, folder by folder; what goes meanwhile is left out.
+        """Yield all files below `entries`, folder by folder; files removed meanwhile are left out.
 
-        The order of the folders is another each time, and digests say nothing of their entries: the
-        first files are a random sample.
+        The order of the folders is random, and digests are independent of their entries' content:
+        the first files are a random sample.
 
         Args:
-            unread: where it is said what could not be read; the rest is found all the same.
+            unread: list that gets an error for each folder or file that could not be read; the scan
+                continues.
             remove_empty: whether to remove folders without a file.
         """
         for _, first in _folders(self.entries, unread):
@@ -203,13 +208,13 @@ class Tree:
                 yield from found
 
     def file_system(self) -> FileSystem:
-        """How large the file system is, and what it has left. Raises OSError."""
+        """Return the size and the free space of the file system. Raises OSError."""
         status = os.fstatvfs(self.root.fd)
         return FileSystem(status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize)
 
 
 def staging_name(digest: str, size_bytes: int) -> str:
-    """A name for an entry that comes or goes, which says what was charged for it."""
+    """Return a name for an entry that is being written or removed, which holds the charged size."""
     return f".{digest}.{size_bytes:x}.{secrets.token_hex(8)}.tmp"
 
 
@@ -250,7 +255,7 @@ def _scan(folder: Folder, unread: list[OSError]) -> list[Found]:
 
 
 def _is_removed(folder: Folder, error: OSError) -> bool:
-    """Tell whether an error came of a folder that was removed, by this host or another one."""
+    """Return whether an error was caused by a removed folder, on this host or another one."""
     if error.errno == errno.ENOENT:
         return not os.fstat(folder.fd).st_nlink
     return error.errno == errno.ESTALE
@@ -258,7 +263,7 @@ def _is_removed(folder: Folder, error: OSError) -> bool:
 
 @contextmanager
 def _noted(unread: list[OSError]) -> Iterator[None]:
-    """Go on after an error, and say so, unless what it is about is gone or never was a folder."""
+    """Append an error to the list and continue, unless the file is gone or not a folder."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Entries on their way into a store, without the engine waiting."""
+"""Background writing of entries to a store: the engine does not wait."""
 
 import logging
 import queue
@@ -16,7 +16,7 @@ from ec_store.keys import EntryKey
 QUEUE_BYTES = 512 * 1024**2
 CLOSE_TIMEOUT_S = 10.0
 LEASE_S = 60.0
-"""How long an entry that was there already is safe from eviction: a consumer is told of it."""
+"""Lease in seconds on an entry that exists already: a consumer will be directed to it."""
 
 logger = logging.getLogger("vllm.ec_store")
 
@@ -25,9 +25,9 @@ Done = Callable[[EntryKey, bool], None]
 
 
 class Writer:
-    """Writes entries on a thread of its own, from a bounded queue.
+    """Writer of entries from a bounded queue, on one thread.
 
-    A store that keeps failing is left alone for a while: what comes meanwhile is dropped.
+    After repeated failures of the store, entries are dropped for a while.
     """
 
     def __init__(
@@ -39,16 +39,17 @@ class Writer:
         done: Done = lambda _key, _stored: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start the thread.
+        """Create the writer and start its thread.
 
         Args:
-            store: where entries go.
+            store: destination of the entries.
             counts: gets `saves`, `known`, `drops`, `exceptions`, `save_bytes`; observes
                 `save_seconds`.
-            queue_bytes: how much may wait; above it entries are dropped. One entry may always
-                wait, whatever its size.
-            done: is told on the thread what became of each entry: whether it is in the store.
-            clock: monotonic.
+            queue_bytes: upper bound of the bytes that wait; above it entries are dropped. One entry
+                may always wait, whatever its size.
+            done: function called on the thread with each key, and whether its entry is in the
+                store.
+            clock: monotonic clock in seconds.
         """
         self.counts = counts or Counts()
         self._store = store
@@ -64,16 +65,17 @@ class Writer:
         self._thread.start()
 
     def submit(self, key: EntryKey, size_bytes: int, make: Make) -> bool:
-        """Have an entry written, unless there is one of its key.
+        """Queue an entry for writing, unless the store has one of its key.
 
         Args:
-            key: its key.
-            size_bytes: what it holds until it is written.
-            make: makes it, on the thread, if it is needed. An entry that must not be stored is
-                None, and counts as dropped.
+            key: key of the entry.
+            size_bytes: memory that the entry holds until it is written.
+            make: function that makes the entry, called on the thread if the store has none. It
+                returns None for an entry that must not be stored, which counts as dropped.
 
         Returns:
-            False where it is dropped, and counted: too much waits, or the store keeps failing.
+            False if the entry is dropped and counted: the queue is full, or the store keeps
+            failing.
         """
         with self._lock:
             if key in self._waiting:
@@ -88,7 +90,7 @@ class Writer:
         return True
 
     def close(self) -> None:
-        """Write what waits, for a bounded time."""
+        """Write the queued entries, for at most `CLOSE_TIMEOUT_S` seconds."""
         self._queue.put(None)
         self._thread.join(CLOSE_TIMEOUT_S)
 
@@ -96,7 +98,7 @@ class Writer:
         while (job := self._queue.get()) is not None:
             key, make = job
             stored = self._written(key, make)
-            # `make` holds the tensor: not until the next job comes.
+            # `make` refers to the tensor: it is dropped before the wait for the next job.
             del job, make
             with self._lock:
                 del self._waiting[key]
@@ -117,7 +119,7 @@ class Writer:
             self.counts.add(drops=1)
             self._breaker.failed(error)
             return False
-        except Exception as error:  # noqa: BLE001 - without the thread nothing is ever written
+        except Exception as error:  # noqa: BLE001 - the thread must survive
             self.counts.add(drops=1)
             self._breaker.failed(error)
             self._caught(error)
@@ -126,11 +128,13 @@ class Writer:
         return stored
 
     def _caught(self, error: Exception) -> None:
-        """Count an exception, and log the first one of its type."""
+        """Count an exception, and log the first one of each type."""
         self.counts.add(exceptions=1)
         if type(error) not in self._logged:
             self._logged.add(type(error))
-            logger.error("writing to the encoder cache failed; it goes on", exc_info=error)
+            logger.error(
+                "writing to the encoder cache failed; the writer continues", exc_info=error
+            )
 
     def _write(self, key: EntryKey, make: Make, started_s: float) -> bool:
         if self._store.lease([key], LEASE_S)[0] is not None:

@@ -111,8 +111,8 @@ async def test_the_log_names_the_store_that_is_left_alone_without_its_password()
 
     assert lines == [
         {
-            "event": "the conversation store redis://***@127.0.0.1:1: left alone for 5 s: "
-            "ConnectionError",
+            "event": "the conversation store redis://***@127.0.0.1:1 keeps failing, "
+            "skipping it for 5 s: ConnectionError",
             "log_level": "warning",
         }
     ]

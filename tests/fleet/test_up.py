@@ -331,7 +331,10 @@ def test_a_folder_is_a_store_that_stays(tmp_path: Path) -> None:
         (("--model", "m", "--gpus", "e0"), "--gpus 'e0' is not such as e=0"),
         (("--model", "m", "--device", "cpu", "--gpus", "e=0"), "--gpus are for --device cuda or"),
         (("--model", "m", "--device", "cuda"), "no device is visible"),
-        (("--model", "m", "--ec-store", "foo://x"), "--ec-store 'foo://x' is no store"),
+        (
+            ("--model", "m", "--ec-store", "foo://x"),
+            "--ec-store 'foo://x' is not the URL of a store",
+        ),
         (
             ("--model", "m", "--bidirectional-kv"),
             "--bidirectional-kv needs prefill and decode apart",

@@ -442,7 +442,10 @@ def test_writer_drops_its_entry_where_it_can_evict_nothing_beside_another(
     with opened(root, f"max_bytes={10 * BLOCK}") as store:
         fill_ten(store, root)
         store.lease(TEN, 60)
-        with evicting(root), pytest.raises(StoreUnavailable, match="still being evicted"):
+        with (
+            evicting(root),
+            pytest.raises(StoreUnavailable, match="another process is still evicting"),
+        ):
             store.put(key("next"), sized(100))
 
         assert store.stats().drops == 1
@@ -465,7 +468,7 @@ def test_store_is_full_of_entries_that_this_process_may_not_remove(
     with opened(root, f"max_bytes={10 * BLOCK}") as store:
         fill_ten(store, root)
         monkeypatch.setattr(Folder, "rename", denied)
-        with pytest.raises(StoreUnavailable, match="full of what cannot be evicted"):
+        with pytest.raises(StoreUnavailable, match="none of its entries can be evicted"):
             store.put(key("next"), sized(100))
 
         assert pauses == []
@@ -488,7 +491,7 @@ def test_writer_does_not_evict_a_whole_store_beside_another_for_longer_than_it_w
         store.configure(GivenSettings(max_bytes=2 * BLOCK))
         with evicting(root):
             monkeypatch.setattr(time, "monotonic", passed)
-            with pytest.raises(StoreUnavailable, match="still being evicted"):
+            with pytest.raises(StoreUnavailable, match="another process is still evicting"):
                 store.put(key("next"), sized(100))
 
         assert 0 < store.stats().evictions < 50
@@ -706,7 +709,7 @@ def test_reserve_is_evicted_to_before_writing_and_a_warning_says_where_it_cannot
         left = os.statvfs(disk.path)
         (disk.path / "more").write_bytes(bytes(left.f_bavail * left.f_frsize - 2**19))
         for n in range(3):
-            with pytest.raises(StoreUnavailable, match="cannot be evicted"):
+            with pytest.raises(StoreUnavailable, match="none of its entries can be evicted"):
                 store.put(key(f"more-{n}"), sized(2**20))
         warned = [one for one in caplog.records if one.levelname == "WARNING"]
 

@@ -74,20 +74,20 @@ def files(root: Path, folder: str) -> list[Path]:
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("file:relative", "'relative' is no absolute path"),
-        ("file://", "'' is no absolute path"),
+        ("file:relative", "'relative' is not an absolute path"),
+        ("file://", "'' is not an absolute path"),
         ("file://host/store", "'file://host/store' is not file:///path"),
-        ("file:///store?ttl=0", "ttl are greater than 0"),
-        ("file:///store?max_bytes=0", "max_bytes and ttl are greater than 0"),
-        ("file:///store?max_entry_bytes=0", "max_entry_bytes is greater than 0"),
-        ("file:///store?max_share=0", "max_share is greater than 0, and 1 at most"),
-        ("file:///store?max_share=1.1", "max_share is greater than 0, and 1 at most"),
+        ("file:///store?ttl=0", "ttl must be greater than 0"),
+        ("file:///store?max_bytes=0", "max_bytes and ttl must be greater than 0"),
+        ("file:///store?max_entry_bytes=0", "max_entry_bytes must be greater than 0"),
+        ("file:///store?max_share=0", "max_share must be greater than 0 and at most 1"),
+        ("file:///store?max_share=1.1", "max_share must be greater than 0 and at most 1"),
         ("file:///store?max_share=half", "parameter 'max_share': could not convert"),
         ("file:///store?dir_mode=999", "parameter 'dir_mode': invalid literal"),
         ("file:///store?file_mode=17777", "'17777' is not a mode such as 0750"),
         ("file:///store?durability=maybe", "'maybe' is not none or fsync"),
         ("file:///store?nonsense=1", "unknown parameter 'nonsense'; known: dir_mode, durability"),
-        ("file:///store%00", "is no absolute path"),
+        ("file:///store%00", "is not an absolute path"),
     ],
 )
 def test_a_wrong_url_is_refused(url: str, says: str) -> None:
