@@ -1,4 +1,4 @@
-"""Copies of a device's tensors in host memory, which hold up neither the model nor each other."""
+"""Copies of a device's tensors to host memory, which block neither the model nor each other."""
 
 import queue
 import threading
@@ -15,17 +15,17 @@ from ec_store.device.slots import Slots
 CLOSE_TIMEOUT_S = 10.0
 
 HostTensor = Callable[[], torch.Tensor]
-"""Waits for the copy and returns it, on any thread."""
+"""Function that waits for the copy and returns it, on any thread."""
 
 
 class _Job(NamedTuple):
-    """A copy to be made.
+    """One copy from the device to host memory.
 
     Attributes:
-        tensor: on the device.
-        ready: fires when the work that makes the tensor has been done.
-        offset: its place in the ring; None where it is larger than the ring.
-        copied: gets the copy.
+        tensor: tensor on the device.
+        ready: event that fires when the tensor has been computed.
+        offset: offset in the ring; None if the tensor is larger than the ring.
+        copied: future of the copy.
     """
 
     tensor: torch.Tensor
@@ -35,18 +35,18 @@ class _Job(NamedTuple):
 
 
 class HostCopies:
-    """Copies to a ring of pinned memory, on a thread and a stream of its own.
+    """Copier to a ring of pinned memory, on a thread and a stream of its own.
 
     A tensor on the device is released when its copy has been made, not when the copy has been used:
-    what waits, waits in host memory. The ring is allocated by the first copy, on the thread, and is
-    pageable memory where the driver refuses to pin it.
+    waiting data is in host memory. The first copy allocates the ring, on the thread. The ring is
+    pageable memory if the driver refuses to pin it.
     """
 
     def __init__(self, size_bytes: int) -> None:
-        """Allocate nothing yet: on a CPU there is nothing to copy.
+        """Create the copier without memory: on a CPU no tensor is copied.
 
         Args:
-            size_bytes: how much host memory copies may take. One tensor may be larger.
+            size_bytes: host memory for copies. A single tensor may be larger.
         """
         self._slots = Slots(size_bytes)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -54,15 +54,16 @@ class HostCopies:
         self._ring: np.ndarray[Any, Any] | None = None
 
     def start(self, tensor: torch.Tensor) -> HostTensor | None:
-        """Copy a tensor as the work that is queued on its device by now leaves it.
+        """Copy a tensor as it is after the work queued on its device so far.
 
-        Its place in the ring is free again when the copy and every view of it is forgotten.
+        Its memory in the ring is free again after the last view of the copy is deleted.
 
         Args:
-            tensor: on any device. On a CPU it is not copied.
+            tensor: tensor on any device. On a CPU it is not copied.
 
         Returns:
-            What waits for the copy, contiguous; None where the ring has no room for it.
+            Function that waits for the copy and returns it, contiguous; None if the ring has no
+            room.
         """
         tensor = tensor.detach()
         if tensor.device.type == "cpu":
@@ -84,7 +85,7 @@ class HostCopies:
         return copied.result
 
     def close(self) -> None:
-        """Make the copies that wait, for a bounded time."""
+        """Make the queued copies, for at most `CLOSE_TIMEOUT_S` seconds."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join(CLOSE_TIMEOUT_S)
@@ -97,16 +98,16 @@ class HostCopies:
                 stream = stream or _stream(device)
                 host = self._place(job)
                 copy(job, host, stream)
-            except Exception as error:  # noqa: BLE001 - for the thread that waits for the copy
+            except Exception as error:  # noqa: BLE001 - the future raises it
                 job.copied.set_exception(error)
             else:
                 job.copied.set_result(host)
                 del host
-            # Not until the next one comes.
+            # Dropped before the wait for the next job: it refers to the tensor.
             del job
 
     def _place(self, job: _Job) -> torch.Tensor:
-        """Return the memory for a copy, which gives its place back when it is forgotten."""
+        """Return memory for a copy, which becomes free again after its last view is deleted."""
         tensor, offset = job.tensor, job.offset
         if offset is None:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -119,10 +120,10 @@ class HostCopies:
 
 
 def _stream(device: torch.device) -> torch.Stream:
-    """Return a stream of a device, which becomes this thread's.
+    """Return a new stream of a device, and set the device as this thread's.
 
-    A thread begins on device 0. Leaving a stream's context restores the thread's device, and in
-    CUDA that makes a context there: some 0.4 GB of another rank's memory.
+    A thread starts on device 0. Leaving a stream's context restores the thread's device, and in
+    CUDA that creates a context there: some 0.4 GB of another rank's memory.
     """
     torch.accelerator.set_device_index(device.index)
     return torch.Stream(device)
@@ -139,9 +140,10 @@ def copy(job: _Job, host: torch.Tensor, stream: torch.Stream) -> None:
 
 
 def pinned(size_bytes: int) -> torch.Tensor:
-    """Return host memory that a device copies to and from by itself.
+    """Return pinned host memory, which a device reads and writes directly.
 
-    Where the driver refuses (limits of locked memory, no device) it is pageable, which is slower.
+    If the driver refuses (limits of locked memory, no device), the memory is pageable, which is
+    slower.
     """
     try:
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)

@@ -1,4 +1,4 @@
-"""A step's entries on their way to the device, in a worker."""
+"""Loading of a step's entries onto the device, in a worker."""
 
 import logging
 import threading
@@ -14,13 +14,13 @@ logger = logging.getLogger("vllm.ec_store")
 
 
 class Loader:
-    """Puts a step's entries on the device. Used by the thread that runs the model."""
+    """Loader of a step's entries, for the thread that runs the model."""
 
     def __init__(self, reader: int) -> None:
-        """Map nothing yet.
+        """Create the loader; `share` maps the shared memory.
 
         Args:
-            reader: this worker's number among those that read a step's entries, from 0.
+            reader: index of this worker among those that read a step's entries, from 0.
         """
         self._number = reader
         self._reader: RegionReader | None = None
@@ -28,9 +28,9 @@ class Loader:
         self._copying: deque[tuple[torch.Event, int]] = deque()
 
     def share(self, shared: Shared) -> None:
-        """Map the shared memory, on a thread: pinning pages takes longer than a step.
+        """Map the shared memory on a thread: pinning pages takes longer than a step.
 
-        Until all workers have, entries come with the step.
+        Until all workers have mapped it, entries come with the step.
         """
         if self._mapping is None:
             device = torch.accelerator.current_accelerator(check_available=True)
@@ -44,12 +44,12 @@ class Loader:
         """Return an entry as a tensor on the device; the copy is asynchronous.
 
         Args:
-            raw: its bytes, or where they are in the shared memory.
-            dtype: as `Entry.dtype`.
-            shape: of the tensor.
+            raw: bytes of the entry, or their place in the shared memory.
+            dtype: dtype, as `Entry.dtype`.
+            shape: shape of the tensor.
 
         Raises:
-            RuntimeError: the device failed.
+            RuntimeError: the device failed, or this worker has not mapped the shared memory.
         """
         if not isinstance(raw, Place):
             return to_device(raw, dtype, shape)
@@ -58,7 +58,7 @@ class Loader:
         return to_device(self._reader.view(raw), dtype, shape)
 
     def finish(self, number: int) -> None:
-        """Tell the scheduler, once the copies are made, that steps up to this one are loaded."""
+        """Report steps up to this one as loaded, once their copies have been made."""
         if self._reader is None:
             return
         device = torch.accelerator.current_accelerator(check_available=True)
@@ -70,7 +70,7 @@ class Loader:
             self._copying.append((event, number))
 
     def poll(self) -> None:
-        """Tell the scheduler which copies have been made by now."""
+        """Report the copies that have been made since the last call."""
         while self._copying and self._copying[0][0].query():
             _, number = self._copying.popleft()
             if self._reader is not None:
@@ -95,6 +95,6 @@ class Loader:
             shared.handle.size_bytes,
             reader.registered,
         )
-        # In this order: once all workers have told that they have it, steps refer to it.
+        # Set before the report: after all workers have reported, steps refer to it.
         self._reader = reader
         reader.has_read(0)

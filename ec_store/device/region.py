@@ -1,19 +1,20 @@
-"""Host memory that the scheduler's process shares with the workers of its machine.
+"""Host memory that the scheduler's process shares with the workers on its machine.
 
-The scheduler's process puts entries there before a step needs them, and a step says no more than
-where they are. Each worker maps the memory once and registers it with CUDA once.
+The scheduler's process places entries there before a step needs them, and the step contains only
+their places. Each worker maps the memory once and registers it with CUDA once.
 
 The memory is a memfd (memfd_create(2)), which workers open through the scheduler's `/proc`:
 
 - It does not depend on the size of /dev/shm, which is 64 MB in a container by default.
-- It has no name that could be left behind: the kernel frees it with the last process that has it
-  mapped, however that ends.
-- Its pages are allocated when it is made. A machine without that much memory says so then: there is
-  no SIGBUS later.
+- It has no name that could be left behind: the kernel frees it with the last process that maps it,
+  however that process ends.
+- Its pages are allocated at its creation. On a machine without that much memory the creation fails,
+  and no access raises SIGBUS later.
 
-The first page is a token, by which workers know the memory, and one 64-bit number for each worker,
-which that worker alone writes: 0 until it has mapped the memory, then one more than the last step
-whose entries it has read. What a step refers to stays until all workers have read it.
+The first page contains a token, by which workers identify the memory, and one 64-bit number for
+each worker, which only that worker writes. The number is 0 until the worker has mapped the memory.
+Then it is one more than the number of the last step that the worker has read. An entry of a step
+stays until all workers have read it.
 """
 
 import mmap
@@ -38,12 +39,12 @@ _OPEN = mmap.MAP_SHARED | mmap.MAP_POPULATE
 
 
 class Handle(NamedTuple):
-    """What a worker maps the memory by.
+    """Data that a worker needs to map the memory.
 
     Attributes:
-        path: in `/proc`, of the process that made it.
-        size_bytes: of the whole memory.
-        token: what it begins with: in another PID namespace the path is of another process.
+        path: path in `/proc`, of the process that created it.
+        size_bytes: size of the whole memory.
+        token: first bytes of the memory: in another PID namespace the path is of another process.
     """
 
     path: str
@@ -52,18 +53,18 @@ class Handle(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where an entry is in the memory."""
+    """Location of an entry in the memory."""
 
     offset: int
     size_bytes: int
 
 
 class Shared(NamedTuple):
-    """What a step says of the memory.
+    """Part of a step that describes the memory.
 
     Attributes:
-        handle: the memory.
-        number: of the last step with entries in it, this one included.
+        handle: handle of the memory.
+        number: number of the last step with entries in the memory, this step included.
     """
 
     handle: Handle
@@ -71,21 +72,21 @@ class Shared(NamedTuple):
 
 
 class Region:
-    """The scheduler's end. Safe to use from many threads."""
+    """Shared memory, in the scheduler's process. Thread-safe."""
 
     def __init__(self, size_bytes: int, readers: int) -> None:
         """Allocate the memory.
 
         Args:
-            size_bytes: for entries.
-            readers: how many workers read each step's entries.
+            size_bytes: memory for entries.
+            readers: number of workers that read each step's entries.
 
         Raises:
-            OSError: there is not that much memory.
-            ValueError: there are too many readers.
+            OSError: the machine has not that much memory.
+            ValueError: the number of readers is out of range.
         """
         if not 0 < readers <= MAX_READERS:
-            raise ValueError(f"{readers} readers are not 1 to {MAX_READERS}")
+            raise ValueError(f"{readers} readers: the number must be 1 to {MAX_READERS}")
         self._slots = Slots(size_bytes)
         total = HEADER_BYTES + self._slots.size_bytes
         self._fd = os.memfd_create("ec-store")
@@ -108,11 +109,11 @@ class Region:
     def place(self, data: memoryview) -> memoryview | None:
         """Copy bytes into the memory.
 
-        Their place is free again when this view and all views of it are forgotten, and all workers
-        have read them.
+        Their place is free again after the last view of it is deleted, and all workers have read
+        it.
 
         Returns:
-            A read-only view; None where there is no room.
+            Read-only view; None if there is no room.
         """
         self._release()
         offset = self._slots.take(data.nbytes) if data.nbytes else None
@@ -125,13 +126,13 @@ class Region:
         return place.data.toreadonly()
 
     def find(self, data: memoryview) -> Place | None:
-        """Return where a view lies; None where it is of other memory."""
+        """Return the place of a view; None if it is in other memory."""
         offset = np.frombuffer(data, np.uint8).ctypes.data - self._address
         inside = 0 <= offset < len(self._entries)
         return Place(offset, data.nbytes) if inside else None
 
     def is_mapped(self) -> bool:
-        """Whether all workers have mapped it, so that steps may refer to it."""
+        """Return whether all workers have mapped the memory, so that steps may refer to it."""
         return bool(self._words.all())
 
     def send(self, views: Iterable[memoryview]) -> None:
@@ -144,15 +145,15 @@ class Region:
         self._release()
 
     def shared(self) -> Shared:
-        """Return what the next step says."""
+        """Return the next step's description of the memory."""
         return Shared(self._handle, self._number)
 
     def close(self) -> None:
-        """Let no further worker map it. The memory is freed with the last process that has it."""
+        """Close the descriptor: no more workers can map the memory. Its last process frees it."""
         os.close(self._fd)
 
     def taken_bytes(self) -> int:
-        """Bytes that are taken, in whole pages."""
+        """Return the bytes in use, in whole pages."""
         self._release()
         return self._slots.taken_bytes()
 
@@ -164,17 +165,18 @@ class Region:
 
 
 class RegionReader:
-    """A worker's end."""
+    """Shared memory, mapped in a worker."""
 
     def __init__(self, handle: Handle, reader: int) -> None:
         """Map the memory, and register it with CUDA.
 
         Args:
-            handle: as a step has it.
-            reader: this worker's number, from 0.
+            handle: handle of the memory, from a step.
+            reader: index of this worker, from 0.
 
         Raises:
-            OSError: it is not to be had here: on another machine, of another user, or it is closed.
+            OSError: the memory cannot be mapped: it is on another machine, of another user, or
+                closed.
         """
         fd = os.open(handle.path, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -197,10 +199,10 @@ class RegionReader:
         return self._memory[start : start + place.size_bytes]
 
     def has_read(self, number: int) -> None:
-        """Tell the scheduler that nothing refers to entries of steps up to this one.
+        """Report that this worker no longer uses entries of steps up to this one.
 
         Args:
-            number: 0 tells that this worker has mapped the memory.
+            number: number of the step; 0 reports that this worker has mapped the memory.
         """
         self._words[self._reader] = number + 1
 
@@ -210,19 +212,19 @@ def _words(memory: mmap.mmap) -> "np.ndarray[Any, np.dtype[np.uint64]]":
 
 
 def register(memory: "np.ndarray[Any, np.dtype[np.uint8]]") -> bool:
-    """Register memory with CUDA or ROCm until it is freed, so that devices copy from it themselves.
+    """Register memory with CUDA or ROCm until it is freed, so that devices copy from it directly.
 
-    Call it on a thread that ends: an error stays the last one of its thread, where PyTorch may take
-    it for another call's.
+    Call it on a thread that ends. An error stays the last one of its thread, and PyTorch could
+    attribute it to another call there.
 
     Returns:
-        False where there is no such device or the driver refuses: copies then take longer.
+        False if there is no such device or the driver refuses: copies are slower then.
     """
     if not torch.cuda.is_available():
         return False
     cudart, address = torch.cuda.cudart(), memory.ctypes.data
     if int(cudart.cudaHostRegister(address, memory.nbytes, 0)) != 0:
         return False
-    # Otherwise devices would copy from these pages where other memory is mapped at this address.
+    # Otherwise devices would copy from these pages after other memory is mapped at this address.
     weakref.finalize(memory, cudart.cudaHostUnregister, address).atexit = False
     return True

@@ -1,22 +1,22 @@
-"""Places in a fixed piece of memory. No I/O."""
+"""Allocator of places in a fixed piece of memory. No I/O."""
 
 import bisect
 import threading
 from collections import deque
 
 ALIGNMENT = 4096
-"""Bytes: places begin on a page, so that no copy shares one with another."""
+"""Alignment in bytes: places begin on a page, so that no two copies share one."""
 
 
 class Slots:
-    """Allocator of offsets, first fit. Safe to use from many threads.
+    """Allocator of offsets, first fit. Thread-safe.
 
-    A place may be given back by a finalizer, which may run within any other call of this thread:
-    `give` takes no lock.
+    A finalizer may release a place, and may run within any other call of this thread. So `give`
+    takes no lock.
     """
 
     def __init__(self, size_bytes: int) -> None:
-        """Have everything free.
+        """Create an allocator with all memory free.
 
         Args:
             size_bytes: size of the memory, of which whole pages are used.
@@ -28,7 +28,7 @@ class Slots:
         self._given: deque[int] = deque()
 
     def take(self, size_bytes: int) -> int | None:
-        """Return the offset of a place of this size; None where there is none."""
+        """Allocate a place of this size and return its offset; None if none is free."""
         wanted = max(1, -(-size_bytes // ALIGNMENT)) * ALIGNMENT
         with self._lock:
             self._collect()
@@ -41,11 +41,11 @@ class Slots:
         return None
 
     def give(self, offset: int) -> None:
-        """Free a place that was taken."""
+        """Release a place, without a lock."""
         self._given.append(offset)
 
     def taken_bytes(self) -> int:
-        """Bytes that are taken, in whole pages."""
+        """Return the bytes in use, in whole pages."""
         with self._lock:
             self._collect()
             return sum(self._taken.values())

@@ -1,4 +1,4 @@
-"""Tensors of bytes in host memory, where the model runs."""
+"""Conversion of bytes in host memory to tensors on the model's device."""
 
 from collections.abc import Iterable
 
@@ -12,7 +12,10 @@ TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class _Writable:
-    """Bytes that numpy takes for writable: torch warns of others. Nothing writes to these."""
+    """Wrapper that presents bytes to numpy as writable, although no code writes to them.
+
+    torch warns of read-only arrays.
+    """
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
@@ -24,20 +27,20 @@ class _Writable:
 
 
 def as_tensor(data: memoryview) -> torch.Tensor:
-    """Return a tensor of bytes that shares their memory and keeps it alive. Nothing may write."""
+    """Return a tensor that shares the bytes' memory and keeps it alive. It must not be written."""
     return torch.from_numpy(np.asarray(_Writable(data)))
 
 
 def to_device(raw: torch.Tensor, dtype: str, shape: Iterable[int]) -> torch.Tensor:
-    """Return a tensor of these bytes on the device where the model runs.
+    """Return a tensor of these bytes on the device of the model.
 
     The copy is asynchronous, on the stream of the step that uses it.
 
     Args:
-        raw: the bytes, uint8. Pinned memory is copied from as it is, and must not change until the
-            copy is done; other memory goes through pinned memory.
-        dtype: of the tensor, as `Entry.dtype`.
-        shape: of the tensor.
+        raw: bytes, uint8. Pinned memory is copied directly, and must not change until the copy is
+            done; other memory is copied to pinned memory first.
+        dtype: dtype of the tensor, as `Entry.dtype`.
+        shape: shape of the tensor.
     """
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None or not raw.is_pinned():
