@@ -7,12 +7,12 @@
 Roles: `ec_producer`, `ec_consumer`, `ec_both`. The interface is
 `vllm/distributed/ec_transfer/ec_connector/base.py` of vLLM 0.32 and 0.33.
 
-The rule: no fault of the store ends a request that could be served without it, and none ends an
-engine. The scheduler's side touches no disk and no network: entries are fetched on threads while
-their requests wait, and are in this process's memory before a step depends on them. They reach the
-workers with the step's metadata.
+No fault of the store fails a request that could be served without it, and none ends an engine. The
+scheduler's side accesses neither disk nor network: threads fetch entries while their requests wait,
+and the entries are in this process's memory before a step depends on them. They reach the workers
+with the step's metadata.
 
-This package alone imports vLLM and torch.
+Only this package imports vLLM, and only it and `ec_store.device` import torch.
 """
 
 from ec_store.vllm_connector.connector import ECStoreConnector

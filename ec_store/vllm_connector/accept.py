@@ -1,4 +1,4 @@
-"""Decides which entries are loaded, and logs the others."""
+"""Acceptance checks of fetched entries, with a log message for rejected ones."""
 
 import logging
 from typing import NamedTuple
@@ -12,12 +12,12 @@ logger = logging.getLogger("vllm.ec_store")
 
 
 class Target(NamedTuple):
-    """The item that an entry is for.
+    """Item that an entry is fetched for.
 
     Attributes:
-        identifier: of the item.
-        modality: of the item.
-        expected: what the model takes for it.
+        identifier: identifier of the item.
+        modality: modality of the item.
+        expected: dtype and shape that the model needs for it.
     """
 
     identifier: str
@@ -26,10 +26,13 @@ class Target(NamedTuple):
 
 
 class Acceptance:
-    """Refuses entries that do not fit, or have values that are not finite. Safe for threads."""
+    """Check that rejects entries of the wrong dtype or shape, or with values that are not finite.
+
+    Thread-safe.
+    """
 
     def __init__(self, counts: Counts) -> None:
-        """Refuse nothing yet.
+        """Create the check.
 
         Args:
             counts: gets `misfits` and `nonfinite`.
@@ -39,11 +42,11 @@ class Acceptance:
         self._logged: set[str] = set()
 
     def __call__(self, target: Target, entry: Entry) -> bool:
-        """Tell whether an entry is accepted: for the thread that has fetched it."""
+        """Return whether an entry is accepted. Called on the thread that fetched it."""
         return self.fits(target, entry) and self._finite(entry)
 
     def fits(self, target: Target, entry: Entry) -> bool:
-        """Tell whether an entry fits an item. Costs nothing: the values are not looked at."""
+        """Return whether dtype and shape fit the item. Cheap: the values are not read."""
         found = misfit(entry, target.expected)
         if found is None:
             return True

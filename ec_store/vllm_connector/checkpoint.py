@@ -1,4 +1,4 @@
-"""Fingerprints of the weights in checkpoint files. Reads a sample of each file, never all of it."""
+"""Fingerprints of the weights in checkpoint files, made of a sample of each file."""
 
 import hashlib
 import json
@@ -9,58 +9,62 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 WINDOW_BYTES = 4096
-"""Length of one sample."""
+"""Length of one sample in bytes."""
 
 WINDOWS = 3
-"""Samples per tensor: its first, middle and last bytes. A smaller tensor is read whole."""
+"""Number of samples of a tensor: its first, middle and last bytes. A smaller tensor is read
+whole."""
 
 MANY_TENSORS = 4096
-"""Above this number of tensors, one sample per tensor is read, from its middle. Only mixtures of
-experts whose language model cannot be told from the encoder have as many."""
+"""Number of tensors above which each has one sample, from its middle. Only a mixture of experts has
+as many, if its language model cannot be separated from the encoder."""
 
 STEP_BYTES = 4 * 1024**2
-"""Distance between two samples of a file that has no safetensors header."""
+"""Distance in bytes between two samples of a file without a safetensors header."""
 
 TAIL_BYTES = 1024**2
-"""How much of the end of such a file is read. The files that `torch.save` writes are zip archives:
-their directory, with a CRC-32 of each tensor, is at the end."""
+"""Bytes that are read at the end of such a file. The files that `torch.save` writes are zip
+archives: their directory, with a CRC-32 of each tensor, is at the end."""
 
 MAX_STEPS = 4096
-"""Samples of such a file, at most."""
+"""Upper bound of the samples of such a file."""
 
 MAX_HEADER_BYTES = 100_000_000
-"""Longest header of a safetensors file, the limit of the safetensors library."""
+"""Longest header of a safetensors file in bytes, the limit of the safetensors library."""
 
 LANGUAGE = re.compile(
     r"(model\.|thinker\.)*"
     r"(language_model|language|llm|text_model|lm_head|talker|token2wav|code2wav)\."
     r"|(thinker\.)?model\.(layers|norm)\."
 )
-"""Tensors that are certainly not the encoder's: those of the language model and of what speaks.
+"""Names of tensors that certainly do not belong to the encoder: those of the language model and of
+speech output.
 
-Everything else is taken for a part of the encoder. A wrong guess costs hits, never answers.
+All other tensors count as a part of the encoder. A wrong guess costs hits; it never causes a wrong
+answer.
 """
 
 MISTRAL_LANGUAGE = re.compile(r"(layers|norm|output)\.")
-"""The same in checkpoints in Mistral's own format, which have a tensor `tok_embeddings.weight`."""
+"""Names of the same tensors in checkpoints in Mistral's format, which have a tensor
+`tok_embeddings.weight`."""
 
 INPUT_EMBEDDINGS = re.compile(r"(^|\.)(embed_tokens|tok_embeddings|word_embeddings|wte)\.")
-"""Embeddings of text. Some encoder outputs contain them: those of videos with pruning in Qwen3-VL
-and Nemotron Nano VL, all of Molmo 2 and Moondream 3."""
+"""Names of text embeddings. Some encoder outputs contain these: those of videos with pruning in
+Qwen3-VL and Nemotron Nano VL, and all of Molmo 2 and Moondream 3."""
 
 PLAIN = frozenset({"BF16", "F16", "F32", "F64", "I64", "BOOL"})
-"""Safetensors dtypes of tensors that are not quantised; I64 and BOOL are buffers."""
+"""Safetensors dtypes of tensors that are not quantised; I64 and BOOL are those of buffers."""
 
 
 class Weights(NamedTuple):
-    """What identifies the weights that encoder outputs are computed with.
+    """Identity of the weights that compute encoder outputs.
 
     Attributes:
-        digest: of names, dtypes, shapes and sampled bytes, whatever the files are called.
+        digest: digest of names, dtypes, shapes and sampled bytes, independent of the files' names.
         apart: whether the language model's tensors were left out.
         plain: whether no tensor of the encoder is quantised.
-        read_bytes: how much was read.
-        reads: in how many pieces.
+        read_bytes: number of bytes read.
+        reads: number of reads.
     """
 
     digest: str
@@ -71,7 +75,7 @@ class Weights(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """One tensor of a safetensors file; `begin` and `end` are bytes from the file's start."""
+    """One tensor of a safetensors file; `begin` and `end` are offsets in bytes in the file."""
 
     name: str
     dtype: str
@@ -81,7 +85,7 @@ class Tensor(NamedTuple):
 
 
 class _File:
-    """Reads pieces of one file, and counts them."""
+    """Reader of pieces of one file, which counts them."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -102,8 +106,9 @@ class _File:
 def fingerprint(paths: Iterable[Path]) -> Weights:
     """Return the fingerprint of a checkpoint.
 
-    Files that end in `.safetensors` are read by tensor, others by position. Neither names nor
-    order of the files matter, so one checkpoint in two and in three shards has one fingerprint.
+    Files that end in `.safetensors` are sampled by tensor, others by position. The fingerprint does
+    not depend on names and order of the files: one checkpoint has the same fingerprint in two and
+    in three shards.
 
     Raises:
         OSError: a file cannot be read.
@@ -126,7 +131,7 @@ def encoder_names(names: Iterable[str]) -> frozenset[str]:
     """Return the names of the tensors that encoder outputs may depend on: all but `LANGUAGE`.
 
     Returns:
-        All names where nothing but embeddings of text would remain.
+        All names if only text embeddings would remain.
     """
     everything = frozenset(names)
     mistral = "tok_embeddings.weight" in everything
@@ -171,7 +176,7 @@ def _sampled(file: _File, windows: Iterable[tuple[int, int]]) -> str:
 
 
 def _windows(begin: int, end: int, windows: int) -> Iterator[tuple[int, int]]:
-    """Yield where a tensor is sampled."""
+    """Yield the ranges of a tensor that are sampled."""
     length = end - begin
     if length <= windows * WINDOW_BYTES:
         yield begin, end
@@ -186,7 +191,7 @@ def _windows(begin: int, end: int, windows: int) -> Iterator[tuple[int, int]]:
 
 
 def _steps(size: int) -> Iterator[tuple[int, int]]:
-    """Yield where a file without a safetensors header is sampled."""
+    """Yield the ranges of a file without a safetensors header that are sampled."""
     step = max(STEP_BYTES, size // MAX_STEPS)
     for begin in range(0, max(size - TAIL_BYTES, 0), step):
         yield begin, min(begin + WINDOW_BYTES, size)
@@ -194,10 +199,10 @@ def _steps(size: int) -> Iterator[tuple[int, int]]:
 
 
 def _tensors(file: _File, path: Path) -> list[Tensor]:
-    """Return the tensors of a safetensors file, by its header.
+    """Return the tensors of a safetensors file, from its header.
 
     Raises:
-        ValueError: the header is not valid.
+        ValueError: the header is invalid.
     """
     length = int.from_bytes(file.piece(0, 8), "little")
     if not 0 < length <= min(MAX_HEADER_BYTES, file.size - 8):
@@ -222,4 +227,4 @@ def _tensor(name: str, entry: dict[str, Any], payload: int, size: int) -> Tensor
             "data_offsets": [int(begin), int(end)],
         } if 0 <= begin <= end <= size - payload:
             return Tensor(name, dtype, tuple(shape), payload + begin, payload + end)
-    raise ValueError(f"{name} is not described")
+    raise ValueError(f"{name} has no valid dtype, shape and data_offsets")

@@ -1,4 +1,4 @@
-"""What an operator writes into `ec_connector_extra_config`."""
+"""Options of the connector, as the operator writes them into `ec_connector_extra_config`."""
 
 from collections.abc import Mapping
 
@@ -9,21 +9,21 @@ from ec_store.writer import QUEUE_BYTES
 
 
 class ConnectorConfig(BaseModel):
-    """The connector's options.
+    """Options of the connector.
 
     Attributes:
-        store: a URL of `ec_store.open_store`.
-        generation: part of the namespace. Another number starts with an empty cache.
-        timeout_s: an entry that does not come by then is a miss.
-        promise_timeout_s: the same for one that the request's `ec_transfer_params` names.
-        memory_bytes: host memory of the scheduler's process for entries that are held for requests,
-            kept after them, and on their way.
-        fetch_threads: how many entries are fetched at once; None: as many as suit the store.
-        queue_bytes: how much may wait in host memory to be written.
-        region_bytes: memory that a consumer with several workers shares with them; None: as much as
+        store: URL of the store, as for `ec_store.open_store`.
+        generation: part of the namespace. A new number starts with an empty cache.
+        timeout_s: seconds after which an entry that has not arrived is a miss.
+        promise_timeout_s: the same for an entry that the request's `ec_transfer_params` names.
+        memory_bytes: host memory of the scheduler's process for entries that requests need, entries
+            kept after them, and entries being fetched.
+        fetch_threads: number of entries fetched at once; None for the default of the store.
+        queue_bytes: upper bound of the host memory of entries that wait to be written.
+        region_bytes: memory that a consumer with several workers shares with them; None for
             `memory_bytes`.
-        encoder_output_widths: columns of encoder outputs by modality, where neither vLLM nor the
-            model's configuration says so.
+        encoder_output_widths: columns of encoder outputs by modality, needed if neither vLLM nor
+            the model's configuration provides them.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

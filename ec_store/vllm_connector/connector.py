@@ -1,4 +1,4 @@
-"""The class that vLLM loads."""
+"""`ECStoreConnector`, the class that vLLM loads."""
 
 import logging
 from typing import Any
@@ -31,21 +31,21 @@ logger = logging.getLogger("vllm.ec_store")
 
 
 class ECStoreConnector(ECConnectorBase):
-    """The connector; vLLM makes one for the scheduler and one for each worker.
+    """The connector; vLLM creates one for the scheduler and one for each worker.
 
     Attributes:
-        namespace: under which this engine's entries are kept.
-        counts: what was counted since vLLM last asked.
-        logged: names of methods whose exceptions were logged.
+        namespace: namespace of this engine's entries.
+        counts: counts since vLLM last read them.
+        logged: names of the methods that have logged an exception.
     """
 
     def __init__(self, vllm_config: Any, role: ECConnectorRole) -> None:
-        """Open the store.
+        """Create the connector for one role.
 
         Raises:
-            ValueError: the configuration is wrong. This is the one moment where an exception is
-                what the operator wants. A store that cannot be reached is none: it is opened by the
-                first use, and again after each failure.
+            ValueError: the configuration is invalid. Only here may an exception end the engine. An
+                unreachable store raises nothing: the first use opens it, and the next use after
+                each failure opens it again.
         """
         super().__init__(vllm_config, role)
         options = vllm_config.ec_transfer_config.ec_connector_extra_config or {}
@@ -110,7 +110,7 @@ class ECStoreConnector(ECConnectorBase):
             self._learner = Learner(Sender(engine), self.counts)
 
     def shutdown(self) -> None:
-        """Write what waits, for a bounded time, and close."""
+        """Write the queued entries, for a bounded time, and close all parts."""
         for part in (
             self._registration,
             self._consumer,
@@ -129,20 +129,20 @@ class ECStoreConnector(ECConnectorBase):
     ) -> None:
         part.close()
 
-    # Scheduler.
+    # Methods of the scheduler's side.
 
     @guarded(lambda: False)
     def ensure_cache_available(
         self, request: Any, num_computed_tokens: int = 0, *_args: Any, **_kwargs: Any
     ) -> bool:
-        """Whether all that the request still needs is here or will have to be encoded here.
+        """Return whether each item that the request needs is here or will be encoded here.
 
-        Where this raises, the request encodes its media here; without media it fails alone. Other
-        releases of vLLM may pass more arguments.
+        If the check raises, the request encodes its media here; a request without media fails, and
+        no other request. Other releases of vLLM may pass more arguments.
         """
         if self._consumer is None:
             return True
-        try:  # not `guarded`: each step calls this for each request that waits
+        try:  # not `guarded`: runs in each step for each waiting request
             return self._consumer.ensure(request, num_computed_tokens)
         except Exception as error:  # noqa: BLE001 - as in `guarded`
             caught(self, "ensure_cache_available", error)
@@ -157,22 +157,22 @@ class ECStoreConnector(ECConnectorBase):
 
     @guarded(set)
     def take_unavailable_requests(self, *_: Any, **__: Any) -> set[str]:
-        """Requests that came without media for an entry that is not there: vLLM fails just them."""
+        """Return requests without media and without an entry: vLLM fails only these."""
         return set() if self._consumer is None else self._consumer.take_unavailable()
 
     @guarded(lambda: False)
     def has_cache_item(self, identifier: str, *_: Any, **__: Any) -> bool:
-        """Whether the entry is in this process's memory, held for a request."""
+        """Return whether the entry is in this process's memory, held for a request."""
         return self._consumer is not None and self._consumer.has(identifier)
 
     @guarded(lambda: None)
     def update_state_after_alloc(self, request: Any, index: int, *_: Any, **__: Any) -> None:
-        """Load the entry in this step, if it is here."""
+        """Load the entry in this step, if it is held."""
         if self._consumer is not None:
             self._consumer.load(request.mm_features[index].identifier)
 
     def build_connector_meta(self, scheduler_output: Any, *_: Any, **__: Any) -> StepMetadata:
-        """What the workers load and may have to save in this step."""
+        """Return the entries to load and the items to save in this step, for the workers."""
         return StepMetadata(
             self._loads(), self._items(scheduler_output), self._learn(), self._shared()
         )
@@ -189,15 +189,15 @@ class ECStoreConnector(ECConnectorBase):
         entries = self._consumer.take_loads()
         try:
             return self._sharing.loads(entries)
-        except Exception as error:  # noqa: BLE001 - without its entries a step ends the engine
+        except Exception as error:  # noqa: BLE001 - a step without its entries ends the engine
             caught(self, "_loads", error)
         return by_value(entries)
 
     @guarded(lambda: None)
     def _shared(self) -> Shared | None:
-        """Return what the step says of the shared memory.
+        """Return the step's description of the shared memory.
 
-        Without it workers read what is there, and tell that they have in a later step.
+        Without it workers still read their entries, and report them in a later step.
         """
         return None if self._sharing is None else self._sharing.shared()
 
@@ -211,7 +211,7 @@ class ECStoreConnector(ECConnectorBase):
     def request_finished(
         self, request: Any, *_: Any, **__: Any
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Let go of what was held for it; a producer tells what it encoded."""
+        """Release the request's entries; a producer returns the items that it encoded."""
         if self._consumer is not None:
             self._consumer.release(request.request_id)
         if self._producer is None:
@@ -220,7 +220,7 @@ class ECStoreConnector(ECConnectorBase):
         return False, self._producer.report(request)
 
     def _listen(self) -> None:
-        """Hear what the workers tell."""
+        """Process the messages of the workers."""
         for message in self._receiver.drain() if self._receiver is not None else ():
             self.counts.add(**message.get("counts", {}))
             for name, values in message.get("observations", {}).items():
@@ -229,15 +229,15 @@ class ECStoreConnector(ECConnectorBase):
                 if part is not None:
                     part.hear(message)
 
-    # Workers.
+    # Methods of the workers' side.
 
     @guarded(lambda: None)
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], *_: Any, **__: Any) -> None:
         """Put this step's entries into the encoder cache.
 
-        What cannot be put there is missed by vLLM itself in this step, which ends the engine: no
+        If an entry cannot be put there, vLLM misses it in this step, which ends the engine: no
         other value of the right shape would give the right answer. The scheduler's side has checked
-        the entries, so what is left is the device's failure.
+        the entries, so only a failure of the device remains.
         """
         step = self._get_connector_metadata()
         if self._loader is not None:
@@ -262,18 +262,18 @@ class ECStoreConnector(ECConnectorBase):
 
     @guarded(lambda: None)
     def build_connector_worker_meta(self, *_: Any, **__: Any) -> None:
-        """End of a step: tell the scheduler beside vLLM's own way, see `ec_store.backchannel`."""
+        """Send the step's results to the scheduler through `ec_store.backchannel`, at its end."""
         if self._loader is not None:
             self._loader.poll()
         for part in (self._saver, self._learner):
             if part is not None:
                 part.tell()
 
-    # Figures.
+    # Metrics.
 
     @guarded(lambda: None)
     def get_ec_connector_stats(self, *_: Any, **__: Any) -> StoreConnectorStats | None:
-        """What was counted since the last call, and how it is now; workers tell their scheduler."""
+        """Return counts since the last call, and gauges; workers send theirs to the scheduler."""
         if self.role is not ECConnectorRole.SCHEDULER:
             return None
         self._listen()
@@ -293,16 +293,16 @@ class ECStoreConnector(ECConnectorBase):
     def build_ec_connector_stats(
         cls, data: dict[str, Any] | None = None
     ) -> StoreConnectorStats | None:
-        """Figures as vLLM's logger gets them."""
+        """Return metrics in the form that vLLM's logger needs."""
         return StoreConnectorStats(data or {})
 
     @classmethod
     def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> StorePromMetrics:
-        """Figures on vLLM's `/metrics`."""
+        """Return the metrics for vLLM's `/metrics`."""
         return StorePromMetrics(*args, **kwargs)
 
 
 def _engine(vllm_config: Any) -> str:
-    """A name of this engine: data-parallel engines share their transfer configuration."""
+    """Return a name of this engine: data-parallel engines share their transfer configuration."""
     rank = vllm_config.parallel_config.data_parallel_index
     return f"{vllm_config.ec_transfer_config.engine_id}/{rank}"

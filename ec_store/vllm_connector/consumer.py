@@ -1,4 +1,4 @@
-"""The scheduler's side of a consumer: nothing here touches a disk or a network."""
+"""Scheduler's side of a consumer. It accesses neither disk nor network."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, MutableMapping
@@ -18,20 +18,20 @@ from ec_store.vllm_connector.needs import How, Needs, Part
 
 
 class Consumer:
-    """Has entries in memory before the steps that need them.
+    """Manager of a consumer's entries: each is in memory before the step that needs it.
 
-    Requests are admitted to the budget of memory one by one, in the order in which the scheduler
-    asks for them within a step, each with all of its items: two that had half of theirs would wait
-    for each other. Behind one that has to wait all others wait, so that it is not overtaken for
-    ever. An item is held until its tokens are computed.
+    Requests are admitted to the memory budget one by one, in the order in which the scheduler asks
+    about them within a step. Each is admitted with all of its items: two requests that had half of
+    theirs would wait for each other. While one request waits for room, all later ones wait too, so
+    that none overtakes it indefinitely. An item is held until its tokens are computed.
 
-    vLLM asks for an item by its identifier alone, and an entry that does not fit ends the engine
-    (`ec_store.vllm_connector.fit`). So no two requests may be settled on one identifier with
-    another number of tokens once its entry is pinned: the later one fails, or encodes and pins
-    nothing. vLLM's own encoder cache, which has the same keys, fails such a request, too.
+    vLLM identifies an item by its identifier alone, and an entry that does not fit ends the engine
+    (`ec_store.vllm_connector.fit`). So while an entry is pinned, no other request may use its
+    identifier with another number of tokens. The later request fails, or encodes its item and pins
+    nothing. vLLM's own encoder cache, which has the same keys, fails such a request too.
 
-    Calls cost what has changed since the last one: an item that is on its way, encoded here,
-    pinned, or computed is not looked at again.
+    The cost of a call depends on the changes since the last one: an item that is being fetched,
+    encoded here, pinned, or computed is not checked again.
     """
 
     def __init__(
@@ -42,18 +42,18 @@ class Consumer:
         widths: Widths,
         counts: Counts,
     ) -> None:
-        """Fetch nothing yet.
+        """Create the consumer without fetching.
 
         Args:
-            fetcher: fetches entries.
-            model_config: vLLM's.
-            resolver: vLLM's, of the model.
-            widths: how many columns an entry must have.
+            fetcher: fetcher of the entries.
+            model_config: vLLM's `ModelConfig`.
+            resolver: vLLM's resolver of the model's placeholder metadata.
+            widths: number of columns that an entry must have, by modality.
             counts: gets `misfits`, `nonfinite` and `failed_requests`.
         """
         self._fetcher = fetcher
         self._dtype = DTYPES[model_config.dtype]
-        # Building a processor takes its time: now rather than in a step.
+        # Building a processor is slow: it is done here and not in a step.
         self._fields = {modality: resolver.fields_for(modality) for modality in MODALITIES}
         self._widths = widths
         self._counts = counts
@@ -68,7 +68,7 @@ class Consumer:
         self._loads: dict[str, Entry] = {}
 
     def ensure(self, request: Any, computed: int) -> bool:
-        """Tell whether all that a request still needs is here or will have to be encoded here."""
+        """Return whether each item that a request needs is here or will be encoded here."""
         needs = self._requests.get(request.request_id)
         if needs is None:
             needs = self._new(request, computed)
@@ -87,10 +87,10 @@ class Consumer:
         return needs.admitted and not needs.waiting and not needs.failed
 
     def encode_here(self, request: Any, computed: int) -> bool:
-        """Settle a request after `ensure` has raised: what it does not hold it encodes here.
+        """Encode the items that a request does not hold, after `ensure` has raised.
 
         Returns:
-            Whether it can; otherwise it fails.
+            False if the request cannot be encoded here: it fails.
         """
         needs = self._requests.get(request.request_id) or self._new(request, computed)
         needs.admitted = True
@@ -108,41 +108,41 @@ class Consumer:
             self._unavailable.add(request.request_id)
 
     def take_unavailable(self) -> set[str]:
-        """Return requests without media whose entry is not there."""
+        """Return requests without media and without an entry, and clear the list."""
         taken, self._unavailable = self._unavailable, set()
         return taken
 
     def has(self, identifier: str) -> bool:
-        """Tell whether an entry is held for a request."""
+        """Return whether an entry is held for a request."""
         return identifier in self._pinned
 
     def load(self, identifier: str) -> None:
-        """Have the next step load an entry, if it is held for a request."""
+        """Add an entry to the next step's loads, if it is held for a request."""
         entry = self._fetcher.entry(identifier)
         if entry is not None and self.has(identifier):
             self._loads[identifier] = entry
 
     def take_learn(self) -> dict[str, str]:
-        """Return items that are encoded here, to tell their width, by identifier."""
+        """Return modalities by identifier of items that are encoded here, to report their width."""
         taken, self._learn = self._learn, {}
         return taken
 
     def hear(self, message: dict[str, Any]) -> None:
-        """Take what a worker tells: columns of what it has encoded, by modality."""
+        """Process a worker's message: columns of the items it has encoded, by modality."""
         for modality, columns in message.get("widths", {}).items():
             self._widths.learn(modality, columns)
 
     def end_step(self) -> None:
-        """Note that the scheduler begins with the first request again."""
+        """Note that the scheduler starts with its first request again."""
         self._blocking = None
 
     def take_loads(self) -> dict[str, Entry]:
-        """Return what the next step loads, by identifier."""
+        """Return the entries of the next step by identifier, and clear them."""
         taken, self._loads = self._loads, {}
         return taken
 
     def release(self, request_id: str) -> None:
-        """Let go of what was held for a request, and of what it waited for."""
+        """Release the entries of a request, held or being fetched."""
         needs = self._requests.pop(request_id, None)
         if needs is None:
             return
@@ -152,7 +152,7 @@ class Consumer:
             self._let_go(needs, part)
 
     def close(self) -> None:
-        """Fetch no more."""
+        """Stop fetching; running fetches end by themselves."""
         self._fetcher.close()
 
     def _new(self, request: Any, computed: int) -> Needs:
@@ -162,10 +162,10 @@ class Consumer:
         return needs
 
     def _begin_again(self, request: Any, computed: int) -> Needs:
-        """Forget what a request had. Its entries stay in memory while there is room.
+        """Reset a request that has lost tokens. Its entries stay in memory while there is room.
 
-        It is admitted anew, but at once where it has computed tokens: those are blocks in the KV
-        cache, which admitted requests may wait for.
+        It is admitted again, and at once if it has computed tokens: those occupy blocks of the KV
+        cache, for which admitted requests may wait.
         """
         self.release(request.request_id)
         needs = self._new(request, computed)
@@ -174,7 +174,7 @@ class Consumer:
         return needs
 
     def _pass(self, needs: Needs, computed: int) -> None:
-        """Let go of items whose tokens are computed."""
+        """Release the items that are computed."""
         while needs.passed < len(needs.parts) and needs.parts[needs.passed].end <= computed:
             part = needs.parts[needs.passed]
             self._let_go(needs, part)
@@ -191,7 +191,7 @@ class Consumer:
             self._blocking = needs
 
     def _start(self, needs: Needs, wants: Mapping[Part, Want]) -> None:
-        """Claim all entries. Those that are held come first: room is made for the others."""
+        """Claim all entries, held ones first: fetching the others may drop unclaimed entries."""
         needs.admitted = True
         for part in sorted(wants, key=self._is_absent):
             state = self._fetcher.acquire(part.identifier, wants[part])
@@ -207,7 +207,7 @@ class Consumer:
         return self._fetcher.entry(part.identifier) is None
 
     def _wants(self, request: Any, needs: Needs) -> dict[Part, Want]:
-        # Set by a client where no proxy drops it: any JSON value.
+        # Any JSON value: a client sets it if no proxy removes it.
         params = request.ec_transfer_params
         promised = params if isinstance(params, dict) else {}
         return {
@@ -232,7 +232,7 @@ class Consumer:
         return Target(part.identifier, modality, expected)
 
     def _tell(self, identifier: str, state: State) -> None:
-        """Have requests settle an item when they are asked for."""
+        """Pass the result of a fetch to the waiting requests; their next call settles the item."""
         for part, needs in self._waiters.pop(identifier, {}).items():
             part.how = How.OPEN
             part.claimed = state is State.READY
@@ -240,7 +240,7 @@ class Consumer:
             needs.arrived.append((part, state))
 
     def _settle(self, request: Any, needs: Needs, part: Part, state: State) -> None:
-        if part.how is not How.OPEN:  # computed meanwhile
+        if part.how is not How.OPEN:  # the item was computed meanwhile
             return
         if state is State.READY and self._fits(part):
             part.how = How.PINNED
@@ -248,12 +248,12 @@ class Consumer:
             return
         self._let_go(needs, part)
         if state is State.READY and not self.has(part.identifier):
-            # It may be replaced or purged in the store by the next time.
+            # Dropped, so that the next request reads the store, where it may be replaced by then.
             self._fetcher.discard(part.identifier)
         self._encode(request, needs, part)
 
     def _fits(self, part: Part) -> bool:
-        """Tell whether an entry is of this item, and of all that vLLM may give it to."""
+        """Return whether an entry fits this item and all items that vLLM may use it for."""
         entry = self._fetcher.entry(part.identifier)
         if entry is None or not self._accept.fits(self._target(part), entry):
             return False
@@ -263,7 +263,11 @@ class Consumer:
         return fits
 
     def _encode(self, request: Any, needs: Needs, part: Part) -> None:
-        """Have an item encoded here; without media, or beside another's entry, it cannot be."""
+        """Mark an item for encoding here, or fail a request that cannot encode it.
+
+        A request cannot encode an item without media, or while another request has pinned an entry
+        of the same identifier.
+        """
         if self.has(part.identifier) or not self._has_media(part.feature):
             needs.failed = True
             self.fail(request)
@@ -274,7 +278,7 @@ class Consumer:
             self._learn[part.identifier] = part.feature.modality
 
     def _let_go(self, needs: Needs, part: Part) -> None:
-        """Undo what was settled for an item, and release its claim."""
+        """Reset an item to open, and release its claim."""
         name = part.identifier
         if part.how is How.WAITING:
             needs.waiting -= 1
@@ -293,7 +297,7 @@ class Consumer:
             self._fetcher.release(name)
 
     def _has_media(self, feature: Any) -> bool:
-        """Whether this engine could encode the item itself."""
+        """Return whether this engine could encode the item itself."""
         if feature.data is None:
             return False
         placeholder = self._fields.get(feature.modality, set())

@@ -1,4 +1,4 @@
-"""The part of a model's configuration files that encoder outputs depend on. No I/O."""
+"""Part of a model's configuration files that encoder outputs depend on. No I/O."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,11 +13,11 @@ NOT_OF_THE_MODEL = frozenset(
         "use_cache",
     }
 )
-"""Keys that name a configuration's source, the library that wrote it, or what the engine's own
-options say better."""
+"""Keys of a configuration's source, of the library that wrote it, and of values that the engine's
+own options provide more precisely."""
 
 QUANTIZATION = frozenset({"compression_config", "quantization_config"})
-"""Keys under which a checkpoint says how it is quantised."""
+"""Keys that describe the quantisation of a checkpoint."""
 
 LANGUAGE = frozenset(
     {
@@ -29,11 +29,11 @@ LANGUAGE = frozenset(
         "token2wav_config",
     }
 )
-"""Keys of the parts of a configuration that are not the encoder's."""
+"""Keys of the parts of a configuration that do not concern the encoder."""
 
 
 def without(config: Any, keys: frozenset[str]) -> Any:
-    """Return a parsed JSON document without these keys, wherever they are."""
+    """Return a parsed JSON document without these keys, at any depth."""
     if isinstance(config, Mapping):
         return {key: without(value, keys) for key, value in config.items() if key not in keys}
     if isinstance(config, list | tuple):
@@ -42,7 +42,7 @@ def without(config: Any, keys: frozenset[str]) -> Any:
 
 
 def has_any(config: Any, keys: frozenset[str]) -> bool:
-    """Return whether a parsed JSON document has one of these keys with a value, anywhere."""
+    """Return whether a parsed JSON document has one of these keys with a value, at any depth."""
     if isinstance(config, Mapping):
         return any(
             (key in keys and bool(value)) or has_any(value, keys) for key, value in config.items()

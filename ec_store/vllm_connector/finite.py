@@ -1,4 +1,4 @@
-"""Values that are not finite: one of them in a KV cache spoils the answers of later requests."""
+"""Rejection of values that are not finite: one in a KV cache corrupts later answers."""
 
 import logging
 
@@ -10,28 +10,31 @@ from ec_store.entry import Entry
 logger = logging.getLogger("vllm.ec_store")
 
 PIECE_BYTES = 2**18
-"""The second pass over a piece finds it in a core's cache."""
+"""Bytes of one piece: the second pass over it finds it in a core's cache."""
 
 INFINITY = {"BF16": (2, 0x7F80), "F16": (2, 0x7C00), "F32": (4, 0x7F800000)}
 """Bytes of a value, and the bits of infinity: NaN has the same exponent and is larger."""
 
 
 class FiniteOnly:
-    """Refuses entries with values that are not finite, counts them, and logs the first one."""
+    """Check that rejects, counts and logs entries with values that are not finite.
+
+    Only the first one is logged.
+    """
 
     def __init__(self, counts: Counts, consequence: str) -> None:
-        """Refuse nothing yet.
+        """Create the check.
 
         Args:
             counts: gets `nonfinite`.
-            consequence: what becomes of a refused entry, for the log.
+            consequence: clause of the log message that states what happens to a rejected entry.
         """
         self._counts = counts
         self._consequence = consequence
         self._logged = False
 
     def __call__(self, entry: Entry) -> bool:
-        """Tell whether an entry is accepted."""
+        """Return whether an entry is accepted."""
         if is_finite(entry):
             return True
         self._counts.add(nonfinite=1)
@@ -50,10 +53,11 @@ class FiniteOnly:
 
 
 def is_finite(entry: Entry) -> bool:
-    """Tell whether an entry has neither NaN nor infinity, in up to twice its checksum's time.
+    """Return whether an entry has neither NaN nor infinity.
 
-    Compares bits: numpy has no bfloat16. Read as signed integers, the largest positive value is
-    found. Read as unsigned ones, negative values are the largest ones.
+    The check takes up to twice the time of the checksum. It compares bits, because numpy has no
+    bfloat16. Read as signed integers, positive values that are not finite are the largest. Read as
+    unsigned integers, negative ones are.
     """
     size, infinity = INFINITY[entry.dtype]
     sign = 1 << (8 * size - 1)

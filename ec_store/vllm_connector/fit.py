@@ -1,8 +1,8 @@
-"""What an entry must be to be loaded: its dtype, its rows, and its columns.
+"""Dtype, rows and columns that an entry must have to be loaded.
 
-vLLM merges encoder outputs into the embeddings of a step. A tensor of another shape there raises
-in the worker, which ends the engine, and so does one that is absent after the scheduler has planned
-with it. So everything is settled in the scheduler's process before a step is built.
+vLLM merges encoder outputs into the embeddings of a step. A tensor of another shape raises in the
+worker, which ends the engine, and so does one that is missing after the scheduler has planned with
+it. So the scheduler's process checks everything before a step is built.
 """
 
 import logging
@@ -14,22 +14,22 @@ from ec_store.entry import Entry
 logger = logging.getLogger("vllm.ec_store")
 
 LEVELS = "deepstack_visual_indexes"
-"""Key of a vision configuration: each layer that it names adds one width to the last dimension."""
+"""Key of a vision configuration: each layer that it lists adds one width to the last dimension."""
 
 POSITION_COLUMNS = {"qwen2_5_vl": 4, "qwen3_vl": 5, "qwen3_vl_moe": 5}
-"""Columns that a model appends to pictures and videos if it prunes videos, by model type."""
+"""Columns that a model appends to images and videos if it prunes videos, by model type."""
 
 MODALITIES = ("image", "audio", "video")
 VISUAL = frozenset({"image", "video"})
 
 
 class Expected(NamedTuple):
-    """What the model takes for one item.
+    """Dtype and shape that the model needs for one item.
 
     Attributes:
-        dtype: as `Entry.dtype`.
-        rows: the item's tokens.
-        columns: None where it is not known.
+        dtype: dtype, as `Entry.dtype`.
+        rows: number of the item's tokens.
+        columns: number of columns; None if unknown.
     """
 
     dtype: str
@@ -38,12 +38,12 @@ class Expected(NamedTuple):
 
 
 class Misfit(NamedTuple):
-    """Why an entry is not loaded.
+    """Reason why an entry is not loaded.
 
     Attributes:
         kind: `dtype`, `dimensions`, `rows` or `columns`.
-        found: what the entry has.
-        expected: what the model takes.
+        found: value in the entry.
+        expected: value that the model needs.
     """
 
     kind: str
@@ -52,7 +52,7 @@ class Misfit(NamedTuple):
 
 
 def misfit(entry: Entry, expected: Expected) -> Misfit | None:
-    """Return why an entry is not loaded; None where it fits."""
+    """Return why an entry cannot be loaded; None if it fits."""
     if entry.dtype != expected.dtype:
         return Misfit("dtype", entry.dtype, expected.dtype)
     if len(entry.shape) != 2:  # noqa: PLR2004 - rows and columns
@@ -68,13 +68,13 @@ def misfit(entry: Entry, expected: Expected) -> Misfit | None:
 class Widths:
     """Columns of the model's encoder outputs, by modality.
 
-    In this order: what the operator has stated, what vLLM has measured (it encodes a dummy item of
-    each modality when a producer starts), what this engine's workers have seen when they encoded an
-    item, and what follows from the model's configuration.
+    Sources, in order of precedence: the operator's option, vLLM's measurement (it encodes a dummy
+    item of each modality when a producer starts), the shapes that this engine's workers report when
+    they encode an item, and the model's configuration.
     """
 
     def __init__(self, vllm_config: Any, stated: Mapping[str, int]) -> None:
-        """Take what is known at the start.
+        """Read the widths that are known at the start.
 
         Args:
             vllm_config: vLLM's configuration of this engine.
@@ -85,38 +85,38 @@ class Widths:
         self._derived = {one: derived_columns(vllm_config.model_config, one) for one in MODALITIES}
 
     def columns(self, modality: str) -> int | None:
-        """Return the columns of an encoder output; None where they are not known."""
+        """Return the columns of an encoder output; None if unknown."""
         return self._known.get(modality) or self._derived.get(modality)
 
     def is_derived(self, modality: str) -> bool:
-        """Whether a worker should tell what it sees."""
+        """Return whether a worker should report the columns of this modality."""
         return modality not in self._known
 
     def learn(self, modality: str, columns: int) -> None:
-        """Take what a worker has seen. The first word counts."""
+        """Record the columns that a worker reports. The first report counts."""
         if modality in self._known:
             return
         before = self.columns(modality)
         self._known[modality] = columns
         if before != columns:
             logger.info(
-                "encoder outputs of modality %s have %d columns, not %s as derived from the "
-                "configuration; entries of that width are loaded from now on",
+                "encoder outputs of modality %s have %d columns, and the configuration suggests "
+                "%s; entries of the reported width are loaded from now on",
                 modality,
                 columns,
-                before or "an unknown number",
+                before or "none",
             )
 
 
 def derived_columns(model_config: Any, modality: str) -> int | None:
-    """Return the columns that follow from the configuration; None where it does not say.
+    """Return the columns that follow from the configuration; None if it does not determine them.
 
     Most encoders end in the width of the language model's embeddings. DeepStack models concatenate
     one such width for each level. Video pruning appends columns with positions.
 
     Args:
         model_config: vLLM's `ModelConfig`.
-        modality: of the item.
+        modality: modality of the item.
     """
     width: int = model_config.get_inputs_embeds_size()
     visual = modality in VISUAL

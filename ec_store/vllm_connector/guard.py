@@ -1,4 +1,4 @@
-"""What keeps exceptions out of an engine, which would end with them."""
+"""Guard against exceptions in the connector's methods, which would end the engine."""
 
 import functools
 import logging
@@ -13,11 +13,11 @@ T = TypeVar("T")
 
 
 class Guarded(Protocol):
-    """What has guarded methods.
+    """Interface of an object with guarded methods.
 
     Attributes:
         counts: gets `exceptions`.
-        logged: names of the methods whose exceptions were logged.
+        logged: names of the methods that have logged an exception.
     """
 
     counts: Counts
@@ -25,9 +25,9 @@ class Guarded(Protocol):
 
 
 def guarded(default: Callable[[], Any]) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Answer a default where a method raises.
+    """Return a decorator: a method that raises returns a default instead.
 
-    Exceptions are counted, and logged in full the first time each method raises one.
+    Exceptions are counted. The first one of each method is logged with its traceback.
     """
 
     def wrap(method: Callable[..., T]) -> Callable[..., T]:
@@ -35,7 +35,7 @@ def guarded(default: Callable[[], Any]) -> Callable[[Callable[..., T]], Callable
         def call(self: Guarded, *args: Any, **kwargs: Any) -> T:
             try:
                 return method(self, *args, **kwargs)
-            except Exception as error:  # noqa: BLE001 - an engine must not end of it
+            except Exception as error:  # noqa: BLE001 - it must not end the engine
                 caught(self, method.__name__, error)
                 return cast("T", default())
 
@@ -45,8 +45,8 @@ def guarded(default: Callable[[], Any]) -> Callable[[Callable[..., T]], Callable
 
 
 def caught(on: Guarded, name: str, error: Exception) -> None:
-    """Count an exception of a method, and log the first one of each method in full."""
+    """Count an exception, and log the first one of each method with its traceback."""
     on.counts.add(exceptions=1)
     if name not in on.logged:
         on.logged.add(name)
-        logger.error("%s failed; the engine goes on without", name, exc_info=error)
+        logger.error("%s failed; the engine continues without its result", name, exc_info=error)

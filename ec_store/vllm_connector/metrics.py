@@ -1,4 +1,4 @@
-"""The connector's figures on vLLM's own `/metrics`."""
+"""Metrics of the connector on vLLM's own `/metrics`."""
 
 import logging
 from typing import Any
@@ -14,60 +14,60 @@ from ec_store.vllm_connector.namespace import namespace_of
 logger = logging.getLogger("vllm.ec_store")
 
 NAMESPACE = "namespace"
-"""Name of the scheduler's namespace among its figures: text, and no figure."""
+"""Name under which the scheduler's namespace, a text, is sent with the metrics."""
 
 COUNTERS = {
-    "hits": "Entries that were fetched from the store.",
-    "misses": "Entries that were looked for and are not in the store.",
-    "timeouts": "Entries that a thread did not have in time.",
-    "late": "Entries, or answers, that came after their deadline. Entries are kept.",
-    "bypassed": "Entries that were not looked for: the store was failing, or all threads hung.",
-    "errors": "Fetches that the store failed.",
-    "corrupt": "Entries that were found corrupt.",
-    "misfits": "Entries that do not fit the model or the item: dtype, dimensions, rows, columns.",
-    "nonfinite": "Encoder outputs with NaN or infinite values: not stored, or a miss.",
-    "failed_requests": "Requests without media whose entry could not be had.",
-    "bytes": "Bytes fetched.",
-    "saves": "Entries written.",
-    "known": "Entries that were there already.",
-    "drops": "Entries that were not written: too much waited, or the store failed.",
-    "save_bytes": "Bytes written.",
-    "exceptions": "Exceptions kept from the engine.",
+    "hits": "Entries fetched from the store.",
+    "misses": "Entries that were looked up and are not in the store.",
+    "timeouts": "Fetches that missed their deadline.",
+    "late": "Results of fetches that arrived after their deadline. Their entries are kept.",
+    "bypassed": "Lookups skipped because the store kept failing or all threads hung.",
+    "errors": "Fetches that failed with an error of the store.",
+    "corrupt": "Corrupt entries that were found.",
+    "misfits": "Entries of another dtype or shape than the model or the item needs.",
+    "nonfinite": "Encoder outputs with NaN or infinite values: not stored, or counted as misses.",
+    "failed_requests": "Failed requests: they came without media, and their entry was missing.",
+    "bytes": "Bytes fetched from the store.",
+    "saves": "Entries written to the store.",
+    "known": "Entries that were not written because the store had them.",
+    "drops": "Entries that were not written because the queue was full or the store failed.",
+    "save_bytes": "Bytes written to the store.",
+    "exceptions": "Exceptions that the connector caught to protect the engine.",
 }
 
 GAUGES = {
-    "held_bytes": "Host memory of entries in the scheduler's process: pinned ones, and kept ones.",
+    "held_bytes": "Host memory of entries in the scheduler's process, pinned or kept.",
     "pinned_bytes": "Host memory of entries that requests need.",
     "queued_bytes": "Host memory reserved for fetches that wait for a thread.",
-    "inflight_bytes": "Host memory reserved for fetches that threads have, or have just brought.",
+    "inflight_bytes": "Host memory reserved for fetches that run, or have just ended.",
     "queue_depth": "Fetches that wait for a thread.",
-    "breaker_open": "1 while the store is not asked: fetches failed in a row, or all threads hang.",
+    "breaker_open": "1 while lookups are skipped: fetches failed in a row, or all threads hang.",
 }
 
 HISTOGRAMS = {
-    "fetch_wait_seconds": "From a request's first step until a thread takes a fetch of it.",
-    "fetch_seconds": "From when a thread takes a fetch until the store has answered.",
-    "save_seconds": "From when the writer takes an entry until the store has it, or failed.",
-    "eviction_seconds": "Of each eviction that a write had to do. None in Redis.",
+    "fetch_wait_seconds": "Seconds from a request's first step until a thread takes its fetch.",
+    "fetch_seconds": "Seconds from when a thread takes a fetch until the store has answered.",
+    "save_seconds": "Seconds from when the writer takes an entry until the store has it or failed.",
+    "eviction_seconds": "Seconds of each eviction that a write needed. Redis evicts by itself.",
 }
 
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
 class StoreConnectorStats(ECConnectorStats):
-    """Figures by name: what was counted, what a gauge is now, what a histogram observes.
+    """Metrics by name: counts, current values of gauges, and observations of histograms.
 
-    The scheduler's namespace goes with them.
+    The scheduler's namespace is sent with them.
     """
 
     data: dict[str, Any]
 
     def reset(self) -> None:
-        """Forget them."""
+        """Clear all counts, gauges and observations."""
         self.data = {}
 
     def aggregate(self, other: ECConnectorStats) -> "StoreConnectorStats":
-        """Return counts added up, all observations, and the later gauges, which are `other`'s."""
+        """Return the sum of the counts, all observations, and the later gauges, from `other`."""
         merged = dict(self.data)
         for name, value in other.data.items():
             replaces = name in GAUGES or name == NAMESPACE or name not in merged
@@ -75,7 +75,7 @@ class StoreConnectorStats(ECConnectorStats):
         return StoreConnectorStats(merged)
 
     def reduce(self) -> dict[str, int | float]:
-        """Return counts and gauges as they are, and the mean of what was observed."""
+        """Return counts and gauges unchanged, and the mean of each histogram's observations."""
         return {
             name: sum(value) / len(value) if isinstance(value, list) else value
             for name, value in self.data.items()
@@ -83,14 +83,13 @@ class StoreConnectorStats(ECConnectorStats):
         }
 
     def is_empty(self) -> bool:
-        """Whether there is nothing."""
         return not self.data
 
 
 class StorePromMetrics(ECConnectorPromMetrics):
     """Prometheus metrics `vllm:ec_store_<name>`, one for each name above, and the namespace.
 
-    vLLM passes figures on at the end of a step: gauges of an idle engine are those of its last one.
+    vLLM passes metrics on at the end of a step: gauges of an idle engine are those of its last one.
     Proxies read the namespace, a label, see `epd.routing.report_page`.
     """
 
@@ -101,7 +100,7 @@ class StorePromMetrics(ECConnectorPromMetrics):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
-        """Register them."""
+        """Register the metrics for each engine."""
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         kinds: tuple[tuple[Any, dict[str, str], dict[str, Any]], ...] = (
             (self._counter_cls, COUNTERS, {}),
@@ -135,7 +134,7 @@ class StorePromMetrics(ECConnectorPromMetrics):
             info.labels(*values, namespace).set(1)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add counts and observations, and set gauges. Unknown names are another release's."""
+        """Add counts and observations, and set gauges; names of other releases are ignored."""
         for name, value in transfer_stats_data.items():
             metric: Any = self._metrics[engine_idx].get(name)
             if name in COUNTERS:
@@ -149,7 +148,7 @@ class StorePromMetrics(ECConnectorPromMetrics):
                 self._publish(value, engine_idx)
 
     def _publish(self, namespace: str, engine_idx: int) -> None:
-        """Name the scheduler's namespace, which entries are read under, in place of this one."""
+        """Replace this process's namespace by the scheduler's, under which entries are read."""
         logger.error(
             "this engine derives two namespaces: the process that serves /metrics derives %s, the "
             "scheduler of engine %d reads %s. /metrics names the scheduler's from now on. Make "

@@ -1,4 +1,4 @@
-"""The namespace of an engine's entries: which engines may share encoder outputs."""
+"""Namespace of an engine's entries: it determines which engines share encoder outputs."""
 
 import hashlib
 import json
@@ -41,27 +41,27 @@ CONFIG_FILES = {
     "hf": ("config.json", QUANT_FILE),
     "mistral": ("config.json", "params.json", QUANT_FILE),
 }
-"""Files that vLLM makes a model's configuration of, by `--config-format`."""
+"""Files from which vLLM reads a model's configuration, by `--config-format`."""
 
 PROCESSOR_FILES = (
     "preprocessor_config.json",
     "processor_config.json",
     "video_preprocessor_config.json",
 )
-"""Files that say how media become the encoder's input."""
+"""Files that define how media become the encoder's input."""
 
 LAYOUTS = {"0.32": 1}
 """Layout of encoder outputs (rows, columns, order of DeepStack levels) by vLLM release.
 
-Add a release here with the same number once its model classes were compared with those of the
-releases beside it, and with the next number where one model's outputs are laid out differently.
-Releases with one number share entries. A release that is not listed shares entries with itself
-alone: an upgrade then costs encodes, never wrong answers.
+To add a release, compare its model classes with those of the adjacent releases. Give it the same
+number if they agree, and the next number if the layout of any model's outputs differs. Releases
+with one number share entries. A release that is not listed shares entries only with itself: an
+upgrade then costs encodes, and never causes wrong answers.
 """
 
 
 class _Named(NamedTuple):
-    """Weights that cannot be read here: they are known by what the operator calls them."""
+    """Identity of weights that cannot be read here: their configured name and revision."""
 
     source: str
     revision: str | None = None
@@ -70,19 +70,19 @@ class _Named(NamedTuple):
 
 
 def namespace_of(vllm_config: Any, generation: int = 0) -> str:
-    """Return the namespace: equal exactly where engines may share encoder outputs.
+    """Return the namespace: equal exactly for engines that may share encoder outputs.
 
     It covers a sample of the encoder's weights, the encoder's part of the configuration files and
-    of what overrides them, the files and options of the processor, the dtype, the quantisation
-    where it reaches the encoder, the layout of encoder outputs, and the format of entries.
+    of their overrides, the files and options of the processor, the dtype, the quantisation if it
+    affects the encoder, the layout of encoder outputs, and the format of entries.
 
-    vLLM makes the workers' connectors before it builds the model, the scheduler's afterwards, and
-    its metrics last. Nothing that a model class may write to is used here, so that all of an
-    engine's processes return the same namespace.
+    vLLM creates the workers' connectors before it builds the model, the scheduler's connector
+    afterwards, and its metrics last. Nothing that a model class may modify is used here, so that
+    all processes of an engine return the same namespace.
 
     Args:
         vllm_config: vLLM's configuration of this engine.
-        generation: the operator's number. Engines of different generations share nothing.
+        generation: number chosen by the operator. Engines of different generations share nothing.
     """
     model = vllm_config.model_config
     multimodal = model.multimodal_config
@@ -117,11 +117,12 @@ def layout_of(version: str) -> int | str:
 
 
 def configuration(model: Any) -> dict[str, dict[str, Any]]:
-    """Return the model's configuration as it was before a model class could write to it, by file.
+    """Return the model's configuration by file, as it was before a model class could modify it.
 
-    The files are preferred to what transformers makes of them: the parsed configuration also
-    changes with each version of transformers, which adds defaults to it. Where vLLM's files are not
-    on this machine (another source of models, a parser of a plugin), vLLM parses its source again.
+    The files are preferred to the configuration that transformers parses: that one also changes
+    with each version of transformers, which adds defaults. If vLLM's files are not on this machine
+    (another source of models, a parser of a plugin), the configuration is parsed again from its
+    source.
 
     Args:
         model: vLLM's `ModelConfig`.
@@ -162,7 +163,7 @@ def _parsed_again(model: Any, source: str, revision: str | None) -> dict[str, An
 
 
 def _processor_files(model: Any) -> dict[str, Any]:
-    """Return the processor's files, downloaded where vLLM has not done so yet."""
+    """Return the processor's files, downloaded unless vLLM has done so."""
     path = Path(model.model)
     source = str(path.parent if path.is_file() else model.model)
     commit = getattr(model.revision, "resolved", model.revision)
@@ -170,9 +171,9 @@ def _processor_files(model: Any) -> dict[str, Any]:
 
 
 def _weights(model: Any, load: Any) -> Weights | _Named:
-    """Return the fingerprint of the weights, or their name where they cannot be read here."""
+    """Return the fingerprint of the weights, or their name if they cannot be read here."""
     source = model.model_weights or model.model
-    if load.load_format == "dummy":  # the same for every engine of one configuration
+    if load.load_format == "dummy":  # equal for all engines of one configuration
         return _Named("")
     try:
         files = weight_files(model, load)
@@ -201,10 +202,11 @@ def _other_loader(load: Any) -> list[Any] | None:
 
 
 def _quantization(model: Any, files: dict[str, Any], weights: Weights | _Named) -> Any:
-    """Return how the encoder is quantised; None: it is not.
+    """Return the quantisation of the encoder; None if it is not quantised.
 
-    In a quantised checkpoint the encoder's own tensors say whether it is. vLLM quantises a
-    checkpoint that is not quantised while it is loaded, the encoder of some models included.
+    In a quantised checkpoint, the encoder's own tensors show whether it is quantised. A checkpoint
+    that is not quantised may be quantised by vLLM while it is loaded, for some models including the
+    encoder.
     """
     stated = {name: value for name, value in files.items() if has_any(value, QUANTIZATION)}
     by_itself = QUANT_FILE in files or bool(stated)
@@ -222,7 +224,7 @@ def _quantization(model: Any, files: dict[str, Any], weights: Weights | _Named) 
 
 
 def _overrides(overrides: Any) -> Any:
-    """Return `--hf-overrides`; a function by its name, for its address differs by process."""
+    """Return `--hf-overrides`; a function by its name, since its address differs by process."""
     if callable(overrides):
         function = getattr(overrides, "__qualname__", type(overrides).__qualname__)
         return f"{overrides.__module__}.{function}"
@@ -230,9 +232,10 @@ def _overrides(overrides: Any) -> Any:
 
 
 def _processor_options(multimodal: Any) -> dict[str, Any]:
-    """Return the processor's options, without the device it runs on.
+    """Return the processor's options, without its device.
 
-    vLLM sets that by itself, on encode instances alone, and it changes outputs by rounding only.
+    vLLM sets the device by itself, on encode instances only, and it changes outputs only by
+    rounding.
     """
     options = (multimodal and multimodal.mm_processor_kwargs) or {}
     return {key: value for key, value in options.items() if key != "device"}

@@ -1,4 +1,4 @@
-"""What requests need of the encoder cache, as the scheduler's side of a consumer keeps it."""
+"""Items that requests need from the encoder cache, in the scheduler's side of a consumer."""
 
 import enum
 import time
@@ -9,28 +9,28 @@ from ec_store.fetcher import State
 
 
 class How(enum.Enum):
-    """What becomes of an item."""
+    """State of an item of a request."""
 
     OPEN = enum.auto()
     WAITING = enum.auto()
-    """Its entry is on its way."""
+    """The entry is being fetched."""
     PINNED = enum.auto()
-    """Its entry is held in memory for it."""
+    """The entry is held in memory for this item."""
     LOCAL = enum.auto()
-    """This engine encodes it, unless another request has its entry by then."""
+    """This engine encodes the item, unless another request has its entry by then."""
     COMPUTED = enum.auto()
-    """Its tokens are computed."""
+    """The tokens of the item are computed."""
 
 
 @dataclass(slots=True, eq=False)
 class Part:
     """One media item of one request.
 
-    A client may give two pictures one name: items of one identifier may differ in their tokens.
+    A client may give two images one name: items of one identifier may differ in their tokens.
 
     Attributes:
-        end: the item is needed until this many tokens of the request are computed.
-        claimed: whether it has a claim on its entry, or on the fetch of it.
+        end: number of computed tokens of the request from which the item is no longer needed.
+        claimed: whether the item has a claim on its entry, or on the fetch of it.
     """
 
     feature: Any
@@ -42,7 +42,7 @@ class Part:
 
     @classmethod
     def of(cls, feature: Any) -> Self:
-        """Return the item of a feature of vLLM's."""
+        """Return the item of one of vLLM's features."""
         where = feature.mm_position
         end = where.offset + where.length
         return cls(feature, feature.identifier, where.get_num_embeds(), end)
@@ -50,18 +50,18 @@ class Part:
 
 @dataclass(slots=True, eq=False)
 class Needs:
-    """What a request waits for.
+    """Items of a request, and how far they are.
 
     Attributes:
-        parts: its items, in the order in which their tokens are computed.
-        asked_s: when it was first asked for, monotonic.
-        preemptions: how often it had been preempted by then.
-        passed: how many of the first items are computed.
-        computed: where the last one of these ends. With fewer computed tokens, some were lost.
+        parts: items, in the order in which their tokens are computed.
+        asked_s: time of the first call for this request, monotonic.
+        preemptions: number of its preemptions at that time.
+        passed: number of leading items with computed tokens.
+        computed: end of the last of these items. With fewer computed tokens, some were lost.
         admitted: whether there was room for all of its entries.
-        failed: whether it is to fail.
-        waiting: how many of its entries are on their way.
-        arrived: items whose entries have come since it was last asked for, or are missing.
+        failed: whether the request is to fail.
+        waiting: number of its entries that are being fetched.
+        arrived: items with a result of their fetch since the last call for this request.
     """
 
     parts: list[Part]
@@ -76,7 +76,7 @@ class Needs:
 
     @classmethod
     def of(cls, request: Any) -> Self:
-        """Return what a request of vLLM's needs that is asked for first now."""
+        """Return the needs of one of vLLM's requests, at the first call for it."""
         parts = sorted(map(Part.of, request.mm_features), key=lambda part: part.end)
         return cls(parts, time.monotonic(), request.num_preemptions)
 
@@ -85,7 +85,7 @@ class Needs:
         return [part for part in self.parts[self.passed :] if part.how is How.OPEN]
 
     def has_changed(self, request: Any, computed: int) -> bool:
-        """Tell whether a request has lost computed tokens, or its session brings further items."""
+        """Return whether a request has lost computed tokens, or its session has more items."""
         return (
             computed < self.computed
             or request.num_preemptions != self.preemptions

@@ -1,4 +1,4 @@
-"""The scheduler's side of a producer: what is encoded, and what may be said of it."""
+"""Scheduler's side of a producer: the items to encode, and the entries to report to clients."""
 
 import logging
 from collections import OrderedDict
@@ -16,22 +16,22 @@ from ec_store.vllm_connector.step import Item
 logger = logging.getLogger("vllm.ec_store")
 
 MAX_LOST = 4096
-"""How many entries that were not written are remembered, by digest."""
+"""Upper bound of the failed writes that are remembered, by digest."""
 
 
 class Producer:
-    """Tells workers what they encode, and clients of the engine what they may load."""
+    """Source of the items that workers save, and of the entries that replies name."""
 
     def __init__(
         self,
         namespace: str,
         resolver: PlaceholderMetadataResolver,
     ) -> None:
-        """Know of nothing yet.
+        """Create the producer of one namespace.
 
         Args:
-            namespace: whose entries they are.
-            resolver: vLLM's, of the model.
+            namespace: namespace of the entries.
+            resolver: vLLM's resolver of the model's placeholder metadata.
         """
         self._namespace = namespace
         self._resolver = resolver
@@ -39,7 +39,7 @@ class Producer:
         self._written_to: str | None = None
 
     def items(self, new_requests: Sequence[Any]) -> dict[str, Item]:
-        """What new requests bring."""
+        """Return modality and metadata of new requests' items, by identifier."""
         items = {}
         for request in new_requests:
             modalities = {one.identifier: one.modality for one in request.mm_features}
@@ -49,10 +49,10 @@ class Producer:
         return items
 
     def report(self, request: Any) -> dict[str, Any] | None:
-        """What a finished request's reply names: items that are stored, or on their way.
+        """Return the items that a finished request's reply names: stored, or being written.
 
-        Nothing where the workers write to another namespace: a consumer would wait for entries that
-        never come.
+        Return None if the workers write to another namespace: a consumer would wait for entries
+        that never appear.
         """
         if self._written_to not in {None, self._namespace}:
             return None
@@ -66,7 +66,7 @@ class Producer:
         return items or None
 
     def hear(self, message: dict[str, Any]) -> None:
-        """Take what a worker tells: where it writes to, and what it could not store."""
+        """Process a worker's message: the namespace it writes to, and the results of its writes."""
         self._compare(message.get("namespace"))
         for digest, stored in message.get("outcomes", {}).items():
             self._lost.pop(digest, None)
@@ -76,13 +76,13 @@ class Producer:
             self._lost.popitem(last=False)
 
     def _compare(self, written_to: str | None) -> None:
-        """Log an error where a worker writes to another namespace than this engine reads."""
+        """Log an error if a worker writes to another namespace than this engine reads."""
         if written_to in {None, self._namespace, self._written_to}:
             return
         self._written_to = written_to
         logger.error(
             "this engine derives two namespaces: its worker writes encoder outputs to %s, its "
-            "scheduler names and reads %s. Nothing it encodes is found, so its replies name no "
+            "scheduler names and reads %s. Its entries would not be found, so its replies name no "
             "entries and media are sent to prefill and decode. Make sure that all of its hosts "
             "have the same vLLM, the same ec_store and the same files of the model; "
             "if they have, report the model's architecture with both names.",

@@ -1,4 +1,4 @@
-"""A proxy finds a model's entries by the namespace that engines register in the store."""
+"""Registration of the engine's namespace, by which a proxy finds a model's entries."""
 
 import logging
 import threading
@@ -12,14 +12,14 @@ RETRY_S = 10.0
 
 
 class Registration:
-    """Registers the namespace of a served model, on a thread of its own, until it is in the store.
+    """Registration of a served model's namespace, on a thread that retries until it succeeds.
 
-    A store that is away or hangs is no reason not to serve. Until the namespace is there, a proxy
-    finds none and sends media.
+    An engine serves even if the store is unreachable or hangs. Until the namespace is registered, a
+    proxy finds no entries and sends media.
     """
 
     def __init__(self, store: Store, model: str, namespace: str) -> None:
-        """Begin."""
+        """Start the thread that registers the namespace."""
         self._store = store
         self._model = model
         self._namespace = namespace
@@ -27,7 +27,7 @@ class Registration:
         threading.Thread(target=self._run, name="ec-store-register", daemon=True).start()
 
     def close(self) -> None:
-        """Try no more."""
+        """Stop retrying; a call that is running ends by itself."""
         self._closed.set()
 
     def _run(self) -> None:
@@ -38,7 +38,7 @@ class Registration:
             except StoreError as error:
                 if not failed:
                     logger.warning(
-                        "the encoder cache cannot be used, and is tried again every %g s: %s",
+                        "the encoder cache cannot be used; retrying every %g s: %s",
                         RETRY_S,
                         error,
                     )
@@ -46,7 +46,7 @@ class Registration:
                 self._closed.wait(RETRY_S)
             else:
                 if failed:
-                    logger.info("the encoder cache can be used now")
+                    logger.info("the encoder cache can be used again")
                 return
 
     def _register(self) -> None:
@@ -54,7 +54,7 @@ class Registration:
         if known not in {None, self._namespace}:
             logger.warning(
                 "%s was served from namespace %s: other encoder weights, configuration, dtype or "
-                "generation. Nothing is shared with it.",
+                "generation. Its entries are not shared with this engine.",
                 self._model,
                 known,
             )

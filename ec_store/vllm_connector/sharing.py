@@ -16,14 +16,14 @@ logger = logging.getLogger("vllm.ec_store")
 
 
 class Sharing:
-    """Hands entries on to workers: those in shared memory by their place, the others by value."""
+    """Source of entries for workers: by place if in shared memory, otherwise by value."""
 
     def __init__(self, store: Source, region: Region | None) -> None:
-        """Share nothing yet.
+        """Wrap a source of entries.
 
         Args:
-            store: where entries are fetched from.
-            region: the shared memory; None where workers are not in other processes.
+            store: source of the entries.
+            region: shared memory; None if the workers are not in other processes.
         """
         self._store = store
         self._region = region
@@ -38,9 +38,9 @@ class Sharing:
         return entry if shared is None else replace(entry, data=shared)
 
     def loads(self, entries: Mapping[str, Entry]) -> dict[str, Load]:
-        """Return what the next step loads, by identifier.
+        """Return the next step's loads, by identifier.
 
-        What is in the shared memory stays until all workers have loaded it.
+        An entry in the shared memory stays until all workers have loaded it.
         """
         region = self._mapped_region()
         loads, sent = {}, []
@@ -55,26 +55,26 @@ class Sharing:
         return loads
 
     def shared(self) -> Shared | None:
-        """Return what the next step says of the shared memory."""
+        """Return the next step's description of the shared memory."""
         return None if self._region is None else self._region.shared()
 
     def _mapped_region(self) -> Region | None:
-        """Return the shared memory, once all workers have it."""
+        """Return the shared memory, once all workers have mapped it."""
         if self._region is None or not self._region.is_mapped():
             return None
         if not self._mapped:
             self._mapped = True
-            logger.info("all workers have mapped the shared memory: steps have places in it")
+            logger.info("all workers have mapped the shared memory: steps refer to entries in it")
         return self._region
 
     def close(self) -> None:
-        """Share no more. Workers keep what they have mapped."""
+        """Close the shared memory. Workers keep their mappings."""
         if self._region is not None:
             self._region.close()
 
 
 def by_value(entries: Mapping[str, Entry]) -> dict[str, Load]:
-    """Return loads that bring the bytes of entries, wherever those are."""
+    """Return loads with the bytes of entries, in shared memory or not."""
     return {
         identifier: Load(as_tensor(entry.data), entry.dtype, entry.shape)
         for identifier, entry in entries.items()
@@ -82,18 +82,18 @@ def by_value(entries: Mapping[str, Entry]) -> dict[str, Load]:
 
 
 def make_region(size_bytes: int, parallel_config: Any) -> Region | None:
-    """Allocate shared memory, if several workers in processes of this machine load entries.
+    """Allocate shared memory, if several workers on this machine load entries.
 
-    Without it entries travel in each step's metadata. That is so as well with several hosts: a
-    worker that reads the store itself may miss what the others have, and a step's entry that is
-    missing ends the engine.
+    Without it entries travel in each step's metadata. With several hosts they do too: a worker that
+    read the store itself could miss an entry that the others have, and a missing entry in a step
+    ends the engine.
 
     Args:
-        size_bytes: for entries; 0: none.
-        parallel_config: vLLM's.
+        size_bytes: memory for entries; 0 for none.
+        parallel_config: vLLM's `ParallelConfig`.
     """
     apart = parallel_config.distributed_executor_backend in {"mp", "ray"}
-    # The first pipeline stage alone has the embeddings.
+    # Only the first pipeline stage has the embeddings.
     readers = parallel_config.world_size // parallel_config.pipeline_parallel_size
     if not size_bytes or not apart or readers < 2 or parallel_config.nnodes > 1:  # noqa: PLR2004
         return None

@@ -1,4 +1,4 @@
-"""What the scheduler's side tells the workers' for one step."""
+"""Metadata of one step, from the scheduler's side to the workers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,13 +11,13 @@ from ec_store.device.region import Place, Shared
 
 
 class Load(NamedTuple):
-    """An entry to put into the encoder cache.
+    """Entry to put into the encoder cache.
 
     Attributes:
-        raw: where its bytes are in the shared memory, or the bytes, uint8: as a torch tensor, which
+        raw: place of the bytes in the shared memory, or the bytes, uint8, as a torch tensor, which
             vLLM sends to several ranks through shared memory of its own (`ShmTensorArena`).
-        dtype: of the tensor, as `Entry.dtype`.
-        shape: of the tensor.
+        dtype: dtype of the tensor, as `Entry.dtype`.
+        shape: shape of the tensor.
     """
 
     raw: torch.Tensor | Place
@@ -26,7 +26,7 @@ class Load(NamedTuple):
 
 
 class Item(NamedTuple):
-    """What is known of an item beside its tensor."""
+    """Modality and metadata of an item, without its tensor."""
 
     modality: str
     metadata: Mapping[str, Any]
@@ -34,13 +34,13 @@ class Item(NamedTuple):
 
 @dataclass
 class StepMetadata(ECConnectorMetadata):
-    """What the workers need for one step.
+    """Metadata that the workers need for one step.
 
     Attributes:
         loads: entries to put into the encoder cache, by identifier.
-        items: of items that new requests bring, by identifier.
-        learn: modality by identifier of items that are encoded here, to tell their width.
-        shared: the memory that loads are in; None where there is none.
+        items: items of new requests, by identifier.
+        learn: modality by identifier of items that are encoded here, to report their width.
+        shared: shared memory that loads may be in; None without one.
     """
 
     loads: dict[str, Load] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Where an engine's weights are: files on this machine, or a name."""
+"""Location of an engine's weights, if they are in files on this machine."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,39 +28,40 @@ PATTERNS = {
     "npcache": ("*.bin",),
     "pt": ("*.pt",),
 }
-"""Files that vLLM loads, by `--load-format`; those of the first pattern that matches any
-(`DefaultModelLoader._prepare_weights`, vllm/model_executor/model_loader/default_loader.py)."""
+"""Patterns of the files that vLLM loads, by `--load-format`; the first pattern that matches any
+file counts (`DefaultModelLoader._prepare_weights`,
+vllm/model_executor/model_loader/default_loader.py)."""
 
 UNKNOWN = (*SAFETENSORS, "*.bin", "*.pt", "*.gguf")
-"""Files that another loader, such as a plugin's, is likely to load."""
+"""Patterns of the files that another loader, such as a plugin's, is likely to load."""
 
 INDEX = "model.safetensors.index.json"
 CONSOLIDATED_INDEX = "consolidated.safetensors.index.json"
 
 WHOLE = frozenset({"model.safetensors", "consolidated.safetensors", "pytorch_model.bin"})
-"""Names of checkpoints in one file: those in several have an index."""
+"""Names of checkpoints in one file: those in several files have an index."""
 
 
 def weight_files(model: Any, load: Any) -> Sequence[Path]:
     """Return the files that an engine's weights are loaded from.
 
-    A model of the hub is downloaded first where it is not complete on this machine, as vLLM itself
-    would do next: workers make their connectors before they load the weights, and must see what
-    the scheduler sees afterwards.
+    An incomplete model of the hub is downloaded first, as vLLM itself would do next. Workers create
+    their connectors before they load the weights, and must see the same files as the scheduler,
+    which does so afterwards.
 
     Args:
         model: vLLM's `ModelConfig`.
         load: vLLM's `LoadConfig`.
 
     Returns:
-        Nothing where the weights are not in files of this machine: object storage, random weights.
+        No files if the weights are not in files of this machine: object storage, random weights.
 
     Raises:
-        Exception: whatever vLLM's downloads raise.
+        Exception: any error of vLLM's downloads.
     """
     source = model.model_weights or model.model
     path = Path(source)
-    if path.is_file():  # a GGUF, whose encoder is in a file beside it
+    if path.is_file():  # a GGUF; its encoder is in another file beside it
         return [path, *sorted(set(path.parent.glob("*mmproj*.gguf")) - {path})]
     if load.load_format == "dummy" or "://" in source:
         return ()
@@ -75,7 +76,7 @@ def weight_files(model: Any, load: Any) -> Sequence[Path]:
 
 
 def _snapshot(model: Any, load: Any) -> Path | None:
-    """Return the folder of a model of the hub; None: nothing of it is on this machine."""
+    """Return the folder of a model of the hub; None if no part of it is on this machine."""
     # A branch may move between two reads; the commit that vLLM has resolved it to does not.
     commit = getattr(model.revision, "resolved", model.revision)
     try:
@@ -89,7 +90,7 @@ def _snapshot(model: Any, load: Any) -> Path | None:
 
 
 def _loaded(folder: Path, load_format: str) -> Sequence[Path]:
-    """Return the files of a folder that vLLM loads; none where some that it needs are missing."""
+    """Return the files of a folder that vLLM loads; none if a needed file is missing."""
     for pattern in PATTERNS.get(load_format, UNKNOWN):
         files = [str(file) for file in sorted(folder.glob(pattern))]
         if files and pattern.endswith(".safetensors"):
@@ -106,7 +107,7 @@ def _loaded(folder: Path, load_format: str) -> Sequence[Path]:
 
 
 def _is_complete(files: Sequence[Path]) -> bool:
-    """Return whether a download has ended, as far as that can be seen without the network."""
+    """Return whether a download is complete, as far as the files show without the network."""
     if not files:
         return False
     folder = files[0].parent

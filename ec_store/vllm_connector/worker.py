@@ -1,4 +1,4 @@
-"""The connector in a worker: entries into the encoder cache, and out of it."""
+"""Worker's side of the connector: loads entries into the encoder cache, and saves them from it."""
 
 import functools
 import threading
@@ -21,26 +21,27 @@ from ec_store.vllm_connector.step import Item, StepMetadata
 from ec_store.writer import Writer
 
 MAX_ITEMS = 4096
-"""How many items a worker remembers: until they are encoded, and until the scheduler was told."""
+"""Upper bound of the items that a worker remembers: until they are encoded, and until their results
+are sent to the scheduler."""
 
 MAX_TOLD = 512
-"""How many outcomes, and observations of each name, go into one message."""
+"""Upper bound of the results, and of the observations of each name, in one message."""
 
 
 class Saver:
-    """Stores what was encoded, on a thread, and tells the scheduler what became of it."""
+    """Writer of encoded items, on a thread, which reports the results to the scheduler."""
 
     def __init__(
         self, store: Store, namespace: str, queue_bytes: int, sender: Sender, counts: Counts
     ) -> None:
-        """Start the thread.
+        """Create the saver and start its thread.
 
         Args:
-            store: where entries go.
-            namespace: whose they are.
-            queue_bytes: how much may wait in host memory to be written.
-            sender: tells the scheduler; closed with the saver.
-            counts: gets what is counted, and what the store observes.
+            store: destination of the entries.
+            namespace: namespace of the entries.
+            queue_bytes: upper bound of the host memory of entries that wait to be written.
+            sender: sender to the scheduler; closed with the saver.
+            counts: counts and observations of this worker.
         """
         self._store = store
         self._namespace = namespace
@@ -65,7 +66,7 @@ class Saver:
             self._items.popitem(last=False)
 
     def save(self, identifier: str, tensor: torch.Tensor) -> None:
-        """Have an item stored that was just encoded."""
+        """Queue an item that was just encoded for writing."""
         item = self._items.get(identifier)
         key = key_or_none(self._namespace, identifier)
         if item is None or key is None:
@@ -78,20 +79,20 @@ class Saver:
             self._remember(key, stored=False)
 
     def close(self) -> None:
-        """Write what waits, for a bounded time."""
+        """Write the queued entries, for a bounded time, and report the results."""
         self._writer.close()
         self._copies.close()
         self.tell()
         self._sender.close()
 
     def tell(self) -> None:
-        """Tell the scheduler what became of entries; what it has no room for now goes later.
+        """Send results to the scheduler; results that do not fit are sent later.
 
-        Every message names the namespace that entries are written to. The first one is sent even
-        where there is nothing else to tell.
+        Each message contains the namespace of the entries. The first one is sent even without
+        results.
 
-        Once in a step: the kernel queues few messages, and the scheduler hears them only between
-        steps.
+        Call it once in a step: the kernel queues few messages, and the scheduler reads them only
+        between steps.
         """
         with self._lock:
             outcomes = dict(islice(self._outcomes.items(), MAX_TOLD))
@@ -114,7 +115,7 @@ class Saver:
                 self._observe(observations)
 
     def _observations(self) -> dict[str, list[float]]:
-        """Take what was observed here and by the store, as much as one message takes."""
+        """Take the observations of this worker and of the store, at most one message's worth."""
         self._observe(self._store.counts.take_observations())
         return self._counts.take_observations(MAX_TOLD)
 
@@ -123,7 +124,7 @@ class Saver:
             self._counts.observe(name, *values)
 
     def _entry(self, copied: HostTensor, item: Item) -> Entry | None:
-        """Make the entry, on the writer's thread; None where it must not be stored."""
+        """Make the entry, on the writer's thread; None if it must not be stored."""
         host = copied()
         data = memoryview(host.view(torch.uint8).reshape(-1).numpy()).cast("B")
         shape = tuple(host.shape)
@@ -138,17 +139,17 @@ class Saver:
 
 
 class Learner:
-    """Tells the scheduler how wide the outputs of this model's encoders are.
+    """Reporter of the width of this model's encoder outputs to the scheduler.
 
-    vLLM measures that on producers alone. A consumer that encodes an item itself sees it, too.
+    vLLM measures it on producers only. A consumer that encodes an item itself sees it too.
     """
 
     def __init__(self, sender: Sender, counts: Counts) -> None:
-        """Know of no item yet.
+        """Create the learner without items.
 
         Args:
-            sender: tells the scheduler; closed with the learner.
-            counts: what was counted here, which the scheduler is told, too.
+            sender: sender to the scheduler; closed with the learner.
+            counts: counts of this worker, which are reported too.
         """
         self._sender = sender
         self._counts = counts
@@ -156,16 +157,16 @@ class Learner:
         self._cache: Mapping[str, torch.Tensor] = {}
 
     def expect(self, items: Mapping[str, str], encoder_cache: Mapping[str, torch.Tensor]) -> None:
-        """Look for items, modality by identifier, in the encoder cache when a step has ended."""
+        """Look for items, modality by identifier, in the encoder cache at the end of a step."""
         self._items.update(items)
         self._cache = encoder_cache
         while len(self._items) > MAX_ITEMS:
             self._items.popitem(last=False)
 
     def tell(self) -> None:
-        """Tell the widths of items that are encoded by now; what cannot be sent now goes later.
+        """Report the widths of items that are encoded; a report that fails is sent later.
 
-        One item is enough for a modality: the others are not looked for any longer.
+        One item of a modality is enough: the others are dropped.
         """
         seen = [identifier for identifier in self._items if identifier in self._cache]
         widths = {self._items[one]: int(self._cache[one].shape[-1]) for one in seen}
@@ -179,15 +180,15 @@ class Learner:
             self._counts.add(**counts)
 
     def close(self) -> None:
-        """Close the sender."""
+        """Close the sender to the scheduler."""
         self._sender.close()
 
 
 def load(loader: Loader, step: StepMetadata, encoder_cache: dict[str, torch.Tensor]) -> None:
     """Put a step's entries into the encoder cache.
 
-    All that can be wrong with an entry was checked before the step: what could still fail here is
-    the device itself.
+    The scheduler's side has checked the entries before the step. Only the device can still fail
+    here.
     """
     if step.shared is not None:
         loader.share(step.shared)
@@ -199,9 +200,9 @@ def load(loader: Loader, step: StepMetadata, encoder_cache: dict[str, torch.Tens
 
 
 def reader() -> int | None:
-    """Return this worker's number among those that load entries; None where it loads none.
+    """Return this worker's index among those that load entries; None if it loads none.
 
-    The first pipeline stage alone has the embeddings.
+    Only the first pipeline stage has the embeddings.
     """
     from vllm.distributed.parallel_state import (  # noqa: PLC0415 - known once workers are up
         get_pcp_group,
@@ -217,7 +218,7 @@ def reader() -> int | None:
 
 
 def writes() -> bool:
-    """Tell whether this worker is the one of those with the same tensors that writes.
+    """Return whether this worker writes, as the only one of those with the same tensors.
 
     All ranks of a tensor-parallel group and of a prefill-context-parallel group encode every item.
     """
