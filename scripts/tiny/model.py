@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save
 from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
 
-from scripts.tiny.vocabulary import Vocabulary
+from scripts.tiny.vocabulary import END, START, Vocabulary
 from scripts.tiny.weights import redraw, renamed
 
 HIDDEN = 256
@@ -54,5 +54,18 @@ def text_config(vocabulary: Vocabulary, **more: Any) -> dict[str, Any]:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "tie_word_embeddings": False,
+        "bos_token_id": vocabulary.id(START),
+        "eos_token_id": vocabulary.id(END),
+        **more,
+    }
+
+
+def vision_config(**more: Any) -> dict[str, Any]:
+    """The configuration of a vision tower of two layers, as most families name its sizes."""
+    return {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
         **more,
     }

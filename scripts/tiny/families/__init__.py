@@ -13,13 +13,27 @@ if TYPE_CHECKING:
 
 FAMILIES: Mapping[str, str] = MappingProxyType(
     {
-        "tiny-qwen2.5-vl": "qwen2_5_vl.build",
+        "tiny-qwen2-vl": "qwen_vl.qwen2_vl",
+        "tiny-qwen2.5-vl": "qwen_vl.qwen2_5_vl",
+        "tiny-qwen3-vl": "qwen_vl.qwen3_vl",
+        "tiny-qwen3.5": "qwen_vl.qwen3_5",
+        "tiny-internvl": "internvl.build",
+        "tiny-gemma3": "gemma3.build",
+        "tiny-gemma4": "gemma4.build",
+        "tiny-llava": "llava.llava",
+        "tiny-llava-onevision": "llava.llava_onevision",
+        "tiny-pixtral": "mistral.pixtral",
+        "tiny-mistral3": "mistral.mistral3",
+        "tiny-idefics3": "idefics3.idefics3",
+        "tiny-smolvlm": "idefics3.smolvlm",
+        "tiny-glm4v": "glm4v.build",
+        "tiny-llama4": "llama4.build",
+        "tiny-paddleocr-vl": "paddleocr_vl.build",
+        "tiny-paligemma": "paligemma.build",
         "tiny-qwen2-audio": "qwen2_audio.build",
         "tiny-qwen2.5-omni": "qwen_omni.qwen2_5_omni",
         "tiny-qwen3-omni": "qwen_omni.qwen3_omni",
-        "tiny-paddleocr-vl": "paddleocr_vl.build",
-        "tiny-paligemma": "paligemma.build",
-        "tiny-pixtral": "pixtral.build",
+        "tiny-audioflamingo3": "audioflamingo3.build",
     }
 )
 """The module and the function that build a model, by the name of its directory."""

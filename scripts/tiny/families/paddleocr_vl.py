@@ -8,8 +8,8 @@ from transformers import (
 )
 
 from scripts.tiny.families.qwen import ROPE
-from scripts.tiny.model import TinyModel, text_config
-from scripts.tiny.vocabulary import END, PAD, START, Vocabulary
+from scripts.tiny.model import TinyModel, text_config, vision_config
+from scripts.tiny.vocabulary import PAD, Vocabulary
 
 VOCABULARY = Vocabulary(
     special=(
@@ -31,17 +31,11 @@ def build() -> TinyModel:
             VOCABULARY,
             head_dim=64,
             rope_parameters=ROPE,
-            bos_token_id=VOCABULARY.id(START),
-            eos_token_id=VOCABULARY.id(END),
             pad_token_id=VOCABULARY.id(PAD),
         ),
-        vision_config={
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "image_size": 112,
-        },
+        vision_config=vision_config(
+            image_size=112,
+        ),
         image_token_id=VOCABULARY.id("<|IMAGE_PLACEHOLDER|>"),
         video_token_id=VOCABULARY.id("<|VIDEO_PLACEHOLDER|>"),
         vision_start_token_id=VOCABULARY.id("<|IMAGE_START|>"),

@@ -7,8 +7,8 @@ from transformers import (
     SiglipImageProcessor,
 )
 
-from scripts.tiny.model import HIDDEN, TinyModel, text_config
-from scripts.tiny.vocabulary import END, PAD, START, Vocabulary
+from scripts.tiny.model import HIDDEN, TinyModel, text_config, vision_config
+from scripts.tiny.vocabulary import PAD, START, Vocabulary
 
 SIDE, PATCH = 224, 14
 VOCABULARY = Vocabulary(
@@ -28,20 +28,14 @@ def build() -> TinyModel:
             VOCABULARY,
             model_type="gemma",
             head_dim=64,
-            bos_token_id=VOCABULARY.id(START),
-            eos_token_id=VOCABULARY.id(END),
             pad_token_id=VOCABULARY.id(PAD),
         ),
-        vision_config={
-            "model_type": "siglip_vision_model",
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "image_size": SIDE,
-            "patch_size": PATCH,
-            "vision_use_head": False,
-        },
+        vision_config=vision_config(
+            model_type="siglip_vision_model",
+            image_size=SIDE,
+            patch_size=PATCH,
+            vision_use_head=False,
+        ),
         image_token_index=VOCABULARY.id("<image>"),
         vocab_size=VOCABULARY.size,
         projection_dim=HIDDEN,

@@ -9,14 +9,13 @@ from transformers import (
 
 from scripts.tiny.families.qwen import VOCABULARY
 from scripts.tiny.model import TinyModel, text_config
-from scripts.tiny.vocabulary import END
 
 
 def build() -> TinyModel:
     """A tiny Qwen2-Audio."""
     config = Qwen2AudioConfig(
         architectures=["Qwen2AudioForConditionalGeneration"],
-        text_config=text_config(VOCABULARY, model_type="qwen2", eos_token_id=VOCABULARY.id(END)),
+        text_config=text_config(VOCABULARY, model_type="qwen2"),
         audio_config={
             "d_model": 64,
             "encoder_layers": 2,

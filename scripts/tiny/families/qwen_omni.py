@@ -18,7 +18,7 @@ from transformers import (
 
 from scripts.tiny.families.qwen import ROPE
 from scripts.tiny.model import HIDDEN, TinyModel, text_config
-from scripts.tiny.vocabulary import END, START, Vocabulary
+from scripts.tiny.vocabulary import Vocabulary
 
 THINKER = {"": "thinker."}
 AUDIO = {
@@ -73,8 +73,6 @@ def qwen2_5_omni() -> TinyModel:
             "text_config": text_config(
                 QWEN2_5,
                 rope_parameters=ROPE,
-                bos_token_id=QWEN2_5.id(START),
-                eos_token_id=QWEN2_5.id(END),
             ),
             "audio_config": AUDIO,
             "vision_config": {**VISION, "window_size": 112, "fullatt_block_indexes": [1]},
@@ -112,8 +110,6 @@ def qwen3_omni() -> TinyModel:
                 head_dim=64,
                 rope_parameters={**ROPE, "mrope_interleaved": True},
                 mlp_only_layers=[0, 1],
-                bos_token_id=QWEN3.id(START),
-                eos_token_id=QWEN3.id(END),
             ),
             "audio_config": {**AUDIO, "downsample_hidden_size": 16},
             "vision_config": {

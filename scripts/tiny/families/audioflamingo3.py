@@ -1,0 +1,30 @@
+"""Audio-Flamingo-3: one sound, sent as metadata alone."""
+
+from transformers import (
+    AudioFlamingo3Config,
+    AudioFlamingo3ForConditionalGeneration,
+    AudioFlamingo3Processor,
+    WhisperFeatureExtractor,
+)
+
+from scripts.tiny.model import TinyModel, text_config, vision_config
+from scripts.tiny.vocabulary import Vocabulary
+
+VOCABULARY = Vocabulary(special=("<sound>",), placeholders={"audio": "<sound>"})
+
+
+def build() -> TinyModel:
+    """A tiny Audio-Flamingo-3."""
+    config = AudioFlamingo3Config(
+        architectures=["AudioFlamingo3ForConditionalGeneration"],
+        text_config=text_config(VOCABULARY, model_type="qwen2"),
+        audio_config=vision_config(),
+        audio_token_id=VOCABULARY.id("<sound>"),
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+    processor = AudioFlamingo3Processor(
+        feature_extractor=WhisperFeatureExtractor(feature_size=128),
+        tokenizer=VOCABULARY.tokenizer(),
+    )
+    return TinyModel(AudioFlamingo3ForConditionalGeneration(config), processor)

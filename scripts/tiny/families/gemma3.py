@@ -1,0 +1,52 @@
+"""Gemma 3: pictures, sent raw."""
+
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3ImageProcessor,
+    Gemma3Processor,
+)
+
+from scripts.tiny.model import TinyModel, text_config, vision_config
+from scripts.tiny.vocabulary import START, Vocabulary
+
+SIDE, PATCH = 112, 14
+TOKENS = 16
+"""Tokens of a picture: its 64 patches are pooled by four."""
+VOCABULARY = Vocabulary(
+    # vLLM looks the two line feeds around a picture up as one token.
+    special=("<start_of_image>", "<end_of_image>", "<image_soft_token>", "\n\n"),
+    placeholders={"image": "<start_of_image>"},
+    names={
+        "bos_token": START,
+        "image_token": "<image_soft_token>",
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+    },
+)
+
+
+def build() -> TinyModel:
+    """A tiny Gemma 3."""
+    config = Gemma3Config(
+        architectures=["Gemma3ForConditionalGeneration"],
+        text_config=text_config(
+            VOCABULARY,
+            head_dim=64,
+            query_pre_attn_scalar=64,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
+        vision_config=vision_config(image_size=SIDE, patch_size=PATCH, vision_use_head=False),
+        mm_tokens_per_image=TOKENS,
+        boi_token_index=VOCABULARY.id("<start_of_image>"),
+        eoi_token_index=VOCABULARY.id("<end_of_image>"),
+        image_token_index=VOCABULARY.id("<image_soft_token>"),
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+    processor = Gemma3Processor(
+        image_processor=Gemma3ImageProcessor(size={"height": SIDE, "width": SIDE}),
+        tokenizer=VOCABULARY.tokenizer(),
+        image_seq_length=TOKENS,
+    )
+    return TinyModel(Gemma3ForConditionalGeneration(config), processor)

@@ -1,0 +1,65 @@
+"""GLM-4.1V: pictures, and one video, sent raw."""
+
+from transformers import (
+    Glm4vConfig,
+    Glm4vForConditionalGeneration,
+    Glm4vImageProcessor,
+    Glm4vProcessor,
+    Glm4vVideoProcessor,
+)
+
+from scripts.tiny.model import HIDDEN, TinyModel, text_config
+from scripts.tiny.vocabulary import Vocabulary
+
+PIXELS = {"shortest_edge": 56 * 56, "longest_edge": 512 * 28 * 28}
+VOCABULARY = Vocabulary(
+    special=(
+        "<|image|>",
+        "<|video|>",
+        "<|begin_of_image|>",
+        "<|end_of_image|>",
+        "<|begin_of_video|>",
+        "<|end_of_video|>",
+    ),
+    placeholders={
+        "image": "<|begin_of_image|><|image|><|end_of_image|>",
+        "video": "<|begin_of_video|><|video|><|end_of_video|>",
+    },
+)
+
+
+def build() -> TinyModel:
+    """A tiny GLM-4.1V."""
+    config = Glm4vConfig(
+        architectures=["Glm4vForConditionalGeneration"],
+        text_config=text_config(
+            VOCABULARY,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [4, 6, 6],
+            },
+        ),
+        vision_config={
+            "depth": 2,
+            "hidden_size": 64,
+            "num_heads": 4,
+            "intermediate_size": 128,
+            "out_hidden_size": HIDDEN,
+        },
+        image_token_id=VOCABULARY.id("<|image|>"),
+        video_token_id=VOCABULARY.id("<|video|>"),
+        image_start_token_id=VOCABULARY.id("<|begin_of_image|>"),
+        image_end_token_id=VOCABULARY.id("<|end_of_image|>"),
+        video_start_token_id=VOCABULARY.id("<|begin_of_video|>"),
+        video_end_token_id=VOCABULARY.id("<|end_of_video|>"),
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+    processor = Glm4vProcessor(
+        image_processor=Glm4vImageProcessor(size=PIXELS),
+        video_processor=Glm4vVideoProcessor(size=PIXELS),
+        tokenizer=VOCABULARY.tokenizer(),
+    )
+    return TinyModel(Glm4vForConditionalGeneration(config), processor)

@@ -1,0 +1,58 @@
+"""Llama 4: pictures, sent raw."""
+
+from transformers import (
+    Llama4Config,
+    Llama4ForConditionalGeneration,
+    Llama4ImageProcessor,
+    Llama4Processor,
+)
+
+from scripts.tiny.model import TinyModel, text_config, vision_config
+from scripts.tiny.vocabulary import Vocabulary
+
+SIDE, PATCH = 112, 14
+VOCABULARY = Vocabulary(
+    special=(
+        "<|image|>",
+        "<|image_start|>",
+        "<|image_end|>",
+        "<|patch|>",
+        "<|tile_x_separator|>",
+        "<|tile_y_separator|>",
+    ),
+    placeholders={"image": "<|image|>"},
+)
+
+
+def build() -> TinyModel:
+    """A tiny Llama 4."""
+    config = Llama4Config(
+        architectures=["Llama4ForConditionalGeneration"],
+        text_config=text_config(
+            VOCABULARY,
+            intermediate_size_mlp=256,
+            head_dim=64,
+            num_local_experts=2,
+            moe_layers=[1],
+            no_rope_layers=[1, 0],
+            layer_types=["chunked_attention", "full_attention"],
+        ),
+        vision_config=vision_config(
+            image_size=SIDE,
+            patch_size=PATCH,
+            vision_output_dim=128,
+            projector_input_dim=128,
+            projector_output_dim=128,
+        ),
+        boi_token_index=VOCABULARY.id("<|image_start|>"),
+        eoi_token_index=VOCABULARY.id("<|image_end|>"),
+        image_token_index=VOCABULARY.id("<|patch|>"),
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+    processor = Llama4Processor(
+        image_processor=Llama4ImageProcessor(size={"height": SIDE, "width": SIDE}, max_patches=4),
+        tokenizer=VOCABULARY.tokenizer(),
+        patch_size=PATCH,
+    )
+    return TinyModel(Llama4ForConditionalGeneration(config), processor)

@@ -1,0 +1,79 @@
+"""LLaVA 1.5 and LLaVA-OneVision: pictures, and with OneVision videos, sent raw."""
+
+from transformers import (
+    CLIPImageProcessor,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaOnevisionConfig,
+    LlavaOnevisionForConditionalGeneration,
+    LlavaOnevisionImageProcessor,
+    LlavaOnevisionProcessor,
+    LlavaOnevisionVideoProcessor,
+    LlavaProcessor,
+)
+
+from scripts.tiny.model import TinyModel, text_config, vision_config
+from scripts.tiny.vocabulary import Vocabulary
+
+SIDE, PATCH = 112, 14
+SEQUENCE = (SIDE // PATCH) ** 2
+SIZE = {"height": SIDE, "width": SIDE}
+VOCABULARY = Vocabulary(
+    special=("<image>", "<video>"),
+    placeholders={"image": "<image>\n", "video": "<video>\n"},
+    names={"image_token": "<image>", "video_token": "<video>"},
+)
+
+
+def llava() -> TinyModel:
+    """A tiny LLaVA 1.5."""
+    config = LlavaConfig(
+        architectures=["LlavaForConditionalGeneration"],
+        text_config=text_config(
+            VOCABULARY, model_type="llama", architectures=["LlamaForCausalLM"], head_dim=64
+        ),
+        vision_config=vision_config(
+            model_type="clip_vision_model", image_size=SIDE, patch_size=PATCH, projection_dim=64
+        ),
+        image_token_index=VOCABULARY.id("<image>"),
+        image_seq_length=SEQUENCE,
+        vision_feature_layer=-1,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+    processor = LlavaProcessor(
+        image_processor=CLIPImageProcessor(size={"shortest_edge": SIDE}, crop_size=SIZE),
+        tokenizer=VOCABULARY.tokenizer(),
+        patch_size=PATCH,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
+    return TinyModel(LlavaForConditionalGeneration(config), processor)
+
+
+def llava_onevision() -> TinyModel:
+    """A tiny LLaVA-OneVision."""
+    pinpoints = [[SIDE, SIDE], [SIDE, 2 * SIDE], [2 * SIDE, SIDE], [2 * SIDE, 2 * SIDE]]
+    config = LlavaOnevisionConfig(
+        architectures=["LlavaOnevisionForConditionalGeneration"],
+        text_config=text_config(VOCABULARY, model_type="qwen2"),
+        vision_config=vision_config(
+            model_type="siglip_vision_model",
+            image_size=SIDE,
+            patch_size=PATCH,
+            vision_use_head=False,
+        ),
+        image_token_index=VOCABULARY.id("<image>"),
+        video_token_index=VOCABULARY.id("<video>"),
+        image_grid_pinpoints=pinpoints,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+    processor = LlavaOnevisionProcessor(
+        image_processor=LlavaOnevisionImageProcessor(size=SIZE, image_grid_pinpoints=pinpoints),
+        video_processor=LlavaOnevisionVideoProcessor(size=SIZE),
+        tokenizer=VOCABULARY.tokenizer(),
+        num_image_tokens=SEQUENCE,
+        vision_feature_select_strategy="full",
+    )
+    return TinyModel(LlavaOnevisionForConditionalGeneration(config), processor)
