@@ -19,8 +19,8 @@ from xdist.scheduler import LoadScopeScheduling
 from ec_store import EntryInfo, open_store
 from epd.fleet import Engine, Stack, Topology
 from epd.routing.instances import Role
+from scripts.forked import ForkedStack
 from tests.collector import Collector, over_http
-from tests.e2e.forked import ForkedStack
 from tests.e2e.stacks import AUDIO_STACKS, CLUSTER, REDIS, STACKS, VISION_STACKS, Spec
 from tests.models import written
 from tests.store.redis_server import RedisServer, cluster

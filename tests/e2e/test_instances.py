@@ -12,8 +12,8 @@ import openai
 from epd.fleet.ports import free_ports
 from epd.fleet.process import Process, stop, wait_until_ready
 from epd.routing.instances import Role
+from scripts.forked import ForkedProcess
 from tests.e2e.conftest import Served, metric
-from tests.e2e.forked import ForkedProcess
 from tests.e2e.stacks import ON_DISK, on
 from tests.e2e.test_answers import ask
 from tests.e2e.test_kills import ASKED, CLIENTS, QUESTIONS, Load, until

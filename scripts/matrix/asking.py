@@ -1,0 +1,92 @@
+"""Sends chat requests, to an engine or through the proxy."""
+
+import secrets
+import time
+from collections.abc import Iterable
+from typing import Any
+from uuid import uuid4
+
+import httpx
+import orjson
+
+from scripts.matrix.answer import Answer
+from scripts.matrix.cases import Request, contents
+
+TIMEOUT_S = 120.0
+"""A first request through NIXL may take a minute."""
+TOKENS = 16
+
+
+def ask(client: httpx.Client, url: str, model: str, request: Request) -> Answer:
+    """Ask for some tokens at temperature 0, under a salt that no other request has."""
+    body = {
+        "model": model,
+        "messages": list(request.messages),
+        "max_tokens": TOKENS,
+        "temperature": 0,
+        "logprobs": True,
+        "cache_salt": secrets.token_hex(8),
+        **request.options,
+    }
+    if request.stream:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    started = time.monotonic()
+    try:
+        reply = client.post(f"{url}/v1/chat/completions", json=body, timeout=TIMEOUT_S)
+    except httpx.HTTPError as error:
+        return Answer(0, error=repr(error), seconds=time.monotonic() - started)
+    seconds = time.monotonic() - started
+    items = reply.headers.get("x-epd-items", "")
+    if reply.status_code != httpx.codes.OK:
+        return Answer(reply.status_code, error=message(reply), items=items, seconds=seconds)
+    events = list(read_events(reply.content)) if request.stream else [orjson.loads(reply.content)]
+    return read_answer(events, items, seconds)
+
+
+def alone(client: httpx.Client, url: str, model: str, request: Request) -> Answer:
+    """Ask an engine itself, with the media under names that nothing has."""
+    messages = [
+        {
+            **said,
+            "content": [
+                part if part["type"] == "text" else {**part, "uuid": uuid4().hex}
+                for part in contents(said)
+            ],
+        }
+        for said in request.messages
+    ]
+    own = Request(messages, stream=request.stream, options=request.options)
+    return ask(client, url, model, own)
+
+
+def message(reply: httpx.Response) -> str:
+    """The message of an error."""
+    try:
+        return str(reply.json()["error"]["message"])[:200]
+    except (ValueError, KeyError, TypeError):
+        return reply.text[:200]
+
+
+def read_events(content: bytes) -> Iterable[Any]:
+    """The chunks of a streamed answer."""
+    for line in content.splitlines():
+        data = line.removeprefix(b"data: ")
+        if data != line and data != b"[DONE]":
+            yield orjson.loads(data)
+
+
+def read_answer(events: Iterable[Any], items: str, seconds: float) -> Answer:
+    """Put an answer together of its chunks, or of its only one."""
+    tokens: list[str] = []
+    logprobs: list[float] = []
+    finish, usage = "", {}
+    for event in events:
+        if "error" in event:
+            return Answer(500, error=str(event["error"])[:200], items=items, seconds=seconds)
+        usage = event.get("usage") or usage
+        for choice in event["choices"]:
+            finish = choice.get("finish_reason") or finish
+            for token in (choice.get("logprobs") or {}).get("content") or ():
+                tokens.append(token["token"])
+                logprobs.append(token["logprob"])
+    return Answer(200, tokens, logprobs, finish, usage, "", items, seconds)

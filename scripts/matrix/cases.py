@@ -1,0 +1,143 @@
+"""What every model is asked."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from types import MappingProxyType
+from typing import Any
+
+from scripts.matrix.media import LARGE, Part, frames, picture, sound, text, video
+from scripts.matrix.subjects import PICTURE, SOUND, VIDEO
+
+AT_ONCE = 8
+RATES = (1, 2, 8)
+"""Frames a second that clients say their JPEG frames have."""
+KINDS: Mapping[str, Callable[[int], Part]] = MappingProxyType(
+    {PICTURE: picture, VIDEO: video, SOUND: sound}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A chat request.
+
+    Attributes:
+        messages: what is said.
+        stream: whether the answer is streamed.
+        seen: the modality of its items, where all were asked about before: they must be hits.
+        options: more fields of the body.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    stream: bool = False
+    seen: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def media(self) -> list[Part]:
+        """Its media items."""
+        parts = [part for message in self.messages for part in contents(message)]
+        return [part for part in parts if part["type"] != "text"]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Requests that show one thing.
+
+    Attributes:
+        name: what they show.
+        requests: they, in their order.
+        at_once: whether they are sent together.
+    """
+
+    name: str
+    requests: Sequence[Request]
+    at_once: bool = False
+
+
+def contents(message: Mapping[str, Any]) -> list[Part]:
+    """The parts of a message."""
+    content = message["content"]
+    return [text(content)] if isinstance(content, str) else list(content)
+
+
+def ask(*parts: Part, **more: Any) -> Request:
+    """A request of one message."""
+    return Request([user(*parts)], **more)
+
+
+def user(*parts: Part) -> dict[str, Any]:
+    """A message of the user."""
+    return {"role": "user", "content": list(parts)}
+
+
+def distinct(modality: str) -> list[Request]:
+    """Questions about four items, which a model that tells them apart answers differently."""
+    return [ask(KINDS[modality](number), text()) for number in range(4)]
+
+
+def cases(modalities: Sequence[str]) -> Iterator[Case]:
+    """The cases of a model. No two of them have an item in common."""
+    numbers = count(4)
+    yield Case("text only", [ask(text("say something"))])
+    for modality in modalities:
+        yield from of_one(modality, numbers)
+    if VIDEO in modalities:
+        yield from jpeg_frames(numbers)
+    mixtures = [(PICTURE, VIDEO), (SOUND, PICTURE), (SOUND, PICTURE, VIDEO)]
+    for mixture in mixtures:
+        if set(mixture) <= set(modalities):
+            items = [KINDS[modality](next(numbers)) for modality in mixture]
+            yield Case(" and ".join(mixture), [ask(*items, text())] * 2)
+
+
+def of_one(modality: str, numbers: Iterator[int]) -> Iterator[Case]:
+    """The cases with items of one modality."""
+
+    def new() -> Part:
+        return KINDS[modality](next(numbers))
+
+    first = new()
+    yield Case(modality, [ask(first, text())])
+    yield Case(f"{modality} again", [ask(first, text("and?"), seen=modality)])
+    one, other = new(), new()
+    yield Case(f"two {modality}s: A B, B A", [ask(one, other, text()), ask(other, one, text())])
+    same = new()
+    yield Case(f"the same {modality} twice", [ask(same, same, text())])
+    yield Case(f"{modality} streamed", [ask(new(), text(), stream=True)])
+    if modality == VIDEO:
+        return
+    large = picture(next(numbers), LARGE) if modality == PICTURE else sound(next(numbers), 3.0)
+    yield Case(f"large and small {modality}", [ask(large, text()), ask(large, new(), text())])
+    yield Case(
+        f"{modality}s between texts",
+        [ask(text("this"), new(), text("or that"), new(), text("which?"))],
+    )
+    yield turns(modality, new(), new())
+    yield Case(
+        f"eight {modality}s at once",
+        [ask(new(), text(f"number {number}")) for number in range(AT_ONCE)],
+        at_once=True,
+    )
+
+
+def turns(modality: str, first: Part, second: Part) -> Case:
+    """Three turns of a conversation; the last has no item of its own."""
+    messages = [
+        user(first, text("what?")),
+        {"role": "assistant", "content": "this and that"},
+        user(second, text("and this?")),
+        {"role": "assistant", "content": "something else"},
+        user(text("which was the first?")),
+    ]
+    return Case(f"{modality}s, three turns", [Request(messages[:end]) for end in (1, 3, 5)])
+
+
+def jpeg_frames(numbers: Iterator[int]) -> Iterator[Case]:
+    """The same frames at several rates: none may be answered from another's encoder output."""
+    item = frames(next(numbers))
+    rates = [
+        ask(item, text(), options={"media_io_kwargs": {"video": {"fps": rate}}}) for rate in RATES
+    ]
+    yield Case("JPEG frames at 1, 2 and 8 a second", rates)
+    yield Case("JPEG frames again, at 2 a second", [rates[1]])

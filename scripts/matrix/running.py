@@ -1,0 +1,168 @@
+"""Runs the cases of a model on one stack of real engines."""
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from epd.fleet import Engine, ProcessDied, Topology
+from epd.routing.instances import Role
+from scripts.forked import ForkedStack
+from scripts.make_media import MEDIA
+from scripts.matrix.answer import TOLERANCES, Answer, differences
+from scripts.matrix.asking import alone, ask
+from scripts.matrix.cases import AT_ONCE, Case, Request, cases, distinct
+from scripts.matrix.media import FRAMES
+from scripts.matrix.results import CaseResult, Outcome, Result
+from scripts.matrix.subjects import Subject
+
+REQUESTS = "vllm:request_success_total"
+PREPROCESSED = "vllm:mm_cache_queries_total"
+"""How many items an engine was given the media of."""
+LOST = ("misses", "timeouts", "errors", "misfits", "failed_requests", "exceptions")
+"""The connector's counts of entries that a consumer did not get."""
+SLOW_S = 4.0
+"""A wait that is no work: the connector's for a promised entry is 5 s."""
+LOOK_UP_S = 2
+"""What is found in the store does not depend on how busy the machine is."""
+
+
+def run(subject: Subject, topology: str, models: Path, report: Callable[[str], None]) -> Result:
+    """Start a model's stack, ask everything, and stop it."""
+    result = Result(
+        subject.name,
+        topology,
+        version("vllm"),
+        datetime.now(UTC).date().isoformat(),
+        subject.dtype,
+    )
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="epd-matrix-") as folder, ExitStack() as running:
+        stack = ForkedStack(
+            models / subject.name,
+            Topology.parse(topology),
+            Path(folder),
+            local_media=MEDIA,
+            flags=subject.flags(FRAMES),
+            proxy_flags=["--ec-store-budget-s", str(LOOK_UP_S), "--trust-request-mm-kwargs"],
+            report=lambda _: None,
+        )
+        try:
+            running.enter_context(stack)
+            client = running.enter_context(httpx.Client(limits=httpx.Limits(max_connections=64)))
+            Examination(subject, stack, client, result, report).examine()
+        except (ProcessDied, TimeoutError) as death:
+            result.notes.append(str(death).strip().splitlines()[0])
+            report(str(death))
+    asked = {case.name for case in result.cases}
+    result.cases += [
+        CaseResult(case.name, Outcome.NOT_RUN)
+        for case in cases(subject.modalities)
+        if case.name not in asked
+    ]
+    result.seconds = round(time.monotonic() - started, 1)
+    return result
+
+
+class Examination:
+    """Asks a running stack everything, and writes down what it finds."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        stack: ForkedStack,
+        client: httpx.Client,
+        result: Result,
+        report: Callable[[str], None],
+    ) -> None:
+        self._subject = subject
+        self._stack = stack
+        self._client = client
+        self._result = result
+        self._report = report
+        self._consumers = [one for one in stack.engines if one.role is not Role.ENCODE]
+        # The last to answer in either topology: decode, or the only one that is no encode engine.
+        self._reference = self._consumers[-1]
+
+    def examine(self) -> None:
+        """Ask everything.
+
+        Raises:
+            ProcessDied: an engine ended.
+        """
+        for modality in self._subject.modalities:
+            answers = [self._alone(request) for request in distinct(modality)]
+            told = {tuple(one.tokens) for one in answers if one.tokens}
+            self._result.distinct[modality] = len(told)
+            self._report(f"  distinct {modality}s: {len(told)}")
+            self._stack.check_alive()
+        for case in cases(self._subject.modalities):
+            found = self._ask(case)
+            self._result.cases.append(found)
+            self._report(f"  {found.name}: {found.outcome} {found.detail}")
+            self._stack.check_alive()
+        self._result.lost = round(sum(self._lost(engine) for engine in self._consumers))
+
+    def _ask(self, case: Case) -> CaseResult:
+        expected = [self._alone(request) for request in case.requests]
+        with ThreadPoolExecutor(AT_ONCE if case.at_once else 1) as senders:
+            got = list(senders.map(self._through_proxy, case.requests))
+        tolerance = TOLERANCES[self._subject.dtype]
+        pairs = list(zip(expected, got, strict=True))
+        found = [what for pair in pairs for what in differences(*pair, tolerance)]
+        if found:
+            return CaseResult(case.name, Outcome.DIFFERENT, "; ".join(dict.fromkeys(found)))
+        for (one, other), request in zip(pairs, case.requests, strict=True):
+            if other.seconds > one.seconds + SLOW_S and not case.at_once:
+                items = f"{len(request.media)} items, {other.items}"
+                self._result.notes.append(
+                    f"{case.name}: {other.seconds:.1f} s, alone {one.seconds:.1f} s ({items})"
+                )
+        refusals = [one.error for one in expected if one.is_refusal]
+        if refusals:
+            return CaseResult(case.name, Outcome.REFUSED, refusals[0])
+        return CaseResult(case.name, Outcome.EQUAL)
+
+    def _alone(self, request: Request) -> Answer:
+        return alone(self._client, self._reference.url, self._subject.name, request)
+
+    def _through_proxy(self, request: Request) -> Answer:
+        if not request.seen:
+            return ask(self._client, self._stack.url, self._subject.name, request)
+        encodes, given = self._encodes(), self._given()
+        answer = ask(self._client, self._stack.url, self._subject.name, request)
+        hit = answer.items == f"hit={len(request.media)},encoded=0,local=0"
+        self._result.repeats += 1
+        self._result.hits += hit and self._encodes() == encodes
+        self._result.sent[request.seen] = "media" if self._given() > given else "metadata"
+        if not hit:
+            self._result.notes.append(f"{request.seen} again: {answer.items}")
+        return answer
+
+    def _encodes(self) -> float:
+        return sum(total(engine, REQUESTS) for engine in self._stack.of(Role.ENCODE))
+
+    def _given(self) -> float:
+        return sum(total(engine, PREPROCESSED) for engine in self._consumers)
+
+    @staticmethod
+    def _lost(engine: Engine) -> float:
+        return total(engine, *(f"vllm:ec_store_{name}_total" for name in LOST))
+
+
+def total(engine: Engine, *names: str) -> float:
+    """The sum of an engine's figures of these names; 0 where it has none."""
+    page = httpx.get(f"{engine.url}/metrics", timeout=60).text
+    samples: Sequence[tuple[str, float]] = [
+        (sample.name, sample.value)
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+    ]
+    return sum(value for name, value in samples if name in names)

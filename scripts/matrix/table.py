@@ -1,0 +1,90 @@
+"""The tables of docs/models.md."""
+
+import re
+from collections.abc import Iterator, Sequence
+
+from scripts.matrix.results import Outcome, Result
+from scripts.matrix.subjects import E_P_D, E_PD, SUBJECTS, Subject
+
+PLACE = re.compile(r"(<!-- (matrix|differences) of the models -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+NOT_RUN = "not run"
+NAMES = {E_PD: "E+PD", E_P_D: "E+P+D"}
+
+
+def written(document: str, results: Sequence[Result]) -> str:
+    """Return the document with its tables made anew; all other text stays."""
+    tables = {"matrix": matrix, "differences": noted}
+    return PLACE.sub(lambda found: found[1] + tables[found[2]](results) + found[4], document)
+
+
+def matrix(results: Sequence[Result]) -> str:
+    """A row for each model."""
+    head = ["model", "modalities", *NAMES.values(), "seen before: a hit", "prefill and decode get"]
+    lines = [row(head), row(["---"] * len(head))]
+    for subject in SUBJECTS:
+        own = {one.topology: one for one in results if one.model == subject.name}
+        lines.append(row(cells(subject, own)))
+    return "\n".join([*lines, "", *measured(results), ""])
+
+
+def cells(subject: Subject, own: dict[str, Result]) -> Iterator[str]:
+    """The cells of a model."""
+    yield subject.family
+    first = own.get(E_PD) or own.get(E_P_D)
+    if first is None:
+        yield ", ".join(subject.modalities)
+    else:
+        yield ", ".join(told_apart(modality, first) for modality in subject.modalities)
+    for topology in NAMES:
+        if topology in own:
+            yield equal(own[topology])
+        else:
+            yield NOT_RUN if topology in subject.topologies else "cannot be run"
+    repeats = sum(one.repeats for one in own.values())
+    yield f"{sum(one.hits for one in own.values())} of {repeats}" if own else NOT_RUN
+    sent = {what: kind for one in own.values() for what, kind in one.sent.items()}
+    yield ", ".join(f"{modality}: {kind}" for modality, kind in sent.items()) or NOT_RUN
+
+
+def told_apart(modality: str, result: Result) -> str:
+    """A modality, and how many of its items have answers of their own where not all have."""
+    count = result.distinct.get(modality, 0)
+    return modality if count == 4 else f"{modality} ({count} of 4 told apart)"  # noqa: PLR2004
+
+
+def equal(result: Result) -> str:
+    """How many cases were equal, of those that one engine does not refuse."""
+    refused, not_run = result.count(Outcome.REFUSED), result.count(Outcome.NOT_RUN)
+    cell = f"{result.count(Outcome.EQUAL)} of {len(result.cases) - refused}"
+    beside = [f"{refused} refused by both"] * bool(refused) + [f"{not_run} not run"] * bool(not_run)
+    return f"{cell} ({', '.join(beside)})" if beside else cell
+
+
+def noted(results: Sequence[Result]) -> str:
+    """What was different, refused or not run, a row for each."""
+    head = ["model", "topology", "case", "what was seen"]
+    lines = [row(head), row(["---"] * len(head))]
+    families = {subject.name: subject.family for subject in SUBJECTS}
+    for one in results:
+        where = families[one.model], NAMES[one.topology]
+        lines += [
+            row([*where, case.name, f"{case.outcome}: {case.detail}"])
+            for case in one.cases
+            if case.outcome in {Outcome.DIFFERENT, Outcome.REFUSED}
+        ]
+        lines += [row([*where, "", note]) for note in one.notes]
+        lines += [row([*where, "", f"{one.lost} entries not found by a consumer"])] * bool(one.lost)
+    return "\n".join([*lines, ""])
+
+
+def measured(results: Sequence[Result]) -> Iterator[str]:
+    """With what all of it was measured, and when."""
+    if results:
+        versions = ", ".join(sorted({one.vllm for one in results}))
+        dates = sorted({one.date for one in results})
+        yield f"vLLM {versions} on a CPU, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}."
+
+
+def row(values: Sequence[str] | Iterator[str]) -> str:
+    """A row of a table in Markdown."""
+    return f"| {' | '.join(value.replace('|', '/').replace(chr(10), ' ') for value in values)} |"

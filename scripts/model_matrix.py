@@ -1,0 +1,78 @@
+"""Serve every tiny model by real engines and compare the answers with one engine's.
+
+    python scripts/model_matrix.py                       every model, E+PD
+    python scripts/model_matrix.py --topology 1e1p1d     every model, E+P+D over NIXL
+    python scripts/model_matrix.py tiny-qwen3-vl …       these models
+    python scripts/model_matrix.py --write               only write the document anew
+
+What it finds is kept in docs/models.json, a result for each model and topology, of which the tables
+in docs/models.md are made.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from scripts.matrix.results import Result, of_json
+from scripts.matrix.running import run
+from scripts.matrix.subjects import E_PD, SUBJECTS, TOPOLOGIES
+from scripts.matrix.table import written
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENT, RESULTS = ROOT / "docs" / "models.md", ROOT / "docs" / "models.json"
+MODELS = ROOT / ".run" / "models"
+
+
+def main() -> None:
+    """Run the models that the command line names, and write the document."""
+    args = arguments()
+    subjects = [one for one in SUBJECTS if one.name in (args.models or names())]
+    results = read()
+    if not args.write:
+        models = [one.name for one in subjects]
+        subprocess.run(
+            [sys.executable, ROOT / "scripts/tiny_models.py", MODELS, *models], check=True
+        )
+        for subject in subjects:
+            for topology in args.topology or [E_PD]:
+                print(f"{subject.name} {topology}", flush=True)
+                result = run(subject, topology, MODELS, partial(print, flush=True))
+                results[result.model, result.topology] = result
+                keep(results)
+                print(f"  {result.seconds:.0f} s {result.notes}", flush=True)
+    DOCUMENT.write_text(written(DOCUMENT.read_text(), list(results.values())))
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("models", nargs="*", choices=[*names(), []], metavar="MODEL")
+    parser.add_argument("--topology", action="append", choices=TOPOLOGIES, help="default: 1e1pd")
+    parser.add_argument("--write", action="store_true", help="run nothing")
+    return parser.parse_args()
+
+
+def names() -> list[str]:
+    """The names of all models."""
+    return [subject.name for subject in SUBJECTS]
+
+
+def read() -> dict[tuple[str, str], Result]:
+    """What was found before, by model and topology."""
+    rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    return {(result.model, result.topology): result for result in map(of_json, rows)}
+
+
+def keep(results: dict[tuple[str, str], Result]) -> None:
+    """Write down what was found, in the order of the table."""
+    order = [(name, topology) for name in names() for topology in TOPOLOGIES]
+    rows = [asdict(results[key]) for key in order if key in results]
+    RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
