@@ -70,8 +70,7 @@ class Forked:
     """What `Process` uses of a `subprocess.Popen`."""
 
     def __init__(self, process: BaseProcess) -> None:
-        assert process.pid is not None
-        self.pid = process.pid
+        self.pid: int = process.pid  # type: ignore[assignment]  # it is started
         self._process = process
 
     def poll(self) -> int | None:
@@ -86,8 +85,7 @@ class Forked:
         """
         self._process.join(timeout)
         if self._process.exitcode is None:
-            assert timeout is not None
-            raise subprocess.TimeoutExpired("vllm", timeout)
+            raise subprocess.TimeoutExpired("vllm", timeout or 0)
         return self._process.exitcode
 
 

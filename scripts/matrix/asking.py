@@ -71,7 +71,7 @@ def read_events(content: bytes) -> Iterable[Any]:
     """The chunks of a streamed answer."""
     for line in content.splitlines():
         data = line.removeprefix(b"data: ")
-        if data != line and data != b"[DONE]":
+        if data not in (line, b"[DONE]"):
             yield orjson.loads(data)
 
 

@@ -108,12 +108,13 @@ class Examination:
             self._result.cases.append(found)
             self._report(f"  {found.name}: {found.outcome} {found.detail}")
             self._stack.check_alive()
-        self._result.lost = round(sum(self._lost(engine) for engine in self._consumers))
 
     def _ask(self, case: Case) -> CaseResult:
         expected = [self._alone(request) for request in case.requests]
+        lost = self._lost()
         with ThreadPoolExecutor(AT_ONCE if case.at_once else 1) as senders:
             got = list(senders.map(self._through_proxy, case.requests))
+        self._result.lost += round(self._lost() - lost)
         tolerance = TOLERANCES[self._subject.dtype]
         pairs = list(zip(expected, got, strict=True))
         found = [what for pair in pairs for what in differences(*pair, tolerance)]
@@ -152,9 +153,9 @@ class Examination:
     def _given(self) -> float:
         return sum(total(engine, PREPROCESSED) for engine in self._consumers)
 
-    @staticmethod
-    def _lost(engine: Engine) -> float:
-        return total(engine, *(f"vllm:ec_store_{name}_total" for name in LOST))
+    def _lost(self) -> float:
+        names = [f"vllm:ec_store_{name}_total" for name in LOST]
+        return sum(total(engine, *names) for engine in self._consumers)
 
 
 def total(engine: Engine, *names: str) -> float:
