@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 TOLERANCES: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 5e-2}
-"""How much log-probabilities may differ, by what engines compute in. In bfloat16 one engine's differ
-as much with what else is in its batch."""
+"""How much log-probabilities may differ, by what engines compute in. In bfloat16 one engine's own
+differ with what else is in its batch."""
 USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
 
 

@@ -1,5 +1,6 @@
 """Runs the cases of a model on one stack of real engines."""
 
+import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +20,6 @@ from scripts.make_media import MEDIA
 from scripts.matrix.answer import TOLERANCES, Answer, differences
 from scripts.matrix.asking import alone, ask
 from scripts.matrix.cases import AT_ONCE, Case, Request, cases, distinct
-from scripts.matrix.media import FRAMES
 from scripts.matrix.results import CaseResult, Outcome, Result
 from scripts.matrix.subjects import Subject
 
@@ -50,7 +50,7 @@ def run(subject: Subject, topology: str, models: Path, report: Callable[[str], N
             Topology.parse(topology),
             Path(folder),
             local_media=MEDIA,
-            flags=subject.flags(FRAMES),
+            flags=subject.flags(),
             proxy_flags=["--ec-store-budget-s", str(LOOK_UP_S), "--trust-request-mm-kwargs"],
             report=lambda _: None,
         )
@@ -59,7 +59,7 @@ def run(subject: Subject, topology: str, models: Path, report: Callable[[str], N
             client = running.enter_context(httpx.Client(limits=httpx.Limits(max_connections=64)))
             Examination(subject, stack, client, result, report).examine()
         except (ProcessDied, TimeoutError) as death:
-            result.notes.append(str(death).strip().splitlines()[0])
+            result.notes.append(summary(death))
             report(str(death))
     asked = {case.name for case in result.cases}
     result.cases += [
@@ -156,6 +156,11 @@ class Examination:
     def _lost(self) -> float:
         names = [f"vllm:ec_store_{name}_total" for name in LOST]
         return sum(total(engine, *names) for engine in self._consumers)
+
+
+def summary(death: Exception) -> str:
+    """What ended, without the number of its port and the log of it."""
+    return re.sub(r"-\d+", "", str(death).partition(".")[0])
 
 
 def total(engine: Engine, *names: str) -> float:

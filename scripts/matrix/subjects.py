@@ -19,25 +19,18 @@ class Subject:
         family: the models that it stands for.
         modalities: of which it takes media.
         dtype: what its engines compute in.
-        topologies: those in which it is served here.
+        own: more of its engines' command lines.
     """
 
     name: str
     family: str
     modalities: Sequence[str]
     dtype: str = "float32"
-    topologies: Sequence[str] = TOPOLOGIES
+    own: Sequence[str] = ()
 
-    def flags(self, frames: int) -> dict[Role, Sequence[str]]:
-        """What its engines' command lines have beside those of every stack.
-
-        Args:
-            frames: how many frames of a video an engine must have room for.
-        """
-        limits = f'{{"video": {{"count": 2, "num_frames": {frames}}}}}'
-        every = ["--dtype", self.dtype, "--trust-request-mm-kwargs"]
-        if VIDEO in self.modalities and self.name == "tiny-gemma4":
-            every += ["--limit-mm-per-prompt", limits]
+    def flags(self) -> dict[Role, Sequence[str]]:
+        """What its engines' command lines have beside those of every stack."""
+        every = "--dtype", self.dtype, "--trust-request-mm-kwargs", *self.own
         return dict.fromkeys(Role, every)
 
 
@@ -63,5 +56,6 @@ SUBJECTS = (
     Subject("tiny-qwen2.5-omni", "Qwen2.5-Omni", (PICTURE, VIDEO, SOUND)),
     Subject("tiny-qwen3-omni", "Qwen3-Omni", (PICTURE, VIDEO, SOUND)),
     Subject("tiny-audioflamingo3", "Audio-Flamingo-3", (SOUND,)),
+    Subject("tiny-voxtral", "Voxtral", (SOUND,), own=("--tokenizer-mode", "mistral")),
 )
 """In the order of the table."""

@@ -22,23 +22,30 @@ class TinyModel:
 
     Attributes:
         model: the model, its weights not yet drawn.
-        processor: what makes tensors of media, with the tokenizer.
+        processor: what makes tensors of media, with the tokenizer; None: both come with vLLM.
         config: the configuration that vLLM reads, where it is not the model's own.
         prefixes: the prefixes that vLLM wants for the weights, by those that they have.
+        files: the text of more files, by their names.
+        first_byte: the number of the token of byte 0.
     """
 
     model: PreTrainedModel
-    processor: ProcessorMixin
+    processor: ProcessorMixin | None = None
     config: PreTrainedConfig | None = None
     prefixes: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+    first_byte: int = 0
 
     def write(self, folder: Path) -> None:
         """Draw the weights and write everything that a vLLM needs to serve the model."""
-        redraw(self.model)
+        redraw(self.model, self.first_byte)
         (self.config or self.model.config).save_pretrained(folder)
-        # Some processors bring a template of their own, which knows other modalities or none.
-        self.processor.chat_template = self.processor.tokenizer.chat_template
-        self.processor.save_pretrained(folder)
+        if self.processor is not None:
+            # Some bring a template of their own, which knows other modalities or none.
+            self.processor.chat_template = self.processor.tokenizer.chat_template
+            self.processor.save_pretrained(folder)
+        for name, text in self.files.items():
+            (folder / name).write_text(text)
         weights = dict(renamed(self.model.to(torch.bfloat16).state_dict(), self.prefixes))
         (folder / "model.safetensors").write_bytes(save(weights, {"format": "pt"}))
 

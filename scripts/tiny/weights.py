@@ -16,8 +16,13 @@ HEAD_NORM_GAIN = 3.0
 """Of models that normalise queries and keys, which undoes the gains of their projections."""
 
 
-def redraw(model: PreTrainedModel) -> None:
-    """Draw every matrix anew; transformers' initial ones are so small that every input is alike."""
+def redraw(model: PreTrainedModel, first_byte: int = 0) -> None:
+    """Draw every matrix anew; transformers' initial ones are so small that every input is alike.
+
+    Args:
+        model: the model.
+        first_byte: the number of the token of byte 0: it answers with letters alone.
+    """
     generator = torch.Generator().manual_seed(SEED)
     for name, parameter in model.named_parameters():
         if name.endswith(".bias"):
@@ -30,7 +35,7 @@ def redraw(model: PreTrainedModel) -> None:
             parameter.data.normal_(std=std, generator=generator)
     output = model.get_output_embeddings().weight.data
     silence = torch.ones(len(output), dtype=torch.bool)
-    silence[list(LETTERS)] = False
+    silence[[first_byte + letter for letter in LETTERS]] = False
     output[silence] = 0
 
 

@@ -34,6 +34,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "tiny-qwen2.5-omni": "qwen_omni.qwen2_5_omni",
         "tiny-qwen3-omni": "qwen_omni.qwen3_omni",
         "tiny-audioflamingo3": "audioflamingo3.build",
+        "tiny-voxtral": "voxtral.build",
     }
 )
 """The module and the function that build a model, by the name of its directory."""

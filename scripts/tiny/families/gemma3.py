@@ -14,8 +14,11 @@ SIDE, PATCH = 112, 14
 TOKENS = 16
 """Tokens of a picture: its 64 patches are pooled by four."""
 VOCABULARY = Vocabulary(
-    # vLLM looks the two line feeds around a picture up as one token.
-    special=("<start_of_image>", "<end_of_image>", "<image_soft_token>", "\n\n"),
+    # vLLM looks line feeds up as tokens: those around two pictures come together.
+    special=(
+        *("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
+        *("\n" * count for count in (4, 3, 2, 1)),
+    ),
     placeholders={"image": "<start_of_image>"},
     names={
         "bos_token": START,

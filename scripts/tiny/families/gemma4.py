@@ -12,6 +12,8 @@ from transformers import (
 from scripts.tiny.model import TinyModel, text_config, vision_config
 from scripts.tiny.vocabulary import START, Vocabulary
 
+TOKENS = 70
+"""Tokens of a picture, and of a frame of a video."""
 VOCABULARY = Vocabulary(
     special=("<|image>", "<image|>", "<|image|>", "<|video|>", "<|audio>", "<audio|>", "<|audio|>"),
     placeholders={"image": "<|image|>", "video": "<|video|>"},
@@ -39,7 +41,9 @@ def build() -> TinyModel:
             vocab_size_per_layer_input=VOCABULARY.size,
             hidden_size_per_layer_input=0,
         ),
-        vision_config=vision_config(num_key_value_heads=4, head_dim=16),
+        vision_config=vision_config(
+            num_key_value_heads=4, head_dim=16, default_output_length=TOKENS
+        ),
         audio_config=None,
         boi_token_id=VOCABULARY.id("<|image>"),
         eoi_token_id=VOCABULARY.id("<image|>"),
@@ -53,7 +57,7 @@ def build() -> TinyModel:
     )
     processor = Gemma4Processor(
         feature_extractor=Gemma4AudioFeatureExtractor(),
-        image_processor=Gemma4ImageProcessor(),
+        image_processor=Gemma4ImageProcessor(max_soft_tokens=TOKENS),
         video_processor=Gemma4VideoProcessor(),
         tokenizer=VOCABULARY.tokenizer(),
     )
