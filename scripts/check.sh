@@ -15,6 +15,7 @@ trap 'kill "$types" 2>/dev/null || true; rm -rf "$site"' EXIT
 .venv/bin/python scripts/fault_table.py --check
 .venv/bin/python scripts/recovery_table.py --check
 .venv/bin/python scripts/metrics_reference.py --check
+.venv/bin/python scripts/model_matrix.py --check
 .venv/bin/python scripts/package_table.py --check
 .venv/bin/python scripts/config_reference.py --check
 NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet --site-dir "$site"

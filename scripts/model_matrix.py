@@ -4,6 +4,7 @@
     python scripts/model_matrix.py --topology 1e1p1d     every model, E+P+D over NIXL
     python scripts/model_matrix.py tiny-qwen3-vl …       these models
     python scripts/model_matrix.py --write               only write the document anew
+    python scripts/model_matrix.py --check               fail where it is out of date
 
 What it finds is kept in docs/models.json, a result for each model and topology, of which the tables
 in docs/models.md are made.
@@ -13,6 +14,7 @@ import argparse
 import json
 import subprocess
 import sys
+import tempfile
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -32,7 +34,7 @@ def main() -> None:
     args = arguments()
     subjects = [one for one in SUBJECTS if one.name in (args.models or names())]
     results = read()
-    if not args.write:
+    if not (args.write or args.check):
         models = [one.name for one in subjects]
         subprocess.run(
             [sys.executable, ROOT / "scripts/tiny_models.py", MODELS, *models], check=True
@@ -40,11 +42,18 @@ def main() -> None:
         for subject in subjects:
             for topology in args.topology or [E_PD]:
                 print(f"{subject.name} {topology}", flush=True)
-                result = run(subject, topology, MODELS, partial(print, flush=True))
+                with tempfile.TemporaryDirectory(prefix="epd-matrix-") as temporary:
+                    folder = (args.keep or Path(temporary)) / f"{subject.name}-{topology}"
+                    result = run(subject, topology, MODELS, folder, partial(print, flush=True))
                 results[result.model, result.topology] = result
                 keep(results)
                 print(f"  {result.seconds:.0f} s {result.notes}", flush=True)
-    DOCUMENT.write_text(written(DOCUMENT.read_text(), list(results.values())))
+    old = DOCUMENT.read_text()
+    new = written(old, list(results.values()))
+    if not args.check:
+        DOCUMENT.write_text(new)
+    elif new != old:
+        sys.exit(f"{DOCUMENT.name}: out of date; run scripts/model_matrix.py --write")
 
 
 def arguments() -> argparse.Namespace:
@@ -52,7 +61,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("models", nargs="*", choices=[*names(), []], metavar="MODEL")
     parser.add_argument("--topology", action="append", choices=TOPOLOGIES, help="default: 1e1pd")
-    parser.add_argument("--write", action="store_true", help="run nothing")
+    parser.add_argument("--keep", type=Path, help="folder for logs and encoder outputs")
+    parser.add_argument("--write", action="store_true", help="run nothing, write the document")
+    parser.add_argument("--check", action="store_true", help="run and write nothing")
     return parser.parse_args()
 
 

@@ -1,7 +1,6 @@
 """Runs the cases of a model on one stack of real engines."""
 
 import re
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,8 +33,18 @@ LOOK_UP_S = 2
 """What is found in the store does not depend on how busy the machine is."""
 
 
-def run(subject: Subject, topology: str, models: Path, report: Callable[[str], None]) -> Result:
-    """Start a model's stack, ask everything, and stop it."""
+def run(
+    subject: Subject, topology: str, models: Path, folder: Path, report: Callable[[str], None]
+) -> Result:
+    """Start a model's stack, ask everything, and stop it.
+
+    Args:
+        subject: the model.
+        topology: its engines.
+        models: the folder of all models.
+        folder: where logs and encoder outputs go.
+        report: is told of progress, a line at a time.
+    """
     result = Result(
         subject.name,
         topology,
@@ -44,11 +53,11 @@ def run(subject: Subject, topology: str, models: Path, report: Callable[[str], N
         subject.dtype,
     )
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="epd-matrix-") as folder, ExitStack() as running:
+    with ExitStack() as running:
         stack = ForkedStack(
             models / subject.name,
             Topology.parse(topology),
-            Path(folder),
+            folder,
             local_media=MEDIA,
             flags=subject.flags(),
             proxy_flags=["--ec-store-budget-s", str(LOOK_UP_S), "--trust-request-mm-kwargs"],

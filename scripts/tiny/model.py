@@ -61,6 +61,7 @@ def text_config(vocabulary: Vocabulary, **more: Any) -> dict[str, Any]:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "tie_word_embeddings": False,
+        "max_position_embeddings": 8192,
         "bos_token_id": vocabulary.id(START),
         "eos_token_id": vocabulary.id(END),
         **more,
