@@ -79,7 +79,8 @@ def read_answer(events: Iterable[Any], items: str, seconds: float) -> Answer:
     """Put an answer together of its chunks, or of its only one."""
     tokens: list[str] = []
     logprobs: list[float] = []
-    finish, usage = "", {}
+    usage: dict[str, int] = {}
+    finish = ""
     for event in events:
         if "error" in event:
             return Answer(500, error=str(event["error"])[:200], items=items, seconds=seconds)

@@ -10,6 +10,8 @@ from scripts.matrix.media import LARGE, Part, frames, picture, sound, text, vide
 from scripts.matrix.subjects import PICTURE, SOUND, VIDEO
 
 AT_ONCE = 8
+DISTINCT = 4
+"""How many items of a modality a model must tell apart."""
 RATES = (1, 2, 8)
 """Frames a second that clients say their JPEG frames have."""
 KINDS: Mapping[str, Callable[[int], Part]] = MappingProxyType(
@@ -72,13 +74,13 @@ def user(*parts: Part) -> dict[str, Any]:
 
 
 def distinct(modality: str) -> list[Request]:
-    """Questions about four items, which a model that tells them apart answers differently."""
-    return [ask(KINDS[modality](number), text()) for number in range(4)]
+    """Questions about as many items, which a model that tells them apart answers differently."""
+    return [ask(KINDS[modality](number), text()) for number in range(DISTINCT)]
 
 
 def cases(modalities: Sequence[str]) -> Iterator[Case]:
     """The cases of a model. No two of them have an item in common."""
-    numbers = count(4)
+    numbers = count(DISTINCT)
     yield Case("text only", [ask(text("say something"))])
     for modality in modalities:
         yield from of_one(modality, numbers)

@@ -33,7 +33,8 @@ def video(number: int) -> Part:
         stream.width, stream.height = SMALL
         stream.pix_fmt = "yuv420p"
         for image in wandering(number):
-            film.mux(stream.encode(av.VideoFrame.from_image(image)))
+            frame = av.VideoFrame.from_image(image)  # type: ignore[no-untyped-call]
+            film.mux(stream.encode(frame))
         film.mux(stream.encode())
     return part("video_url", "video/mp4", buffer.getvalue())
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 
+from scripts.matrix.cases import DISTINCT
 from scripts.matrix.results import Outcome, Result
 from scripts.matrix.subjects import E_P_D, E_PD, SUBJECTS, Subject
 
@@ -45,8 +46,8 @@ def cells(subject: Subject, own: dict[str, Result]) -> Iterator[str]:
 
 def told_apart(modality: str, result: Result) -> str:
     """A modality, and how many of its items have answers of their own where not all have."""
-    count = result.distinct.get(modality, 0)
-    return modality if count == 4 else f"{modality} ({count} of 4 told apart)"  # noqa: PLR2004
+    count = result.distinct.get(modality, DISTINCT)
+    return modality if count == DISTINCT else f"{modality} ({count} of {DISTINCT} told apart)"
 
 
 def equal(result: Result) -> str:

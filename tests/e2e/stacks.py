@@ -85,13 +85,15 @@ CONVERSING = Spec(VISION, E_P_D, DISK, conversing=True)
 SHARDED = Spec(VISION, E_PD, DISK, consumer_ranks=2)
 AUDIO_STACKS = [Spec(AUDIO, E_PD, DISK), TRACED]
 MODELS = (
+    "tiny-internvl",
     "tiny-paddleocr-vl",
     "tiny-paligemma",
     "tiny-pixtral",
     "tiny-qwen2.5-omni",
     "tiny-qwen3-omni",
+    "tiny-qwen3-vl",
 )
-"""The models that only their own tests ask, on a stack each."""
+"""The models that only their own tests ask, on a stack each. `scripts/model_matrix.sh` has all."""
 MODEL_STACKS = [Spec(model, E_PD, DISK) for model in MODELS]
 STACKS = [*VISION_STACKS, *AUDIO_STACKS, CONVERSING, SHARDED, *MODEL_STACKS]
 

@@ -2,7 +2,7 @@
 
 In vLLM the classes of PaddleOCR-VL, PaliGemma, Pixtral and Qwen3-Omni write into the configuration
 they are given. Those of Qwen2.5-Omni do not, on a CPU; its processor accepts no mixture of raw and
-metadata-only items.
+metadata-only items. That of Qwen3-VL accepts it; InternVL's items all go on raw.
 """
 
 import logging
@@ -27,7 +27,8 @@ from tests.requests import Part, text
 log = logging.getLogger(__name__)
 
 OMNI_STACKS = [spec for spec in MODEL_STACKS if "omni" in spec.model]
-on_models, on_omni = on(*MODEL_STACKS), on(*OMNI_STACKS)
+VIDEO_STACKS = [spec for spec in MODEL_STACKS if spec.model.endswith(("omni", "internvl", "3-vl"))]
+on_models, on_omni, on_video = on(*MODEL_STACKS), on(*OMNI_STACKS), on(*VIDEO_STACKS)
 
 LOST = ("misses", "timeouts", "errors", "misfits", "failed_requests", "exceptions")
 """The connector's counts of entries that a consumer did not get."""
@@ -139,7 +140,7 @@ def test_all_processes_of_all_engines_have_one_namespace(stack: Served) -> None:
 
 
 @pytest.mark.fault(75)
-@on_omni
+@on_video
 def test_a_picture_and_a_video_in_one_request(stack: Served) -> None:
     """A processor that builds dummy text for all items must get the media of all items."""
     parts = picture("cat.jpg"), picture("ball.gif", "video_url"), WORDS
