@@ -1,6 +1,7 @@
 """Seeded random weights with which different media give different answers."""
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 import torch
 from transformers import PreTrainedModel
@@ -11,6 +12,16 @@ SEED = 15
 GAINS = {"q_proj": 2.0, "k_proj": 2.0, "o_proj": 4.0, "lm_head": 8.0}
 """Factors on 1/sqrt(fan-in). With sharp attention single patches count, where flat attention would
 average all pictures to much the same; a loud `lm_head` keeps sampled tokens among the letters."""
+TOWER_PREFIX = MappingProxyType({"model.vision_tower.": "model.vision_tower.vision_model."})
+"""CLIP's and SigLIP's, which transformers 5 names without the second part."""
+INNER_MODELS = MappingProxyType(
+    {
+        "lm_head.": "language_model.lm_head.",
+        "model.language_model.": "language_model.model.",
+        "model.": "",
+    }
+)
+"""For the classes of vLLM that know the names of before transformers 4.52 alone."""
 HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
 HEAD_NORM_GAIN = 3.0
 """Of models that normalise queries and keys, which undoes the gains of their projections."""

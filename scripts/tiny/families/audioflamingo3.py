@@ -9,6 +9,7 @@ from transformers import (
 
 from scripts.tiny.model import TinyModel, text_config, vision_config
 from scripts.tiny.vocabulary import Vocabulary
+from scripts.tiny.weights import INNER_MODELS
 
 VOCABULARY = Vocabulary(special=("<sound>",), placeholders={"audio": "<sound>"})
 
@@ -27,4 +28,6 @@ def build() -> TinyModel:
         feature_extractor=WhisperFeatureExtractor(feature_size=128),
         tokenizer=VOCABULARY.tokenizer(),
     )
-    return TinyModel(AudioFlamingo3ForConditionalGeneration(config), processor)
+    return TinyModel(
+        AudioFlamingo3ForConditionalGeneration(config), processor, prefixes=INNER_MODELS
+    )

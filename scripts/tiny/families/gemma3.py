@@ -9,6 +9,7 @@ from transformers import (
 
 from scripts.tiny.model import TinyModel, text_config, vision_config
 from scripts.tiny.vocabulary import START, Vocabulary
+from scripts.tiny.weights import TOWER_PREFIX
 
 SIDE, PATCH = 112, 14
 TOKENS = 16
@@ -52,4 +53,4 @@ def build() -> TinyModel:
         tokenizer=VOCABULARY.tokenizer(),
         image_seq_length=TOKENS,
     )
-    return TinyModel(Gemma3ForConditionalGeneration(config), processor)
+    return TinyModel(Gemma3ForConditionalGeneration(config), processor, prefixes=TOWER_PREFIX)

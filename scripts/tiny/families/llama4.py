@@ -33,7 +33,7 @@ def build() -> TinyModel:
             intermediate_size_mlp=256,
             head_dim=64,
             num_local_experts=2,
-            moe_layers=[1],
+            interleave_moe_layer_step=2,
             no_rope_layers=[1, 0],
             layer_types=["chunked_attention", "full_attention"],
         ),

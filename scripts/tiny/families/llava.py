@@ -14,6 +14,7 @@ from transformers import (
 
 from scripts.tiny.model import TinyModel, text_config, vision_config
 from scripts.tiny.vocabulary import Vocabulary
+from scripts.tiny.weights import TOWER_PREFIX
 
 SIDE, PATCH = 112, 14
 SEQUENCE = (SIDE // PATCH) ** 2
@@ -48,7 +49,7 @@ def llava() -> TinyModel:
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
     )
-    return TinyModel(LlavaForConditionalGeneration(config), processor)
+    return TinyModel(LlavaForConditionalGeneration(config), processor, prefixes=TOWER_PREFIX)
 
 
 def llava_onevision() -> TinyModel:
@@ -76,4 +77,6 @@ def llava_onevision() -> TinyModel:
         num_image_tokens=SEQUENCE,
         vision_feature_select_strategy="full",
     )
-    return TinyModel(LlavaOnevisionForConditionalGeneration(config), processor)
+    return TinyModel(
+        LlavaOnevisionForConditionalGeneration(config), processor, prefixes=TOWER_PREFIX
+    )

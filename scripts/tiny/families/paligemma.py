@@ -9,6 +9,7 @@ from transformers import (
 
 from scripts.tiny.model import HIDDEN, TinyModel, text_config, vision_config
 from scripts.tiny.vocabulary import PAD, START, Vocabulary
+from scripts.tiny.weights import TOWER_PREFIX
 
 SIDE, PATCH = 224, 14
 VOCABULARY = Vocabulary(
@@ -51,5 +52,5 @@ def build() -> TinyModel:
     return TinyModel(
         PaliGemmaForConditionalGeneration(config),
         processor,
-        prefixes={"model.vision_tower.": "model.vision_tower.vision_model."},
+        prefixes=TOWER_PREFIX,
     )

@@ -9,6 +9,7 @@ from transformers import (
 
 from scripts.tiny.families.qwen import VOCABULARY
 from scripts.tiny.model import TinyModel, text_config
+from scripts.tiny.weights import INNER_MODELS
 
 
 def build() -> TinyModel:
@@ -33,9 +34,5 @@ def build() -> TinyModel:
     return TinyModel(
         Qwen2AudioForConditionalGeneration(config),
         processor,
-        prefixes={
-            "lm_head.": "language_model.lm_head.",
-            "model.language_model.": "language_model.model.",
-            "model.": "",
-        },
+        prefixes=INNER_MODELS,
     )
