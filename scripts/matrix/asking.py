@@ -11,6 +11,7 @@ import orjson
 
 from scripts.matrix.answer import Answer
 from scripts.matrix.cases import Request, contents
+from scripts.matrix.media import text
 
 TIMEOUT_S = 120.0
 """A first request through NIXL may take a minute."""
@@ -45,6 +46,23 @@ def ask(client: httpx.Client, url: str, model: str, request: Request) -> Answer:
 
 def alone(client: httpx.Client, url: str, model: str, request: Request) -> Answer:
     """Ask an engine itself, with the media under names that nothing has."""
+    return ask(client, url, model, named(request))
+
+
+def apart(client: httpx.Client, url: str, model: str, request: Request) -> Answer:
+    """Ask an engine itself, once it has encoded each item in a request of its own.
+
+    An encode instance is given one item at a time, and an engine all of a request together: what an
+    encoder makes of an item may depend on the others.
+    """
+    whole = named(request)
+    for item in whole.media:
+        ask(client, url, model, Request([{"role": "user", "content": [item, text()]}]))
+    return ask(client, url, model, whole)
+
+
+def named(request: Request) -> Request:
+    """The request, with a new name for each item."""
     messages = [
         {
             **said,
@@ -55,8 +73,7 @@ def alone(client: httpx.Client, url: str, model: str, request: Request) -> Answe
         }
         for said in request.messages
     ]
-    own = Request(messages, stream=request.stream, options=request.options)
-    return ask(client, url, model, own)
+    return Request(messages, stream=request.stream, options=request.options)
 
 
 def message(reply: httpx.Response) -> str:

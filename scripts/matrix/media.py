@@ -49,13 +49,15 @@ def frames(number: int) -> Part:
 
 
 def sound(number: int, seconds: float = 1.0) -> Part:
-    """Two tones and a tremolo, whose frequencies depend on the number, at 16 kHz."""
-    low, high, tremolo = 110 * 1.31 ** (number % 12), 900 + 377 * (number % 9), 2 + number % 7
+    """A tone with some of its harmonics, rising or falling, at 16 kHz."""
+    pitch_hz, slope = 90 * 1.45 ** (number % 7), (0.0, 1.5, -0.4)[number % 3]
+    harmonics = [1, 2 + number % 4, 5 + number % 11]
     samples = array("h")
     for step in range(round(seconds * RATE_HZ)):
         t = step / RATE_HZ
-        tones = math.sin(math.tau * low * t) + 0.6 * math.sin(math.tau * high * t * (1 + t / 3))
-        samples.append(round(9000 * tones * (0.6 + 0.4 * math.sin(math.tau * tremolo * t))))
+        phase = math.tau * pitch_hz * t * (1 + slope * t / 2)
+        tones = sum(math.sin(phase * harmonic) for harmonic in harmonics)
+        samples.append(round(9000 * tones * abs(math.cos(math.tau * (1 + number % 5) * t))))
     buffer = BytesIO()
     with wave.open(buffer, "wb") as file:
         file.setparams((1, 2, RATE_HZ, 0, "NONE", ""))

@@ -17,7 +17,7 @@ from epd.routing.instances import Role
 from scripts.forked import ForkedStack
 from scripts.make_media import MEDIA
 from scripts.matrix.answer import TOLERANCES, Answer, differences
-from scripts.matrix.asking import alone, ask
+from scripts.matrix.asking import alone, apart, ask
 from scripts.matrix.cases import AT_ONCE, Case, Request, cases, distinct
 from scripts.matrix.results import CaseResult, Outcome, Result
 from scripts.matrix.subjects import Subject
@@ -128,7 +128,10 @@ class Examination:
         pairs = list(zip(expected, got, strict=True))
         found = [what for pair in pairs for what in differences(*pair, tolerance)]
         if found:
-            return CaseResult(case.name, Outcome.DIFFERENT, "; ".join(dict.fromkeys(found)))
+            detail = "; ".join(dict.fromkeys(found))
+            if self._encoded_together(case.requests, pairs, tolerance):
+                detail += " (not from one engine that encodes the items one after another)"
+            return CaseResult(case.name, Outcome.DIFFERENT, detail)
         for (one, other), request in zip(pairs, case.requests, strict=True):
             if other.seconds > one.seconds + SLOW_S and not case.at_once:
                 items = f"{len(request.media)} items, {other.items}"
@@ -139,6 +142,19 @@ class Examination:
         if refusals:
             return CaseResult(case.name, Outcome.REFUSED, refusals[0])
         return CaseResult(case.name, Outcome.EQUAL)
+
+    def _encoded_together(
+        self, requests: Sequence[Request], pairs: Sequence[tuple[Answer, Answer]], tolerance: float
+    ) -> bool:
+        """Whether what differs comes from encoding the items of a request together."""
+        return all(
+            not any(differences(self._apart(request), got, tolerance))
+            for request, (expected, got) in zip(requests, pairs, strict=True)
+            if any(differences(expected, got, tolerance))
+        )
+
+    def _apart(self, request: Request) -> Answer:
+        return apart(self._client, self._reference.url, self._subject.name, request)
 
     def _alone(self, request: Request) -> Answer:
         return alone(self._client, self._reference.url, self._subject.name, request)

@@ -10,7 +10,7 @@ from transformers import (
 from scripts.tiny.model import TinyModel, text_config, vision_config
 from scripts.tiny.vocabulary import Vocabulary
 
-SIDE, PATCH = 112, 14
+SIDE, PATCH = 128, 16
 VOCABULARY = Vocabulary(
     special=(
         "<|image|>",
@@ -38,6 +38,8 @@ def build() -> TinyModel:
             layer_types=["chunked_attention", "full_attention"],
         ),
         vision_config=vision_config(
+            hidden_size=128,
+            intermediate_size=512,  # four patches become one token
             image_size=SIDE,
             patch_size=PATCH,
             vision_output_dim=128,
