@@ -106,6 +106,8 @@ class Examination:
         Raises:
             ProcessDied: an engine ended.
         """
+        # The first request through NIXL connects prefill with decode, which takes seconds.
+        self._through_proxy(next(cases(())).requests[0])
         for modality in self._subject.modalities:
             answers = [self._alone(request) for request in distinct(modality)]
             told = {tuple(one.tokens) for one in answers if one.tokens}
