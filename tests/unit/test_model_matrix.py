@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from epd.fleet import ProcessDied
 from scripts.matrix.answer import Answer, differences
 from scripts.matrix.asking import read_answer, read_events
 from scripts.matrix.cases import cases, distinct
 from scripts.matrix.results import CaseResult, Outcome, Result, of_json
+from scripts.matrix.running import summary
 from scripts.matrix.subjects import E_P_D, E_PD, PICTURE, SOUND, SUBJECTS, VIDEO
 from scripts.matrix.table import written
 from scripts.tiny.families import FAMILIES
@@ -140,6 +142,11 @@ def test_every_family_is_in_the_matrix() -> None:
 
 def test_a_result_is_read_as_it_was_kept() -> None:
     assert of_json(json.loads(json.dumps(asdict(RESULT)))) == RESULT
+
+
+def test_the_end_of_an_engine_is_told_without_its_log() -> None:
+    death = ProcessDied("encode-20313 ended with code 1. The end of /somewhere/log:\na\nb")
+    assert summary(death) == "encode ended with code 1"
 
 
 def line(document: str, begin: str) -> str:
