@@ -59,17 +59,17 @@ def equal(result: Result) -> str:
 
 
 def noted(results: Sequence[Result]) -> str:
-    """What was different, refused or not run, a row for each."""
+    """What was different or refused, a row for all cases in which the same was seen, and notes."""
     head = ["model", "topology", "case", "what was seen"]
     lines = [row(head), row(["---"] * len(head))]
     families = {subject.name: subject.family for subject in SUBJECTS}
     for one in results:
         where = families[one.model], NAMES[one.topology]
-        lines += [
-            row([*where, case.name, f"{case.outcome}: {case.detail}"])
-            for case in one.cases
-            if case.outcome in {Outcome.DIFFERENT, Outcome.REFUSED}
-        ]
+        cases: dict[str, list[str]] = {}
+        for case in one.cases:
+            if case.outcome in {Outcome.DIFFERENT, Outcome.REFUSED}:
+                cases.setdefault(f"{case.outcome}: {case.detail}", []).append(case.name)
+        lines += [row([*where, "; ".join(names), seen]) for seen, names in cases.items()]
         lines += [row([*where, "", note]) for note in one.notes]
         lines += [row([*where, "", f"{one.lost} entries not found by a consumer"])] * bool(one.lost)
     return "\n".join([*lines, ""])

@@ -178,6 +178,13 @@ def test_differences_and_notes_have_rows() -> None:
     assert "| Qwen3-VL | E+P+D |  | 2 entries not found by a consumer |" in lines
 
 
+def test_cases_in_which_the_same_was_seen_share_a_row() -> None:
+    refused = [CaseResult(name, Outcome.REFUSED, "one alone") for name in ("two", "twice")]
+    lines = written(DOCUMENT, [replace(RESULT, cases=refused)]).splitlines()
+
+    assert "| Qwen3-VL | E+PD | two; twice | refused by both: one alone |" in lines
+
+
 def test_what_is_written_by_hand_stays() -> None:
     once = written(DOCUMENT, [RESULT])
     by_hand = [text for text in DOCUMENT.splitlines() if text.endswith("by hand.")]
