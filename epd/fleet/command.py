@@ -6,7 +6,7 @@ import shlex
 import sys
 import time
 from argparse import SUPPRESS, BooleanOptionalAction, RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -18,12 +18,14 @@ from pydantic.fields import FieldInfo
 from ec_store import StoreError
 from epd.fleet import cache_folder
 from epd.fleet.interrupts import leave_contexts_on_signals
+from epd.fleet.model_config import model_config, text_architectures
 from epd.fleet.plan import Plan
 from epd.fleet.planning import planned, platform_of
 from epd.fleet.ports import check_free
 from epd.fleet.process import FRONT_STOP_TIMEOUT_S, STOP_TIMEOUT_S, ProcessDied
 from epd.fleet.settings import FleetSettings
 from epd.fleet.stack import Fleet
+from epd.fleet.suitability import reconfigures, unservable
 from epd.parser import Commands, Parser
 from epd.routing.instances import Role
 
@@ -124,8 +126,11 @@ def _run(parser: Parser, *, dry_run: bool, **flags: Any) -> None:
         for abandoned in cache_folder.remove_abandoned(folder):
             print(f"removed {abandoned}, left by a run that was killed")
     store = settings.ec_store or cache_folder.default_url(folder)
+    config = model_config(settings.model, settings.vllm_flags, os.environ)
+    if config is not None:
+        _check_model(parser, settings, config)
     try:
-        plan = planned(settings, os.environ, store)
+        plan = planned(settings, os.environ, store, config)
     except ValueError as error:
         parser.error(str(error))
     if dry_run:
@@ -144,6 +149,20 @@ def _run(parser: Parser, *, dry_run: bool, **flags: Any) -> None:
         sys.exit(f"epd up: {error}")
     except KeyboardInterrupt:
         sys.exit("epd up: stopped")
+
+
+def _check_model(parser: Parser, settings: FleetSettings, config: Mapping[str, Any]) -> None:
+    """End where the model has no encoder that could run apart, and one was asked for."""
+    if Role.ENCODE not in settings.topology.roles:
+        return
+    if reconfigures(settings.vllm_flags + settings.encode_flags):
+        return
+    reason = unservable(config, text_architectures())
+    if reason is not None:
+        parser.error(
+            f"--model {settings.model!r} {reason}: without an encode stage it is served by "
+            "--topology 1pd"
+        )
 
 
 def _settings(parser: Parser, flags: dict[str, Any]) -> FleetSettings:

@@ -4,12 +4,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from epd.fleet.devices import assign, overfull
 from epd.fleet.engine import TRANSFERS_KV, Engine
 from epd.fleet.plan import Plan
 from epd.fleet.platforms import PLATFORMS, Platform, detected
 from epd.fleet.settings import FleetSettings
+from epd.fleet.suitability import needs_bfloat16
 from epd.routing.instances import Role
 
 NIXL_STEP = 10
@@ -24,19 +26,25 @@ def platform_of(settings: FleetSettings, environ: Mapping[str, str]) -> Platform
     return platform.offline() if Path(settings.model).is_dir() else platform
 
 
-def planned(settings: FleetSettings, environ: Mapping[str, str], store: str) -> Plan:
+def planned(
+    settings: FleetSettings,
+    environ: Mapping[str, str],
+    store: str,
+    config: Mapping[str, Any] | None = None,
+) -> Plan:
     """The servers that settings ask for.
 
     Args:
         settings: what was asked.
         environ: this process's environment.
         store: URL of the encoder cache, where anything encodes.
+        config: the model's configuration, where it is known.
 
     Raises:
         ValueError: devices or ports do not suffice.
     """
     store = store if Role.ENCODE in settings.topology.roles else ""
-    engines = _engines(settings, environ, store)
+    engines = _engines(settings, environ, store, config or {})
     shares = [(engine.devices, engine.memory or 0.0) for engine in engines]
     if (device := overfull(shares)) is not None:
         raise ValueError(
@@ -56,8 +64,12 @@ def planned(settings: FleetSettings, environ: Mapping[str, str], store: str) -> 
     return plan
 
 
-def _engines(settings: FleetSettings, environ: Mapping[str, str], store: str) -> tuple[Engine, ...]:
+def _engines(
+    settings: FleetSettings, environ: Mapping[str, str], store: str, config: Mapping[str, Any]
+) -> tuple[Engine, ...]:
     platform = platform_of(settings, environ)
+    if needs_bfloat16(config):
+        platform = platform.in_bfloat16()
     roles = settings.topology.roles
     devices: tuple[tuple[str, ...], ...] = ((),) * len(roles)
     if platform.affinity is not None:

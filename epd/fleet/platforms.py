@@ -43,6 +43,11 @@ class Platform:
         """The platform for models in a directory: nothing is fetched and nothing is sent."""
         return replace(self, environment={**OFFLINE, **self.environment})
 
+    def in_bfloat16(self) -> Self:
+        """The platform for models that a CPU computes in bfloat16 alone."""
+        words = (BFLOAT16 if word == FLOAT32 else word for word in self.flags)
+        return replace(self, flags=tuple(words))
+
     def visible(self, environ: Mapping[str, str], dev: Path = Path("/dev")) -> tuple[str, ...]:
         """The devices that this machine has, or those that the caller's environment leaves."""
         if self.affinity is None:
@@ -52,6 +57,7 @@ class Platform:
         return tuple(map(str, range(len(list(dev.glob(self.files))))))
 
 
+FLOAT32, BFLOAT16 = "float32", "bfloat16"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 UCX = {"UCX_TLS": "all", "UCX_NET_DEVICES": "all"}
 
@@ -72,7 +78,7 @@ CPU = Platform(
     # In bfloat16 vLLM picks an AMX attention kernel where the CPU has AMX, which dies of an
     # illegal instruction in a process that has run no large matrix product yet: in a
     # decode instance, whose prompts come through NIXL.
-    flags=("--dtype", "float32"),
+    flags=("--dtype", FLOAT32),
     # In the engine's own process, as on a GPU. vLLM has another one do it on a CPU, which it binds
     # to cores; these are bound to none, and a process less is a third of the start and 0.7 GB less.
     executor="vllm.v1.executor.uniproc_executor.UniProcExecutor",

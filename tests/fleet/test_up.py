@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
@@ -27,6 +28,8 @@ EPD_UP = (sys.executable, "-m", "epd", "up", "--device", "cpu", "--vllm-command"
 SERVERS = ("encode", "prefill", "decode", "prefill-decode", "nixl", "ec-store")
 PORTS = ("port", *(f"{server}-port" for server in SERVERS))
 WITHIN_S = 300
+OFFLINE = {"HF_HUB_OFFLINE": "1"}
+"""No test asks the hub for a model."""
 
 
 class Up:
@@ -43,7 +46,7 @@ class Up:
 
     def run(self, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """Run it to its end."""
-        given = marked(self.mark) | dict(environ or {})
+        given = marked(self.mark) | OFFLINE | dict(environ or {})
         return subprocess.run(
             self.command, env=given, capture_output=True, text=True, timeout=WITHIN_S, check=False
         )
@@ -54,7 +57,7 @@ class Up:
         with subprocess.Popen(
             # The tests may have been started by nohup, which what they start would respect.
             ("/usr/bin/env", "--default-signal=HUP", *self.command),
-            env=marked(self.mark),
+            env=marked(self.mark) | OFFLINE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -365,6 +368,60 @@ def test_what_is_wrong_is_said_in_a_line(flags: tuple[str, ...], message: str) -
     assert ran.returncode == 2
     assert message in ran.stderr
     assert ran.stderr.count("\n") == 1
+
+
+def _model(tmp_path: Path, **config: object) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("architecture", "message"),
+    [
+        ("LlamaForCausalLM", "takes text alone (LlamaForCausalLM), so it has no encoder"),
+        ("WhisperForConditionalGeneration", "is an encoder-decoder model (Whisper"),
+    ],
+)
+def test_a_model_whose_encoder_cannot_run_apart_is_refused_in_a_line_before_anything_starts(
+    tmp_path: Path, architecture: str, message: str
+) -> None:
+    if find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed, whose list of models decides: scripts/test.sh does it")
+    model = _model(tmp_path, architectures=[architecture])
+    refused = Up(tmp_path, "--model", str(model)).run()
+    dry = Up(tmp_path, "--model", str(model), "--dry-run", topology="1pd").run()
+
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert f"--model '{model}' {message}" in refused.stderr
+    assert refused.stderr.count("\n") == 1
+    assert not (tmp_path / "logs").exists()
+    assert dry.returncode == 0
+
+
+def test_flags_that_describe_another_model_are_left_to_vllm(tmp_path: Path) -> None:
+    model = _model(tmp_path, architectures=["LlamaForCausalLM"])
+    flags = ("--dry-run", "--vllm-flags=--hf_overrides '{}'")
+
+    assert Up(tmp_path, "--model", str(model), *flags).run().returncode == 0
+
+
+def test_a_model_that_needs_bfloat16_on_a_cpu_gets_it(tmp_path: Path) -> None:
+    model = _model(tmp_path, model_type="qwen3_5")
+    ran = Up(tmp_path, "--model", str(model), "--dry-run").run()
+
+    assert ran.stdout.count("--dtype bfloat16") == 2
+    assert "float32" not in ran.stdout
+
+
+def test_a_hub_that_cannot_be_reached_does_not_keep_a_fleet_from_starting(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # which accepts and never answers
+        hub = {"HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}", "HF_HUB_OFFLINE": "0"}
+        ran = Up(tmp_path, "--dry-run").run(hub | {"HF_HOME": str(tmp_path)})
+
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert "# encode-" in ran.stdout
 
 
 def test_a_fleet_without_an_encode_stage_serves(tmp_path: Path) -> None:

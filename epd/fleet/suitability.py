@@ -1,0 +1,103 @@
+"""What a model's configuration says of serving it: whether its encoder can run apart. Pure.
+
+The configuration is what `config.json` holds. Where it leaves a doubt, a model is taken for one
+that can be served: vLLM decides, when it starts.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+Config = Mapping[str, Any]
+
+ENCODER_DECODERS = frozenset(
+    {
+        "CohereAsrForConditionalGeneration",
+        "NemotronParseForConditionalGeneration",
+        "RadioMBartPrefixForCausalLM",
+        "WhisperForConditionalGeneration",
+    }
+)
+"""The encoder-decoder models of vLLM 0.32 and 0.33 (`vllm/model_executor/models/registry.py`).
+Their decoders attend to the encoder's output, which takes no place in the prompt, and vLLM has no
+chat route for them, by which encode requests go."""
+
+MEDIA_WORDS = ("audio", "image", "img", "multimodal", "speech", "video", "vision", "visual")
+"""Words in a key of a configuration by which a model may have an encoder, whatever its class."""
+
+GDN_TYPES = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"})
+GDN_SIZES = frozenset({"linear_key_head_dim", "linear_num_value_heads"})
+"""Values of `model_type`, and fields, of models with gated delta net (GDN) layers."""
+
+RECONFIGURING = frozenset(
+    {"--config", "--config-format", "--convert", "--hf-config-path", "--hf-overrides", "--runner"}
+)
+"""Flags of vLLM after which `config.json` alone does not describe the model."""
+
+
+def unservable(config: Config, text_only: Collection[str]) -> str | None:
+    """Return why an encode instance cannot serve the model; None: it can, or this is not known.
+
+    Args:
+        config: the model's configuration.
+        text_only: vLLM's architectures that take text and nothing else.
+    """
+    architectures = _architectures(config)
+    named = ", ".join(sorted(architectures)) or config.get("model_type", "model")
+    seq2seq = any(one.get("is_encoder_decoder") is True for one in _with_text_config(config))
+    if architectures & ENCODER_DECODERS or (seq2seq and architectures.isdisjoint(text_only)):
+        return f"is an encoder-decoder model ({named}), whose encoder vLLM cannot run apart"
+    if architectures and architectures <= set(text_only) and not _names_media(config):
+        return f"takes text alone ({named}), so it has no encoder to run apart"
+    return None
+
+
+def needs_bfloat16(config: Config) -> bool:
+    """Whether vLLM runs the model on a CPU in bfloat16 alone.
+
+    It does so with gated delta net layers: "CPU GDN attention requires BF16",
+    `vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py` line 158 in 0.32, 173 in 0.33.
+    """
+    for one in _with_text_config(config):
+        layers = one.get("layer_types")
+        if isinstance(layers, list) and "linear_attention" not in layers:
+            continue
+        kind = one.get("model_type")
+        if (isinstance(kind, str) and kind in GDN_TYPES) or not GDN_SIZES.isdisjoint(one):
+            return True
+    return False
+
+
+def reconfigures(flags: Iterable[str]) -> bool:
+    """Whether flags of vLLM make `config.json` an incomplete description of the model."""
+    return any(_name(flag) in RECONFIGURING for flag in flags)
+
+
+def flag_value(flags: Iterable[str], name: str) -> str | None:
+    """Return the last value that a flag of vLLM is given; None: it is not given."""
+    words, value = [*flags], None
+    for position, word in enumerate(words, 1):
+        if _name(word) == name:
+            value = word.partition("=")[2] if "=" in word else next(iter(words[position:]), None)
+    return value
+
+
+def _name(flag: str) -> str:
+    """Return a flag's name as vLLM reads it: `--hf_overrides.a=1` is `--hf-overrides`."""
+    return flag.partition("=")[0].partition(".")[0].replace("_", "-")
+
+
+def _architectures(config: Config) -> set[str]:
+    named = config.get("architectures")
+    return {name for name in named if isinstance(name, str)} if isinstance(named, list) else set()
+
+
+def _with_text_config(config: Config) -> Iterator[Config]:
+    """The configuration, and its parts that describe a language model."""
+    yield config
+    for key in ("text_config", "llm_config", "thinker_config"):
+        if isinstance(part := config.get(key), Mapping):
+            yield from _with_text_config(part)
+
+
+def _names_media(config: Config) -> bool:
+    return any(word in key for key in config for word in MEDIA_WORDS)

@@ -1,0 +1,153 @@
+"""What is read from a model's configuration before its engines start."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epd.fleet import model_config as reading
+from epd.fleet.model_config import model_config, text_architectures
+from epd.fleet.suitability import flag_value, needs_bfloat16, reconfigures, unservable
+
+TEXT = frozenset({"LlamaForCausalLM", "T5ForConditionalGeneration"})
+WHISPER = {"architectures": ["WhisperForConditionalGeneration"], "is_encoder_decoder": True}
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "takes text alone (LlamaForCausalLM)"),
+        (WHISPER, "is an encoder-decoder model (WhisperForConditionalGeneration)"),
+        ({"architectures": WHISPER["architectures"]}, "is an encoder-decoder model"),
+        ({"model_type": "new", "is_encoder_decoder": True}, "is an encoder-decoder model (new)"),
+        ({"architectures": ["New"], "text_config": {"is_encoder_decoder": True}}, "(New)"),
+        ({"architectures": ["T5ForConditionalGeneration"]}, "takes text alone"),
+    ],
+)
+def test_what_has_no_encoder_that_runs_apart(config: Mapping[str, Any], reason: str) -> None:
+    assert reason in str(unservable(config, TEXT))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"architectures": None},
+        {"architectures": []},
+        {"architectures": "LlamaForCausalLM"},
+        {"architectures": ["Qwen3VLForConditionalGeneration"], "vision_config": {}},
+        {"architectures": ["SomethingNew"], "model_type": "llama"},
+        {"architectures": ["LlamaForCausalLM", "SomethingNew"]},
+        # One class for both: the configuration has the encoder's part, or has not.
+        {"architectures": ["LlamaForCausalLM"], "mm_vision_tower": "clip"},
+        {"architectures": ["LlamaForCausalLM"], "audio_config": {}},
+        {"architectures": ["LlavaForConditionalGeneration"], "is_encoder_decoder": False},
+    ],
+)
+def test_a_doubt_is_left_to_vllm(config: Mapping[str, Any]) -> None:
+    assert unservable(config, TEXT) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, False),
+        ({"model_type": "qwen3_vl"}, False),
+        ({"model_type": "qwen3_5"}, True),
+        ({"text_config": {"model_type": "qwen3_5_moe_text"}}, True),
+        ({"thinker_config": {"text_config": {"linear_num_value_heads": 4}}}, True),
+        ({"layer_types": ["linear_attention"], "linear_key_head_dim": 64}, True),
+        ({"layer_types": ["full_attention"], "linear_key_head_dim": 64}, False),
+        # Linear attention of another sort.
+        ({"layer_types": ["linear_attention"], "model_type": "minimax"}, False),
+        ({"model_type": ["qwen3_5"], "text_config": None}, False),
+    ],
+)
+def test_which_models_a_cpu_computes_in_bfloat16(config: Any, expected: bool) -> None:
+    assert needs_bfloat16(config) is expected
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["architectures", "model_type", "layer_types", "text_config", "thinker_config"]
+            ),
+            inner,
+        )
+    ),
+)
+
+
+@given(st.dictionaries(st.sampled_from(["architectures", "text_config", "layer_types"]), values))
+def test_no_configuration_is_an_error(config: dict[str, Any]) -> None:
+    assert unservable(config, TEXT) is None
+    assert needs_bfloat16(config) in {True, False}
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--hf-overrides", "--hf_overrides={}", "--hf-overrides.text_config.a", "--config=f.yaml"],
+)
+def test_flags_after_which_the_file_does_not_describe_the_model(flag: str) -> None:
+    assert reconfigures(["--enforce-eager", flag])
+    assert not reconfigures(["--enforce-eager", "--dtype", "bfloat16"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "value"),
+    [
+        ([], None),
+        (["--revision"], None),
+        (["--revision", "a"], "a"),
+        (["--revision=a", "--x", "--revision", "b", "--y"], "b"),
+        (["--revision", "a", "--revision=b=c"], "b=c"),
+        (["--code-revision", "a"], None),
+    ],
+)
+def test_the_last_value_of_a_flag_counts(flags: list[str], value: str | None) -> None:
+    assert flag_value(flags, "--revision") == value
+
+
+def test_the_configuration_of_a_folder_is_its_file(tmp_path: Path) -> None:
+    assert model_config(str(tmp_path), (), {}) is None
+    file = tmp_path / "config.json"
+    for text, expected in (("{", None), ("[]", None), ('{"a": 1}', {"a": 1}), ("\xff", None)):
+        file.write_bytes(text.encode("latin-1"))
+        assert model_config(str(tmp_path), (), {}) == expected
+
+
+def test_the_hub_is_asked_for_names_of_the_hub_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = []
+    (tmp_path / "config.json").write_text(json.dumps({"a": 1}))
+
+    def fetched(model: str, revision: str | None) -> Path:
+        asked.append((model, revision))
+        return tmp_path / "config.json"
+
+    monkeypatch.setattr(reading, "_fetched", fetched)
+    assert model_config("s3://bucket/model", (), {}) is None
+    assert model_config("a/model", (), {"VLLM_USE_MODELSCOPE": "True"}) is None
+    assert model_config("a/model", ("--revision=b",), {}) == {"a": 1}
+    assert asked == [("a/model", "b")]
+
+
+def test_the_list_of_models_is_read_without_vllm(tmp_path: Path) -> None:
+    assert text_architectures(tmp_path) == frozenset()
+    file = tmp_path / reading.REGISTRY
+    file.parent.mkdir(parents=True)
+    file.write_text(
+        '_TEXT_GENERATION_MODELS = {"A": ("a", "A"), "B": ("b", "B"), **x}\n'
+        '_MULTIMODAL_MODELS = {"B": ("b", "B")}\n'
+    )
+    assert text_architectures(tmp_path) == {"A"}
+    file.write_text("import (")
+    assert text_architectures(tmp_path) == frozenset()
