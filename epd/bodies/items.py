@@ -93,7 +93,10 @@ class MMItem:
     @property
     def has_media(self) -> bool:
         """Whether it brings its media, and not the client's name for them alone."""
-        return self.part.get(self.kind) is not None or self.uuid is None
+        value = self.part.get(self.kind)
+        if isinstance(value, dict):
+            value = value.get("data" if self.kind == "input_audio" else "url")
+        return bool(value) or self.uuid is None
 
     @property
     def remote(self) -> bool:
@@ -175,10 +178,15 @@ def _media_item(part: Any, path: Path) -> MMItem | None:
     Its part is written as chat requests have it, whatever spelling of vLLM's the client uses.
     """
     if isinstance(part, dict):
-        if part.get("type") is None:
+        if "uuid" in part and part["uuid"] is None:
+            part = {key: value for key, value in part.items() if key != "uuid"}
+        kind = part.get("type")
+        if kind is None:
             part = _with_type(part, path)
-        elif part["type"] == PICTURE:
-            return MMItem(path, "image_url", picture_part(part, path))
+        elif kind == PICTURE:
+            return MMItem(path, "image_url", picture_part(_with_url(part), path))
+        elif "uuid" in part and isinstance(kind, str) and kind in MODALITY:
+            part = {**part, kind: _as_object(kind, part.get(kind))}
     check_part(part, path)
     if part["type"] in MODALITY:
         return MMItem(path, part["type"], part)
@@ -191,12 +199,23 @@ def _with_type(part: Part, path: Path) -> Part:
     """A content part without a type, with the type that vLLM takes it for by its keys."""
     for key in MODALITY:
         if key in part:
-            value = part[key]
-            url = isinstance(value, str) and key != "input_audio"
-            return {**part, "type": key, key: {"url": value} if url else value}
+            return {**part, "type": key, key: _as_object(key, part[key])}
     if "tool_reference" in part:
         return {**part, "type": "tool_reference"}
     raise BadRequest("a content part must have a type", param=param(path))
+
+
+def _as_object(kind: str, value: Any) -> Any:
+    """A media part's value as chat has it, of a URL alone: so in parts with a uuid or no type."""
+    return {"url": value} if isinstance(value, str) and kind != "input_audio" else value
+
+
+def _with_url(part: Part) -> Part:
+    """An `input_image` part with its URL as a string; vLLM takes an object too beside a uuid."""
+    value = part.get("image_url")
+    if part.get("uuid") is None or not isinstance(value, dict):
+        return part
+    return {**part, "image_url": value.get("url")}
 
 
 def picture_part(part: Part, path: Path) -> Part:
@@ -271,7 +290,7 @@ def check_part(part: Any, path: Path, kinds: Iterable[str] = MODALITY) -> None:
                 slug="reserved_field",
                 param=param(path),
             )
-    if "uuid" in part and part["type"] not in kinds:
+    if part.get("uuid") is not None and part["type"] not in kinds:
         raise BadRequest(
             "uuid belongs on media parts only", slug="reserved_field", param=param(path)
         )

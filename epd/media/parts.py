@@ -156,12 +156,12 @@ def _invalid(message: str, param: str) -> BadRequest:
 
 def _input_audio(value: Any, cuts: Cuts, param: str) -> Inline:
     match value:
-        case {"data": str() as data, "format": str() as audio_format} if data:
+        case {"data": str() as data} if data and isinstance(value.get("format", ""), str):
             text = _base64(data, cuts, f"{param}.input_audio.data")
-            return Inline(f"audio/{audio_format.lower()}", text)
+            return Inline(f"audio/{value.get('format', '').lower()}", text)
         case _:
             raise BadRequest(
-                'input_audio must be an object with "data" and "format"',
+                'input_audio must be an object with "data", and strings alone',
                 param=f"{param}.input_audio",
             )
 

@@ -9,6 +9,7 @@ from epd.bodies.endpoints import ENDPOINTS
 from epd.bodies.items import TEXTS, MMItem
 from epd.bodies.messages import BLOCKS, RESULTS
 from epd.errors import BadRequest
+from epd.media.parts import Known, source
 from tests.requests import data_url, image, input_audio, text
 
 URL = data_url(b"picture")
@@ -91,6 +92,11 @@ def test_a_part_that_clients_must_not_send_is_refused_wherever_it_hides(
         ({"type": "input_image", "image_url": URL, "detail": "auto"}, "image_url"),
         ({"type": "input_image", "image_url": URL, "uuid": "u"}, "image_url"),
         ({"type": "input_image", "uuid": "u"}, "image_url"),
+        ({"type": "image_url", "image_url": URL, "uuid": "u"}, "image_url"),
+        ({"type": "audio_url", "audio_url": URL, "uuid": "u"}, "audio_url"),
+        ({"type": "input_image", "image_url": {"url": URL}, "uuid": "u"}, "image_url"),
+        ({"type": "image_url", "image_url": {"url": URL}, "uuid": None}, "image_url"),
+        ({"type": "input_audio", "input_audio": {"data": "AAAA"}}, "input_audio"),
     ],
 )
 def test_a_media_part_is_found_in_every_spelling_of_vllms(
@@ -103,6 +109,39 @@ def test_a_media_part_is_found_in_every_spelling_of_vllms(
         assert item.part[kind] == part[kind]
     elif part.get(kind):
         assert item.part[kind] == {"url": URL}
+
+
+@pytest.mark.parametrize("path", CONVERSATIONS)
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": None}, "uuid": "u"},
+        {"type": "image_url", "image_url": {}, "uuid": "u"},
+        {"type": "input_image", "image_url": {"url": None}, "uuid": "u"},
+        {"type": "video_url", "video_url": {"url": ""}, "uuid": "u"},
+        {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}, "uuid": "u"},
+        {"input_audio": {"format": "wav"}, "uuid": "u"},
+    ],
+)
+def test_media_that_are_empty_beside_a_name_are_named(path: str, part: dict[str, Any]) -> None:
+    [item] = items(path, [part])
+
+    assert source(item) == Known("u")
+
+
+@pytest.mark.parametrize("kind", sorted(TEXTS))
+@pytest.mark.parametrize("path", [*CONVERSATIONS, "/v1/responses"])
+def test_a_uuid_of_null_is_none(path: str, kind: str) -> None:
+    assert items(path, [{"type": kind, "text": "a", "uuid": None}]) == []
+
+
+@pytest.mark.fault(74)
+@pytest.mark.parametrize("path", CONVERSATIONS)
+def test_a_url_alone_is_refused_where_vllm_refuses_it(path: str) -> None:
+    """By a type and without a `uuid`, vLLM's API wants the object."""
+    [item] = items(path, [{"type": "image_url", "image_url": URL}])
+    with pytest.raises(BadRequest):
+        source(item)
 
 
 @pytest.mark.parametrize("path", CONVERSATIONS)

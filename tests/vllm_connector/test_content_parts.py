@@ -2,6 +2,7 @@
 
 import importlib
 import warnings
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, get_args
 
@@ -25,15 +26,78 @@ def loaded(name: str) -> Any:
         return importlib.import_module(name)
 
 
-@pytest.fixture(scope="module")
-def chat_utils() -> Any:
-    return loaded("vllm.renderers.chat_utils")
+def vllms_parser() -> Callable[[Any], tuple[str, Any]]:
+    """Return what reads a part in vLLM: in a module up to 0.32, in a package from 0.33 on."""
+    names = vars(loaded("vllm.renderers.chat_utils"))
+    if "_parse_chat_message_content_mm_part" not in names:
+        names = vars(loaded("vllm.renderers.chat_utils.chat_message"))
+        return names["parse_chat_message_content_mm_part"]  # type: ignore[no-any-return]
+    return names["_parse_chat_message_content_mm_part"]  # type: ignore[no-any-return]
 
 
-def test_every_part_of_vllms_is_accepted_or_refused_on_purpose(chat_utils: Any) -> None:
-    known = {*TEXTS, *MODALITY, PICTURE, *REFUSED}
+def by_vllm(part: Any) -> str:
+    """What vLLM's API takes a chat's part for: its type, `named` without media, or `refused`."""
+    request = loaded("vllm.entrypoints.openai.chat_completion.protocol").ChatCompletionRequest
+    body = {"model": "m", "messages": [{"role": "user", "content": [part]}]}
+    try:
+        [message] = request.model_validate(body).messages
+        [read] = message["content"]
+        kind, content = vllms_parser()(read)
+    except (ValueError, TypeError, AttributeError):  # of its parsers and of pydantic
+        return "refused"
+    media = content.get("data") if isinstance(content, dict) else content
+    if kind in {*MODALITY, PICTURE} and not media:
+        return "named" if read.get("uuid") is not None else "refused"
+    return kind
 
-    assert set(chat_utils.MM_PARSER_MAP) == known
+
+def by_proxy(part: Any) -> str:
+    body = {"messages": [{"role": "user", "content": [part]}]}
+    try:
+        CHAT.check(body)
+        items = list(CHAT.items(body))
+        named = any(isinstance(source(item), Known) for item in items)
+    except BadRequest:
+        return "refused"
+    return "named" if named else items[0].kind if items else str(part["type"])
+
+
+URL = "data:image/png;base64,AAAA"
+SOUND = {"data": "AAAA", "format": "wav"}
+MEDIA: dict[str, list[Any]] = {
+    "image_url": [URL, {"url": URL}, {"url": URL, "detail": "high"}, {"url": None}, {}, None],
+    "audio_url": [URL, {"url": URL}, {"url": None}, None],
+    "video_url": [URL, {"url": URL}, {"url": None}, None],
+    "input_audio": [SOUND, {"data": "AAAA"}, {**SOUND, "data": ""}, None],
+}
+EXTRA: list[dict[str, Any]] = [{}, {"cache_control": {"type": "ephemeral"}}, {"detail": "high"}]
+SPELLINGS = [
+    {**kind, key: value, **name, **more}
+    for key, values in MEDIA.items()
+    for value in values
+    for kind in ({}, {"type": None}, {"type": key}, {"type": PICTURE})
+    if key == "image_url" or kind.get("type") != PICTURE
+    for name in ({}, {"uuid": None}, {"uuid": "u"})
+    for more in EXTRA
+] + [
+    {"type": kind, key: "a", **name, **more}
+    for kind in sorted(TEXTS)
+    for key in ("text", "refusal", "thinking", "name")
+    for name in ({}, {"uuid": None})
+    for more in EXTRA
+]
+"""Parts in all spellings that vLLM's API might take, but for a name (`uuid`) on what is text: it is
+refused here, as no name of a client's may go on (S11)."""
+
+
+def test_no_spelling_that_vllm_accepts_is_refused_or_taken_for_something_else() -> None:
+    theirs = [by_vllm(part) for part in SPELLINGS]
+    accepted = [kind for kind in theirs if kind != "refused"]
+    for part, kind in zip(SPELLINGS, theirs, strict=True):
+        expected = "image_url" if kind == PICTURE else kind
+        assert kind == "refused" or by_proxy(part) == expected, part
+
+    assert {*accepted} == {*TEXTS, *MODALITY, PICTURE, "named"}
 
 
 def test_every_block_of_vllms_is_accepted() -> None:
@@ -61,7 +125,7 @@ parts = st.builds(
 @given(part=parts)
 def test_a_part_is_to_vllm_what_it_is_to_the_proxy(part: dict[str, Any]) -> None:
     """With a key of the proxy's, as an instance is sent it, and where it is text, as it came."""
-    parse = vars(loaded("vllm.renderers.chat_utils"))["_parse_chat_message_content_mm_part"]
+    parse = vllms_parser()
     body = {"messages": [{"role": "user", "content": [part]}]}
     try:
         items = list(CHAT.items(body))
