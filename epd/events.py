@@ -12,6 +12,10 @@ ItemResult = Literal["hit", "encoded", "local"]
 for this request, or prefill or decode make it themselves because no encode instance could."""
 
 
+MediaForm = Literal["metadata", "raw"]
+"""How an item goes on to prefill and decode: as placeholder metadata alone, or with its media."""
+
+
 Degraded = Literal["encode-local", "prefill-local"]
 """What another instance did than the one whose stage it is: `x-epd-degraded`."""
 
@@ -93,6 +97,7 @@ class RequestRecord:
         policy: the one that decided what runs for it; None: none has.
         stages: what was asked of the instances and has ended.
         items: how many media items came from where.
+        media: in which form its items went on to prefill and decode, in the last attempt.
         hits: how many of its items needed no encode, by modality.
         waits: how many of those waited for an encode that somebody else had begun.
         saved_bytes: of their media, as they stood in the request, that no instance was sent.
@@ -125,6 +130,7 @@ class RequestRecord:
     policy: str | None = None
     stages: list[StageDone] = field(default_factory=list)
     items: Mapping[ItemResult, int] = field(default_factory=dict)
+    media: Mapping[MediaForm, int] = field(default_factory=dict)
     hits: Mapping[Modality, int] = field(default_factory=dict)
     waits: int = 0
     saved_bytes: int = 0

@@ -100,6 +100,14 @@ ITEMS = Figure(
     "this request; local, by prefill or decode. Of the endpoints with an encode stage.",
     (MODEL, "result"),
 )
+ITEMS_SENT = Figure(
+    "epd_items_sent",
+    "counter",
+    "Media items, by the form in which they went on to prefill and decode: metadata, placeholder "
+    "metadata in place of the media; raw, with the media, which are uploaded and preprocessed once "
+    "more.",
+    (MODEL, "form"),
+)
 ITEMS_HIT_RATIO = Figure(
     "epd_items_hit_ratio",
     "gauge",
@@ -277,6 +285,7 @@ FIGURES: Mapping[str, Figure] = MappingProxyType(
             KV_WAIT_SECONDS,
             ITEMS,
             ITEMS_HIT_RATIO,
+            ITEMS_SENT,
             ENCODE_WAITS,
             SAVED_ENCODES,
             SAVED_BYTES,

@@ -41,6 +41,7 @@ class MetricsObserver(Collector):
         self._stages = Spread(figures.STAGE_SECONDS)
         self._kv_waits = Spread(figures.KV_WAIT_SECONDS)
         self._items = Counted(figures.ITEMS)
+        self._sent = Counted(figures.ITEMS_SENT)
         self._waits = Counted(figures.ENCODE_WAITS)
         self._saved_encodes = Counted(figures.SAVED_ENCODES)
         self._saved_bytes = Counted(figures.SAVED_BYTES)
@@ -113,6 +114,8 @@ class MetricsObserver(Collector):
             self._policies.add((model, event.policy))
         if event.items:
             self._count_items(model, event)
+        if event.media:
+            self._count_media(model, event)
 
     def _count_items(self, model: str, event: RequestRecord) -> None:
         for result, count in event.items.items():
@@ -124,6 +127,11 @@ class MetricsObserver(Collector):
             self._saved_seconds.add((model,), count * self._encode_s.get(modality, 0.0))
         if event.saved_bytes:
             self._saved_bytes.add((model,), event.saved_bytes)
+
+    def _count_media(self, model: str, event: RequestRecord) -> None:
+        for form, count in event.media.items():
+            if count:
+                self._sent.add((model, form), count)
 
     def instance_changed(self, event: InstanceChanged) -> None:
         """Count it."""

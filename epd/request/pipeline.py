@@ -231,6 +231,7 @@ class Pipeline:
         raw = sending.context.config.decode_media == "raw" or lost or alone or attempt.raw
         params = self._transfer.consumer_params(one.encoded for one in items)
         prompt = consumer_body(request.body, items, params, raw=raw)
+        record.media = {"metadata": prompt.bare, "raw": len(items) - prompt.bare}
         if record.hits:
             unsent = metadata_uuids(items, request.body, raw=raw)
             hits = [one.item for one in items if one.result == "hit"]

@@ -67,6 +67,8 @@ def own_headers(context: RequestContext) -> dict[str, str]:
         own["x-epd-items"] = ",".join(
             [f"{result}={record.items.get(result, 0)}" for result in ITEM_RESULTS]
         )
+    if record.media:
+        own["x-epd-media"] = ",".join(f"{form}={count}" for form, count in record.media.items())
     if record.degraded:
         own["x-epd-degraded"] = ",".join(sorted(record.degraded))
     return own

@@ -101,13 +101,14 @@ def _saved(totals: Totals) -> Text:
     saved, items = totals["saved"], totals["items"]
     line = Text.assemble("Saved ", (f"{saved['encodes']:,} encodes", "bold green"))
     if saved["bytes"]:
-        line.append_text(
-            Text.assemble(", ", (size(saved["bytes"]), "bold green"), " of media not sent")
-        )
+        line.append_text(Text.assemble(", ", (size(saved["bytes"]), "bold green"), " not sent"))
     line.append_text(Text.assemble(", about ", (_gpu(saved["encode_seconds"]), "bold green")))
     line.append_text(
         Text.assemble("  hit rate ", (share(items["hit"], sum(items.values())), "bold"))
     )
+    sent = totals.get("media", {})  # an older proxy tells nothing of them
+    if sum(sent.values()):
+        line.append_text(Text.assemble("  raw ", (share(sent["raw"], sum(sent.values())), "bold")))
     return line
 
 

@@ -115,11 +115,13 @@ class Consumed(NamedTuple):
         depends: whether it fails where an encoder output is not there: it has items without their
             media, or waits for a push.
         fetches: whether it has media that the instance fetches.
+        bare: how many of its items are without their media.
     """
 
     body: Body
     depends: bool = False
     fetches: bool = False
+    bare: int = 0
 
 
 def consumer_body(
@@ -159,6 +161,7 @@ def consumer_body(
         {**body, "ec_transfer_params": params} if params else body,
         depends=bool(uuids),
         fetches=any(one.item.remote and one.item not in uuids for one in items),
+        bare=len(uuids),
     )
 
 

@@ -9,12 +9,13 @@ from typing import TypedDict, get_args
 
 from prometheus_client.metrics_core import Metric
 
-from epd.events import ItemResult
+from epd.events import ItemResult, MediaForm
 from epd.ui.snapshot import CLIENT_CLOSED, CLIENT_ERROR, SERVER_ERROR, is_work
 
 LABELS = {
     "epd_requests_total": ("path", "status"),
     "epd_items_total": ("result",),
+    "epd_items_sent_total": ("form",),
     "epd_conversation_turns_total": ("result",),
 }
 """The labels that samples are told apart by here; others have none."""
@@ -39,6 +40,7 @@ class ConversationsShown(TypedDict):
 class Totals(TypedDict):
     """Since the proxy began, but for what it is doing now: `in_flight`, `queued`.
 
+    `media` counts items by the form in which they went on to prefill and decode.
     `failed` counts 5xx, `rejected` 4xx, `left` 499; `refused` is admission control's part of both.
     """
 
@@ -53,6 +55,7 @@ class Totals(TypedDict):
     queued: int
     loop_lag_s: float
     items: dict[str, int]
+    media: dict[str, int]
     saved: Saved
     conversations: ConversationsShown
 
@@ -85,6 +88,7 @@ def totals(families: Iterable[Metric]) -> Totals:
         queued=count("epd_requests_queued"),
         loop_lag_s=sums.get(("epd_event_loop_lag_seconds",), 0.0),
         items=items,
+        media={form: count("epd_items_sent_total", form) for form in get_args(MediaForm)},
         saved=_saved(sums),
         conversations=ConversationsShown(
             kept=count("epd_conversations"),

@@ -707,6 +707,7 @@ async def test_where_items_came_from_is_counted_and_logged(
         fleet.e.chat = refuses(503)
         async with fleet.post(request(image(b"1"), image(b"2"))) as reply:
             assert reply.headers["x-epd-items"] == "hit=1,encoded=0,local=1"
+            assert reply.headers["x-epd-media"] == "metadata=0,raw=2"
             stages = {part.split(";")[0] for part in reply.headers["Server-Timing"].split(", ")}
         async with fleet.http.get(f"{fleet.url}/metrics") as page:
             text = await page.text()

@@ -466,7 +466,7 @@ async def refused(
         assert reply.status == 401
         each = {"x-request-id", "date"}
         headers = {name.lower(): value for name, value in reply.headers.items()}
-        assert {"x-epd-items", "server-timing", "x-epd-degraded"}.isdisjoint(headers)
+        assert {"x-epd-items", "x-epd-media", "server-timing", "x-epd-degraded"}.isdisjoint(headers)
         kept = {name: value for name, value in headers.items() if name not in each}
         return reply.status, await reply.json(), kept
 

@@ -99,12 +99,18 @@ def ended(*stages: str, status: int = 200) -> Page:
 def hit(saved_bytes: float) -> Page:
     return {
         **of_m("epd_items_total", result="hit"),
+        **of_m("epd_items_sent_total", form="metadata"),
         **of_m("epd_saved_encodes_total"),
         **of_m("epd_saved_bytes_total", saved_bytes),
     }
 
 
-NEW = {**of_m("epd_items_total", result="encoded"), **asked("lookup"), **asked("claim")}
+NEW = {
+    **of_m("epd_items_total", result="encoded"),
+    **of_m("epd_items_sent_total", form="metadata"),
+    **asked("lookup"),
+    **asked("claim"),
+}
 
 
 async def page(url: str, http: aiohttp.ClientSession) -> Page:
@@ -237,6 +243,7 @@ CASES: dict[str, tuple[Act, Page]] = {
             **ended("store", "encode", "decode"),
             **NEW,
             **hit(TWICE_BYTES),
+            **of_m("epd_items_sent_total", 2, form="metadata"),
             **of_m("epd_encode_waits_total"),
         },
     ),
@@ -245,6 +252,7 @@ CASES: dict[str, tuple[Act, Page]] = {
         {
             **ended("store", "encode!", "decode"),
             **of_m("epd_items_total", result="local"),
+            **of_m("epd_items_sent_total", form="raw"),
             **of_m("epd_requests_degraded_total", kind="encode-local"),
             **asked("lookup"),
             **asked("claim"),

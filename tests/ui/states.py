@@ -59,6 +59,9 @@ def families() -> list[Metric]:
     items = CounterMetricFamily("epd_items", "", labels=["result"])
     items.add_metric(["hit"], 830)
     items.add_metric(["encoded"], 170)
+    sent = CounterMetricFamily("epd_items_sent", "", labels=["form"])
+    sent.add_metric(["metadata"], 930)
+    sent.add_metric(["raw"], 70)
     requests = CounterMetricFamily("epd_requests", "", labels=["path", "status"])
     requests.add_metric(["/v1/chat/completions", "200"], 900)
     requests.add_metric(["/v1/chat/completions", "502"], 4)
@@ -73,6 +76,7 @@ def families() -> list[Metric]:
     turns.add_metric(["miss"], 15)
     return [
         items,
+        sent,
         requests,
         turns,
         GaugeMetricFamily("epd_conversations", "", 12),

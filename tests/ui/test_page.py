@@ -107,19 +107,24 @@ async def test_a_fleet_that_lacks_stages_is_shown(
 
 NONE = {"hit": 0, "encoded": 0, "local": 0}
 NO_TURNS = {"kept": 0, "turns": 0, "hit": 0}
+UPLOADS = r"93.% of media went on as metadata, 70 raw\. "
 TURNS = "Of 60 turns, 75.% went on from decode's blocks; 12 conversations kept."
 
 
 @pytest.mark.parametrize(
     ("totals", "said"),
     [
-        ({}, r"Saved 830 encodes, .* Hit rate 83.%\. " + TURNS),
+        ({}, r"Saved 830 encodes, .* Hit rate 83.%\. " + UPLOADS + TURNS),
         ({"items": NONE}, TURNS),
-        ({"conversations": NO_TURNS}, r"Saved .* Hit rate 83.%\."),
+        (
+            {"conversations": NO_TURNS, "media": {"metadata": 0, "raw": 0}},
+            r"Saved .* Hit rate 83.%\.",
+        ),
+        ({"conversations": NO_TURNS}, r"Saved .* Hit rate 83.%\. " + UPLOADS.strip()),
         ({"conversations": {**NO_TURNS, "turns": 1}}, r"Of 1 turn, 0.% went on from .*s\."),
         ({"items": NONE, "conversations": NO_TURNS}, r"Saved .* Hit rate \S\."),
     ],
-    ids=["both", "turns alone", "items alone", "kept elsewhere", "neither"],
+    ids=["both", "turns alone", "items alone", "items and their form", "kept elsewhere", "neither"],
 )
 async def test_what_was_saved_is_said_of_what_there_was(
     tab: Tabs, stack: Stack, totals: dict[str, Any], said: str

@@ -33,6 +33,7 @@ def test_it_fits_and_has_something_of_everything(each: int, width: int, height: 
         "312 MB",
         "148 GPU s",
         "hit rate 83 %",
+        "raw 7 %",
         "75 % of",
         "encode",
         "Ended",
@@ -71,6 +72,7 @@ def test_of_conversations_in_redis_the_turns_are_known() -> None:
 def test_of_an_older_proxy_that_tells_nothing_of_conversations_the_rest_is_shown() -> None:
     shown = cast("dict[str, Any]", large(1))
     del shown["totals"]["conversations"]
+    del shown["totals"]["media"]
     text = "\n".join(drawn(cast("State", shown), 80, 24))
 
     assert "Saved 830 encodes" in text

@@ -254,6 +254,7 @@ def test_totals_are_those_of_the_page_of_metrics() -> None:
     assert (found["requests"], found["failed"], found["left"]) == (916, 4, 2)
     assert found["rejected"] == 7
     assert found["items"] == {"hit": 830, "encoded": 170, "local": 0}
+    assert found["media"] == {"metadata": 930, "raw": 70}
     assert found["in_flight"] == 12
     assert found["saved"] == {"encodes": 830, "bytes": 312_400_000, "encode_seconds": 148.2}
     assert found["conversations"] == {"kept": 12, "turns": 60, "hit": 45}

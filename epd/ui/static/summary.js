@@ -34,10 +34,11 @@ export function summary(state) {
   seen.splice(0, seen.length - HISTORY);
 }
 
-function saved({ items, saved: savings, conversations }) {
+function saved({ items, media, saved: savings, conversations }) {
   const all = items.hit + items.encoded + items.local;
   const line = el("p", {});
   if (all || !conversations.turns) line.append(...encodesSaved(savings), " Hit rate ", el("b", {}, share(items.hit, all)), ". ");
+  if (all && media.metadata + media.raw) line.append(...uploads(media));
   if (conversations.turns) line.append(...turnsContinued(conversations));
   const shown = by("saved");
   if (shown.textContent !== line.textContent) shown.replaceChildren(...line.childNodes);
@@ -47,6 +48,11 @@ function encodesSaved({ encodes, bytes: media, encode_seconds }) {
   const parts = ["Saved ", el("b", {}, plural(encodes, "encode"))];
   if (media) parts.push(", ", el("b", {}, bytes(media)), " of media not sent");
   return [...parts, ", about ", el("b", {}, `${seconds(encode_seconds).replace(/ (\S+)$/, " GPU $1")}`), "."];
+}
+
+// Of a model without placeholder metadata all media are uploaded to prefill and decode as well.
+function uploads({ metadata, raw }) {
+  return [el("b", {}, share(metadata, metadata + raw)), " of media went on as metadata, ", el("b", {}, count(raw)), " raw. "];
 }
 
 function turnsContinued({ kept, turns, hit }) {
