@@ -58,7 +58,9 @@ class Patient:
 
     def encoded(self, instance: Instance, tried: Tried) -> None:
         """Remember what an encode instance has made."""
-        self._facts[instance] = replace(self._facts[instance], namespace=tried.encoded.namespace)
+        facts, own = self._facts[instance], tried.encoded.namespace
+        if own is not None:
+            self._facts[instance] = replace(facts, namespaces=facts.namespaces | {own})
         self.tried = self.tried or tried
 
 
@@ -110,6 +112,8 @@ async def _try_encode(patient: Patient, trials: Trials, model: str) -> None:
         patient.note(instance, {judge.ENCODE: trial})
         if tried is not None:
             patient.encoded(instance, tried)
+            if not tried.encoded.metadata:
+                patient.note(instance, {judge.RAW: Trial()})
     if patient.tried is not None and patient.tried.encoded.metadata:
         # An engine that sends blocks to an address ends where a request has none.
         alone = (Role.PREFILL,) if trials.prefills_alone else ()

@@ -49,7 +49,8 @@ class InstanceFacts:
         skew_s: its clock, by its `Date` header, ahead of ours.
         keeps_alive: whether it keeps an idle connection for as long as the proxy pools one.
         trials: what became of the requests that were tried, by their stage.
-        namespace: where its EC connector says that it keeps the model's entries.
+        namespaces: where its EC connectors keep the model's entries, by its metrics and, of an
+            encode instance, by its reply. One instance has one.
     """
 
     instance: Instance
@@ -59,7 +60,7 @@ class InstanceFacts:
     skew_s: float | None = None
     keeps_alive: bool | None = None
     trials: Mapping[str, Trial] = field(default_factory=dict)
-    namespace: str | None = None
+    namespaces: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,8 @@ class StoreFacts:
         writable: whether names and claims can be written.
         entry: of the output an encode instance has just made: `read`, `found` (there, but it
             cannot be read), `missing`; None where there was none to look for.
+        elsewhere: the namespace that has the missing output, where it is another than the one
+            that the encode instance reports.
         bytes: what it takes.
         max_bytes: its quota.
         free_bytes: what the file system has left; None for Redis.
@@ -84,6 +87,7 @@ class StoreFacts:
     round_trip_s: float = 0.0
     writable: bool = True
     entry: str | None = None
+    elsewhere: str | None = None
     bytes: int | None = None
     max_bytes: int | None = None
     free_bytes: int | None = None

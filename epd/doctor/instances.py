@@ -15,6 +15,7 @@ from epd.http.connection import Broken, Unreachable
 from epd.http.http1 import request_head, target_of
 from epd.http.pool import Pool
 from epd.routing.instances import Instance
+from epd.routing.report_page import read_namespaces
 from epd.upstream.client import KEEP_ALIVE_S, Upstream
 from epd.upstream.reply import Answer
 
@@ -46,9 +47,10 @@ class Visitor:
             health = await self._get(instance, "/health")
             if not health.ok:
                 return InstanceFacts(instance, f"GET /health: {health.status}")
-            version, models, keeps_alive = await asyncio.gather(
+            version, models, metrics, keeps_alive = await asyncio.gather(
                 self._get(instance, "/version"),
                 self._get(instance, "/v1/models"),
+                self._get(instance, "/metrics"),
                 self._keeps_alive(instance),
             )
         except ProxyError as error:
@@ -61,6 +63,7 @@ class Visitor:
             models=_models(_json(models)),
             skew_s=_skew_s(health),
             keeps_alive=keeps_alive,
+            namespaces=read_namespaces(metrics.body) - {""} if metrics.ok else frozenset(),
         )
 
     async def _get(self, instance: Instance, path: str) -> Answer:

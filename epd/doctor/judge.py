@@ -22,7 +22,16 @@ CLIENTS_CLOCKS = frozenset({"ceph", "fuse.ceph", "fuse.ceph-fuse", "lustre", "be
 
 ENCODE, CONSUME, PREFILL, DECODE = "encode", "metadata", "prefill", "decode"
 READ, FORGET = "conversation", "no conversation"
+RAW = "media"
 """Requests that are tried."""
+
+NOT_FOUND = 404
+
+SPLIT = (
+    "install this version of the connector in the environment of every engine, and put the model's "
+    "config.json beside its weights: the processes of one engine derive the namespace from it. The "
+    "engine's log has each, after `namespace`"
+)
 
 ADVICE = {
     ENCODE: "start it with --ec-transfer-config, ec_role ec_producer, and the connector that "
@@ -37,12 +46,20 @@ ADVICE = {
     READ: "give it bidirectional_kv_xfer in its --kv-transfer-config, as decode has it, and let it "
     "reach the decode instances': VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT",
 }
+NO_CHAT = (
+    "the model has no chat route, by which encode requests go, as one for transcriptions (Whisper) "
+    "or embeddings alone: vLLM cannot run its encoder apart. Serve it by decode alone, without "
+    "encode instances: `epd up --topology 1pd`"
+)
+"""Advice for an encode instance that answers a chat with 404 and names no unknown model."""
+
 SEEN = {
     ENCODE: "encodes, and says where its outputs are",
     CONSUME: "finds encoder outputs by their key alone",
     PREFILL: "hands over its KV cache",
     DECODE: "answers what was prefilled elsewhere",
     READ: "reads what decode holds of a conversation's last turn",
+    RAW: "media travel to prefill and decode: vLLM reports no placeholder metadata for this model",
     FORGET: "holds nothing of a conversation for its next turn: it has no bidirectional_kv_xfer",
 }
 
@@ -99,7 +116,8 @@ def _judge_trial(name: str, stage: str, trial: Trial) -> Finding:
         return ok(name, SEEN[stage])
     # Without it every turn is computed, some after waiting for --prefill-timeout-s.
     say = warn if stage == READ else fail
-    return say(name, f"{stage}: {trial.problem}", ADVICE[stage])
+    unrouted = stage == ENCODE and trial.status == NOT_FOUND and "Not Found" in trial.problem
+    return say(name, f"{stage}: {trial.problem}", NO_CHAT if unrouted else ADVICE[stage])
 
 
 def judge_fleet(facts: Sequence[InstanceFacts]) -> Iterator[Finding]:
@@ -113,13 +131,26 @@ def judge_fleet(facts: Sequence[InstanceFacts]) -> Iterator[Finding]:
             ", ".join(versions),
             "run one version of vLLM: what stages tell each other changes between versions",
         )
-    namespaces = {one.namespace for one in there if one.namespace}
-    if len(namespaces) > 1:
+    yield from _judge_namespaces(there)
+
+
+def _judge_namespaces(there: Sequence[InstanceFacts]) -> Iterator[Finding]:
+    holders: dict[str, list[str]] = {}
+    for one in there:
+        for namespace in sorted(one.namespaces):
+            holders.setdefault(namespace, []).append(one.instance.url)
+        if len(one.namespaces) > 1:
+            yield fail(
+                f"{one.instance.role} {one.instance.url}",
+                f"one instance with several namespaces: {', '.join(sorted(one.namespaces))}",
+                SPLIT,
+            )
+    if len(holders) > 1 and all(len(one.namespaces) <= 1 for one in there):
         yield fail(
             "namespaces",
-            ", ".join(sorted(namespaces)),
-            "serve the same weights, revision, dtype and processor options on all encode "
-            "instances: as they are, none finds what another has made",
+            "; ".join(f"{name} at {', '.join(holders[name])}" for name in sorted(holders)),
+            "serve the same weights, revision, dtype and processor options on all encode, prefill "
+            "and prefill_decode instances: as they are, none finds what another has made",
         )
 
 
@@ -215,6 +246,13 @@ def _judge_entry(facts: StoreFacts) -> Iterator[Finding]:
                 "an entry that an encode instance has just made cannot be read",
                 "run engines and proxy as one user, or share a group: "
                 "?dir_mode=2770&file_mode=0660 in every store URL",
+            )
+        case "missing" if facts.elsewhere is not None:
+            yield fail(
+                "store",
+                "what an encode instance has just made is in it under another namespace than the "
+                f"instance reports: {facts.elsewhere}",
+                SPLIT,
             )
         case "missing":
             yield fail(

@@ -19,6 +19,8 @@ LOOKS = 9
 """Look-ups whose median counts."""
 ARRIVES_S = 5.0
 """Encode instances write with nobody waiting: how long an entry may take to appear."""
+SEARCH_S = 2.0
+"""For going through all entries for one that is not where it should be."""
 WITHIN_S = 10.0
 """For all that is asked of the store."""
 
@@ -33,11 +35,14 @@ async def look_at_store(url: str, made: Encoded | None) -> StoreFacts:
     try:
         async with asyncio.timeout(WITHIN_S), await AsyncStore.open(url, create=False) as store:
             entry = None if made is None else await _entry(store, made)
+            lost = made if entry == "missing" else None
+            elsewhere = None if lost is None else await _elsewhere(store, lost)
             stats = await store.stats()
             return StoreFacts(
                 round_trip_s=await _round_trip_s(store),
                 writable=await _writable(store),
                 entry=entry,
+                elsewhere=elsewhere,
                 bytes=stats.bytes,
                 max_bytes=stats.max_bytes,
                 free_bytes=_free_bytes(url),
@@ -59,6 +64,17 @@ async def _entry(store: AsyncStore, made: Encoded) -> str:
             return "missing"
         await asyncio.sleep(0.1)
     return "found" if await store.get(key) is None else "read"
+
+
+async def _elsewhere(store: AsyncStore, made: Encoded) -> str | None:
+    """Another namespace that has the output; None: none was seen within `SEARCH_S`."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(SEARCH_S):
+            async for listed in store.ls():
+                key = None if listed.info is None else listed.info.key
+                if key is not None and key.identifier == made.identifier:
+                    return key.namespace
+    return None
 
 
 async def _round_trip_s(store: AsyncStore) -> float:

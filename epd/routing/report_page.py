@@ -42,16 +42,26 @@ def read_report(page: bytes) -> Report | None:
 def read_namespace(page: bytes) -> str:
     """Return under which namespace all engines of a page keep encoder outputs; empty: under none.
 
-    Engines that differ cannot share entries, so the result is empty. A sample of 0 is a namespace
-    that the engine does not have any longer.
+    Engines that differ cannot share entries, so the result is empty.
+    """
+    found = read_namespaces(page)
+    return next(iter(found)) if len(found) == 1 else ""
+
+
+def read_namespaces(page: bytes) -> frozenset[str]:
+    """Return under which namespaces the engines of a page keep encoder outputs.
+
+    A sample of 0 is a namespace that the engine does not have any longer. Nothing is returned of
+    a page that cannot be read.
     """
     try:
         samples = [line.rpartition(b"}") for line in _lines(page, NAMESPACE)]
         labels = [one for one, _, value in samples if float((*value.split(), b"")[0]) != 0]
-        found = {named[1].decode() if (named := _NAMED.search(one)) else "" for one in labels}
+        return frozenset(
+            named[1].decode() if (named := _NAMED.search(one)) else "" for one in labels
+        )
     except ValueError:
-        return ""
-    return found.pop() if len(found) == 1 else ""
+        return frozenset()
 
 
 def _samples(page: bytes, name: bytes) -> Iterator[tuple[int, int]]:

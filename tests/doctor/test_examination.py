@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from aiohttp import web
@@ -15,7 +15,7 @@ from aiohttp import web
 from ec_store import open_store
 from epd.config import ProxyConfig
 from epd.discovery.entries import write_json
-from epd.doctor import examination, instances, turns
+from epd.doctor import examination, instances, store, turns
 from epd.doctor.examination import examine
 from epd.doctor.findings import Finding, Verdict
 from epd.routing.instances import Instance, Role
@@ -27,6 +27,7 @@ from tests.proxy.fake_instance import (
     encodes,
     encodes_without_params,
     hangs,
+    page,
     prefills,
     refuses,
 )
@@ -241,6 +242,63 @@ async def test_engines_that_write_to_another_store_are_found(clinic: Clinic) -> 
     assert ("store", "what an encode instance has just made is not in it") in (
         await clinic.complaints()
     )
+
+
+async def test_an_engine_that_writes_under_another_namespace_than_it_reports_is_found(
+    clinic: Clinic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encodes = clinic.encode.chat
+    monkeypatch.setattr(store, "ARRIVES_S", 0.0)
+
+    async def reports_another(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        reply = await encodes(request, body)
+        said = json.loads(cast("web.Response", reply).text or "")
+        for entry in said["ec_transfer_params"].values():
+            entry["namespace"] = "reported"
+        return web.json_response(said)
+
+    clinic.encode.chat = reports_another
+    complaints = dict(await clinic.complaints())
+
+    assert "is in it under another namespace than the instance reports" in complaints["store"]
+
+
+async def test_a_consumer_of_another_namespace_is_found(clinic: Clinic) -> None:
+    clinic.prefill.metrics = page('# HELP\nvllm:ec_store_namespace_info{namespace="other"} 1.0\n')
+    complaints = dict(await clinic.complaints())
+
+    assert f"other at {clinic.prefill.url}" in complaints["namespaces"]
+    assert clinic.encode.url in complaints["namespaces"]
+
+
+async def test_a_model_whose_media_travel_is_said_to(clinic: Clinic) -> None:
+    encodes = clinic.encode.chat
+
+    async def without_metadata(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        reply = await encodes(request, body)
+        said = json.loads(cast("web.Response", reply).text or "")
+        for entry in said["ec_transfer_params"].values():
+            del entry["metadata"]
+        return web.json_response(said)
+
+    clinic.encode.chat = without_metadata
+    seen = {one.seen for one in await clinic.findings()}
+
+    assert "finds encoder outputs by their key alone" not in seen
+    assert (
+        "media travel to prefill and decode: vLLM reports no placeholder metadata for this model"
+        in seen
+    )
+
+
+async def test_an_encode_instance_without_chats_is_told_from_one_without_connector(
+    clinic: Clinic,
+) -> None:
+    clinic.encode.chat = refuses(404, "Not Found")
+    [finding] = [one for one in await clinic.findings() if one.verdict is Verdict.FAIL]
+
+    assert finding.subject == f"encode {clinic.encode.url}"
+    assert "Whisper" in finding.advice
 
 
 async def test_a_prefill_instance_that_keeps_nothing_is_found(clinic: Clinic) -> None:

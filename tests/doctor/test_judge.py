@@ -81,12 +81,53 @@ def test_consumers_with_other_lengths_are_named_and_encode_instances_may_have_an
 
 
 def test_several_versions_and_several_namespaces_are_named() -> None:
-    fleet = [facts(namespace="a:1"), facts(Instance(Role.ENCODE, "http://e2"), namespace="b:2")]
+    fleet = [
+        facts(namespaces=frozenset({"a:1"})),
+        facts(Instance(Role.ENCODE, "http://e2"), namespaces=frozenset({"b:2"})),
+    ]
     [namespaces] = bad(judge_fleet(fleet))
     [versions] = bad(judge_fleet([facts(), facts(PD, version="0.32.0")]))
 
-    assert (namespaces.verdict, namespaces.seen) == (Verdict.FAIL, "a:1, b:2")
+    seen = "a:1 at http://e; b:2 at http://e2"
+    assert (namespaces.verdict, namespaces.seen) == (Verdict.FAIL, seen)
     assert (versions.verdict, versions.seen) == (Verdict.WARN, "0.32.0, 0.33.0")
+
+
+def test_one_instance_with_several_namespaces_is_named_for_that_alone() -> None:
+    fleet = [facts(namespaces=frozenset({"a:1", "a:2"})), facts(PD, namespaces=frozenset({"a:2"}))]
+    [finding] = bad(judge_fleet(fleet))
+
+    assert (finding.subject, finding.verdict) == ("encode http://e", Verdict.FAIL)
+    assert finding.seen == "one instance with several namespaces: a:1, a:2"
+    assert "config.json" in finding.advice
+
+
+def test_a_consumer_that_looks_elsewhere_than_encode_instances_write_is_named() -> None:
+    fleet = [facts(namespaces=frozenset({"a:1"})), facts(PD, namespaces=frozenset({"a:2"}))]
+    [finding] = bad(judge_fleet(fleet))
+
+    assert finding.seen == "a:1 at http://e; a:2 at http://pd"
+
+
+@pytest.mark.parametrize(
+    ("trial", "advice"),
+    [
+        (Trial("Not Found", 404), "Whisper"),
+        (Trial("The model `m` does not exist.", 404), "--ec-transfer-config"),
+        (Trial("refused", 400), "--ec-transfer-config"),
+    ],
+)
+def test_a_model_without_a_chat_route_has_advice_of_its_own(trial: Trial, advice: str) -> None:
+    [finding] = bad(judge_instance(facts(trials={"encode": trial})))
+
+    assert advice in finding.advice
+
+
+def test_a_model_whose_media_are_sent_raw_is_no_complaint() -> None:
+    findings = [*judge_instance(facts(trials={"encode": Trial(), "media": Trial()}))]
+
+    assert bad(findings) == []
+    assert "vLLM reports no placeholder metadata for this model" in findings[-1].seen
 
 
 def test_an_instance_that_cannot_be_reached_is_not_compared_with_others() -> None:
@@ -105,6 +146,7 @@ def mount(kind: str, options: str) -> Mount | None:
         (StoreFacts(round_trip_s=0.011), Verdict.WARN, "11.0 ms a look-up, of a budget of 20 ms"),
         (StoreFacts(writable=False), Verdict.WARN, "may not write"),
         (StoreFacts(entry="missing"), Verdict.FAIL, "is not in it"),
+        (StoreFacts(entry="missing", elsewhere="a:2"), Verdict.FAIL, "another namespace than"),
         (StoreFacts(entry="found"), Verdict.FAIL, "cannot be read"),
         (StoreFacts(bytes=1, max_bytes=12, free_bytes=10), Verdict.WARN, "more than the 11 B"),
         (StoreFacts(mount=mount("nfs4", "rw,hard")), Verdict.WARN, "nfs4 mount at /mnt caches"),
