@@ -6,10 +6,15 @@ cd "$(dirname "$0")/.."
 ./scripts/setup.sh
 ./scripts/fetch_multi_turn.sh ||
     echo "vLLM's source could not be fetched and unpacked, which a test in tests/e2e/test_conversations.py needs"
+# The release before or after the installed one, whose sources the contract tests read (docs/compatibility.md).
+other=0.33.0
+./scripts/check_vllm.sh --unpack "$other" ||
+    echo "vLLM $other could not be fetched and unpacked: the contract tests read the installed release alone"
 # The hundreds of programs that tests start would each compile this project's modules.
 export PYTHONDONTWRITEBYTECODE=
 [ $# = 0 ] || exec .venv/bin/python -m pytest "$@"
 failed=0
 .venv/bin/python -m pytest --ignore tests/e2e -n 4 --dist loadfile --no-loadscope-reorder || failed=$?
 .venv/bin/python -m pytest tests/e2e -n 2 || failed=$?
+[ ! -d ".run/vllm-sources/$other" ] || ./scripts/check_vllm.sh "$other" || failed=$?
 exit $failed

