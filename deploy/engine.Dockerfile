@@ -1,6 +1,7 @@
 # vLLM with the encoder-cache connector, for encode, prefill and decode instances.
 # Build it in the root of the repository:
 #     docker build --file deploy/engine.Dockerfile --tag epd-engine .
+# v0.32.0 is run in the tests, on the CPU; v0.33.0 is contract-tested (docs/compatibility.md).
 ARG VLLM=v0.32.0
 FROM vllm/vllm-openai:${VLLM}
 COPY pyproject.toml README.md LICENSE /src/

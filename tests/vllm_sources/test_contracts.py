@@ -275,3 +275,20 @@ def test_instances_report_what_the_balance_reads(vllm: Source) -> None:
     words = vllm.words("v1/metrics")
 
     assert {RUNNING.decode(), WAITING.decode()} <= words
+
+
+def test_models_with_placeholder_metadata_are_those_that_the_documents_name(vllm: Source) -> None:
+    declared = {
+        path.stem
+        for folder in ("model_executor/models", "models")
+        for path in vllm.files(folder)
+        if re.search(
+            r"^    embedding_fields\b.* = \{", path.read_text(encoding="utf-8"), re.MULTILINE
+        )
+    }
+    page = (ROOT / "docs" / "decisions" / "001-metadata-only.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.+?`) \|", page.partition("## Which models")[2], re.MULTILINE)
+
+    named = set(re.findall(r"`(\w+)`", " ".join(rows)))
+    inherits = {"qwen3_omni_moe_thinker"} - declared  # Qwen2.5-Omni's, from 0.33 on
+    assert declared | inherits == named
