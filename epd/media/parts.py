@@ -65,6 +65,10 @@ class Known:
     uuid: str
 
 
+FRAMES = "video/jpeg"
+"""Media type of a video that is a list of pictures in base64."""
+
+
 def source(item: MMItem, cuts: Cuts = NO_CUTS) -> Inline | Remote | Known:
     """Where the item's media are.
 
@@ -202,7 +206,11 @@ def _from_data_url(url: str, cuts: Cuts, param: str) -> Inline:
         raise BadRequest(
             "a data: URL must have the form data:<media type>;base64,<data>", param=param
         )
-    return Inline(media_type.partition(";")[0].lower(), _base64(url[comma + 1 :], cuts, param))
+    kind, text = media_type.partition(";")[0].lower(), url[comma + 1 :]
+    # A video of JPEG frames has a comma between two of them.
+    return Inline(
+        kind, text.encode() if kind == FRAMES and "," in text else _base64(text, cuts, param)
+    )
 
 
 def _path(url: str, param: str) -> str:

@@ -27,6 +27,8 @@ def test_a_data_url_is_inline() -> None:
     assert inline(item(data_url(b"abc", "Image/PNG"))) == ("image/png", b"YWJj")
     assert inline(item("DATA:;base64,YWJj")) == ("", b"YWJj")
     assert inline(item("data:audio/ogg;codecs=opus;base64,YWJj")) == ("audio/ogg", b"YWJj")
+    frames = "data:video/jpeg;base64,YWJj,YWJj"
+    assert inline(item(frames)) == ("video/jpeg", b"YWJj,YWJj")
 
 
 def test_input_audio_is_what_its_data_url_would_be() -> None:
