@@ -12,8 +12,12 @@ from epd.events import ItemResult
 from epd.transfer.params import Params, reply_field
 
 METADATA_ONLY = ("image", "audio")
-"""Modalities whose placeholder metadata says all that a consumer needs. A video's does not:
-Qwen2.5-VL's lacks the frame rate, and the answer silently differs from the raw video's."""
+"""Modalities whose placeholder metadata has all that a consumer needs."""
+
+TIMESTAMPS = "timestamps"
+"""A field by which a video's metadata has it too: Qwen3-VL's, which puts times into the prompt.
+Qwen2.5-VL needs the frame rate and reports none: the answer would silently differ from the raw
+video's."""
 
 CONTENT_HASH_LENGTHS = (64, 128)
 """Digits of the hashes vLLM names media by: blake3 and sha256, or sha512
@@ -202,8 +206,9 @@ def metadata_uuid(one: EncodedItem, body: Body) -> str | None:
     identifier serves as a uuid only if the consumer takes it verbatim: with processor kwargs it
     would hash it again, and with a LoRA on the vision tower it would prefix it again.
     """
-    possible = one.item.named and one.item.modality in METADATA_ONLY
-    if not possible or not one.encoded.metadata:
+    metadata = one.encoded.metadata
+    sufficient = one.item.modality in METADATA_ONLY or TIMESTAMPS in metadata
+    if not (one.item.named and metadata and sufficient):
         return None
     if one.uuid is not None:
         return one.uuid

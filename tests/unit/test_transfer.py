@@ -169,6 +169,28 @@ def test_video_goes_on_raw_under_its_uuid() -> None:
     assert new["messages"][0]["content"] == [{**video(), "uuid": "v"}]
 
 
+def test_video_whose_times_are_reported_goes_on_as_metadata() -> None:
+    """Qwen3-VL's: measured answers are the raw video's at every frame rate."""
+    times = {"video_grid_thw": [[2, 4, 6]], "timestamps": [0.25, 1.25]}
+    new = consumed(
+        request(image(), video()), ("p", encoded("p")), ("v", Encoded({"v": {}}, "v", times))
+    )
+
+    assert kinds(new) == ["image_embeds", "video_embeds"]
+    assert new["messages"][0]["content"][1] == {
+        "type": "video_embeds",
+        "video_embeds": {"video_grid_thw": [2, 4, 6], "timestamps": [0.25, 1.25]},
+        "uuid": "v",
+    }
+
+
+def test_times_alone_do_not_make_up_for_a_key() -> None:
+    times = Encoded({"v": {}}, "x", {"timestamps": [0.25]})
+    new = consumed(request(video()), (None, times))
+
+    assert new["messages"][0]["content"] == [video()]
+
+
 @pytest.mark.fault(75)
 def test_metadata_and_raw_media_of_two_modalities_are_never_mixed() -> None:
     """Processors that build dummy text for all items and get the raw ones alone answer 400."""

@@ -20,6 +20,7 @@ from epd.fleet.platforms import OFFLINE, PLATFORMS
 from epd.fleet.suitability import ENCODER_DECODERS
 from epd.routing.instances import Role
 from epd.routing.report_page import RUNNING, WAITING
+from epd.transfer.encoded import TIMESTAMPS
 from epd.transfer.nixl import KEEP, NixlPush
 from tests.vllm_sources.reading import (
     ROOT,
@@ -292,3 +293,20 @@ def test_models_with_placeholder_metadata_are_those_that_the_documents_name(vllm
     named = set(re.findall(r"`(\w+)`", " ".join(rows)))
     inherits = {"qwen3_omni_moe_thinker"} - declared  # Qwen2.5-Omni's, from 0.33 on
     assert declared | inherits == named
+
+
+def test_the_times_of_a_video_are_reported_by_models_that_write_them_into_the_prompt(
+    vllm: Source,
+) -> None:
+    """By these the proxy sends a video as metadata (`TIMESTAMPS` in `epd/transfer/encoded.py`)."""
+    declaring = [
+        path.stem
+        for folder in ("model_executor/models", "models")
+        for path in vllm.files(folder)
+        if f'"{TIMESTAMPS}": "metadata"' in path.read_text(encoding="utf-8")
+    ]
+
+    assert declaring == ["qwen3_vl"]
+    assert f'timestamps = out_item["{TIMESTAMPS}"].data' in vllm.text(
+        "model_executor/models/qwen3_vl.py"
+    )
