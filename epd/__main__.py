@@ -1,4 +1,4 @@
-"""`python -m epd`."""
+"""Entry point of `python -m epd`."""
 
 from epd.cli import main
 

@@ -1,4 +1,4 @@
-"""Work that runs beside requests for as long as a process serves. It never ends silently."""
+"""Background tasks that run while a process serves. Their failures are logged and counted."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -7,43 +7,43 @@ from contextlib import asynccontextmanager, suppress
 import structlog
 
 FIRST_DELAY_S = 1.0
-"""Delay before work that has raised is restarted; doubled with each further exception."""
+"""Delay before the restart of a task that raised. Each further exception doubles it."""
 MAX_DELAY_S = 60.0
-"""The longest such delay. Work that has run for as long begins again with the first delay."""
+"""Upper bound of the delay. A task that ran for this long starts again with the first delay."""
 
 Work = Callable[[], Awaitable[None]]
 
 
 class Background:
-    """Runs work in the background, and restarts it when it raises.
+    """Runs tasks in the background, and restarts a task that raises.
 
-    An unexpected exception is logged at once with its traceback, counted, and followed by a
-    restart after a delay. It does not end the process: all that runs here (probes, load reports,
-    sources of instances, pages for other workers, orders to reload) keeps up to date what requests
-    use, and requests are served better from what is known than not at all. The worker processes
-    are different. Nothing serves without them, so `server.workers` ends where they do not live.
+    An unexpected exception is logged at once with its traceback, counted, and followed by a restart
+    after a delay. It does not end the process. These tasks (probes, load reports, sources of
+    instances, pages for other workers, reloads) only refresh the state that requests use, and
+    requests are better served with stale state than not at all. Worker processes differ: the proxy
+    cannot serve without them, so `server.workers` ends if they do not live.
     """
 
     def __init__(self, count: Callable[[str, int], None]) -> None:
-        """Start nothing yet.
+        """Create the runner without tasks.
 
         Args:
-            count: is called with a task's name and 1 for each unexpected exception, and with 0 when
-                the task begins: a rise from nothing to 1 is none to Prometheus.
+            count: called with a task's name and 1 for each unexpected exception. Called with 0 when
+                the task starts, because Prometheus sees no increase in a series that begins at 1.
         """
         self._count = count
 
     def failed(self, task: str) -> None:
-        """Count an unexpected exception of a task, which logs it and goes on."""
+        """Count an unexpected exception of a task that logs it and continues."""
         self._count(task, 1)
 
     @asynccontextmanager
     async def running(self, task: str, work: Work) -> AsyncIterator[None]:
-        """Keep work running until the context is left, which waits for its end.
+        """Run a task until the context exits. The exit waits for the end of the task.
 
         Args:
-            task: its name in the log and in the metric.
-            work: is called for each start. Work that returns is not started again.
+            task: name in the log and in the metric.
+            work: function to call at each start. It is not started again after it returns.
         """
         kept = asyncio.create_task(self.keep(task, work))
         try:
@@ -54,7 +54,7 @@ class Background:
                 await kept
 
     async def keep(self, task: str, work: Work) -> None:
-        """Run work to its end, and again after each exception. See `running`."""
+        """Run a task to its end, and restart it after each exception. See `running`."""
         clock = asyncio.get_running_loop().time
         delay_s = FIRST_DELAY_S
         self._count(task, 0)
@@ -62,7 +62,7 @@ class Background:
             started_s = clock()
             try:
                 await work()
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is logged and counted
+            except Exception as error:  # noqa: BLE001 - every exception is logged and counted
                 if clock() - started_s >= MAX_DELAY_S:
                     delay_s = FIRST_DELAY_S
                 self.failed(task)

@@ -1,26 +1,26 @@
-"""How long something may take that may not end when it is told to."""
+"""A time limit for code that may lose a cancellation."""
 
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 AGAIN_S = 0.05
-"""After which it is told once more, where it goes on."""
+"""Delay after which a task that still runs is cancelled again."""
 
 
 @contextmanager
 def within(limit_s: float) -> Iterator[None]:
-    """Cancel what runs in it after a time, as `asyncio.timeout` does, and again until it ends.
+    """Cancel the body after a time, as `asyncio.timeout` does, and again until it ends.
 
-    A library can lose a cancellation, and then waits for as long as it likes: Python 3.11's
-    `asyncio.wait_for` drops one that comes just as it ends
+    A library can lose a cancellation and then wait without a limit: Python 3.11's
+    `asyncio.wait_for` drops one that arrives just as it ends
     (https://github.com/python/cpython/issues/86296).
 
     Args:
-        limit_s: seconds from here on.
+        limit_s: seconds from now.
 
     Raises:
-        TimeoutError: it has been cancelled for that.
+        TimeoutError: the limit was reached and the body was cancelled.
     """
     task = asyncio.current_task()
     if task is None:

@@ -1,8 +1,8 @@
-"""What can go wrong, as types that know what to answer.
+"""Error types of the proxy. Each type knows its answer to the client.
 
-Every error reaches the client in OpenAI's shape, the one vLLM uses
-(`vllm/entrypoints/openai/engine/protocol.py`, `ErrorInfo`):
-`{"error": {"message", "type", "param", "code"}}`, `code` being the HTTP status.
+Every error reaches the client in the OpenAI shape, which vLLM uses too
+(`vllm/entrypoints/openai/engine/protocol.py`, `ErrorInfo`): `{"error": {"message", "type", "param",
+"code"}}`. `code` is the HTTP status.
 """
 
 import enum
@@ -25,27 +25,27 @@ TYPES = {
 }
 
 BUSY = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
-"""Statuses of an instance that has too much to do, which is no failure of it."""
+"""Statuses of an overloaded instance. They do not count as failures of the instance."""
 
 ELSEWHERE = BUSY | {
     HTTPStatus.REQUEST_TIMEOUT,
     HTTPStatus.BAD_GATEWAY,
     HTTPStatus.GATEWAY_TIMEOUT,
 }
-"""Statuses of decode after which another instance may do better."""
+"""Statuses of a decode instance after which another instance may succeed."""
 
 UNJUDGED = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.REQUEST_TIMEOUT})
-"""Statuses that say nothing of the instance's health."""
+"""Statuses that carry no information about the health of the instance."""
 
 NOT_CLIENTS = frozenset({408, 429})
 """Statuses below 500 that depend on the moment and not on the request."""
 
 SPENT = frozenset({500, 502, 504})
-"""Statuses of what the proxy has tried again itself, where that could help."""
+"""Statuses of errors that remain after the proxy's own retries, where a retry could help."""
 
 
 class Outcome(enum.Enum):
-    """What the end of a request says of the health of its instance."""
+    """The effect of a request's result on the health of its instance."""
 
     GOOD = enum.auto()
     BAD = enum.auto()
@@ -57,23 +57,25 @@ class Outcome(enum.Enum):
 class ProxyError(Exception):
     """A request that ends in an error.
 
-    The class of an error, and for an instance's own answer its status, say what the error allows.
-    Nothing else decides that; `epd.request.recovery` and `epd.routing` read it here.
+    The class of an error states what the error allows. For an error that an instance answered, the
+    status does. No other module classifies errors; `epd.request.recovery` and `epd.routing` read
+    these attributes.
 
     Attributes:
         status: HTTP status of the answer.
         type: `error.type` of the answer.
         slug: machine-readable cause, sent as `x-epd-error`.
         stage: the stage that failed, sent as `x-epd-stage`.
-        param: the part of the request that is at fault, such as `messages[0].content[2]`.
-        answered: the status that an instance answered, where one did.
-        outcome: what it says of the instance's health.
-        retryable: whether another instance may do better.
-        repeatable: whether the same instance may, where there is no other.
-        worked: whether the instance had the request and failed at it, so that what it was told to
-            load may be at fault.
-        died: whether the instance died while it had the request.
-        rest_s: for how many seconds the instance asks to get no request; None: it does not say.
+        param: the invalid part of the request, such as `messages[0].content[2]`.
+        answered: HTTP status that the instance answered; None without an answer.
+        outcome: effect on the instance's health.
+        retryable: whether another instance may succeed.
+        repeatable: whether the same instance may succeed, if there is no other.
+        worked: whether the instance received the request and failed at it. The entries or blocks
+            that it was asked to load may then be at fault.
+        died: whether the instance died while it held the request.
+        rest_s: seconds for which the instance asks for no further request; None if it does not
+            state them.
     """
 
     status: int = 500
@@ -103,7 +105,10 @@ class ProxyError(Exception):
         self.answered = answered
 
     def at(self, param: str | None) -> Self:
-        """The same error, with this part of the request at fault: others may be told of it too."""
+        """Return a copy of the error that names this part of the request as `param`.
+
+        Several requests may share the original.
+        """
         located = type(self).__new__(type(self), *self.args)
         located.__dict__.update(self.__dict__)
         located.param = param
@@ -121,43 +126,45 @@ class ProxyError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers that go with the answer, beside those every answer has."""
+        """Headers of the answer, in addition to those of every answer."""
         own = {"x-epd-stage": self.stage, "x-epd-error": self.slug}
-        # The official OpenAI client obeys it, and would repeat what was repeated here already.
+        # The official OpenAI client obeys this header. It would otherwise repeat the proxy's
+        # retries.
         return own | {"x-should-retry": "false"} if self.spent else own
 
     @property
     def spent(self) -> bool:
-        """Whether another try of the client's would end as this one, after the proxy's own."""
+        """Whether a retry by the client is pointless, because the proxy has retried already."""
         return self.status in SPENT
 
     @property
     def engine_failed(self) -> bool:
-        """Whether an engine answered 500: an entry or KV blocks may have been lost.
+        """Whether an engine answered 500: an entry or KV blocks may be lost.
 
-        An engine that cannot load what it was named says no more than that.
+        An engine that cannot load the entry or the blocks named in its request answers no more than
+        that.
         """
         return self.answered == HTTPStatus.INTERNAL_SERVER_ERROR
 
     @property
     def rejects_request(self) -> bool:
-        """Whether the request itself is at fault, so that no instance failed."""
+        """Whether the request itself is invalid, so that no instance failed."""
         return 400 <= self.status < 500 and self.status not in NOT_CLIENTS  # noqa: PLR2004
 
     def body(self) -> bytes:
-        """The answer's JSON body."""
+        """Return the JSON body of the answer."""
         return orjson.dumps({"error": self.detail})
 
 
 def slug_of(error: BaseException | None) -> str | None:
-    """Return what an error is counted as; a request that was abandoned is `cancelled`."""
+    """Return the slug under which an error is counted; `cancelled` for an abandoned request."""
     if error is None:
         return None
     return error.slug if isinstance(error, ProxyError) else "cancelled"
 
 
 class BadRequest(ProxyError):
-    """The client's request cannot be served as it is."""
+    """The client's request is invalid."""
 
     status = 400
     type = "BadRequestError"
@@ -165,7 +172,7 @@ class BadRequest(ProxyError):
 
 
 class RequestRefused(ProxyError):
-    """The HTTP layer refused the request: unknown route, wrong method, too large."""
+    """The HTTP layer rejected the request: unknown route, wrong method, body too large."""
 
     default_slug = "invalid_request"
 
@@ -176,7 +183,7 @@ class RequestRefused(ProxyError):
 
 
 class WrongMethod(RequestRefused):
-    """The route is there, and has other methods."""
+    """The route exists but does not accept the request's method."""
 
     def __init__(self, allowed: Iterable[str]) -> None:
         super().__init__(405, "Method Not Allowed", slug="unknown_route")
@@ -184,12 +191,12 @@ class WrongMethod(RequestRefused):
 
     @property
     def headers(self) -> dict[str, str]:
-        """As for every error, and the methods there are, which a 405 must name (RFC 9110)."""
+        """Headers of every error, and `Allow`, which a 405 must have (RFC 9110, 15.5.6)."""
         return {**super().headers, "Allow": self._allowed}
 
 
 class Unauthorized(ProxyError):
-    """The request has no API key, or one that is none."""
+    """The request has no API key, or an invalid one."""
 
     status = 401
     type = "AuthenticationError"
@@ -197,12 +204,12 @@ class Unauthorized(ProxyError):
 
     @property
     def headers(self) -> dict[str, str]:
-        """As for every error, and the scheme that is wanted, as RFC 6750 asks."""
+        """Headers of every error, and the authentication scheme (RFC 6750, 3)."""
         return {**super().headers, "WWW-Authenticate": "Bearer"}
 
 
 class UnknownMedia(ProxyError):
-    """The client names media that it has not sent, or that the store has let go of."""
+    """The request names media that the client has not uploaded, or that the store has evicted."""
 
     status = 404
     type = "NotFoundError"
@@ -210,7 +217,7 @@ class UnknownMedia(ProxyError):
 
 
 class MediaFetchFailed(ProxyError):
-    """The media that a client's URL names could not be fetched. No instance is at fault."""
+    """The proxy could not fetch the media at a URL of the request. No instance is at fault."""
 
     status = 422
     type = "UnprocessableEntityError"
@@ -218,10 +225,10 @@ class MediaFetchFailed(ProxyError):
 
 
 class TryLater(ProxyError):
-    """Nothing is wrong with the request but the moment.
+    """The request is valid but cannot be served now.
 
     Attributes:
-        retry_after_s: when the client may try again, sent as `Retry-After`; None: it is not known.
+        retry_after_s: seconds until the client may retry, sent as `Retry-After`; None if unknown.
     """
 
     def __init__(
@@ -237,12 +244,12 @@ class TryLater(ProxyError):
 
     @property
     def headers(self) -> dict[str, str]:
-        """As for every error, and when to try again, in whole seconds (RFC 9110, 10.2.3)."""
+        """Headers of every error, and `Retry-After` in whole seconds (RFC 9110, 10.2.3)."""
         return {**super().headers, "Retry-After": str(max(1, math.ceil(self.retry_after_s or 1)))}
 
 
 class Overloaded(TryLater):
-    """The proxy, or what is behind it, has too much to do, or is about to stop."""
+    """The proxy or a service behind it is overloaded, or the proxy is about to stop."""
 
     status = 503
     type = "ServiceUnavailableError"
@@ -250,16 +257,16 @@ class Overloaded(TryLater):
 
 
 class NoInstance(Overloaded):
-    """No instance of a role can be reached."""
+    """No instance of a role is reachable."""
 
     retryable = True
     repeatable = True
 
 
 class SuspectedFatal(TryLater):
-    """Two instances died while they served the request: it is not sent to a third one.
+    """Two instances died while they served the request: the proxy sends it to no third one.
 
-    The official OpenAI client is told not to repeat it.
+    The answer tells the official OpenAI client not to retry.
     """
 
     status = 503
@@ -270,7 +277,7 @@ class SuspectedFatal(TryLater):
 
 
 class TooManyRequests(TryLater):
-    """This client, or all of them, asks for more at once than is allowed."""
+    """This client, or all clients together, have more concurrent requests than allowed."""
 
     status = 429
     type = "RateLimitError"
@@ -278,7 +285,7 @@ class TooManyRequests(TryLater):
 
 
 class UpstreamFailed(ProxyError):
-    """An instance could not be reached, broke off, or answered what it must not."""
+    """An instance was unreachable, closed the connection early, or sent an invalid answer."""
 
     status = 502
     type = "BadGatewayError"
@@ -289,7 +296,7 @@ class UpstreamFailed(ProxyError):
 
 
 class EncodeMismatch(UpstreamFailed):
-    """What an encode instance replied does not fit the item. Its next reply would not either."""
+    """The reply of an encode instance does not fit the item. A retry would get the same reply."""
 
     default_slug = "encode_metadata"
     retryable = False
@@ -302,13 +309,13 @@ class EncodeMismatch(UpstreamFailed):
 
 
 class AnswerTooLarge(UpstreamFailed):
-    """An instance's answer is larger than the proxy keeps. Another one's would be as large."""
+    """The answer of an instance exceeds the proxy's limit. Another instance would exceed it too."""
 
     retryable = False
 
 
 class UpstreamUnreachable(UpstreamFailed):
-    """No connection to an instance: the request has not left the proxy."""
+    """The connection to an instance failed: the request has not left the proxy."""
 
     outcome = Outcome.UNREACHABLE
     repeatable = False
@@ -316,36 +323,35 @@ class UpstreamUnreachable(UpstreamFailed):
 
 
 class UpstreamDied(UpstreamFailed):
-    """An instance died, or its connection did, after it had all of a request.
+    """An instance died, or its connection closed, after it received all of a request.
 
-    The instance may have died of that request. The last answer that a client gets is the same as
-    for every other failure.
+    The request may have caused it. The client's last answer is the same as for other failures.
     """
 
     died = True
 
 
 class UpstreamDenied(ProxyError):
-    """An instance does not take the key that the proxy has for it, which no client can mend."""
+    """An instance rejects the proxy's own API key. The client cannot correct that."""
 
     status = 502
     type = "BadGatewayError"
 
 
 class UpstreamBusy(Overloaded):
-    """An encode or prefill instance has too much to do."""
+    """An encode or prefill instance is overloaded."""
 
     outcome = Outcome.BUSY
     retryable = True
 
     @property
     def rest_s(self) -> float | None:  # type: ignore[override]
-        """Its `Retry-After`."""
+        """The `Retry-After` of the instance, in seconds."""
         return self.retry_after_s
 
 
 class UpstreamTimeout(ProxyError):
-    """An instance did not answer within its stage's deadline."""
+    """An instance did not answer within the deadline of its stage."""
 
     status = 504
     type = "GatewayTimeoutError"
@@ -354,18 +360,18 @@ class UpstreamTimeout(ProxyError):
 
     @property
     def outcome(self) -> Outcome:  # type: ignore[override]
-        """A failure at encode, which takes a known time.
+        """A failure of the instance at encode, whose duration is bounded.
 
-        Prefill and decode may be late because requests queue at them or because an answer is long:
-        there, only probes find an instance that hangs.
+        At prefill and decode, queued requests or a long answer can cause the delay. Only probes
+        detect a hanging instance there.
         """
         return Outcome.NOTHING if self.stage in {"prefill", "decode"} else Outcome.BAD
 
 
 class UpstreamRejected(ProxyError):
-    """An instance answered with an error that is the client's to see.
+    """An instance answered with an error that the client receives.
 
-    What the instance said is kept; its shape is made OpenAI's where it was not.
+    The instance's message is kept. An answer of another shape is converted to the OpenAI shape.
     """
 
     def __init__(
@@ -394,16 +400,16 @@ class UpstreamRejected(ProxyError):
 
     @property
     def detail(self) -> dict[str, Any]:
-        """What the instance said, and where in the client's request it applies."""
+        """The `error` object of the instance, with the part of the request if it is known."""
         return self._said if self.param is None else self._said | {"param": self.param}
 
     def body(self) -> bytes:
-        """The instance's own bytes, where they are what a client should see."""
+        """Return the bytes of the instance, where they need no change."""
         return self._reply if self._reply and self.param is None else super().body()
 
     @property
     def headers(self) -> dict[str, str]:
-        """As for every error, and what tells a client when and how to try again."""
+        """Headers of every error, and those of the instance that control a retry."""
         return {**super().headers, **self._passed_headers}
 
 
@@ -416,5 +422,5 @@ def _outcome_of(status: int) -> Outcome:
 
 
 def no_store(message: str) -> RequestRefused:
-    """503: what only the encoder-cache store could answer."""
+    """Return a 503 for an operation that needs the encoder-cache store."""
     return RequestRefused(503, message, slug="no_store")

@@ -1,4 +1,4 @@
-"""What happened, as values. The core emits them; observers log, count or trace them."""
+"""Events as values: the core emits them; observers log, count or trace them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,8 +8,9 @@ from epd.errors import Stage
 from epd.histogram import Histogram
 
 ItemResult = Literal["hit", "encoded", "local"]
-"""Where an item's encoder output comes from: it was there or on its way, an encode instance made it
-for this request, or prefill or decode make it themselves because no encode instance could."""
+"""Source of an item's encoder output. `hit`: stored, or already being encoded. `encoded`: an encode
+instance made it for this request. `local`: prefill or decode makes it, because no encode instance
+could."""
 
 
 MediaForm = Literal["metadata", "raw"]
@@ -17,11 +18,11 @@ MediaForm = Literal["metadata", "raw"]
 
 
 Degraded = Literal["encode-local", "prefill-local"]
-"""What another instance did than the one whose stage it is: `x-epd-degraded`."""
+"""Stages whose work another instance did in their place, sent as `x-epd-degraded`."""
 
 
 Modality = str
-"""image, audio or video."""
+"""`image`, `audio` or `video`."""
 
 Waiting = Stage | Literal["answer"]
 """What a request waits for: a stage, or the rest of its answer."""
@@ -45,26 +46,26 @@ GAPS_S = (
     5,
     10,
 )
-"""Upper bounds by which times between the chunks of a stream are counted."""
+"""Upper bounds of the histogram of times between the chunks of a stream, in seconds."""
 
 
 CLIENT_CLOSED = 499
-"""nginx's status for a client that left before its answer; logged, never sent."""
+"""Status for a client that disconnected before its answer, as nginx uses it; logged, never sent."""
 
 
 class StageDone(NamedTuple):
-    """One request to an instance has been answered, or has failed.
+    """One finished request to an instance, the store or the queue, successful or not.
 
     Attributes:
         stage: queue, store, encode, prefill, decode or release.
-        instance: base URL of the instance; of the store, what kind it is; of the queue, "proxy".
-        started_s: when it was sent, on the monotonic clock.
-        seconds: until its answer was read; for decode's streams until their first byte came; in the
-            queue until the request's turn came.
+        instance: base URL of the instance; for the store its kind; for the queue "proxy".
+        started_s: time of sending, on the monotonic clock.
+        seconds: time until the answer was read. For decode's streams, until the first byte. In the
+            queue, until admission.
         error: slug of the error, `cancelled`, or None.
-        model_name: what instances call the request's model (`epd.models`).
-        modality: of the item that was encoded.
-        rejected: whether the error is the request's own, so that no instance failed.
+        model_name: the instances' name of the request's model (`epd.models`).
+        modality: modality of the encoded item.
+        rejected: whether the request itself is invalid, so that no instance failed.
     """
 
     stage: Stage
@@ -79,40 +80,40 @@ class StageDone(NamedTuple):
 
 @dataclass(slots=True)
 class RequestRecord:
-    """A client's request: what has happened to it. Observers are given it when it has ended.
+    """The history of a client's request. Observers receive it when the request has ended.
 
     Attributes:
-        request_id: what the client calls it, or the id sent to the instances.
+        request_id: the client's id of the request, or else the id sent to the instances.
         engine_id: the id sent to the instances.
         method: HTTP method.
         path: path of the route.
         tenant: name of the client's tenant; empty without `--api-keys-file`.
-        trace_id: of its trace, where it is traced.
-        started_s: when its head had come, on the monotonic clock.
-        status: HTTP status that was sent; 499 where the client left first.
-        seconds: from the request's head to the last byte of the answer.
+        trace_id: id of the trace, if the request is traced.
+        started_s: arrival of the request's head, on the monotonic clock.
+        status: HTTP status that was sent; 499 if the client disconnected first.
+        seconds: time from the request's head to the last byte of the answer.
         error: slug of the error, or None. A stream may break after a status of 200.
-        reason: what lies behind the error; for the log, not for the client.
-        at: what it waits for, or waited for last.
-        policy: the one that decided what runs for it; None: none has.
-        stages: what was asked of the instances and has ended.
-        items: how many media items came from where.
-        media: in which form its items went on to prefill and decode, in the last attempt.
-        hits: how many of its items needed no encode, by modality.
-        waits: how many of those waited for an encode that somebody else had begun.
-        saved_bytes: of their media, as they stood in the request, that no instance was sent.
-        retries: how often the request was begun anew, unseen by the client.
-        degraded: what was done in another stage than its own.
-        model_name: what instances call its model (`epd.models`).
-        prefilled_s: when prefill had answered, on the monotonic clock.
-        first_token_s: from its head to decode's first event of tokens; where such an answer is no
-            stream, to all of it.
-        kv_wait_s: from prefill's answer to decode's first token, in a stream: for so long prefill
-            kept its blocks at most.
-        gaps: times between the chunks of its stream, in seconds, by `GAPS_S`.
-        stream: whether the answer's head announced a stream.
-        answer_bytes: bytes of the answer's body, as far as it was written.
-        ended: whether the observers have been given it: it changes no more.
+        reason: the cause of the error, for the log and not for the client.
+        at: what the request waits for, or waited for last.
+        policy: the policy that decided the stages; None before the decision.
+        stages: the finished requests to instances.
+        items: number of media items, by source.
+        media: form in which the items went on to prefill and decode, in the last attempt.
+        hits: number of items that needed no encode, by modality.
+        waits: number of those hits that waited for an encode of another request.
+        saved_bytes: bytes of their media, as in the request, that no instance received.
+        retries: number of retries, invisible to the client.
+        degraded: stages whose work another stage did.
+        model_name: the instances' name of the request's model (`epd.models`).
+        prefilled_s: arrival of prefill's answer, on the monotonic clock.
+        first_token_s: time from the request's head to decode's first event of tokens. For an answer
+            that is no stream, to all of the answer.
+        kv_wait_s: in a stream, time from prefill's answer to decode's first token: upper bound of
+            the time for which prefill kept the blocks.
+        gaps: times between the chunks of the stream, in seconds, by `GAPS_S`.
+        stream: whether the head of the answer announced a stream.
+        answer_bytes: bytes of the answer's body that were written.
+        ended: whether the observers have received the record, which is then final.
     """
 
     request_id: str
@@ -148,14 +149,14 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class InstanceChanged:
-    """An instance is thought to be something else than before, has come, or has gone.
+    """A change of an instance's state or membership.
 
     Attributes:
-        instance: its base URL.
-        role: its role.
-        state: what it is thought to be now; `added`, `removed`, or `refused` where it clashes with
-            others.
-        source: who said so, of the last three.
+        instance: base URL of the instance.
+        role: role of the instance.
+        state: the new health state; or `added`, `removed`, or `refused` if the instance conflicts
+            with others.
+        source: source of the last three states.
     """
 
     instance: str
@@ -165,20 +166,20 @@ class InstanceChanged:
 
 
 class Observer(Protocol):
-    """Is told of every event, on the event loop: it must return at once."""
+    """Receives every event on the event loop. Its methods must return at once."""
 
     def stage_done(self, event: StageDone) -> None:
-        """One request to an instance has ended."""
+        """Handle the end of one request to an instance."""
 
     def request_done(self, event: RequestRecord) -> None:
-        """A client's request has ended."""
+        """Handle the end of a client's request."""
 
     def instance_changed(self, event: InstanceChanged) -> None:
-        """An instance was ejected, is down, or is back; or takes part, or does no more."""
+        """Handle a change of an instance's health or membership."""
 
 
 def stage_seconds(stages: Sequence[StageDone]) -> dict[Stage, float]:
-    """Wall time of each stage: from its first request sent to its last answer."""
+    """Return the wall time of each stage: from its first request to its last answer."""
     if len(stages) == 1:
         return {stages[0].stage: stages[0].seconds}
     spans: dict[Stage, tuple[float, float]] = {}

@@ -1,4 +1,4 @@
-"""One run for all who want the same thing at the same moment."""
+"""Single flight: concurrent callers of one key share one run."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Hashable
@@ -20,7 +20,7 @@ class _Flight(Generic[V]):
 
 
 class Flights(Generic[K, V]):
-    """Runs by key, one of a key at a time. One that nobody waits for any more is cancelled.
+    """Runs by key, one at a time for each key. A run without waiters is cancelled.
 
     Belongs to one event loop.
     """
@@ -30,22 +30,23 @@ class Flights(Generic[K, V]):
         self._tasks: set[asyncio.Task[V]] = set()
 
     def __contains__(self, key: K) -> bool:
-        """Whether one of this key runs, which others can join."""
+        """Return whether a run of this key is in progress, which a caller can join."""
         return key in self._flights
 
     async def join(self, key: K, start: Start[V]) -> V:
-        """The result of the run of this key; `start` is called where there is none.
+        """Return the result of the run of this key; call `start` if there is no run.
 
-        An error is every waiter's; a waiter that is cancelled leaves the run to the others.
+        Every waiter receives an error of the run. Cancelling one waiter does not cancel the run for
+        the others.
         """
         flight = self._flights.get(key) or self._add(key, asyncio.create_task(start()))
         return await self._wait(key, flight)
 
     async def try_join(self, key: K, start: Start[V]) -> V:
-        """As `join`, but a run that had begun before this call shares its success alone.
+        """Join as `join` does, but take only a success from a run that began before this call.
 
         Raises:
-            ProxyError: a run failed that was begun after this call.
+            ProxyError: a run that began after this call failed.
         """
         begun = self._flights.get(key)
         if begun is not None:
@@ -57,7 +58,7 @@ class Flights(Generic[K, V]):
         return await self._wait(key, flight)
 
     async def close(self) -> None:
-        """Cancel what still runs, and wait until it is gone."""
+        """Cancel all runs, and wait for their end."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -79,10 +80,10 @@ class Flights(Generic[K, V]):
                 flight.task.cancel()
 
     def _land(self, key: K, flight: _Flight[V]) -> None:
-        """Let nobody join it any more."""
+        """Close a run to further waiters."""
         if self._flights.get(key) is flight:
             del self._flights[key]
         if flight.task.done():
             self._tasks.discard(flight.task)
             if not flight.task.cancelled():
-                flight.task.exception()  # nobody may be left to see it
+                flight.task.exception()  # mark it as retrieved: there may be no waiter left

@@ -1,4 +1,4 @@
-"""Several calls at once, of which the first error ends the others."""
+"""Concurrent calls that stop at the first error."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable
@@ -10,16 +10,16 @@ V = TypeVar("V")
 
 
 class StrictTaskGroup(asyncio.TaskGroup):
-    """A task group that leaves its task's count of cancellations (`Task.cancelling`) correct.
+    """A task group that keeps its task's count of cancellations (`Task.cancelling`) correct.
 
-    Time limits rely on that (`asyncio.timeout`, `epd.edge.drain`). The group of Python 3.11 differs
-    in two cases. If a task fails while the group waits at its end, one cancellation too many stays
-    counted: the body of the group has to wait for its tasks (`asyncio.wait`). And a cancellation
-    from outside in the moment of a failure is lost: here it is raised in place of the failure.
+    Time limits rely on that count (`asyncio.timeout`, `epd.edge.drain`). The task group of Python
+    3.11 has two faults. If a task fails while the group waits at its end, one cancellation too many
+    stays counted: the body of the group therefore waits for its tasks (`asyncio.wait`). A
+    cancellation from outside at the moment of a failure is lost: this class raises it in place of
+    the failure.
     """
 
     async def __aenter__(self) -> Self:
-        """Begin."""
         self._cancels = _cancels()
         await super().__aenter__()
         return self
@@ -30,11 +30,11 @@ class StrictTaskGroup(asyncio.TaskGroup):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End.
+        """Leave the group.
 
         Raises:
-            BaseExceptionGroup: tasks failed.
-            asyncio.CancelledError: the task was cancelled, whether some failed or not.
+            BaseExceptionGroup: at least one task failed.
+            asyncio.CancelledError: the task was cancelled, with or without a failure.
         """
         try:
             await super().__aexit__(kind, error, trace)
@@ -52,12 +52,12 @@ def _cancels() -> int:
 async def gather_first(
     call: Callable[[T], Coroutine[Any, Any, V]], values: Iterable[T], at_once: int
 ) -> list[V]:
-    """Return what a call returns for each value, in the order of the values.
+    """Return the result of `call` for each value, in the order of the values.
 
     Args:
-        call: is run as a task for each value.
-        values: the calls' arguments.
-        at_once: the most calls that run at a time.
+        call: function that runs as a task for each value.
+        values: arguments of the calls.
+        at_once: maximum number of concurrent calls.
 
     Raises:
         Exception: the first error of a call; the other calls are cancelled.

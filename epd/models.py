@@ -1,8 +1,8 @@
-"""What instances call the models that clients ask for: names that labels may have.
+"""Model names for labels: the names under which instances serve the models of requests.
 
-A client may ask for any model; only what an instance has answered as is a name here. vLLM answers
-with the served name, the first one where there are several, as the `model_name` of its own metrics
-has it, and with the adapter's name for a LoRA.
+A client can ask for any name. Only a name from an instance's answer becomes a label, which bounds
+their number. vLLM answers with the served name: the first if there are several, as in the
+`model_name` label of its own metrics. For a LoRA it answers with the adapter's name.
 """
 
 from typing import Any
@@ -10,34 +10,33 @@ from typing import Any
 import orjson
 
 MAX_NAMES = 64
-"""Names that are told apart; all further ones are `OTHER`."""
+"""Upper bound of distinct names. Further names are `OTHER`."""
 MAX_ASKED = 256
-"""Names that clients use for them, the last ones."""
+"""Upper bound of requested names that are kept, the latest ones."""
 MAX_LENGTH = 256
-"""Characters of a name."""
+"""Maximum length of a name, in characters."""
 LOOKED_AT_BYTES = 256 * 1024
-"""An answer of more is not read."""
+"""Answers larger than this are not parsed."""
 
 OTHER = "other"
 
 WITHIN = ("response", "message")
-"""Fields of a stream's first event that have an answer's own: OpenAI's responses, Anthropic's."""
+"""Fields of a stream's first event that contain the answer object: OpenAI responses, Anthropic."""
 
 
 class ModelNames:
-    """Learnt from answers. Belongs to one event loop."""
+    """The names in answers, by the requested name. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        """Know none."""
         self._names: set[str] = set()
         self._asked: dict[str, str] = {}
 
     def of(self, asked: str | None) -> str:
-        """What a model is called that a client asks for: empty where it asks for none."""
+        """Return the instances' name of a requested model; empty if none is requested."""
         return self._asked.get(asked, OTHER) if asked else ""
 
     def learn(self, asked: str | None, answer: bytes) -> None:
-        """Take the word of an instance that has answered a request for this model with 2xx."""
+        """Keep the model name of an instance's 2xx answer to a request for this model."""
         if not asked or asked in self._asked or len(asked) > MAX_LENGTH:
             return
         name = _named(answer)
@@ -51,9 +50,9 @@ class ModelNames:
 
 
 def _named(answer: bytes) -> str | None:
-    """The model that has answered, as the answer's own field says it.
+    """Return the name in the answer's own `model` field.
 
-    What is deeper in it may be a client's: a response's `metadata`, what a tool is called with.
+    A client can control deeper fields: the `metadata` of a response, the arguments of a tool call.
     """
     if len(answer) > LOOKED_AT_BYTES or b'"model"' not in answer:
         return None

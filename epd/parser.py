@@ -1,4 +1,4 @@
-"""The parser that all commands share."""
+"""The argument parser that all commands share."""
 
 import argparse
 from collections.abc import Iterable, Sequence
@@ -9,21 +9,21 @@ USAGE_ERROR = 2
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line each."""
+    """An argument parser that reports errors in one line each, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2 and the message alone."""
         self.errors([f"{message} (--help lists the flags)"])
 
     def errors(self, reasons: Iterable[str]) -> NoReturn:
-        """Exit with code 2 and a line for each reason."""
+        """Exit with code 2 and one line for each reason."""
         lines = [f"{self.prog}: error: {reason}\n" for reason in reasons]
         self.exit(USAGE_ERROR, "".join(lines))
 
-    def parse_known_args(  # type: ignore[override]  # every flag is to be known
+    def parse_known_args(  # type: ignore[override]  # an unknown flag is an error
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """As argparse does, but that what is unknown ends here, where the nearest is known."""
+        """Parse as argparse does, but exit at an unknown flag and suggest the nearest one."""
         parsed, rest = super().parse_known_args(args, namespace)
         if rest:
             self.error(f"unrecognized arguments: {' '.join(rest)}{self._meant(rest)}")
@@ -41,4 +41,5 @@ class Parser(argparse.ArgumentParser):
 
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"  # noqa: SLF001 - it has no public name
-"""Where a command adds its own. Each sets `run`, which is called with the flags by name."""
+"""The place to which a command adds its subcommand. Each sets `run`, called with the flags by
+name."""

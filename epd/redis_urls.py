@@ -1,4 +1,4 @@
-"""Clients of Redis by the URLs of settings, checked in `epd.routing.urls`."""
+"""Redis clients for the URLs of settings, which `epd.routing.urls` has checked."""
 
 from contextlib import suppress
 from typing import Any
@@ -9,23 +9,24 @@ from redis.asyncio.retry import Retry
 from redis.exceptions import RedisError
 
 CONNECT_S = 2.0
-"""Of a connect, and of the close of a connection."""
+"""Timeout of a connect, and of closing a connection."""
 
 MAX_CONNECTIONS = 8
-"""Of one client. Who finds none free waits: to connect takes longer than many an answer."""
+"""Connections of one client. A command waits if all are in use: a new connect often takes longer
+than an answer."""
 
 
 def redis_client(url: str, key: str, retry: Retry | None = None) -> tuple[Any, str]:
-    """A client that connects when it is asked, and the key that the URL names, or `key`.
+    """Return a client that connects on first use, and the key of the URL, or else `key`.
 
-    It waits for answers without an end: whoever asks does so `within` a time. With a timeout of
-    its own, redis-py sends by `asyncio.wait_for`, which loses cancellations in Python 3.11 and
-    starts a task there each time.
+    The client waits for answers without a limit, so each caller uses `within`. With a timeout of
+    its own, redis-py sends with `asyncio.wait_for`, which in Python 3.11 loses cancellations and
+    starts a task for each command.
 
     Args:
-        url: with a `key` parameter, or without.
-        key: what is used without.
-        retry: what is tried again; None: what redis-py thinks right.
+        url: Redis URL, with or without a `key` parameter.
+        key: default for a URL without one.
+        retry: retry policy; None for redis-py's default.
     """
     parts = urlsplit(url)
     query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
@@ -45,6 +46,6 @@ def redis_client(url: str, key: str, retry: Retry | None = None) -> tuple[Any, s
 
 
 async def close(client: Any) -> None:
-    """Let go of a client's connections: a Redis that hangs does not say TLS's goodbye."""
+    """Close the connections of a client. A hanging Redis does not answer the TLS shutdown."""
     with suppress(RedisError, OSError):
         await client.aclose()

@@ -1,7 +1,7 @@
-"""What a traced request is followed by; `epd.observe.otel` makes it.
+"""Interfaces for tracing a request; `epd.observe.otel` implements them.
 
-Who works for a request has its `RequestSpan`, or None where nothing is traced: nothing else is
-asked then, and nothing called.
+Code that works for a request receives its `RequestSpan`, or None without tracing. With None, no
+tracing code is called.
 """
 
 from collections.abc import Mapping
@@ -12,11 +12,11 @@ from epd.events import RequestRecord
 
 
 class Item(Protocol):
-    """A media item of a request, as far as its spans name it."""
+    """A media item of a request, with the attributes that its spans need."""
 
     @property
     def param(self) -> str:
-        """Where it stands in the request."""
+        """Position of the item in the request."""
 
     @property
     def modality(self) -> str:
@@ -24,26 +24,26 @@ class Item(Protocol):
 
 
 class Span(Protocol):
-    """A stretch of a request's time, since it was made: a context, left when it is over."""
+    """A span of time within a request: a context manager that ends the span at its exit."""
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """What an instance is sent, so that its spans are children of this one."""
+        """Headers for the instance, so that its spans become children of this one."""
 
     def answered(self, status: int) -> None:
-        """An instance has answered with this HTTP status."""
+        """Record the HTTP status of an instance's answer."""
 
     def event(self, name: str) -> None:
-        """Something has happened, just now."""
+        """Record an event at the current time."""
 
     def link(self, other: "Span") -> None:
-        """Another one, perhaps of another request, has to do with it."""
+        """Link a related span, possibly of another request."""
 
     def end(self, error: str | None = None) -> None:
-        """It is over, by an error of this slug or by none; to be said again does nothing."""
+        """End the span, with the slug of the error if there is one. A second call has no effect."""
 
     def __enter__(self) -> Self:
-        """It goes on."""
+        """Return the span, which has started already."""
 
     def __exit__(
         self,
@@ -51,47 +51,47 @@ class Span(Protocol):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """It is over."""
+        """End the span."""
 
 
 class RequestSpan(Protocol):
-    """A client's request, from its head to its end."""
+    """The root span of a client's request, from its head to its end."""
 
     @property
     def trace_id(self) -> str:
-        """The trace's, in hexadecimal."""
+        """Trace id in hexadecimal."""
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """As `Span.headers`."""
+        """Headers for an instance, as `Span.headers`."""
 
     def asks(self, operation: str | None, model: str | None) -> None:
-        """It asks for an operation of this name, a model of this one, where they are known."""
+        """Record the operation and the model that the client asks for, as far as known."""
 
     def child(self, name: str, *, url: str | None = None, item: Item | None = None) -> Span:
-        """Something that is done for it begins now.
+        """Start a child span.
 
         Args:
-            name: what; one of few.
-            url: where an instance is asked to do it.
-            item: the item that it is done for.
+            name: name of the operation, from a small fixed set.
+            url: URL of the instance, for a request to one.
+            item: the media item, for an operation on one.
         """
 
     def sent(self, name: str, item: Item) -> Span | None:
-        """The last child of this name for an item, where there was one."""
+        """Return the latest child of this name for an item, or None."""
 
     def done(self, event: RequestRecord) -> None:
-        """It has ended."""
+        """End the span and record the request's outcome."""
 
 
 class Tracer(Protocol):
-    """Makes spans."""
+    """Creates the root span of each request."""
 
     def request(self, method: str, route: str, headers: Mapping[str, str]) -> RequestSpan:
-        """A request begins now.
+        """Start the span of a request.
 
         Args:
-            method: its HTTP method.
-            route: its route's path, as declared.
-            headers: the client's `traceparent` and `tracestate`, where it sent them.
+            method: HTTP method.
+            route: path of the route, as declared.
+            headers: the client's `traceparent` and `tracestate`, as far as it sent them.
         """

@@ -1,6 +1,6 @@
-"""Whose request it is: API keys, the tenants they belong to, and what tenants share.
+"""API keys, their tenants, and the scope within which tenants share cache entries.
 
-Keys are known by their SHA-256 alone, here and in the file they are listed in.
+The proxy stores only the SHA-256 of a key, in memory as in the keys file.
 """
 
 import hashlib
@@ -12,31 +12,31 @@ from dataclasses import dataclass, field
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 LINE = re.compile(rf"({NAME.pattern})\s*:\s*([0-9A-Fa-f]{{64}})")
 KEY = re.compile(r"[!-~]{16,512}")
-"""What a key may be: an Authorization header carries it, and nobody guesses it."""
+"""Valid keys: an Authorization header can carry them, and they are too long to guess."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Whoever keys belong to. Several keys may be one tenant's."""
+    """The owner of one or more API keys."""
 
     name: str
 
     def __hash__(self) -> int:
-        """The name's, which Python remembers: who has how much is looked up several times each."""
+        # A str caches its hash, and each request looks up its tenant several times.
         return hash(self.name)
 
 
 ANONYMOUS = Tenant("")
-"""Everybody, where no keys are configured. No line of a keys file can name it."""
+"""The tenant of every client if no keys are configured. No line of a keys file can name it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What a request's keys and salts are derived under: equal scopes share cache entries.
+    """The scope in which a request's keys and salts are derived: equal scopes share cache entries.
 
     Attributes:
-        tenant: None where all tenants share.
-        secret: known to the proxies alone; it may be empty.
+        tenant: None if all tenants share entries.
+        secret: known to the proxies alone; may be empty.
     """
 
     tenant: Tenant | None = None
@@ -44,34 +44,34 @@ class Scope:
 
 
 class KeysInvalid(ValueError):
-    """A keys file cannot be used. The message quotes nothing of it: it could be a key."""
+    """A keys file is invalid. The message quotes no part of the file, which could be a key."""
 
 
 class ApiKeys:
-    """The known keys, by their SHA-256."""
+    """The valid keys, by their SHA-256."""
 
     def __init__(self, tenants: Mapping[bytes, Tenant]) -> None:
         self._tenants = dict(tenants)
 
     def replace(self, others: "ApiKeys") -> None:
-        """Know those keys from now on, and no longer these."""
+        """Replace all keys by those of another object."""
         self._tenants = others._tenants  # noqa: SLF001 - of this class
 
     def tenant_of(self, key: str) -> Tenant | None:
-        """Return the tenant of a key, or None if the key is unknown.
+        """Return the tenant of a key, or None for an unknown key.
 
-        The key is looked up by its digest, so the cost does not depend on how many keys are known.
-        How long the lookup takes may depend on the digest. It tells nothing about the known keys:
-        a client cannot choose the digest of what it presents, only the text that is hashed.
+        The lookup uses the digest, so its cost does not depend on the number of keys. Its duration
+        may depend on the digest but reveals nothing about the valid keys: a client chooses only the
+        text that is hashed, not the digest.
         """
         return self._tenants.get(_sha256(key))
 
 
 def parse_keys(raw: bytes) -> ApiKeys:
-    """The keys of a keys file: lines `tenant:sha256`; `#` starts a comment line.
+    """Parse a keys file: lines `tenant:sha256`; `#` starts a comment line.
 
     Raises:
-        KeysInvalid: a line is something else or repeats a key, or there is no key at all.
+        KeysInvalid: a line is invalid or repeats a key, or the file has no key.
     """
     tenants: dict[bytes, Tenant] = {}
     for number, line in enumerate(raw.splitlines(), 1):
@@ -89,20 +89,20 @@ def parse_keys(raw: bytes) -> ApiKeys:
             raise KeysInvalid(f"line {number} repeats the key of a line above")
         tenants[key] = Tenant(parsed[1])
     if not tenants:
-        raise KeysInvalid("there is no key in it")
+        raise KeysInvalid("the file has no key; add a line that `epd hash-key` prints")
     return ApiKeys(tenants)
 
 
 def new_key() -> str:
-    """A key that nobody can guess: 256 random bits."""
+    """Return a new key with 256 random bits."""
     return f"epd-{secrets.token_urlsafe(32)}"
 
 
 def key_line(tenant: str, key: str) -> str:
-    """The line of a keys file that makes `key` one of the tenant's.
+    """Return the line of a keys file that assigns `key` to the tenant.
 
     Raises:
-        ValueError: the tenant's name or the key is not what such a line can hold.
+        ValueError: the tenant's name or the key is invalid.
     """
     if NAME.fullmatch(tenant) is None:
         raise ValueError("a tenant's name has up to 64 of A-Z a-z 0-9 . _ -")
@@ -112,5 +112,5 @@ def key_line(tenant: str, key: str) -> str:
 
 
 def _sha256(key: str) -> bytes:
-    # A header's bytes that are not UTF-8 come as surrogates.
+    # Header bytes that are not UTF-8 arrive as surrogates.
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

@@ -1,4 +1,4 @@
-"""What an instance's error says to the client, and of when to ask again. Pure."""
+"""Parsing of an instance's error: its message for the client, and its `Retry-After`. Pure."""
 
 import re
 from collections.abc import Mapping
@@ -7,23 +7,24 @@ from typing import Any
 import orjson
 
 RETRY_AFTER = re.compile(r"[0-9]{1,6}")
-"""Seconds; the other form, a date, is for browsers."""
+"""`Retry-After` in seconds. The other form, a date, is ignored: no instance sends it."""
 
 MAX_UPSTREAM_TEXT = 500
-"""Characters of an upstream's non-JSON error text that are shown to a client."""
+"""Maximum length of an upstream's non-JSON error text in the client's answer, in characters."""
 
 INSIDES = re.compile(r"0x[0-9a-fA-F]{6,}|(?:/[\w.~-]+){2,}")
-"""Addresses and paths. vLLM strips them from its own errors; another shape is another's error."""
+"""Memory addresses and file paths. vLLM removes them from its own errors, but an error in another
+shape may come from other software."""
 
 
 def said_retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Return for how many seconds an instance asks to get no request; None: it does not say."""
+    """Return the seconds for which an instance asks for no further request; None without them."""
     said = headers.get("Retry-After", "")
     return float(said) if RETRY_AFTER.fullmatch(said) else None
 
 
 def openai_error(reply: bytes) -> dict[str, Any] | None:
-    """Return the `error` object of an answer in OpenAI's shape; None for any other."""
+    """Return the `error` object of an answer in the OpenAI shape; None for another shape."""
     match _parsed(reply):
         case {"error": {"message": str()} as error}:
             return dict(error)
@@ -32,9 +33,9 @@ def openai_error(reply: bytes) -> dict[str, Any] | None:
 
 
 def plain_message(status: int, reply: bytes) -> str:
-    """Return a message for the client of an answer in another shape, without the host's insides."""
+    """Return the message of an answer in another shape, without addresses and paths of the host."""
     match _parsed(reply):
-        # FastAPI's own errors, and vLLM's answer to a wrong API key.
+        # Errors of FastAPI, and vLLM's answer to a wrong API key.
         case {"detail": str() as message} | {"error": str() as message} if message:
             text = message
         case _:

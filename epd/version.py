@@ -1,3 +1,3 @@
-"""The version, read by the build as well."""
+"""The version of the package; the build reads it too."""
 
 __version__ = "0.1.0"

@@ -297,7 +297,7 @@ async def test_no_key_is_logged(keys: Path) -> None:
     ("content", "message"),
     [
         ("# ours\n\nalice:sk-key-itself\n", "line 3 is not tenant:sha256"),
-        ("", "there is no key in it"),
+        ("", "the file has no key"),
         (None, "No such file"),
     ],
 )
