@@ -360,7 +360,7 @@ class UpstreamTimeout(ProxyError):
 
     @property
     def outcome(self) -> Outcome:  # type: ignore[override]
-        """A failure of the instance at encode, whose duration is bounded.
+        """A failure of the instance at encode, which has a bounded duration.
 
         At prefill and decode, queued requests or a long answer can cause the delay. Only probes
         detect a hanging instance there.

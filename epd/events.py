@@ -18,7 +18,7 @@ MediaForm = Literal["metadata", "raw"]
 
 
 Degraded = Literal["encode-local", "prefill-local"]
-"""Stages whose work another instance did in their place, sent as `x-epd-degraded`."""
+"""Stages that were replaced by another stage, sent as `x-epd-degraded`."""
 
 
 Modality = str
@@ -103,7 +103,7 @@ class RequestRecord:
         waits: number of those hits that waited for an encode of another request.
         saved_bytes: bytes of their media, as in the request, that no instance received.
         retries: number of retries, invisible to the client.
-        degraded: stages whose work another stage did.
+        degraded: stages that were replaced by another stage.
         model_name: the instances' name of the request's model (`epd.models`).
         prefilled_s: arrival of prefill's answer, on the monotonic clock.
         first_token_s: time from the request's head to decode's first event of tokens. For an answer

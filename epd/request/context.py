@@ -1,4 +1,4 @@
-"""What a request carries through its stages beside its body, and how each of them is timed."""
+"""The state of a request beside its body, and the timing of its stages."""
 
 import itertools
 import time
@@ -23,7 +23,7 @@ from epd.spans import RequestSpan, Span
 from epd.tenants import ANONYMOUS, Tenant
 
 WITHIN = frozenset[Stage]({"queue", "store"})
-"""Stages in which no instance is asked."""
+"""Stages that involve no instance."""
 
 
 def _unnamed() -> RequestRecord:
@@ -32,27 +32,27 @@ def _unnamed() -> RequestRecord:
 
 @dataclass(slots=True)
 class RequestContext:
-    """Who asks for what, and how its instances are asked.
+    """A request's client, settings and instance headers, and the record of its progress.
 
     Attributes:
-        request_id: the id its instances see; no two requests have the same.
-        headers: headers its instances are sent, but for the request id.
-        config: the configuration that was in force when it came, by which it goes to its end.
-        endpoint: what it asks for.
-        tenant: whose request it is.
-        clients_key: whether the instances judge the client's own key, and not the proxy's.
-        observers: who is told what happens.
-        record: what has happened so far.
-        cuts: what was cut out of its body, and is put back into those for its instances.
-        held: what counts its bytes in memory.
-        models: what instances call which model.
-        model: what the client calls the one it asks for.
-        session: what it belongs together with others by; empty: nothing.
-        span: what it is traced by, where it is traced.
-        answering: decode's span, until its first event of tokens.
-        client_headers: all headers of its client, by name in any case.
-        turn: the conversation's, of which it is one; None: of none.
-        watched: the request as the deaths of its instances are counted.
+        request_id: id that the instances see, unique for each request.
+        headers: headers for the instances, without the request id.
+        config: configuration in force at the request's arrival; it applies to the whole request.
+        endpoint: the requested endpoint.
+        tenant: owner of the request.
+        clients_key: whether the instances receive the client's own key, and not the proxy's.
+        observers: receivers of the events.
+        record: the events so far.
+        cuts: byte ranges cut out of the body; the bodies for instances contain them again.
+        held: counter of the request's bytes in memory.
+        models: the instances' names of models.
+        model: the client's name of the model.
+        session: affinity key shared with related requests; empty for none.
+        span: span of the trace; None without tracing.
+        answering: span of decode, until its first event of tokens.
+        client_headers: all headers of the client, case-insensitive.
+        turn: the conversation turn; None for a request outside a conversation.
+        watched: the request's state for counting deaths of instances.
     """
 
     request_id: str
@@ -82,9 +82,9 @@ class RequestContext:
         rank: int | None = None,
         content_type: str = JSON,
     ) -> dict[str, str]:
-        """Headers of one request to an instance, or to one of its data-parallel ranks.
+        """Return the headers of one request to an instance, or to one of its data-parallel ranks.
 
-        The instance's own spans are children of `span`.
+        The spans of the instance become children of `span`.
         """
         own = {**self.headers, "Content-Type": content_type, "X-Request-Id": request_id}
         if rank is not None:
@@ -92,20 +92,20 @@ class RequestContext:
         return own if span is None else {**own, **span.headers}
 
     def child_id(self) -> str:
-        """An id for a request that is made on behalf of this one."""
+        """Return an id for a request that the proxy makes on behalf of this one."""
         return child_id(self.request_id, next(self._children))
 
     @property
     def model_name(self) -> str:
-        """What instances call its model."""
+        """The instances' name of the model."""
         return self.models.of(self.model)
 
     def named(self, answer: bytes) -> None:
-        """Learn from an instance's 2xx what it calls the model."""
+        """Learn the instances' name of the model from a 2xx answer."""
         self.models.learn(self.model, answer)
 
     def first_event(self, now_s: float) -> None:
-        """Decode has begun with its tokens: it has what prefill kept for it."""
+        """Record decode's first event of tokens. Decode has read the blocks of prefill by then."""
         record = self.record
         record.first_token_s = now_s - record.started_s
         if record.prefilled_s is not None:
@@ -115,20 +115,20 @@ class RequestContext:
             self.answering = None
 
     def whole(self, answer: bytes) -> None:
-        """Decode has answered, with no stream."""
+        """Record a complete answer of decode that is no stream."""
         if self.endpoint.generates:
             self.record.first_token_s = time.monotonic() - self.record.started_s
         self.named(answer)
 
     def timed(self, stage: Stage, where: str, item: MMItem | None = None) -> "Timed":
-        """Emit a `StageDone` when the context is left, however it is left.
+        """Return a context that emits a `StageDone` at its exit, with or without an error.
 
-        Its span begins here, where the request is traced.
+        Its span starts here if the request is traced.
         """
         return Timed(self, stage, where, item)
 
     def done(self, event: StageDone) -> None:
-        """Something of it has ended, which may be after the request."""
+        """Record the end of a stage, which may be after the end of the request, and emit it."""
         if not self.record.ended:
             self.record.stages.append(event)
         for observer in self.observers:
@@ -136,10 +136,10 @@ class RequestContext:
 
 
 class Timed:
-    """One stage of a request, under way.
+    """One stage of a request in progress.
 
     Attributes:
-        span: its span, where the request is traced.
+        span: span of the stage; None without tracing.
     """
 
     __slots__ = ("_context", "_modality", "_stage", "_started_s", "_where", "span")
@@ -158,7 +158,6 @@ class Timed:
             self.span = context.span.child(stage, url=url, item=item)
 
     def __enter__(self) -> Span | None:
-        """It begins."""
         self._context.record.at = self._stage
         self._started_s = time.monotonic()
         return self.span
@@ -166,10 +165,9 @@ class Timed:
     def __exit__(
         self, kind: object, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """It has ended, and how."""
         slug, ended_s, context = slug_of(error), time.monotonic(), self._context
         if self.span is not None and (error is not None or self._stage != "decode"):
-            self.span.end(slug)  # decode's goes on until its answer has been relayed
+            self.span.end(slug)  # decode's span continues until its answer has been relayed
         context.done(
             StageDone(
                 self._stage,

@@ -1,4 +1,4 @@
-"""Who decodes a request: found in the table of instances, or named by somebody else."""
+"""The choice of the decode instance, by the instance table, the client or an endpoint picker."""
 
 import re
 from collections.abc import Collection, Sequence
@@ -16,15 +16,15 @@ from epd.routing.table import InstanceTable
 from epd.routing.urls import service_url
 
 NAMED = re.compile(r"https?://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]+)?")
-"""All that is taken of a URL of an instance that the table does not have: no path of somebody's
-choice, and no host that could be read in two ways."""
+"""Valid URLs of an instance outside the table. A URL with a path is rejected, and so is a host that
+parsers could read in two ways."""
 
 
 class Decoders:
-    """Names the decode instance of each request.
+    """Chooses the decode instance of each request.
 
-    Whoever else names one, it is an instance of the table, or on a host of `--decode-hosts`: a
-    client must not choose whom the proxy speaks to.
+    An instance that a client or a picker names must be in the table, or on a host of
+    `--decode-hosts`: a client must not make the proxy connect to an arbitrary host.
     """
 
     def __init__(self, table: InstanceTable, picker: Picker) -> None:
@@ -34,13 +34,14 @@ class Decoders:
         self._complaint = Complaint("the endpoint picker cannot be used", "the proxy chooses")
 
     def settled(self, course: Course, context: RequestContext) -> Course:
-        """The course, once it is clear whether the client has anything to say of it.
+        """Return the course with a resolved choice of decode.
 
-        A choice that is none is refused, before anything is done for its request.
+        It stays `header` only if the client sent the header. An invalid choice is rejected before
+        any work for the request starts.
 
         Raises:
-            BadRequest: it names nothing that could be one.
-            RequestRefused: 403, it names whom it may not.
+            BadRequest: the header's value is invalid.
+            RequestRefused: 403, the named instance is not allowed.
         """
         if course.decode_from == "header" and self._asked_for(context) is None:
             return course._replace(decode_from="table")
@@ -49,15 +50,15 @@ class Decoders:
     async def pick(
         self, attempt: Attempt, context: RequestContext, prefill: Instance | None = None
     ) -> Instance:
-        """Who decodes, one that was not tried where there is one.
+        """Return the decode instance, if possible one that has not been tried.
 
         Args:
-            attempt: the request's.
-            context: the request's.
-            prefill: who has prefilled it, or will; None: nobody.
+            attempt: the current attempt of the request.
+            context: context of the request.
+            prefill: the instance of its prefill; None without prefill.
 
         Raises:
-            NoInstance: there is none.
+            NoInstance: there is no decode instance.
             ProxyError: see `settled`.
         """
         named: Instance | None = None
@@ -74,29 +75,29 @@ class Decoders:
         )
 
     def others(self, course: Course, tried: Collection[Instance]) -> bool:
-        """Whether there is one that was not tried, and may be.
+        """Return whether there is an eligible instance that has not been tried.
 
-        Whom a client names is not replaced; a picker may know others than the table has.
+        A client's choice is not replaced. A picker may name instances outside the table.
         """
         if course.decode_from == "header":
             return False
         return course.decode_from == "picker" or self._choice.others(tried)
 
     def another(self, tried: Collection[Instance], context: RequestContext) -> Instance | None:
-        """One of the table that was not tried, to be told of something; None: there is none."""
+        """Return an instance of the table that has not been tried; None if there is none."""
         if not self._choice.others(tried):
             return None
         return self._choice.best(tried, balance=context.config.decode_balance)
 
     def _asked_for(self, context: RequestContext) -> Instance | None:
-        """Whom a client names; None where it leaves that to the proxy."""
+        """Return the instance that the client names; None without the header."""
         header = context.config.decode_header
         value = context.client_headers.get(header)
         if value is None:
             if self._table.of(*ANSWERING):
                 return None
             raise BadRequest(
-                f"the proxy knows no decode instance: name one, {header}: host:port",
+                f"the proxy has no decode instance; name one in the header {header}: host:port",
                 slug="decode_not_named",
             )
         try:
@@ -118,10 +119,10 @@ class Decoders:
     async def _picked(
         self, attempt: Attempt, context: RequestContext, prefill: Instance | None
     ) -> Instance | None:
-        """Whom the picker names; None where it names none that can be used.
+        """Return the picker's choice; None if it is unusable and the table has an instance.
 
         Raises:
-            NoInstance: nor does the table.
+            NoInstance: neither the picker nor the table has one.
         """
         usable = [one.instance for one in self._table.usable(*ANSWERING)]
         tried = attempt.decodes
@@ -131,7 +132,7 @@ class Decoders:
         except ProxyError as error:
             reason = error.message
         except ValueError:
-            reason = "its answer has no URL that could be one"
+            reason = "its answer has no valid URL of an instance"
         else:
             if found is not None:
                 self._complaint.well()
@@ -141,19 +142,19 @@ class Decoders:
         if usable:
             return None
         raise NoInstance(
-            "the endpoint picker names no decode instance, and the proxy knows none",
+            "the endpoint picker names no decode instance, and the proxy has none",
             slug="no_decode",
         )
 
     def _at(self, named: str, hosts: Sequence[str]) -> Instance | None:
-        """The decode instance that somebody names; None: it must not be one.
+        """Return the decode instance at an address; None if it is not allowed.
 
         Args:
             named: `host:port`, or a URL.
-            hosts: those of `--decode-hosts`.
+            hosts: hosts of `--decode-hosts`.
 
         Raises:
-            ValueError: it is neither.
+            ValueError: `named` is neither.
         """
         url = service_url(named)
         found = self._table.find(url, *ANSWERING)

@@ -11,17 +11,17 @@ from epd.routing.use import Place
 from epd.transfer.encoded import Encoded
 
 MAX_LEARNED = 65536
-"""How many identifiers, and prefixes of models, are remembered that engines have made."""
+"""Upper bound of the engine-made identifiers that are kept, and of the prefixes of models."""
 
 
 class OutputKey(NamedTuple):
-    """An encoder output, as far as it is known before an engine has made it.
+    """Identity of an encoder output before an engine has made it.
 
     Attributes:
-        model: the model's served name.
-        uuid: the item's key.
-        named: whether the item is sent under it; else engines name it by a hash of their own.
-        kwargs: what else its content depends on.
+        model: served name of the model.
+        uuid: key of the item.
+        named: whether engines receive the key as the item's name; else they name it by a hash.
+        kwargs: processor arguments that the content depends on, as JSON.
     """
 
     model: str | None
@@ -31,22 +31,22 @@ class OutputKey(NamedTuple):
 
     @property
     def verbatim(self) -> bool:
-        """Whether engines name it by the item's key, and what they may put before that."""
+        """Whether engines name the output by the item's key, possibly with a prefix."""
         return self.named and not self.kwargs
 
 
 class EncodeJob(NamedTuple):
-    """The items of one request, of which each needs an encoder output.
+    """The items of one request, each of which needs an encoder output.
 
     Attributes:
         body: the request.
-        uuids: the items and their keys; None: an engine makes the key.
-        context: the request's.
-        consumer: the instance that the outputs are for, with a transfer that pushes them.
-        namespace: the consumer's, where it is known.
-        reencode: whether what the store has is of no use, as a consumer could not load it.
-        found: the items whose outputs the store has.
-        answered: whether the store has said which ones it has.
+        uuids: keys of the items; None for a key that an engine makes.
+        context: context of the request.
+        consumer: the instance that receives the outputs, with a transfer that pushes them.
+        namespace: namespace of the consumer, if known.
+        reencode: whether to ignore stored outputs, because a consumer could not load them.
+        found: stored outputs, by item.
+        answered: whether the store answered the lookup.
     """
 
     body: Body
@@ -60,16 +60,16 @@ class EncodeJob(NamedTuple):
 
     @property
     def skips_claims(self) -> bool:
-        """Whether other proxies are not waited for: what they encode would be of no use."""
+        """Whether to ignore other proxies' claims, because their outputs would be unusable."""
         return self.reencode or not self.answered
 
     @property
     def has_all_media(self) -> bool:
-        """Whether the request brings the media of all its items, so that all may go on raw."""
+        """Whether the request contains the media of all its items, so that all can be sent raw."""
         return all(item.has_media for item in self.uuids)
 
     def output(self, item: MMItem) -> OutputKey | None:
-        """Return the output that an item needs; None where an engine makes the item's key."""
+        """Return the output that an item needs; None if an engine makes the item's key."""
         uuid, body = self.uuids[item], self.body
         if uuid is None:
             return None
@@ -79,23 +79,23 @@ class EncodeJob(NamedTuple):
         return OutputKey(model if isinstance(model, str) else None, uuid, item.named, encoded)
 
     def flight(self, output: OutputKey) -> Hashable:
-        """Return what requests have in common that share the encode of an output.
+        """Return the key under which requests share the encode of an output.
 
-        Only requests with the same Authorization do: a 401 must not fail the others.
+        Only requests with the same Authorization share it: a 401 must not fail the others.
         """
         return output, self.namespace, self.context.headers.get("Authorization"), self.skips_claims
 
 
 class Identifiers:
-    """The keys of encoder outputs in the store, as far as they are known."""
+    """The store keys of encoder outputs, as far as known."""
 
     def __init__(self) -> None:
         self._learned: OrderedDict[OutputKey, str] = OrderedDict()
-        # vLLM's, for a LoRA adapter that changes the encoder (--enable-tower-connector-lora).
+        # The prefix that vLLM adds for a LoRA of the encoder (--enable-tower-connector-lora).
         self._prefixes: OrderedDict[str | None, str] = OrderedDict()
 
     def of(self, output: OutputKey) -> str | None:
-        """Return the key of an output in the store; None where only an engine can tell it."""
+        """Return the store key of an output; None if only an engine can compute it."""
         known = self._learned.get(output)
         if known is not None:
             self._learned.move_to_end(output)
@@ -103,7 +103,7 @@ class Identifiers:
         return self._prefixes.get(output.model, "") + output.uuid if output.verbatim else None
 
     def learn(self, output: OutputKey, identifier: str) -> None:
-        """Remember how an engine names an output."""
+        """Remember the engine's name of an output."""
         if identifier == self.of(output):
             return
         if output.verbatim and identifier.endswith(output.uuid):
@@ -117,10 +117,10 @@ class Identifiers:
 
 
 def item_key(item: MMItem, uuid: str | None) -> str:
-    """Return what an item is known by: its key, or its URL where an engine makes the key."""
+    """Return the identity of an item: its key, or its URL if an engine makes the key."""
     return uuid or str(item.part.get(item.kind))
 
 
 def sent_as(item: MMItem, uuid: str | None) -> str | None:
-    """Return what engines are told to call an item; None: nothing."""
+    """Return the name of an item in requests to engines; None to leave it unnamed."""
     return uuid if item.named else None

@@ -1,8 +1,8 @@
 """The encoder outputs of a request's items: from the store, or from an encode instance.
 
-The way of one item: the store has its output (`encode`); or this process encodes it already for
-another request (`_encode_item`); or another proxy on the same store does (`_claim`); or an encode
-instance is asked, and the next one where that fails (`_ask_instances`).
+The steps for one item: a lookup in the store (`encode`); a shared encode with other requests of
+this process (`_encode_item`); a wait for another proxy on the same store (`_claim`); a request to
+an encode instance, and to the next one after a failure (`_ask_instances`).
 """
 
 import asyncio
@@ -43,20 +43,20 @@ from epd.transfer.ec import ECTransfer
 from epd.transfer.encoded import Encoded, EncodedItem, from_entry
 
 AT_ONCE = 16
-"""How many items of one request are encoded at once: connections are shared with all others, and
-few fleets have more encode instances."""
+"""Maximum number of concurrent encodes of one request. Connections are shared with all other
+requests, and few fleets have more encode instances."""
 
 WAIT = "encode wait"
-"""The span of an item that another request, or another proxy, encodes."""
+"""Name of the span of an item that another request or another proxy encodes."""
 
 
 class Made(NamedTuple):
-    """An encoder output that one item has got for all that wanted it.
+    """The encoder output of one item, shared by all requests that need it.
 
     Attributes:
         encoded: the output.
-        item: the item that an encode instance was asked for; None: the store has it by now.
-        span: of the request to that instance, where it is traced.
+        item: the item that was sent to an encode instance; None if the store has the output.
+        span: span of the request to that instance; None without tracing.
     """
 
     encoded: Encoded
@@ -65,9 +65,9 @@ class Made(NamedTuple):
 
 
 class Encoder:
-    """Gets the encoder outputs of requests. Belongs to one event loop."""
+    """Provides the encoder outputs of requests. Belongs to one event loop."""
 
-    def __init__(  # noqa: PLR0913, PLR0917 - what an item meets on its way
+    def __init__(  # noqa: PLR0913, PLR0917 - its collaborators
         self,
         stages: Stages,
         namespaces: Namespaces,
@@ -89,10 +89,12 @@ class Encoder:
         self._retries = Retries()
 
     async def encode(self, job: EncodeJob) -> list[EncodedItem]:
-        """Return the encoder outputs of all items; those that are missing are encoded, `AT_ONCE`.
+        """Return the encoder outputs of all items; encode those that are not stored.
+
+        At most `AT_ONCE` encodes of one request run in parallel.
 
         Raises:
-            ProxyError: the first item that failed; the others are cancelled.
+            ProxyError: an item failed; the encodes of the others are cancelled.
         """
         context, uuids = job.context, job.uuids
         unpushed = self._transfer.pushed and job.consumer is None
@@ -119,7 +121,7 @@ class Encoder:
         return encoded
 
     def _askable(self, job: EncodeJob) -> Mapping[MMItem, str]:
-        """The keys that the store is asked for, by item."""
+        """Return the store keys to look up, by item."""
         if self._claims is None:
             return {}
         return {
@@ -133,7 +135,7 @@ class Encoder:
     def _looking(
         self, job: EncodeJob, identifiers: Mapping[MMItem, str]
     ) -> AbstractContextManager[Looking | None]:
-        """A look at the store, which holds what it claims until the items are encoded."""
+        """Return a lookup in the store. It holds its claims until the items are encoded."""
         if self._claims is None or not identifiers:
             return nullcontext()
         return self._claims.look(
@@ -144,13 +146,14 @@ class Encoder:
         )
 
     async def _encode_item(self, job: EncodeJob, item: MMItem) -> EncodedItem:
-        """Return the output of an item that the store does not have.
+        """Return the output of an item that is not stored.
 
-        All requests in this process that want an output at the same time share its encode, but for
-        one that is pushed to a consumer, and one that an engine gives its key.
+        All requests of this process that need an output at the same time share its encode. Two
+        kinds of output are not shared: one that is pushed to a consumer, and one with a key that
+        an engine makes.
 
         Raises:
-            ProxyError: there is none, and prefill or decode may not encode the item either.
+            ProxyError: the encode failed, and prefill or decode may not encode the item either.
         """
         context, output = job.context, job.output(item)
         if not item.has_media:
@@ -179,7 +182,7 @@ class Encoder:
     def _waiting(
         self, context: RequestContext, item: MMItem, flight: object
     ) -> AbstractContextManager[Span | None]:
-        """The span of an item that is encoded already, where it is traced."""
+        """Return the span of a wait for an encode in progress, if the request is traced."""
         if context.span is None or flight not in self._flights:
             return nullcontext()
         return context.span.child(WAIT, item=item)
@@ -187,13 +190,13 @@ class Encoder:
     async def _claim(
         self, job: EncodeJob, item: MMItem, output: OutputKey, waiting: Span | None
     ) -> Made:
-        """Return the output of an item, encoded here unless another proxy is just doing so.
+        """Return the output of an item: encode it, unless another proxy already does.
 
         Args:
             job: the items.
             item: the item.
-            output: its output.
-            waiting: the span of the wait for an encode that has failed.
+            output: identity of the output.
+            waiting: span of the wait for an encode that failed.
         """
         if waiting is not None:
             waiting.end()
@@ -216,12 +219,12 @@ class Encoder:
         return Made(encoded, item, None if span is None else span.sent("encode", item))
 
     async def _ask_instances(self, job: EncodeJob, item: MMItem) -> Encoded:
-        """Return what an encode instance makes of an item, or the next one where that fails.
+        """Return the output from an encode instance, or from the next one after a failure.
 
-        Instances of another namespace than the consumer's are not asked.
+        Instances with another namespace than the consumer's are skipped.
 
         Raises:
-            ProxyError: none could, or one says that the item is at fault.
+            ProxyError: all tries failed, or the item itself is invalid.
         """
         uuid, context = job.uuids[item], job.context
         key, watched = item_key(item, uuid), context.watched
@@ -238,7 +241,8 @@ class Encoder:
                         tried, balance=balance, item=key, session=session, fits=fits
                     )
                     tried.append(instance)
-                    # New for each instance: what another one has begun to push may come yet.
+                    # New for each instance: an instance that failed may still push its output
+                    # later.
                     params = self._transfer.encode_params(job.consumer, features(job.body, item))
                     with self._table.using(instance):
                         sent = encode_body(job.body, item, sent_as(item, uuid), params)
@@ -260,23 +264,23 @@ class Encoder:
                     await tries.another(error, delay_s)
 
     def _kept(self, encoded: Encoded, instance: Instance, namespace: str | None) -> Encoded:
-        """Return an output as its consumer can find it: not under another namespace."""
+        """Return an output if the consumer can find it; an empty one if its namespace differs."""
         told = encoded.namespace
         if told is not None:
             self._namespaces.told(instance, told)
         return encoded if namespace is None or told in {None, namespace} else Encoded()
 
     def _final(self, error: ProxyError) -> ProxyError:
-        """Return what an item's encode has failed by, once no instance is asked any more."""
+        """Return the final error of an item's encode, after the last try."""
         failed = isinstance(error, UpstreamFailed | UpstreamTimeout)
         if not failed or self._table.serves(Role.ENCODE):
             return error
-        nothing = NoInstance("no encode instance can be reached", slug="no_encoder", stage="encode")
+        nothing = NoInstance("no encode instance is reachable", slug="no_encoder", stage="encode")
         nothing.__cause__ = error
         return nothing
 
     def _may_be_local(self, job: EncodeJob, error: ProxyError) -> bool:
-        """Whether prefill or decode encodes an item: not beside items that have no media."""
+        """Return whether prefill or decode may encode an item: only if all items have media."""
         local = job.context.config.on_encode_failure == "local" and not self._transfer.pushed
         return local and error.retryable and job.has_all_media and not job.context.watched.spent
 
@@ -287,7 +291,7 @@ class Encoder:
 async def _look_up(
     looking: Looking, job: EncodeJob, identifiers: Mapping[MMItem, str]
 ) -> EncodeJob:
-    """Return the items, and which outputs the store has."""
+    """Return the job with the outputs that are stored."""
     with job.context.timed("store", "lookup"):
         look = await looking.answer()
     if look is None:
@@ -302,7 +306,7 @@ async def _look_up(
 
 
 async def _come(turn: Turn, item: MMItem, context: RequestContext) -> EntryInfo | None:
-    """Wait for an item's turn."""
+    """Wait for an item's claim or its entry."""
     if context.span is None or turn.first:
         return await turn.come()
     with context.span.child(WAIT, item=item):
@@ -310,7 +314,7 @@ async def _come(turn: Turn, item: MMItem, context: RequestContext) -> EntryInfo 
 
 
 def _in_order(job: EncodeJob, made: list[EncodedItem]) -> list[EncodedItem]:
-    """Return what was found and what was made, in the order of the items."""
+    """Return the stored and the encoded outputs in the order of the items."""
     others = iter(made)
     return [
         EncodedItem(item, sent_as(item, uuid), job.found[item], "hit")
@@ -322,12 +326,12 @@ def _in_order(job: EncodeJob, made: list[EncodedItem]) -> list[EncodedItem]:
 
 def _unknown(item: MMItem, job: EncodeJob) -> ProxyError:
     if not job.answered:
-        return no_store("the encoder cache gives no answer")
-    return UnknownMedia("no media are known under this uuid: send them once more", param=item.param)
+        return no_store("the encoder cache did not answer; retry later, or send the media")
+    return UnknownMedia("no media are stored under this uuid; send them again", param=item.param)
 
 
 def raw_items(uuids: Mapping[MMItem, str | None]) -> list[EncodedItem]:
-    """Return items that all go on as they are."""
+    """Return all items as raw media, without encoder outputs."""
     return [_local(item, uuid) for item, uuid in uuids.items()]
 
 

@@ -1,4 +1,4 @@
-"""Prefill and decode of one attempt, once its items are encoded."""
+"""Prefill and decode of one attempt, after its items are encoded."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -34,7 +34,8 @@ from epd.upstream.reply import Reply
 T = TypeVar("T")
 
 DIES_WITHIN_S = 1.0
-"""How long after one instance's death another one that has the same request is watched."""
+"""Time after one instance's death in which the other instance of the request is watched, in
+seconds."""
 
 
 class Answer:
@@ -45,19 +46,19 @@ class Answer:
     def __init__(
         self, opened: Opened, using: Use, ended: Callable[[BaseException | None], None]
     ) -> None:
-        """Keep what an answer holds until it has been relayed.
+        """Keep the resources of an answer until it has been relayed.
 
         Args:
             opened: the answer.
-            using: the request's place at its instance, begun.
-            ended: told the error in which the answer ends; None where it ends well.
+            using: the request's place at its instance, already begun.
+            ended: callback for the end of the answer, with its error or None.
         """
         self._opened = opened
         self._using = using
         self._ended = ended
 
     def close(self, error: BaseException | None) -> None:
-        """Close it, and judge its instance by how it ended."""
+        """Close the answer, and judge its instance by the error."""
         if self._opened.span is not None:
             self._opened.span.end(slug_of(error))
         self._opened.reply.close()
@@ -65,20 +66,18 @@ class Answer:
         self._ended(error)
 
     def __enter__(self) -> Reply:
-        """Read it."""
         return self._opened.reply
 
     def __exit__(
         self, kind: object, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close it."""
         self.close(error)
 
 
 class Handovers:
-    """Prefill and decode of an attempt whose items are encoded."""
+    """Runs prefill and decode of an attempt after its encode."""
 
-    def __init__(  # noqa: PLR0913, PLR0917 - what an attempt meets
+    def __init__(  # noqa: PLR0913, PLR0917 - its collaborators
         self,
         table: InstanceTable,
         stages: Stages,
@@ -100,7 +99,7 @@ class Handovers:
         self._prefills = Choice(table, Role.PREFILL)
 
     def other_prefills(self, sending: Sending) -> bool:
-        """Return whether there is a prefill instance that has not had the request, and may."""
+        """Return whether there is an eligible prefill instance that has not had the request."""
         attempt, tried = sending.attempt, sending.attempt.prefills
         if sending.prefill is not None:
             tried = (*tried, sending.prefill.instance)
@@ -110,26 +109,26 @@ class Handovers:
         """Choose the consumer of a request, with its data-parallel rank, before the encode.
 
         Raises:
-            NoInstance: there is no instance.
+            NoInstance: no instance is available.
         """
         await self._readbacks.begin(sending.context)
         if self._goes_to_prefill(sending, body):
             return Targets(self._table.place(self._prefill_instance(sending)))
         if not self._table.has(Role.PREFILL_DECODE):
-            return Targets()  # a decode instance takes no outputs, and is chosen when it is asked
+            return Targets()  # a decode instance loads no outputs, and is chosen later
         decode = await self._decoders.pick(sending.attempt, sending.context)
         if decode.role in CONSUMERS:
             return Targets(self._table.place(decode))
-        return Targets(decode=decode)  # a picker is asked once
+        return Targets(decode=decode)  # keep the choice: a picker is called only once
 
     async def pair(self, sending: Sending) -> Pair | None:
-        """Choose the prefill instance, and what it and decode know of each other.
+        """Choose the prefill instance, and collect what it and decode need about each other.
 
         Returns:
-            None where decode serves the request alone.
+            The pair; None if decode serves the request alone.
 
         Raises:
-            ProxyError: there is no instance, or one that was asked failed.
+            ProxyError: no instance is available, or a request to one failed.
         """
         attempt, context = sending.attempt, sending.context
         await self._readbacks.begin(context)
@@ -150,23 +149,23 @@ class Handovers:
         return pair._replace(peer=await self._peers.of(pair))
 
     def at_once(self, pair: Pair) -> bool:
-        """Return whether prefill and decode of this pair are asked at once."""
+        """Return whether prefill and decode of this pair run at the same time."""
         return self._transfer.concurrent(pair)
 
     async def prefill(self, sending: Sending, pair: Pair) -> Prefilled:
-        """Have the request prefilled; where decode is chosen already, it counts as its load.
+        """Send the request to prefill. If decode is chosen already, count it as its load.
 
         Raises:
-            ProxyError: the instance failed, or refused the request.
+            ProxyError: the instance failed, or rejected the request.
         """
         with nullcontext() if pair.decode is None else self._table.place(pair.decode):
             return await self._prefilled(sending, pair)
 
     async def decode_prefilled(self, sending: Sending, pair: Pair, prefilled: Prefilled) -> Answer:
-        """Return the answer of decode, which reads the blocks of a prefill that has answered.
+        """Return the answer of decode, which reads the blocks of a completed prefill.
 
         Raises:
-            ProxyError: the instance failed, or refused the request.
+            ProxyError: the instance failed, or rejected the request.
         """
         context = sending.context
         body = with_params(sending.prompt.body, prefilled.params)
@@ -180,10 +179,10 @@ class Handovers:
             raise
 
     async def prefill_and_decode(self, sending: Sending, pair: Pair) -> Answer:
-        """Decode while prefill runs. Decode's head may come long before a token: both count.
+        """Decode while prefill runs. Decode's head may precede its tokens by a long time.
 
         Raises:
-            ProxyError: the first of the two that failed.
+            ProxyError: the first failure of the two.
         """
         body = with_params(sending.prompt.body, self._transfer.decode_params(pair, {}))
         sending.prefilled = True
@@ -200,7 +199,7 @@ class Handovers:
             except ExceptionGroup as failed:
                 first = failed.exceptions[0]
                 if isinstance(first, ProxyError) and first.stage == "prefill":
-                    sending.decode = None  # it was well
+                    sending.decode = None  # decode did not fail
                 elif _is_done(prefilling):
                     self._release(sending, prefilling.result(), first)
                 raise first from first.__cause__
@@ -218,7 +217,7 @@ class Handovers:
             )
         if (local := self._table.find(url, Role.PREFILL)) is None:
             raise NoInstance(
-                "the prefill instance beside the proxy takes no part",
+                "the prefill instance beside the proxy is not in the instance table; register it",
                 slug="no_prefill",
                 stage="prefill",
             )
@@ -252,11 +251,11 @@ class Handovers:
 
         Args:
             sending: the attempt.
-            body: what decode is sent.
-            pair: says which instance prefills; None: decode does.
+            body: body for decode.
+            pair: the prefill of the request; None if decode prefills it.
 
         Raises:
-            ProxyError: the instance failed, or refused the request.
+            ProxyError: the instance failed, or rejected the request.
         """
         context = sending.context
         consumer = sending.targets.consumer if pair is None else None
@@ -268,7 +267,7 @@ class Handovers:
             instance = await self._decoders.pick(sending.attempt, context, prefill)
         if pair is None and self._transfer.needed and instance.role is Role.DECODE:
             raise BadRequest(
-                "the request cannot be prefilled apart, and its decode instance does nothing else",
+                "the request cannot use a prefill instance, and its decode instance cannot prefill",
                 slug="prefill_needed",
             )
         sending.decode = instance
@@ -296,7 +295,7 @@ class Handovers:
         return Answer(opened, using, self._judging(instance, sending))
 
     def _counted(self, error: ProxyError, instance: Instance, sending: Sending) -> ProxyError:
-        """Return the error that an attempt ends in, once it is known what its instance died of."""
+        """Return the final error of an attempt, after counting a death of its instance."""
         if not isinstance(error, UpstreamDied):
             return error
         watched, keys = sending.context.watched, sending.encodings.local_keys
@@ -305,7 +304,7 @@ class Handovers:
     def _judging(
         self, instance: Instance, sending: Sending
     ) -> Callable[[BaseException | None], None]:
-        """Return what hears how an opened answer ends. It must not keep the request in memory."""
+        """Return a callback for the end of an opened answer, without a reference to the request."""
         watched, local_keys = sending.context.watched, sending.encodings.local_keys
 
         def ended(error: BaseException | None) -> None:
@@ -320,20 +319,20 @@ class Handovers:
         return ended
 
     def _release(self, sending: Sending, prefilled: Prefilled, error: BaseException) -> None:
-        """Ask decode to release the KV blocks of a prefill whose decode has failed.
+        """Ask decode to release the KV blocks of a prefill after its decode failed.
 
-        A request that a decode instance may have died of is sent to no other one for that: its
-        blocks stay until their lease ends. After a 500, decode's engine has told prefill itself;
-        after a 4xx it has not, because it refused the request before. One that has sent the head
-        of its answer tells prefill when it is aborted: to read the blocks after that would be too
-        late.
+        No release is sent in three cases. If a decode instance may have died of the request, no
+        other one receives it, and the blocks stay until their lease expires. After a 500, decode's
+        engine has notified prefill itself (after a 4xx it has not, because it rejected the request
+        earlier). If decode has sent the head of its answer, its abort notifies prefill: reading the
+        blocks after that would be too late.
         """
         failure = error if isinstance(error, ProxyError) else None
         told = sending.accepted or (failure is not None and failure.engine_failed)
         fatal = (failure is not None and failure.died) or sending.context.watched.deaths is not None
         if not self._transfer.released or prefilled.params is None or told or fatal:
             return
-        # The instance that had it, or another one if that failed.
+        # The instance that received the request, or another one if that failed.
         instance = sending.decodes[-1] if sending.decodes else None
         if failure is not None or instance is None:
             instance = self._decoders.another(sending.decodes, sending.context) or instance
@@ -343,17 +342,17 @@ class Handovers:
 
 
 class Halves:
-    """Prefill and decode of one attempt, which have its request at the same time.
+    """Prefill and decode of one attempt that hold its request at the same time.
 
-    If one of them dies of it, the other may do so a moment later. Only a half that is not
-    cancelled before is counted.
+    If one of them dies of the request, the other may die a moment later. Its death is counted only
+    if its request is not cancelled before.
     """
 
     def __init__(self) -> None:
         self._ended = {"prefill": asyncio.Event(), "decode": asyncio.Event()}
 
     async def run(self, half: Literal["prefill", "decode"], work: Awaitable[T]) -> T:
-        """Return the result of one half. Its death is raised once the other half has ended too."""
+        """Return the result of one half. Raise its death after the other half has ended too."""
         try:
             return await work
         except (UpstreamDied, SuspectedFatal):
@@ -374,5 +373,5 @@ def _close(opening: asyncio.Task[Answer]) -> None:
 
 
 def _is_done(task: asyncio.Task[Any]) -> bool:
-    """Whether it has a result."""
+    """Return whether the task has a result."""
     return task.done() and not task.cancelled() and task.exception() is None

@@ -1,4 +1,4 @@
-"""What is known of prefill instances' KV connectors, where a transfer has to know it beforehand."""
+"""KV connector facts of prefill instances, for transfers that need them in advance."""
 
 import asyncio
 from typing import NamedTuple
@@ -15,10 +15,10 @@ from epd.transfer.params import Params
 from epd.upstream.client import Upstream
 
 KNOWN_S = 10.0
-"""How long it holds: no instance is replaced by another that is ready within it."""
+"""Lifetime of a fact, in seconds. No replacement of an instance becomes ready faster."""
 
 Member = tuple[Instance, int | None]
-"""A prefill instance, and its data-parallel rank where the proxy names one."""
+"""A prefill instance, and its data-parallel rank if the proxy names one."""
 
 
 class _Known(NamedTuple):
@@ -27,7 +27,7 @@ class _Known(NamedTuple):
 
 
 class Peers:
-    """Asked for again and again, or learnt from replies, and forgotten when something fails."""
+    """The facts: queried or learned from replies, kept for `KNOWN_S`, dropped after a failure."""
 
     def __init__(
         self, table: InstanceTable, transfer: KVTransfer, upstream: Upstream, live: LiveConfig
@@ -41,12 +41,13 @@ class Peers:
         self._clock = asyncio.get_running_loop().time
 
     async def of(self, pair: Pair) -> Params | None:
-        """What is known of a prefill's connector; None: nothing, and nobody can be asked.
+        """Return the facts of a prefill's connector; None if there are none and no URL to query.
 
-        An instance whose connector does not say it is judged by that; one that does is not.
+        A failed query counts as a failure of the instance. A successful one has no effect on
+        health.
 
         Raises:
-            ProxyError: its connector did not say it.
+            ProxyError: the connector did not answer the query.
         """
         known = self._known.get(member := _member(pair))
         if known is not None and self._clock() < known.until_s:
@@ -57,12 +58,12 @@ class Peers:
         return await self._flights.join(member, lambda: self._ask(member, url))
 
     def learn(self, pair: Pair, replied: Params) -> None:
-        """Remember what a prefill's reply tells."""
+        """Keep the facts in a prefill's reply."""
         if (learned := self._transfer.learned(pair, replied)) is not None:
             self._remember(_member(pair), learned)
 
     def forget(self, instance: Instance) -> None:
-        """Ask, or learn, anew of all its ranks: it may have been replaced."""
+        """Drop the facts of all ranks of an instance, which may have been replaced."""
         self._known = {one: known for one, known in self._known.items() if one[0] != instance}
 
     async def _ask(self, member: Member, url: str) -> Params:
@@ -72,7 +73,7 @@ class Peers:
             )
             peer = self._transfer.peer(_parsed(answer.body) if answer.ok else None)
         except ProxyError:
-            # That it answers would say nothing of its engine, and forgive what that has failed.
+            # A success would only show that the port answers, and reset the engine's failures.
             with self._table.using(member[0]):
                 raise
         self._remember(member, peer)
@@ -80,7 +81,7 @@ class Peers:
 
     def _remember(self, member: Member, peer: Params) -> None:
         now_s = self._clock()
-        if member not in self._known:  # those that left are not asked for any more
+        if member not in self._known:  # drop expired entries of instances that left
             self._known = {
                 one: known for one, known in self._known.items() if now_s < known.until_s
             }

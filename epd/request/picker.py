@@ -1,7 +1,8 @@
-"""An endpoint picker: a service that is asked over HTTP who decodes a request.
+"""Endpoint picker: an HTTP service that chooses the decode instance of a request.
 
-It is sent `{"model", "request_id", "endpoint", "prompt_tokens", "items", "prefill", "candidates",
-"tried"}` by `POST`, and answers `{"url": "http://host:port"}` (docs/guides/policies.md).
+The proxy sends `{"model", "request_id", "endpoint", "prompt_tokens", "items", "prefill",
+"candidates", "tried"}` by `POST`. The answer is `{"url": "http://host:port"}`
+(docs/guides/policies.md).
 """
 
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ from epd.upstream.client import Upstream
 
 
 class Picker:
-    """The one that is configured."""
+    """The client of the configured endpoint picker."""
 
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
@@ -29,17 +30,17 @@ class Picker:
         candidates: Iterable[Instance],
         tried: Iterable[Instance],
     ) -> str:
-        """What it names: an instance's base URL, or its `host:port`.
+        """Return the picker's choice: the base URL of an instance, or its `host:port`.
 
         Args:
-            facts: of the request.
-            context: the request's. The picker sees none of its client's headers.
-            prefill: who has prefilled it, or will; None: nobody.
-            candidates: the decode instances that the proxy would choose among.
-            tried: those that have failed.
+            facts: facts of the request.
+            context: context of the request. The picker receives none of the client's headers.
+            prefill: the instance of its prefill; None without prefill.
+            candidates: decode instances among which the proxy would choose.
+            tried: decode instances that have failed.
 
         Raises:
-            ProxyError: it names none.
+            ProxyError: the picker failed, or its answer names no instance.
         """
         question = {
             "model": context.model,
@@ -59,7 +60,7 @@ class Picker:
                 body=(orjson.dumps(question),),
                 timeout_s=context.config.decode_picker_timeout_s,
             )
-        except (UpstreamFailed, UpstreamTimeout) as error:  # their words are of an instance
+        except (UpstreamFailed, UpstreamTimeout) as error:  # their messages name an instance
             raise _useless(f"the endpoint picker{_fault(error)}") from error
         if not answer.ok:
             raise _useless(f"it answered {answer.status}")
@@ -70,15 +71,15 @@ class Picker:
                 case _:
                     raise _useless("its answer has no url")
         except orjson.JSONDecodeError:
-            raise _useless("its answer is no JSON") from None
+            raise _useless("its answer is not JSON") from None
 
 
 def _fault(error: ProxyError) -> str:
     if isinstance(error, UpstreamTimeout):
         return " did not answer in time"
     if isinstance(error, UpstreamUnreachable):
-        return " cannot be reached"
-    return "'s answer broke off, is too large or has an encoding that was not asked for"
+        return " is unreachable"
+    return "'s answer was cut off, is too large or has an unsupported encoding"
 
 
 def _useless(reason: str) -> ProxyError:

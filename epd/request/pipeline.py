@@ -1,4 +1,4 @@
-"""One request: encode, prefill where there is one, decode; retried until its answer has begun."""
+"""One request: encode, optional prefill, decode; retried until its answer has begun."""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -40,11 +40,11 @@ from epd.transfer.encoded import Consumed, EncodedItem, consumer_body, metadata_
 
 
 class KeyedRequest(NamedTuple):
-    """A request whose media items have keys.
+    """A request, and the keys of its media items.
 
     Attributes:
-        body: as the client sent it, with the media in it that the proxy fetched.
-        uuids: its items and their keys; None: an engine makes the key.
+        body: the client's request, with the media that the proxy fetched.
+        uuids: keys of the items; None for a key that an engine makes.
     """
 
     body: Body
@@ -52,9 +52,9 @@ class KeyedRequest(NamedTuple):
 
 
 class Pipeline:
-    """Carries requests through the stages."""
+    """Runs requests through the stages."""
 
-    def __init__(  # noqa: PLR0913, PLR0917 - what a request meets on its way
+    def __init__(  # noqa: PLR0913, PLR0917 - its collaborators
         self,
         table: InstanceTable,
         namespaces: Namespaces,
@@ -80,12 +80,12 @@ class Pipeline:
         self._coordinate = coordinate
 
     async def run(self, body: Body, context: RequestContext) -> Answer:
-        """Return decode's answer, begun, its status 2xx: a context, to be entered.
+        """Return decode's answer with a 2xx status: a context manager that the caller enters.
 
-        Leaving the context, by cancellation too, closes whatever is open upstream.
+        Its exit closes all upstream connections of the request, also after a cancellation.
 
         Raises:
-            BadRequest: the request cannot be served as it is.
+            BadRequest: the request is invalid.
             ProxyError: a stage failed.
         """
         items = self._items(body, context)
@@ -124,11 +124,11 @@ class Pipeline:
         return await self._handovers.decode_prefilled(sending, pair, prefilled)
 
     async def encode(self, body: Body, context: RequestContext) -> list[EncodedItem]:
-        """Have the items of a request encoded that asks for nothing else, and remember them.
+        """Encode the items of a request that asks for nothing else, and remember their keys.
 
         Raises:
-            BadRequest: an item cannot be encoded as it is.
-            ProxyError: the first item that failed.
+            BadRequest: an item is invalid.
+            ProxyError: an item failed.
         """
         body, uuids = await self._keyed(body, self._items(body, context), context)
         namespace = self._namespace(None)
@@ -137,14 +137,14 @@ class Pipeline:
         return encoded
 
     async def forget(self, uuid: str, model: str | None, context: RequestContext) -> None:
-        """Forget what a client calls so: see `Keys.forget`."""
+        """Forget the key of a client's uuid: see `Keys.forget`."""
         await self._keys.forget(uuid, model, context.tenant, context.config)
 
     def _items(self, body: Body, context: RequestContext) -> tuple[MMItem, ...]:
-        """The media items of a request that may be served.
+        """Return the media items of a valid request.
 
         Raises:
-            BadRequest: it may not.
+            BadRequest: the request is invalid.
         """
         if not context.config.trust_request_mm_kwargs:
             check_mm_kwargs(body)
@@ -153,11 +153,11 @@ class Pipeline:
     async def _keyed(
         self, body: Body, items: tuple[MMItem, ...], context: RequestContext
     ) -> KeyedRequest:
-        """Put the media into a request that the proxy fetches, and give its items their keys.
+        """Fetch the media that the proxy has to fetch, and determine the keys of the items.
 
         Raises:
-            SuspectedFatal: instances have died of it.
-            ProxyError: media could not be fetched, or an item cannot be served.
+            SuspectedFatal: instances have died of an item.
+            ProxyError: a fetch failed, or an item is invalid.
         """
         uuids: Mapping[MMItem, str | None] = {}
         if items:
@@ -171,16 +171,16 @@ class Pipeline:
         return KeyedRequest(body, uuids)
 
     def _decode_alone(self, sending: Sending) -> None:
-        """Have decode do prefill's work where there is no prefill instance to do it."""
+        """Let decode do prefill's work if there is no prefill instance."""
         local = sending.context.config.on_prefill_failure == "local"
         if sending.attempt.course.prefill and local and not self._table.has(Role.PREFILL):
             sending.attempt = sending.attempt._replace(without_prefill=True)
 
     async def _targets(self, request: KeyedRequest, sending: Sending) -> Targets:
-        """Choose the instance that items are encoded for, where that matters before.
+        """Choose the instance that will consume the encoder outputs, if the encode depends on it.
 
-        It does where outputs are pushed to it, and where consumers have different namespaces: an
-        output is of use to one of them alone.
+        It does in two cases: the transfer pushes outputs to the consumer, or consumers have
+        different namespaces, so that an output is usable in only one of them.
         """
         encodes = sending.attempt.course.encode
         differ = encodes and len(self._namespaces.of_consumers()) > 1
@@ -189,7 +189,7 @@ class Pipeline:
         return await self._handovers.targets(sending, request.body)
 
     def _namespace(self, consumer: Place | None) -> str | None:
-        """The namespace that a request's consumer looks into; None: it is not known."""
+        """Return the namespace in which the consumer looks up outputs; None if unknown."""
         if consumer is not None:
             return self._namespaces.of(consumer.instance)
         known = self._namespaces.of_consumers()
@@ -209,7 +209,7 @@ class Pipeline:
         else:
             items = raw_items(uuids)
         if known is None and attempt.course.encode:
-            # Before the answer: a client that has it may use the name.
+            # Remember the names before the answer, because the client may use them after it.
             named = [one for one in items if one.item.uuid is not None]
             await self._keys.remember(body, named, context.tenant, context.config)
         local = (one.item for one in items if one.result == "local")
@@ -217,7 +217,7 @@ class Pipeline:
         return Encodings(tuple(items), namespace, keys)
 
     def _prompt(self, request: KeyedRequest, sending: Sending) -> Consumed:
-        """Return what prefill and decode are sent of a request."""
+        """Return the body for prefill and decode."""
         attempt, record = sending.attempt, sending.context.record
         items = sending.encodings.items
         record.saved_bytes = 0
@@ -225,7 +225,7 @@ class Pipeline:
             record.degraded.add("prefill-local")
         if not items:
             return Consumed(request.body)
-        # Decode without prefill looks for no encoder output, but where it is both.
+        # A decode-only instance looks up no encoder outputs.
         alone = not attempt.course.prefill and self._table.has(Role.DECODE)
         lost = attempt.reencode or attempt.without_prefill
         raw = sending.context.config.decode_media == "raw" or lost or alone or attempt.raw
@@ -252,20 +252,20 @@ class Pipeline:
         )
 
     def _course(self, facts: Facts, context: RequestContext) -> Course:
-        """What runs for a request.
+        """Return the course that the policies decide for a request.
 
         Raises:
-            NoInstance: no policy has anything to say of it.
+            NoInstance: no policy applies to the request.
         """
         if (decided := self._coordinate(context.config, facts)) is not None:
             context.record.policy, course = decided
             return course
         if facts.roles.isdisjoint(ANSWERING):
-            raise NoInstance("there is no decode instance", slug="no_decode")
-        raise NoInstance("no policy says where this request is to run", slug="no_policy")
+            raise NoInstance("there is no decode instance: register one", slug="no_decode")
+        raise NoInstance("no policy decides where this request runs", slug="no_policy")
 
     def _next_attempt(self, sending: Sending, error: ProxyError) -> Attempt | None:
-        """Return the attempt that follows a failed one; None: the client gets the error."""
+        """Return the attempt after a failed one; None if the client gets the error."""
         return next_attempt(
             Failure(
                 sending,

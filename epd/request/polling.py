@@ -1,4 +1,4 @@
-"""A question that every instance is asked again and again, for as long as the proxy runs."""
+"""A periodic question to every instance, while the proxy runs."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
@@ -13,22 +13,22 @@ from epd.background import Background
 from epd.routing.instances import Instance
 
 MAX_FAULTS = 1024
-"""Instances whose last unexpected exception is remembered."""
+"""Upper bound of instances with a remembered last unexpected exception."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Question(Generic[T]):
-    """What instances are asked.
+    """A question to instances.
 
     Attributes:
-        task: its name in the log and in the metric of background tasks.
-        due: the instances to ask now. Each answer goes to `tell`, exactly once.
-        ask: asks one instance. It handles the errors that are to be expected.
-        unexpected: the answer of an instance for which `ask` raises.
-        tell: takes an answer; None where there was no time to ask.
-        tick_s: seconds until the next look at what is due.
+        task: name in the log and in the metric of background tasks.
+        due: returns the instances to ask now. Each answer goes to `tell`, exactly once.
+        ask: asks one instance. It handles the expected errors.
+        unexpected: answer to record for an instance if `ask` raises.
+        tell: receives an answer; None if there was no time to ask.
+        tick_s: returns the seconds until the next call of `due`.
     """
 
     task: str
@@ -42,8 +42,8 @@ class Question(Generic[T]):
 class Polling(Generic[T]):
     """Asks one question of all instances, each in a task of its own.
 
-    An unexpected exception costs the instance one answer, and no other instance anything. It is
-    counted each time, and logged with its traceback once for each instance and cause.
+    An unexpected exception costs the instance one answer and does not affect the others. Each one
+    is counted. It is logged with its traceback once for each instance and cause.
     """
 
     def __init__(self, question: Question[T], background: Background) -> None:
@@ -52,7 +52,7 @@ class Polling(Generic[T]):
         self._faults: dict[Instance, tuple[str, str, int | None]] = {}
 
     def running(self) -> AbstractAsyncContextManager[None]:
-        """Ask in the background until the context is left."""
+        """Ask in the background until the context exits."""
         return self._background.running(self._question.task, self._run)
 
     async def _run(self) -> None:
@@ -67,10 +67,10 @@ class Polling(Generic[T]):
         try:
             answer = await self._question.ask(instance)
             self._faults.pop(instance, None)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is logged and counted
+        except Exception as error:  # noqa: BLE001 - every exception is logged and counted
             answer = self._question.unexpected
             self._note(instance, error)
-        finally:  # after a cancellation too: an instance that waits for an answer is not asked
+        finally:  # after a cancellation too: an instance without an answer is never due again
             self._question.tell(instance, answer)
 
     def _note(self, instance: Instance, error: Exception) -> None:
@@ -91,6 +91,6 @@ class Polling(Generic[T]):
 
 
 def _cause(error: Exception) -> tuple[str, str, int | None]:
-    """The error's type and where it was raised: its message may differ each time."""
+    """Return the type of the error and where it was raised. Its message may vary."""
     raised = extract_tb(error.__traceback__)[-1]
     return type(error).__name__, raised.filename, raised.lineno

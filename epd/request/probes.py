@@ -1,4 +1,4 @@
-"""Asks instances for their health, for as long as the proxy runs."""
+"""Health probes of instances, while the proxy runs."""
 
 from contextlib import AbstractAsyncContextManager
 
@@ -11,26 +11,26 @@ from epd.routing.table import InstanceTable
 from epd.upstream.client import Upstream
 
 TICK_S = 0.25
-"""How often it is looked whether a probe is due."""
+"""Interval of the check for due probes, in seconds."""
 
 
 def probing(
     table: InstanceTable, upstream: Upstream, live: LiveConfig, background: Background
 ) -> AbstractAsyncContextManager[None]:
-    """Probe in the background whenever the table says so, until the context is left.
+    """Probe instances in the background when they are due, until the context exits.
 
     Args:
-        table: told what came of it.
-        upstream: what is asked with.
-        live: says by when an instance that is well has answered.
-        background: runs it. An instance whose probe raises unexpectedly is not well.
+        table: instance table; receives the results.
+        upstream: client for the probes.
+        live: configuration with the timeout of a probe.
+        background: runner of the task. An unexpected exception counts as a failed probe.
     """
 
     async def probe(instance: Instance) -> bool | None:
         try:
             timeout_s = live.current.health_timeout_s
             return await upstream.probe(instance.url + "/health", timeout_s=timeout_s)
-        except Overloaded:  # that says nothing of the instance
+        except Overloaded:  # the proxy's own limit, not the instance's health
             return None
 
     def tell(instance: Instance, well: bool | None) -> None:

@@ -1,4 +1,4 @@
-"""What prefill may read of the blocks that decode holds of a conversation's last turn."""
+"""Read-back: which KV blocks of the previous turn prefill may read from decode."""
 
 import re
 from collections.abc import Sequence
@@ -23,24 +23,24 @@ from epd.transfer.params import Params
 from epd.transfer.readback import engine_of, shortened
 
 LEAST = 64
-"""Tokens below which prefill computes them itself (vLLM's `kv_recompute_threshold`)."""
+"""Shared prefix in tokens below which prefill recomputes (vLLM's `kv_recompute_threshold`)."""
 
 MAX_ENGINES = 1024
-"""Whose blocks' sizes are remembered."""
+"""Upper bound of the remembered block sizes of engines."""
 
 BLOCK_SIZE = re.compile(
     rb'^vllm:cache_config_info\{[^}]*\bblock_size="([1-9][0-9]{0,5})"', re.MULTILINE
 )
-"""Where an instance's `/metrics` say how many tokens are in a block."""
+"""The block size in an instance's `/metrics`, in tokens."""
 
 logger = structlog.get_logger("epd")
 
 
 class Readbacks:
-    """Finds out how much of a prompt decode holds: only that may be read.
+    """Determines which part of a prompt decode has in its blocks. Prefill may read only that part.
 
-    vLLM compares nothing: given the blocks of another prompt, prefill answers from them, and keeps
-    them as if they were this one's. So the tokens are compared here, before.
+    vLLM does not compare prompts. With blocks of another prompt, prefill would answer from them and
+    cache them for this prompt. The proxy therefore compares the tokens first.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class Readbacks:
         self._block_tokens: dict[str, int] = {}
 
     async def begin(self, context: RequestContext) -> None:
-        """Have a turn find the last one, right before who is to go on with that is chosen.
+        """Look up the previous turn, right before the choice of the instance that continues it.
 
-        What it has left is used once: a request that fails before leaves it for the next.
+        A turn's blocks are used once. A request that fails earlier leaves them for the next one.
         """
         if context.turn is not None:
             some = self._table.of(*ANSWERING)
@@ -68,11 +68,11 @@ class Readbacks:
             await self._conversations.begin(context.turn, there)
 
     async def earlier(self, sending: Sending, prefill: Instance) -> Params | None:
-        """Return `kv_transfer_params` of the previous turn; None: this prefill can use none.
+        """Return `kv_transfer_params` of the previous turn; None if this prefill can use none.
 
         Args:
-            sending: the request's; only its first one gets any.
-            prefill: the instance that is to read the blocks. It is asked for the prompt's tokens.
+            sending: the attempt. Only the first attempt of a request receives them.
+            prefill: the instance that would read the blocks. It also tokenizes the prompt.
         """
         context = sending.context
         turn = context.turn
@@ -94,17 +94,17 @@ class Readbacks:
         return params
 
     def ended(self, pair: Pair, earlier: Params, error: ProxyError | None = None) -> None:
-        """A prefill that was to read blocks has answered, or has failed.
+        """Record the result of a prefill that was asked to read blocks.
 
         Args:
-            pair: who was to read them.
-            earlier: which.
-            error: its failure; None: it has answered.
+            pair: the pair with the reading prefill.
+            earlier: parameters of the blocks.
+            error: failure of the prefill; None if it answered.
         """
         self._conversations.results["hit" if error is None else "failed"] += 1
         if error is None:
             self._rests.read(pair.prefill.url)
-        elif error.worked:  # else it has not tried to read them
+        elif error.worked:  # else it never tried to read them
             hung = isinstance(error, UpstreamTimeout)
             rest = self._rests.failed(pair.prefill.url, engine_of(earlier), hung=hung)
             if rest is not None and hung:
@@ -113,7 +113,7 @@ class Readbacks:
     async def _params(
         self, held: Held, prompt: Prompt, turn: Turn, prefill: Instance, context: RequestContext
     ) -> Params | None:
-        """Those of the tokens that a prompt begins with; None: of too few, or nobody can tell."""
+        """Return parameters for the shared prefix; None if it is too short or unknown."""
         try:
             tokens = prompt.tokens or await self._stages.tokens(prefill, prompt.question, context)
             shared = self._conversations.common(held, tokens)
@@ -129,7 +129,7 @@ class Readbacks:
         return None if size is None else shortened(held.params, shared, size)
 
     async def _block_size(self, decode: str | None, engine: str) -> int | None:
-        """How many tokens are in a block of a decode instance's; None: it does not say.
+        """Return the tokens per block of a decode instance; None if its metrics do not state them.
 
         Raises:
             ProxyError: it did not answer.
@@ -159,12 +159,12 @@ def _warn(prefill: Instance, earlier: Params, rest: Rest) -> None:
 
 
 def _basis(prompt: Prompt, sending: Sending) -> Basis | None:
-    """What the blocks of a request depend on; None: nobody can tell."""
+    """Return what the blocks of a request depend on; None if that is unknown."""
     media = _media(sending.encodings.items)
     return None if media is None else Basis(prompt.form, media)
 
 
 def _media(items: Sequence[EncodedItem]) -> tuple[str, ...] | None:
-    """The keys of a request's items, in order; None: an engine alone knows those of some."""
+    """Return the keys of a request's items, in order; None if an engine made some of them."""
     keys = [one.encoded.identifier or one.uuid for one in items]
     return None if None in keys else tuple(filter(None, keys))

@@ -1,4 +1,4 @@
-"""What follows a failed attempt, as tables: the first row that applies says how to go on. Pure.
+"""Recovery tables: the first row that applies to a failure decides how to continue. Pure.
 
 `scripts/recovery_table.py` writes both tables into docs/decisions/011-trying-again.md.
 """
@@ -11,30 +11,30 @@ from epd.errors import MediaFetchFailed, ProxyError, Stage, UpstreamTimeout, Ups
 from epd.request.sending import NOT_ENCODED, Attempt, Sending
 
 MAX_PREFILLS = 2
-"""Prefill instances that a request is sent to, before decode has to do without."""
+"""Maximum number of prefill instances for one request. After that, decode works without prefill."""
 
 MAX_DECODES = 2
-"""Decode instances that a request is sent to."""
+"""Maximum number of decode instances for one request."""
 
 MAX_ATTEMPTS = 2 + MAX_PREFILLS + MAX_DECODES
-"""With one prefill that could not read what an earlier turn has left, and one request that was
-refused because it had metadata in place of its media."""
+"""Two more attempts are possible: after a prefill that could not read the blocks of an earlier
+turn, and after an instance rejected metadata in place of media."""
 
 MAX_ENCODES = 3
-"""Encode instances that an item is sent to."""
+"""Maximum number of encode instances for one item."""
 
 FETCH_AGAIN_S = 2.0
-"""An item whose URL could not be fetched is sent to one more instance if that was known so soon.
+"""A failed fetch of an item's URL is retried on one more instance if it failed within this time.
 Instances that repeat fetches themselves take longer (`VLLM_MEDIA_FETCH_MAX_RETRIES`)."""
 
 
 def retry_delay_s(error: ProxyError, *, others: bool, patience_s: float = 0.0) -> float | None:
-    """Return how long to wait before an instance is asked after this error; None: none is.
+    """Return the delay before the next request after this error; None for no further request.
 
     Args:
-        error: what the last one ended in.
-        others: whether there is one that was not asked.
-        patience_s: the longest rest of the only instance that is waited for.
+        error: error of the last request.
+        others: whether there is an instance that has not been tried.
+        patience_s: longest `Retry-After` of the only instance for which the proxy waits.
     """
     if not error.retryable:
         return None
@@ -46,11 +46,11 @@ def retry_delay_s(error: ProxyError, *, others: bool, patience_s: float = 0.0) -
 
 
 class Failure(NamedTuple):
-    """An attempt that failed, and what else may be done.
+    """A failed attempt, and the remaining options.
 
     Attributes:
         sending: the attempt.
-        error: what it ended in.
+        error: its error.
         other_prefills: whether there is a prefill instance that has not had the request.
         other_decodes: whether there is such a decode instance.
         may_prefill_locally: whether decode may do prefill's work (`--on-prefill-failure local`).
@@ -63,29 +63,28 @@ class Failure(NamedTuple):
     may_prefill_locally: bool
 
     def failed_at(self, stage: Stage) -> bool:
-        """Return whether this stage failed."""
         return self.error.stage == stage
 
     @property
     def failures(self) -> tuple[Stage, ...]:
-        """The stages that have failed, this one among them if its instance was reached."""
+        """The stages that have failed, including this one if its instance was reached."""
         before = self.sending.attempt.failures
         unreached = isinstance(self.error, UpstreamUnreachable)
         return before if unreached else (*before, self.error.stage)
 
     @property
     def can_repeat(self) -> bool:
-        """Whether an instance of the stage that failed may do better."""
+        """Whether an instance of the failed stage may succeed."""
         others = self.other_prefills if self.failed_at("prefill") else self.other_decodes
         return retry_delay_s(self.error, others=others) is not None
 
     @property
     def next_attempt(self) -> Attempt:
-        """The attempt again, which avoids the instances that have had it."""
+        """The next attempt, which avoids the instances that have had the request."""
         sending, attempt = self.sending, self.sending.attempt
         failed_load = self.failed_at("decode") and self.error.engine_failed
         prefills = () if sending.prefill is None else (sending.prefill.instance,)
-        # A request whose items are taken to be encoded already goes out as the client sent it.
+        # An attempt that failed before its encode has no encoder outputs to reuse.
         encoded = sending.encodings is not NOT_ENCODED
         return attempt._replace(
             prefills=attempt.prefills + prefills,
@@ -101,10 +100,10 @@ class Rule(NamedTuple):
     """A row of the table for requests.
 
     Attributes:
-        condition: what has failed, in words.
-        follows: what follows, in words.
-        applies: the condition.
-        attempt: the next attempt.
+        condition: description of the failure.
+        follows: description of the next step.
+        applies: predicate of the row.
+        attempt: function that makes the next attempt.
     """
 
     condition: str
@@ -136,7 +135,7 @@ def _entry_lost(failure: Failure) -> bool:
 
 def _prefill_again(failure: Failure) -> bool:
     few = failure.failures.count("prefill") < MAX_PREFILLS
-    # Not to the only instance, which has just died of it, while decode can do the same.
+    # Not on the only instance, which has just died of the request, if decode can prefill.
     only = failure.error.died and not failure.other_prefills and failure.may_prefill_locally
     return failure.failed_at("prefill") and few and not only and failure.can_repeat
 
@@ -168,7 +167,7 @@ def _doubtful_is_left(failure: Failure) -> bool:
 
 
 def _not_counted(failure: Failure) -> Attempt:
-    """Return the next attempt, for which this one is no failure of its stage."""
+    """Return the next attempt, without counting this one as a failure of its stage."""
     return failure.next_attempt._replace(failures=failure.sending.attempt.failures)
 
 
@@ -198,7 +197,7 @@ RULES = (
         lambda failure: failure.next_attempt._replace(reencode=True),
     ),
     Rule(
-        f"prefill fails, fewer than {MAX_PREFILLS} times, and an instance may do better",
+        f"prefill fails, fewer than {MAX_PREFILLS} times, and an instance may succeed",
         "another prefill instance, or the only one",
         _prefill_again,
         lambda failure: failure.next_attempt,
@@ -216,19 +215,20 @@ RULES = (
         lambda failure: failure.next_attempt,
     ),
     Rule(
-        f"decode fails in time, fewer than {MAX_DECODES} times, and an instance may do better",
+        f"decode fails in time, fewer than {MAX_DECODES} times, and an instance may succeed",
         "another decode instance, or the only one",
         _decode_again,
         lambda failure: failure.next_attempt,
     ),
     Rule(
-        "decode cannot be reached, and the other instance failed only because an entry was lost",
-        "that other decode instance, as the entry has been made again",
+        "decode is unreachable, and the other instance failed only because an entry was lost",
+        "that other decode instance, because the entry has been encoded again",
         _doubtful_is_left,
         _without_doubt,
     ),
 )
-"""In this order. Failures of other stages, and all that no row names, are the client's answer."""
+"""Rows in order of precedence. The client receives failures of other stages, and failures without a
+row."""
 
 
 def next_attempt(failure: Failure) -> Attempt | None:
@@ -240,15 +240,15 @@ def next_attempt(failure: Failure) -> Attempt | None:
 
 
 class EncodeFailure(NamedTuple):
-    """An item's encode that failed.
+    """A failed encode of an item.
 
     Attributes:
-        error: what it ended in.
-        tries: instances that the item was sent to.
-        elapsed_s: since the first of them was asked.
-        others: whether there is one that has not had it.
+        error: error of the last try.
+        tries: number of instances that received the item.
+        elapsed_s: seconds since the first try.
+        others: whether there is an instance that has not had the item.
         may_be_local: whether prefill or decode may encode it (`--on-encode-failure local`).
-        patience_s: the longest rest of an instance that is waited for.
+        patience_s: longest `Retry-After` of an instance for which the proxy waits.
     """
 
     error: ProxyError
@@ -260,7 +260,7 @@ class EncodeFailure(NamedTuple):
 
 
 class EncodeRule(NamedTuple):
-    """A row of the table for items. `delay_s`: seconds until the next try; None: there is none."""
+    """A row of the table for items. `delay_s`: seconds until the next try, or None to stop."""
 
     condition: str
     follows: str
@@ -274,14 +274,14 @@ def _fetched_again(failure: EncodeFailure) -> float | None:
 
 
 def _repeated(failure: EncodeFailure) -> float | None:
-    # Prefill or decode come next. Where they may not, it may have been a mere reset.
+    # Prefill or decode encode the item next. If they may not, the failure may have been a reset.
     return 0.0 if failure.tries == 1 and not failure.may_be_local else None
 
 
 ENCODE_RULES = (
     EncodeRule(
         "the instance could not fetch the item's URL",
-        f"one more instance if that was known within {FETCH_AGAIN_S:.0f} s, else the error",
+        f"one more instance if the fetch failed within {FETCH_AGAIN_S:.0f} s, else the error",
         lambda failure: isinstance(failure.error, MediaFetchFailed),
         _fetched_again,
     ),
@@ -292,18 +292,19 @@ ENCODE_RULES = (
         _repeated,
     ),
     EncodeRule(
-        "any other failure after which an instance may do better",
-        "another instance; the only one after a failure, or after the rest that it asks for",
+        "any other failure after which an instance may succeed",
+        "another instance; the only one after a failure, or after its `Retry-After`",
         lambda failure: failure.error.retryable,
         lambda failure: retry_delay_s(
             failure.error, others=failure.others, patience_s=failure.patience_s
         ),
     ),
 )
-"""In this order. At the end, prefill or decode encode the item (`--on-encode-failure local`)."""
+"""Rows in order of precedence. At the end, prefill or decode encode the item (`--on-encode-failure
+local`)."""
 
 
 def encode_delay_s(failure: EncodeFailure) -> float | None:
-    """Return how long to wait before the item is sent once more; None: it is not."""
+    """Return the delay before the next try of an item; None for no further try."""
     rule = next((rule for rule in ENCODE_RULES if rule.applies(failure)), None)
     return None if rule is None else rule.delay_s(failure)

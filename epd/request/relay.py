@@ -1,4 +1,4 @@
-"""A stream on its way from decode to the client: whole events, as they come."""
+"""Relay of a stream from decode to the client: whole events, without delay."""
 
 import asyncio
 import time
@@ -15,16 +15,16 @@ from epd.request.context import RequestContext
 from epd.upstream.reply import Reply
 
 AFTER_END_S = 1.0
-"""Silence after a stream's error, until its connection is closed rather than kept."""
+"""Silence after an error in a stream after which its connection is closed, in seconds."""
 UNTAKEN_BYTES = 64 * 1024
-"""With more than this on its way to a client, each write waits for what the client takes."""
+"""With more unsent bytes than this, each write waits for the client."""
 
 
 class StreamRelay:
     """Relays one stream.
 
-    As long as the client takes what it is sent, events are written where they are received, for
-    which no task has to wake up.
+    While the client reads fast enough, events are written in the callback that receives them,
+    without waking a task.
     """
 
     def __init__(
@@ -37,11 +37,11 @@ class StreamRelay:
         """Relay `reply` to `stream`, which is prepared.
 
         Args:
-            reply: decode's.
-            stream: the client's.
-            transport: the client's connection.
-            context: says how the stream ends; told of the first event, and of the time between
-                events. The turn of a conversation hears what is in them, and what of it goes on.
+            reply: answer of decode.
+            stream: response to the client.
+            transport: connection of the client.
+            context: context of the request, with the grammar of its stream. It records the first
+                event and the gaps between events. A conversation turn filters the events.
         """
         self._reply = reply
         self._stream = stream
@@ -56,30 +56,30 @@ class StreamRelay:
         self._chunked = hdrs.TRANSFER_ENCODING in stream.headers
 
     async def run(self, idle_s: float) -> None:
-        """Relay the events up to the last, or up to an error and the last that may follow.
+        """Relay all events: to the last one, or to an error and the end mark that may follow it.
 
         Raises:
-            ProxyError: it broke, or stalled for `idle_s` seconds, or ended before its end.
+            ProxyError: the stream broke, ended early, or was silent for `idle_s` seconds.
         """
         while not self._aligner.ended:
             if await self._relay(idle_s) and not self._aligner.ended:
                 raise UpstreamFailed(
-                    "the decode instance ended the stream before its end",
+                    "the decode instance closed the stream before its last event",
                     slug="decode_truncated",
                     stage="decode",
                 )
-        with suppress(ProxyError):  # what breaks off after an error breaks nothing
+        with suppress(ProxyError):  # a failure after an error event loses nothing
             while not self._aligner.done:
                 if await self._relay(AFTER_END_S):
                     return
 
     async def drained(self) -> None:
-        """Wait for the end of an answer that is complete: its connection can be used again."""
+        """Read a complete answer to its end, so that its connection can be reused."""
         with suppress(ProxyError):
             await self._reply.read(idle_s=AFTER_END_S)
 
     async def _relay(self, idle_s: float) -> bool:
-        """Relay some events; whether there are no more."""
+        """Relay some events. Return whether the stream has ended."""
         if self._client_takes():
             ended = await self._reply.pour(self._write, idle_s)
         elif chunk := await self._reply.chunk(idle_s):
@@ -93,9 +93,9 @@ class StreamRelay:
         return ended
 
     def _write(self, chunk: bytes) -> bool:
-        """Write the events that are whole now; whether more can be written at once."""
+        """Write the complete events. Return whether more can be written at once."""
         events, transport = self._aligned(chunk), self._transport
-        if transport.is_closing():  # uvloop raises where one writes that has been closed
+        if transport.is_closing():  # uvloop raises on a write to a closed transport
             return False
         if events:
             transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._chunked else events)
@@ -116,7 +116,7 @@ class StreamRelay:
             events = self._aligner.feed(chunk)
         except ValueError:
             self._failure = UpstreamFailed(
-                "the decode instance sent an event without end",
+                "the decode instance sent an event that exceeds the size limit",
                 slug="decode_bad_response",
                 stage="decode",
             )
@@ -133,7 +133,8 @@ class StreamRelay:
         last_s = self._last_s
         if last_s is None:
             self._context.named(events)
-        # Comments tell nothing. Once tokens have come, only what may begin with one is searched.
+        # Comments carry no tokens. After the first tokens, only events that may be comments are
+        # searched.
         if (last_s is None or events[0] in b":\r\n") and not self._told.search(events):
             return
         self._last_s = now_s = time.monotonic()

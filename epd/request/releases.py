@@ -1,4 +1,4 @@
-"""Prefills that nobody waits for any more: decode is told, after the request has ended."""
+"""Background requests that ask decode to release the KV blocks of abandoned prefills."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -14,7 +14,7 @@ from epd.routing.instances import Instance
 
 
 class Releases:
-    """Those that are under way."""
+    """The releases in progress."""
 
     def __init__(self, stages: Stages, fatal: FatalRequests) -> None:
         self._stages = stages
@@ -24,7 +24,7 @@ class Releases:
     @classmethod
     @asynccontextmanager
     async def running(cls, stages: Stages, fatal: FatalRequests) -> AsyncIterator[Self]:
-        """Leaving waits for those that are under way, for as long as one may take."""
+        """Wait at the exit for the releases in progress, at most `RELEASE_TIMEOUT_S`."""
         releases = cls(stages, fatal)
         try:
             yield releases
@@ -32,19 +32,19 @@ class Releases:
             await releases._ended()
 
     def begin(self, instance: Instance, body: Body, context: RequestContext) -> None:
-        """Tell a decode instance, in the background.
+        """Send a release to a decode instance in the background.
 
         Args:
-            instance: the one that is told.
+            instance: the decode instance.
             body: the decode request, with its `kv_transfer_params`.
-            context: the request's.
+            context: context of the request.
         """
         task = asyncio.create_task(self._release(instance, body, context))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _release(self, instance: Instance, body: Body, context: RequestContext) -> None:
-        with suppress(ProxyError, TimeoutError):  # the observers were told
+        with suppress(ProxyError, TimeoutError):  # the observers have the result
             async with asyncio.timeout(RELEASE_TIMEOUT_S):
                 try:
                     await self._stages.release(instance, body, context)

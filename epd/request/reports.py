@@ -1,4 +1,4 @@
-"""Asks instances what they have to do and for their namespace, for as long as the proxy runs."""
+"""Periodic requests to instances for their load and their namespace."""
 
 import asyncio
 from collections.abc import Awaitable, Mapping
@@ -18,22 +18,22 @@ from epd.routing.table import InstanceTable
 from epd.upstream.client import Upstream
 
 TICK_S = 0.25
-"""How often it is looked whether a question is due, at least."""
+"""Longest interval of the check for due questions, in seconds."""
 
 MAX_PAGE_BYTES = 4 * 1024**2
-"""Of a page of metrics: vLLM's have some 100 KB for each engine and model."""
+"""Maximum size of a page of metrics. vLLM's has some 100 KB for each engine and model."""
 
 
 def reporting(
     table: InstanceTable, upstream: Upstream, live: LiveConfig, background: Background
 ) -> AbstractAsyncContextManager[None]:
-    """Ask in the background, every `load_interval_s`, until the context is left.
+    """Ask for load in the background, every `load_interval_s`, until the context exits.
 
     Args:
-        table: told what came of it.
-        upstream: what is asked with.
-        live: says how often, by when there has to be an answer, and for which roles it matters.
-        background: runs it.
+        table: instance table; receives the reports.
+        upstream: client for the requests.
+        live: configuration with the interval, the timeout and the roles.
+        background: runner of the task.
     """
 
     def due() -> list[Instance]:
@@ -56,15 +56,15 @@ def reporting(
 def asking_namespaces(
     namespaces: Namespaces, upstream: Upstream, live: LiveConfig, background: Background
 ) -> AbstractAsyncContextManager[None]:
-    """Ask instances for their namespaces in the background, until the context is left.
+    """Ask instances for their namespaces in the background, until the context exits.
 
-    Nothing is asked with `load_interval_s` 0, and where there is no store.
+    With `load_interval_s` 0, or without a store, no instance is asked.
 
     Args:
-        namespaces: told what came of it.
-        upstream: what is asked with.
-        live: says whether to ask, and by when there has to be an answer.
-        background: runs it.
+        namespaces: receives the answers.
+        upstream: client for the requests.
+        live: configuration with the interval and the timeout.
+        background: runner of the task.
     """
 
     def due() -> list[Instance]:
@@ -80,7 +80,7 @@ def asking_namespaces(
 
 
 def _roles(config: ProxyConfig) -> list[Role]:
-    """Those among whose instances it is chosen by load; consumers' ranks always are."""
+    """Return the roles that need load reports: balanced by load, or with ranks to choose."""
     balances: Mapping[Role, ItemBalanceName] = {
         Role.ENCODE: config.encode_balance,
         Role.PREFILL: config.prefill_balance,
@@ -90,13 +90,13 @@ def _roles(config: ProxyConfig) -> list[Role]:
 
 
 async def _ask(instance: Instance, upstream: Upstream, timeout_s: float) -> Report | None:
-    """The instance's report; None where it gives none."""
+    """Return the instance's report; None if it has none."""
     page = await _page(instance, upstream, timeout_s)
     return None if page is None else read_report(page)
 
 
 async def _page(instance: Instance, upstream: Upstream, timeout_s: float) -> bytes | None:
-    """The instance's metrics; None where it gives none: it is judged by its probes."""
+    """Return the instance's metrics; None after a failure, which only probes count."""
     try:
         async with asyncio.timeout(timeout_s):
             opened = await upstream.open(

@@ -1,4 +1,4 @@
-"""One sending of a request: how it goes out, and what has come of it. No I/O."""
+"""One sending of a request: its plan and its results. No I/O."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,8 +15,8 @@ class Encodings(NamedTuple):
     """The encoder outputs of a request's items.
 
     Attributes:
-        items: one for each item.
-        namespace: of the instance that they are for, where it is known.
+        items: one output for each item.
+        namespace: namespace of the consuming instance, if known.
         local_keys: keys of the items that prefill or decode encode themselves.
     """
 
@@ -26,16 +26,16 @@ class Encodings(NamedTuple):
 
 
 NOT_ENCODED = Encodings()
-"""Those of an attempt that has not come as far as its encode."""
+"""The value of an attempt that has not reached its encode."""
 
 
 class Targets(NamedTuple):
-    """Instances that are chosen before the items are encoded.
+    """Instances chosen before the items are encoded.
 
     Attributes:
-        consumer: the instance that the outputs are for, where they are pushed to it, or where
-            consumers have different namespaces.
-        decode: the decode instance, where it was chosen then and takes no outputs.
+        consumer: the instance that consumes the outputs, if they are pushed or consumers have
+            different namespaces.
+        decode: the decode instance, if it was chosen early and consumes no outputs.
     """
 
     consumer: Place | None = None
@@ -43,29 +43,28 @@ class Targets(NamedTuple):
 
 
 NO_ENCODINGS = Encodings()
-"""Those of a request without items."""
+"""The value of a request without items."""
 
 NO_TARGETS, NO_PROMPT = Targets(), Consumed({})
 
 
 class Attempt(NamedTuple):
-    """How a request is sent this time. `epd.request.recovery` derives the next one.
+    """The plan of one sending. `epd.request.recovery` derives the next one.
 
     Attributes:
-        course: what runs for it.
-        facts: what that was decided by.
-        prefills: prefill instances that had it before, and are not chosen again while there are
-            others.
-        decodes: decode instances, likewise.
-        failures: the stages that failed before; an instance that was not reached does not count.
-        doubtful: a decode instance that failed as one does that cannot load what it was named: the
-            stage before may have been at fault.
-        encodings: encoder outputs that an earlier attempt got.
-        resent: whether a prefill instance had the request before: connectors must not take what
-            they remember of that attempt for this one.
-        reencode: whether entries may have been lost: all items are encoded again, and their media
-            go along.
-        raw: whether all media go along, since an instance refused the metadata in their place.
+        course: stages of the request.
+        facts: facts by which the policies decided the course.
+        prefills: prefill instances that have had the request. Others are preferred.
+        decodes: decode instances that have had the request. Others are preferred.
+        failures: stages that failed before. An unreachable instance does not count.
+        doubtful: a decode instance that may have failed because of a missing entry or block, so
+            that an earlier stage may be at fault.
+        encodings: encoder outputs of an earlier attempt.
+        resent: whether a prefill instance had the request before. The request then gets a new id,
+            because connectors must not confuse the attempts.
+        reencode: whether entries may be lost: all items are encoded again, and the media are sent
+            too.
+        raw: whether all media are sent, because an instance rejected the metadata in their place.
         without_prefill: whether decode does prefill's work.
     """
 
@@ -84,19 +83,19 @@ class Attempt(NamedTuple):
 
 @dataclass(slots=True)
 class Sending:
-    """An attempt under way. Each field below `context` is set by the step that knows it.
+    """An attempt in progress. Each field below `context` is set by the step that determines it.
 
     Attributes:
-        attempt: how it goes out.
-        context: the request's.
-        targets: instances that were chosen before its items were encoded.
-        encodings: the encoder outputs of its items; until they are known, `NOT_ENCODED` itself.
-        prompt: what prefill and decode are sent.
-        prefill: its place at the prefill instance that has it.
-        decode: the decode instance that has it.
-        reads_back: whether prefill was told to read decode's blocks of the previous turn.
-        prefilled: whether decode was sent what a prefill instance made.
-        accepted: whether decode has begun to answer, with a 2xx.
+        attempt: the plan.
+        context: context of the request.
+        targets: instances chosen before the items were encoded.
+        encodings: encoder outputs of the items; the object `NOT_ENCODED` until they exist.
+        prompt: body for prefill and decode.
+        prefill: place at the prefill instance that has the request.
+        decode: the decode instance that has the request.
+        reads_back: whether prefill was asked to read decode's blocks of the previous turn.
+        prefilled: whether decode received parameters of a prefill instance.
+        accepted: whether decode has begun a 2xx answer.
     """
 
     attempt: Attempt
@@ -111,18 +110,18 @@ class Sending:
     accepted: bool = False
 
     def accept(self) -> None:
-        """Note that decode has begun to answer."""
+        """Record that decode has begun a 2xx answer."""
         self.accepted = True
 
     @property
     def decodes(self) -> tuple[Instance, ...]:
-        """All decode instances that have had the request, in this attempt and before."""
+        """All decode instances that have had the request, in this and earlier attempts."""
         return self.attempt.decodes if self.decode is None else (*self.attempt.decodes, self.decode)
 
     def blames_instance(self, stage: Stage) -> bool:
         """Return whether a 500 of this stage is the instance's own fault.
 
-        The first time, it may be that what it was told to load is not there.
+        The first 500 of a stage that loads entries or blocks may mean that they are missing.
         """
         loads = self.prefilled if stage == "decode" else self.reads_back
         return not (self.prompt.depends or loads) or stage in self.attempt.failures

@@ -1,4 +1,4 @@
-"""Encode, prefill, decode and release: one stage each, as requests to instances."""
+"""The stages encode, prefill, decode and release, as requests to instances."""
 
 import time
 from collections.abc import Callable
@@ -38,21 +38,21 @@ from epd.upstream_text import said_retry_after_s
 MAX_STATUS = 599
 
 MAX_DECODE_BYTES = 256 * 1024**2
-"""Largest answer of decode that is no stream."""
+"""Maximum size of an answer of decode that is no stream."""
 
 QUESTION_TIMEOUT_S = 2.0
-"""What an instance is asked on the way to its prefill."""
+"""Timeout of the questions to an instance before its prefill."""
 
 RELEASE_TIMEOUT_S = 5.0
-"""A decode instance's answer to a request that nobody waits for."""
+"""Timeout of a decode instance's answer to a release."""
 
 
 class Prefilled(NamedTuple):
-    """What prefill has replied.
+    """The reply of prefill.
 
     Attributes:
-        replied: its `kv_transfer_params`; empty where there are none.
-        params: those of the decode request; None: it has none.
+        replied: `kv_transfer_params` of the reply; empty without them.
+        params: `kv_transfer_params` for the decode request; None for none.
     """
 
     replied: Params
@@ -60,11 +60,12 @@ class Prefilled(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """An answer of decode.
+    """An opened answer of decode.
 
     Attributes:
-        reply: its head, and its body as it comes.
-        span: of the request to decode, until the answer has been relayed; None: not traced.
+        reply: head of the answer, and its body as it arrives.
+        span: span of the request to decode, until the answer has been relayed; None without
+            tracing.
     """
 
     reply: Reply
@@ -72,7 +73,7 @@ class Opened(NamedTuple):
 
 
 class Stages:
-    """The three stages, over one upstream."""
+    """Sends the requests of all stages over one upstream client."""
 
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
@@ -83,13 +84,13 @@ class Stages:
         """Encode one item.
 
         Args:
-            instance: who encodes.
+            instance: the encode instance.
             body: the encode request.
-            item: what it is of.
-            context: the request's.
+            item: the item in it.
+            context: context of the client's request.
 
         Raises:
-            ProxyError: the instance failed, or refused it.
+            ProxyError: the instance failed, or rejected the item.
         """
         with context.timed("encode", instance.url, item) as span:
             headers = context.headers_for(context.child_id(), span)
@@ -103,7 +104,7 @@ class Stages:
                     timeout_s=context.config.encode_timeout_s,
                 )
             except UpstreamTimeout as error:
-                if item.remote:  # its host may be as late as the instance
+                if item.remote:  # the media's host may have caused the delay
                     raise _fetch_failed("encode") from error
                 raise
             if span is not None:
@@ -119,16 +120,16 @@ class Stages:
         sent: Consumed,
         context: RequestContext,
     ) -> Prefilled:
-        """Prefill the request, for one decode.
+        """Prefill the request for one decode.
 
         Args:
-            transfer: how decode gets the KV blocks.
-            pair: who prefills, and for whom.
+            transfer: transfer of the KV blocks to decode.
+            pair: the prefill and the decode instance.
             sent: the request.
-            context: the request's.
+            context: context of the client's request.
 
         Raises:
-            ProxyError: the instance failed, or said nothing of its blocks where it has to.
+            ProxyError: the instance failed, or its reply lacks required parameters of its blocks.
         """
         endpoint, instance = context.endpoint, pair.prefill
         asked = endpoint.prefill(sent.body, transfer.prefill_params(pair))
@@ -149,7 +150,7 @@ class Stages:
         context.record.prefilled_s = time.monotonic()
         return Prefilled(replied, params)
 
-    async def decode(  # noqa: PLR0913 - a request to an instance, and what is told of it
+    async def decode(  # noqa: PLR0913 - all describe one request
         self,
         instance: Instance,
         sent: Consumed,
@@ -166,13 +167,13 @@ class Stages:
         Args:
             instance: the decode instance.
             sent: the request.
-            context: the request's.
-            rank: the instance's data-parallel rank; None: the instance sees to it.
-            request_id: the id that it sees; None: the request's.
-            on_head: is called when a head with a 2xx has come, before the wait for the body.
+            context: context of the client's request.
+            rank: data-parallel rank of the instance; None to let the instance choose.
+            request_id: id for the instance; None for the id of the client's request.
+            on_head: callback for the head of a 2xx answer, before the wait for the body.
 
         Raises:
-            UpstreamRejected: the instance said anything else.
+            UpstreamRejected: the instance answered with another status.
             ProxyError: the instance failed.
         """
         endpoint, body, idle_s = context.endpoint, sent.body, context.config.idle_timeout_s
@@ -196,8 +197,9 @@ class Stages:
                 raise _refusal(answer, context, fetches=sent.fetches)
             if on_head is not None:
                 on_head()
-            # Until the first byte of a stream, and the last one of any other answer, the client has
-            # seen nothing, and another instance can do it.
+            # The client has seen no byte before the first one of a stream, or the last one of any
+            # other answer.
+            # Until then another instance can serve the request.
             try:
                 if reply.is_stream:
                     await reply.begun(idle_s)
@@ -213,10 +215,10 @@ class Stages:
     async def tokens(
         self, instance: Instance, question: Body, context: RequestContext
     ) -> list[int]:
-        """The tokens of a prompt, as an instance makes them of it (`POST /tokenize`).
+        """Return the tokens of a prompt, as an instance computes them (`POST /tokenize`).
 
         Raises:
-            ProxyError: it did not say them.
+            ProxyError: the instance did not return them.
         """
         answer = await self._upstream.fetch(
             instance.url + "/tokenize",
@@ -233,14 +235,16 @@ class Stages:
             case {"tokens": list() as tokens}:
                 return tokens
         raise UpstreamFailed(
-            "the prefill instance does not tell tokens", slug="prefill_no_tokens", stage="prefill"
+            "the prefill instance returned no tokens from /tokenize",
+            slug="prefill_no_tokens",
+            stage="prefill",
         )
 
     async def metrics(self, url: str) -> bytes:
-        """The page of metrics of the instance at this URL.
+        """Return the metrics page of the instance at this URL; empty for a status other than 2xx.
 
         Raises:
-            ProxyError: it has not shown it.
+            ProxyError: the instance did not answer.
         """
         answer = await self._upstream.fetch(
             url + "/metrics", stage="decode", headers={}, timeout_s=QUESTION_TIMEOUT_S
@@ -248,15 +252,15 @@ class Stages:
         return answer.body if answer.ok else b""
 
     async def release(self, instance: Instance, body: Body, context: RequestContext) -> None:
-        """Tell decode of a prefill that nobody waits for any more.
+        """Ask decode to release the KV blocks of an abandoned prefill.
 
-        It then tells the prefill instance, which would else keep the request's KV blocks until
-        their lease ends (vLLM's NIXL connector, `request_finished`; `kv_lease_duration`, in older
-        versions `VLLM_NIXL_ABORT_REQUEST_TIMEOUT`). One token is asked for; leaving at the
-        answer's head aborts the rest.
+        Decode then notifies the prefill instance, which would otherwise keep the request's KV
+        blocks until their lease expires (vLLM's NIXL connector, `request_finished`;
+        `kv_lease_duration`, in older versions `VLLM_NIXL_ABORT_REQUEST_TIMEOUT`). The request asks
+        for one token. Closing the connection at the answer's head aborts the rest.
 
         Raises:
-            ProxyError: it could not be told.
+            ProxyError: the release failed.
         """
         endpoint = context.endpoint
         with context.timed("release", instance.url) as span:
@@ -268,7 +272,7 @@ class Stages:
                 head_timeout_s=RELEASE_TIMEOUT_S,
             )
             with opened as reply:
-                # An engine that fails it has had it, and has told prefill.
+                # A 500 means that the engine had the request, and has notified prefill.
                 if not reply.ok and reply.status != HTTPStatus.INTERNAL_SERVER_ERROR:
                     raise UpstreamFailed(
                         f"the decode instance answered {reply.status}",
@@ -278,16 +282,16 @@ class Stages:
 
 
 def _head_timeout_s(body: Body, config: ProxyConfig) -> float:
-    """Return how long decode may take to answer a request with its head.
+    """Return the timeout for the head of decode's answer, in seconds.
 
     The head of a stream precedes the first token. The head of any other answer follows the last
-    one, so that only the request's own deadline limits it.
+    one, so only the request's own deadline limits it.
     """
     return config.first_byte_timeout_s if is_stream(body) else config.request_timeout_s
 
 
 def _refusal(answer: Answer, context: RequestContext, *, fetches: bool) -> ProxyError:
-    """Return the error that decode's answer is: its own for the client, whatever its status."""
+    """Return the error of decode's answer; the client receives its own status and message."""
     status = answer.status
     if not HTTPStatus.BAD_REQUEST <= status <= MAX_STATUS:
         return UpstreamFailed(
@@ -304,9 +308,9 @@ def _accepted(answer: Answer, stage: Stage, context: RequestContext, *, fetches:
     """Return the body of a 2xx answer; raise an error for any other.
 
     Args:
-        answer: the instance's.
-        stage: the instance's.
-        context: the request's.
+        answer: the answer.
+        stage: stage of the instance.
+        context: context of the client's request.
         fetches: whether the instance had to fetch media for it.
     """
     if answer.ok:
@@ -315,7 +319,7 @@ def _accepted(answer: Answer, stage: Stage, context: RequestContext, *, fetches:
         raise explained
     if answer.status in BUSY:
         raise UpstreamBusy(
-            f"the {stage} instances have too much to do",
+            f"the {stage} instances are overloaded",
             slug=f"{stage}_overloaded",
             stage=stage,
             retry_after_s=said_retry_after_s(answer.headers),
@@ -333,7 +337,7 @@ def _accepted(answer: Answer, stage: Stage, context: RequestContext, *, fetches:
 
 
 def _explained(answer: Answer, stage: Stage, *, fetches: bool) -> ProxyError | None:
-    """Return the error that a 500 names as its cause; None where it names none."""
+    """Return the error for the cause that a 500 states; None without a known cause."""
     if answer.status != HTTPStatus.INTERNAL_SERVER_ERROR:
         return None
     if engine_died(answer.body):
@@ -348,15 +352,15 @@ def _explained(answer: Answer, stage: Stage, *, fetches: bool) -> ProxyError | N
 def _fetch_failed(stage: Stage) -> MediaFetchFailed:
     return MediaFetchFailed(
         f"the {stage} instance could not fetch the media: check that the host of the URL has an "
-        "address, can be reached and answers",
+        "address, is reachable and answers",
         stage=stage,
     )
 
 
 def _denied(status: int, stage: Stage, context: RequestContext) -> UpstreamDenied | None:
-    """An error of the operator's, where the key that an instance refused is not the client's."""
+    """Return the operator's error for a rejected key, unless it was the client's own key."""
     if context.clients_key or status not in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
         return None
     return UpstreamDenied(
-        f"the {stage} instance refused the proxy's key", slug=f"{stage}_auth", stage=stage
+        f"the {stage} instance rejected the proxy's API key", slug=f"{stage}_auth", stage=stage
     )

@@ -1,4 +1,4 @@
-"""`POST /v1/media`: media sent ahead of the request that asks about them."""
+"""`POST /v1/media`: uploads media before the request that uses them."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -17,35 +17,35 @@ from epd.transfer.encoded import EncodedItem, metadata_uuid
 FIELDS = frozenset({"model", "content", "priority", *MM_KWARGS})
 
 STORED_WITHIN_S = 5.0
-"""How long an encode instance that has answered may take to write."""
+"""Time for an encode instance to write its outputs after its answer, in seconds."""
 
 POLL_S = 0.02
 
 MAX_NAME = 64
-"""Characters of an unknown field's name that are said back."""
+"""Maximum length of an unknown field's name in an error, in characters."""
 
 
 class Warmup:
-    """Has media encoded ahead of the request that asks about them."""
+    """Encodes media before the request that uses them."""
 
     def __init__(self, pipeline: Pipeline, cache: EncoderCache | None) -> None:
         self._pipeline = pipeline
         self._cache = cache
 
     async def push(self, body: Body, context: RequestContext) -> dict[str, Any]:
-        """The answer to `POST /v1/media`, once all items are in the store.
+        """Return the answer to `POST /v1/media`, once all items are stored.
 
         Args:
-            body: what was asked for, as `parse` returns it.
-            context: the request's.
+            body: the request, as `parse` returns it.
+            context: context of the request.
 
         Raises:
-            BadRequest: a part cannot be encoded.
-            RequestRefused: 503, there is no store, or it does not keep what it is given.
+            BadRequest: a part is invalid.
+            RequestRefused: 503, there is no store, or the outputs did not reach it.
             ProxyError: an item failed.
         """
         if self._cache is None:
-            raise no_store("the proxy has no encoder-cache store: --ec-store")
+            raise no_store("the proxy has no encoder-cache store; set --ec-store")
         try:
             encoded = await self._pipeline.encode(body, context)
         except ProxyError as error:
@@ -61,7 +61,7 @@ class Warmup:
     async def _stored(
         self, cache: EncoderCache, model: str | None, encoded: Sequence[EncodedItem]
     ) -> Mapping[str, EntryInfo]:
-        """The entries of all items by identifier, once they are written."""
+        """Return the entries of all items by identifier, once they are written."""
         wanted = {one.encoded.identifier for one in encoded}
         clock = asyncio.get_running_loop().time
         deadline_s = clock() + STORED_WITHIN_S
@@ -75,19 +75,22 @@ class Warmup:
             if found is not None and len(found) == len(keys) >= len(wanted):
                 return {key.identifier: info for key, info in found.items()}
             await asyncio.sleep(POLL_S)
-        raise no_store("the encode instances' outputs did not come into the store")
+        raise no_store(
+            "the encode instances' outputs did not reach the store: check that they use "
+            "the same store as --ec-store"
+        )
 
 
 def parse(raw: bytes | bytearray) -> Body:
-    """A chat request of the media in `{"model": …, "content": [media parts of one]}`.
+    """Return a chat request for the media in `{"model": …, "content": [media parts of one]}`.
 
     Raises:
-        BadRequest: it is no such thing.
+        BadRequest: the body is invalid.
     """
     asked = parse_object(raw)
     if unknown := sorted(asked.keys() - FIELDS):
         name = unknown[0][:MAX_NAME]
-        raise BadRequest("the body has a field that is none of this route's", param=name)
+        raise BadRequest("the body has a field that this route does not accept", param=name)
     check_model(asked)
     content = asked.get("content")
     if not isinstance(content, list) or not content:

@@ -439,7 +439,10 @@ async def test_the_picker_may_know_instances_that_the_table_does_not(
 
 @pytest.mark.parametrize(
     ("delay_s", "reason"),
-    [(1, "the endpoint picker did not answer in time"), (0, "the endpoint picker's answer broke")],
+    [
+        (1, "the endpoint picker did not answer in time"),
+        (0, "the endpoint picker's answer was cut off"),
+    ],
 )
 async def test_a_picker_that_fails_is_not_taken_for_a_decode_instance(
     launch: Launch, delay_s: float, reason: str
@@ -462,7 +465,7 @@ async def test_a_picker_that_is_away_is_not_taken_for_a_decode_instance(launch: 
             assert await answered(fleet, request(text())) == 200
 
     [line] = [one for one in lines if one["event"].startswith("the endpoint picker cannot be")]
-    assert line["reason"] == "the endpoint picker cannot be reached"
+    assert line["reason"] == "the endpoint picker is unreachable"
 
 
 async def test_the_picker_is_told_who_has_failed(launch: Launch) -> None:
@@ -495,7 +498,7 @@ async def test_an_unnamed_decode_instance_is_asked_for_where_there_is_none(launc
         status, said = await fleet.chat(request(text()))
 
     assert status == 400
-    assert f"name one, {HEADER}: host:port" in said["error"]["message"]
+    assert f"name one in the header {HEADER}: host:port" in said["error"]["message"]
 
 
 async def test_a_request_that_no_policy_speaks_of_is_refused(launch: Launch) -> None:

@@ -174,7 +174,7 @@ async def test_a_response_that_breaks_off_is_an_error_for_openais_client(fleet: 
         with pytest.raises(openai.APIError) as broken:
             [event async for event in events]
 
-    assert "before its end" in broken.value.message
+    assert "before its last event" in broken.value.message
 
 
 @pytest.mark.fault(39)

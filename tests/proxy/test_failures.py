@@ -236,7 +236,7 @@ async def test_the_official_client_sees_a_broken_stream(launch: Launch) -> None:
         stream = await client.chat.completions.create(
             model="m", messages=[{"role": "user", "content": "hi"}], stream=True
         )
-        with pytest.raises(openai.APIError, match="before its end"):
+        with pytest.raises(openai.APIError, match="before its last event"):
             [event async for event in stream]
 
 
