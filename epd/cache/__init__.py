@@ -1,1 +1,1 @@
-"""The encoder cache as the proxy asks it: keys, names, look-ups, claims."""
+"""The encoder cache as seen by the proxy: keys, names, lookups, claims."""

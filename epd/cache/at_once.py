@@ -1,11 +1,11 @@
-"""When the store is called on the event loop, with no thread in between. Pure.
+"""The choice between the event loop and a thread for a call to the store. Pure.
 
-A call to a store in memory takes some microseconds, and to hand it to a thread and back takes
-several times as long. But while it runs on the event loop, nothing else does.
+A call to a store in memory takes some microseconds. Passing it to a thread and back takes several
+times as long. A call on the event loop, however, blocks all other requests.
 """
 
 SLOW_S = 0.001
-"""A longer call is slow."""
+"""Duration above which a call is slow."""
 
 MOST_SLOW = 0.5
 """Share of slow calls on the event loop, above which calls are made on threads. Single slow calls
@@ -15,21 +15,21 @@ WEIGHT = 0.2
 """Weight of the latest call in that share: four slow calls in a row exceed it."""
 
 STALLED_S = 0.1
-"""A call of this length ends calls on the event loop by itself."""
+"""Duration of a single call that ends calls on the event loop."""
 
 THREADS_S = 5.0
-"""For how long calls are then made on threads at least."""
+"""Minimum time for which calls then run on threads."""
 
 MOST_KEYS = 16
-"""Entries in one call on the event loop."""
+"""Maximum number of entries in one call on the event loop."""
 
 
 class AtOnce:
-    """Decides by how long look-ups have taken.
+    """Decides by the durations of earlier lookups.
 
-    The latest look-up on a thread has to be fast before one is made on the event loop: at the
-    start, after slow ones, and after one that did not end in time. Where look-ups of fewer entries
-    are made on the event loop, one of many on a thread changes nothing.
+    A fast lookup on a thread is required before the first one on the event loop: at the start,
+    after slow lookups, and after a timeout. While small lookups run on the event loop, a large one
+    on a thread changes nothing.
     """
 
     def __init__(self) -> None:
@@ -38,17 +38,17 @@ class AtOnce:
         self._threads_until_s = 0.0
 
     def allows(self, keys: int, now_s: float) -> bool:
-        """Return whether a look-up for so many entries is made on the event loop."""
+        """Return whether a lookup of this many entries runs on the event loop."""
         return self._trusted and keys <= MOST_KEYS and now_s >= self._threads_until_s
 
     def took_on_loop(self, seconds: float, now_s: float) -> None:
-        """Judge by a call on the event loop."""
+        """Record the duration of a call on the event loop."""
         self._slow_share += WEIGHT * ((seconds > SLOW_S) - self._slow_share)
         if self._slow_share > MOST_SLOW or seconds >= STALLED_S:
             self._distrust(now_s)
 
     def took_on_thread(self, seconds: float | None, now_s: float) -> None:
-        """Judge by a look-up on a thread; None: it did not end in time."""
+        """Record the duration of a lookup on a thread; None for a timeout."""
         if seconds is None:
             self._distrust(now_s)
         elif not self._trusted or now_s < self._threads_until_s:

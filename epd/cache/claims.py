@@ -1,7 +1,7 @@
-"""What this proxy has encoded, so that others on its store wait for it in place of doing it too.
+"""Claims of this proxy, so that other proxies on its store wait for its encode.
 
-A claim is asked for with the look-up that finds nothing, in the same visit to the store. It is a
-hint: whatever goes wrong costs a second encode.
+A claim is part of the lookup that misses, in the same visit to the store. It is a hint: any failure
+costs at most a second encode.
 """
 
 import asyncio
@@ -15,17 +15,17 @@ from epd.cache.encoder_cache import EncoderCache
 from epd.cache.look import Look
 
 CLAIM_S = 10.0
-"""How long a claim outlives its holder."""
+"""Lifetime of a claim after its last renewal, in seconds."""
 
 WRITTEN_WITHIN_S = 1.0
-"""How long a claim is kept for an encode instance that has answered and still writes. Who waits
-looks for the entry, and needs nothing to be given back once it is there."""
+"""Time for which a claim is kept after the encode instance has answered, because the instance is
+still writing. A waiter polls for the entry, so the claim need not be released earlier."""
 
 POLL_S = (0.005, 0.01, 0.02, 0.05)
-"""Waits between two looks for an entry that somebody makes; the last one goes on."""
+"""Delays between two lookups of an entry that another proxy encodes; the last one repeats."""
 
 TENDS = 20
-"""How often within `CLAIM_S` claims are renewed that need it, and given back, all in one go."""
+"""Number of maintenance rounds within `CLAIM_S`. Each renews and releases claims in one call."""
 
 
 @dataclass(slots=True)
@@ -33,9 +33,9 @@ class _Held:
     """A claim of this proxy.
 
     Attributes:
-        since_s: when it was taken or renewed, on the event loop's clock.
-        holders: how many need it.
-        until_s: how long it is kept when none does.
+        since_s: time of the last claim or renewal, on the event loop's clock.
+        holders: number of holders.
+        until_s: time until which it is kept without a holder.
     """
 
     since_s: float
@@ -44,10 +44,10 @@ class _Held:
 
 
 class Claims:
-    """Claims are taken, renewed while they are held, and given back. Belongs to one event loop.
+    """Takes claims, renews them while they are held, and releases them. Belongs to one event loop.
 
     Attributes:
-        first: who looks for a key that nobody else here looked for before.
+        first: by key, the first lookup of this process that may claim it.
     """
 
     def __init__(self, cache: EncoderCache) -> None:
@@ -65,16 +65,17 @@ class Claims:
         patient: bool = False,
         namespace: str | None = None,
     ) -> "Looking":
-        """A look for some items, in which what the store has not is claimed.
+        """Return a lookup of some items that claims the missing ones.
 
         Args:
-            model: whose items they are.
-            identifiers: their keys.
-            patient: whether the request cannot be served without an answer. It claims nothing.
-            namespace: the consumer's; None: the model's.
+            model: model of the items.
+            identifiers: keys of the items.
+            patient: whether the request cannot be served without an answer. Such a lookup claims
+                nothing.
+            namespace: namespace of the consumer; None for the model's.
         """
         keys = self._cache.keys(model, identifiers, namespace)
-        # What others here have claimed or ask for is for its turn to find out.
+        # Keys that this process has claimed or is looking up are resolved by `turn`.
         first = not patient and not any(key in self._held or key in self.first for key in keys)
         look = self._new(keys) if first else Look(keys)
         return Looking(self, look, first=first, patient=patient)
@@ -82,19 +83,19 @@ class Claims:
     def turn(
         self, model: str | None, identifier: str, wait_s: float, namespace: str | None = None
     ) -> "Turn":
-        """A place in the queue of those who want an item encoded.
+        """Return a place in the queue of the requests that need an item encoded.
 
         Args:
-            model: whose item it is.
-            identifier: its key.
-            wait_s: how long to wait at most. After it, or where the store is away, the item is
-                encoded whoever else does.
-            namespace: the consumer's; None: the model's.
+            model: model of the item.
+            identifier: key of the item.
+            wait_s: maximum wait. After it, or without the store, the item is encoded even if
+                another proxy encodes it too.
+            namespace: namespace of the consumer; None for the model's.
         """
         return Turn(self, self._cache.keys(model, [identifier], namespace), wait_s)
 
     async def visit(self, look: Look, held: list[EntryKey], *, patient: bool) -> bool:
-        """Have a look made, and hold what was claimed; whether the store has an answer."""
+        """Run a lookup and hold its claims. Return whether the store answered."""
         try:
             return await self._cache.visit(look, patient=patient)
         finally:
@@ -103,7 +104,7 @@ class Claims:
     async def wait_for_turn(
         self, key: EntryKey, wait_s: float, held: list[EntryKey]
     ) -> EntryInfo | None:
-        """The entry, where it is there; the key is held where it was claimed."""
+        """Return the entry once it is stored; None if its key is claimed in `held`, or too late."""
         clock = asyncio.get_running_loop().time
         deadline_s = clock() + wait_s
         waits = iter(POLL_S)
@@ -119,7 +120,7 @@ class Claims:
         return Look(keys, self._owner, CLAIM_S)
 
     def hold(self, keys: Sequence[EntryKey]) -> Sequence[EntryKey]:
-        """Need claims that were taken, until they are let go."""
+        """Add a holder to claims, which keeps them until `let_go`."""
         now_s = asyncio.get_running_loop().time()
         for key in keys:
             self._held.setdefault(key, _Held(now_s)).holders += 1
@@ -129,7 +130,7 @@ class Claims:
         return keys
 
     def let_go(self, keys: Sequence[EntryKey], after_s: float = 0.0) -> None:
-        """Need claims no longer, which are given back then, or `after_s`."""
+        """Remove a holder from claims. Release unheld ones, at once or `after_s` later."""
         now_s = asyncio.get_running_loop().time()
         over = []
         for key in keys:
@@ -143,7 +144,7 @@ class Claims:
             self._cache.later(self._cache.release(over, self._owner))
 
     async def _tend(self) -> None:
-        """Renew claims and give them back, for as long as there are any."""
+        """Renew and release claims until there are none."""
         clock = asyncio.get_running_loop().time
         while self._held:
             await asyncio.sleep(CLAIM_S / TENDS)
@@ -170,15 +171,15 @@ class Claims:
 
 
 class Looking:
-    """A look at the store: a context, within which what it claims is held.
+    """A lookup in the store as a context manager. It holds its claims until the exit.
 
-    Whose turn it is within the context, need not wait.
+    A `Turn` for one of these claims within the context need not wait.
     """
 
     __slots__ = ("_claims", "_first", "_held", "_look", "_patient")
 
     def __init__(self, claims: Claims, look: Look, *, first: bool, patient: bool) -> None:
-        """To be made by `Claims.look`."""
+        """Use `Claims.look` instead."""
         self._claims = claims
         self._look = look
         self._first = first
@@ -186,18 +187,18 @@ class Looking:
         self._held: list[EntryKey] = []
 
     def __enter__(self) -> Self:
-        """Let others here know."""
+        """Register the lookup for other requests of this process."""
         if self._first:
             self._claims.first.update(dict.fromkeys(self._look.keys, self._look))
         return self
 
     async def answer(self) -> Look | None:
-        """What the store has; None where it has no answer."""
+        """Return the completed lookup; None if the store did not answer."""
         answered = await self._claims.visit(self._look, self._held, patient=self._patient)
         return self._look if answered else None
 
     def __exit__(self, *_: object) -> None:
-        """Let go of what was claimed."""
+        """Release the claims."""
         first = self._claims.first
         for key in self._look.keys:
             if first.get(key) is self._look:
@@ -206,19 +207,19 @@ class Looking:
 
 
 class Turn:
-    """A place in the queue of those who want an item encoded: a context.
+    """A place in the queue of the requests that need an item encoded: a context manager.
 
-    While it is open, other proxies on the same store wait in turn. After it they go on waiting
-    until the entry is there, for an encode instance answers before it has written.
+    Other proxies on the same store wait while it is open. After the exit they continue to wait for
+    the entry, because an encode instance answers before it has written the entry.
 
     Attributes:
-        made: whether an encode instance now writes the entry; to be set.
+        made: whether an encode instance is writing the entry; set by the caller.
     """
 
     __slots__ = ("_claims", "_held", "_keys", "_wait_s", "made")
 
     def __init__(self, claims: Claims, keys: Sequence[EntryKey], wait_s: float) -> None:
-        """To be made by `Claims.turn`."""
+        """Use `Claims.turn` instead."""
         self._claims = claims
         self._keys = keys
         self._wait_s = wait_s
@@ -226,19 +227,18 @@ class Turn:
         self.made = False
 
     def __enter__(self) -> Self:
-        """Nothing is held yet."""
         return self
 
     @property
     def first(self) -> bool:
-        """Whether it has come already: nobody else is known to want the item."""
+        """Whether no other request is known to need the item, so that `come` need not wait."""
         looks = self._claims.first
         return all(key in looks and key in looks[key].claimed for key in self._keys)
 
     async def come(self) -> EntryInfo | None:
-        """Wait until nobody else encodes the item, or somebody has: the entry then."""
+        """Wait until this proxy may encode the item, or its entry is stored; return the entry."""
         for key in self._keys:
-            # Whoever comes first goes by the look that claimed it, and the next one looks anew.
+            # The first waiter reuses the lookup that took the claim. Later ones look again.
             look = self._claims.first.pop(key, None)
             if look is None or key not in look.claimed:
                 return await self._claims.wait_for_turn(key, self._wait_s, self._held)
@@ -246,5 +246,5 @@ class Turn:
         return None
 
     def __exit__(self, *_: object) -> None:
-        """Let go of what was claimed, at once where nothing was made."""
+        """Release the claim: at once if no entry is being written."""
         self._claims.let_go(self._held, WRITTEN_WITHIN_S if self.made else 0.0)

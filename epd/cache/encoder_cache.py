@@ -1,7 +1,7 @@
-"""The proxy's side of the encoder-cache store: only ever help.
+"""The proxy's client of the encoder-cache store. A failing store must not fail requests.
 
-The store is asked within a budget. While it does not answer, or cannot be opened, it is gone
-around: everything counts as a miss, and requests are served as if there were none.
+Every call has a time budget. While the store does not answer, or cannot be opened, the proxy
+bypasses it: every lookup is a miss, and requests are served as without a store.
 """
 
 import asyncio
@@ -23,13 +23,13 @@ from epd.cache.at_once import MOST_KEYS, AtOnce
 from epd.cache.look import Look
 
 REFRESH_S = 5.0
-"""How often the namespaces are read, and how often a store is tried that could not be opened."""
+"""Interval of reading the namespaces, and of retries to open the store."""
 
 MISSING_EVERY_S = 0.25
-"""How often a proxy looks for a store that its engines have still to make."""
+"""Interval of retries to open a store that no engine has created yet."""
 
 OPEN_WITHIN_S = 2.0
-"""How long a start waits for the store."""
+"""Maximum wait for the store at the start of the proxy."""
 
 MAKERS = (
     ". An engine with ECStoreConnector makes it when it starts, and so do `ec-store serve` and "
@@ -37,15 +37,15 @@ MAKERS = (
 )
 
 MAX_LEARNED = 1024
-"""How many models' namespaces are remembered that the store does not name."""
+"""Upper bound of the namespaces of models that are learned from encode instances."""
 
 PATIENT_S = 1.0
-"""The budget of what a request cannot do without, or what costs little beside an encode."""
+"""Budget of calls that a request cannot be served without, or that are cheap beside an encode."""
 
 LATE = "no answer in time"
 
 MAX_LEASED = 65536
-"""How many leases are remembered, so as not to be asked for again."""
+"""Upper bound of the remembered leases, which avoid repeated calls."""
 
 T = TypeVar("T")
 
@@ -61,28 +61,29 @@ Operation = Literal[
     "put_name",
     "delete",
 ]
-"""What a store is asked for."""
+"""Operations of the store."""
 Result = Literal["ok", "timeout", "error", "skipped"]
-"""What comes of it; skipped: it could not be opened, or is left alone as it failed."""
+"""Results of an operation. `skipped`: the store could not be opened, or is bypassed after
+failures."""
 
 logger = structlog.get_logger("epd")
 
 
 class EncoderCache:
-    """A store, asked about the entries of served models. Belongs to one event loop.
+    """A client for the entries of served models. Belongs to one event loop.
 
     Attributes:
-        operations: how often it was asked for what, and what came of it.
-        found_bytes: size of all entries that were found.
+        operations: number of operations, by operation and result.
+        found_bytes: total size of the entries found.
     """
 
     def __init__(self, url: str, *, budget_s: float, lease_s: float) -> None:
-        """Ask nothing yet.
+        """Create the client without opening the store.
 
         Args:
-            url: of the store.
-            budget_s: for a look-up; after it everything is a miss.
-            lease_s: how long what was found is safe from eviction.
+            url: URL of the store.
+            budget_s: timeout of a lookup, after which everything is a miss.
+            lease_s: time for which a found entry is protected from eviction.
         """
         self.operations: Counter[tuple[Operation, Result]] = Counter()
         self.found_bytes = 0
@@ -106,7 +107,7 @@ class EncoderCache:
     async def connect(
         cls, url: str, *, budget_s: float, lease_s: float, background: Background
     ) -> AsyncIterator[Self]:
-        """A cache that is open, or opens as soon as its store can be, until the context is left."""
+        """Return a cache that opens its store in the background, until the context exits."""
         cache = cls(url, budget_s=budget_s, lease_s=lease_s)
         ready = asyncio.Event()
         cache.later(background.keep("encoder_cache", partial(cache._keep_fresh, ready)))
@@ -123,33 +124,33 @@ class EncoderCache:
                 await cache._opened.close()
 
     def adopt(self, *, budget_s: float, lease_s: float) -> None:
-        """Have another budget, and leases of another length, from the next look-up on."""
+        """Change the budget and the length of leases, from the next lookup on."""
         self._budget_s, self._lease_s = budget_s, lease_s
 
     @property
     def circuits(self) -> Mapping[str, bool]:
-        """Whether the store is left alone, by what it would be asked."""
+        """Whether the store is bypassed, by kind of operation."""
         return {"store_questions": self._reading.open, "store_changes": self._writing.open}
 
     async def find(
         self, keys: Sequence[EntryKey], *, patient: bool = False
     ) -> Mapping[EntryKey, EntryInfo] | None:
-        """What the store has of these, in one round trip. It is leased soon after.
+        """Return the stored entries in one round trip. They are leased soon after.
 
         Args:
-            keys: of the entries.
+            keys: keys of the entries.
             patient: whether the request cannot be served without an answer.
 
         Returns:
-            None where it has no answer: it is better not asked anything else for this request.
+            The entries by key; None if the store did not answer. The request should then bypass it.
         """
         look = Look(keys)
         return look.found or {} if await self.visit(look, patient=patient) else None
 
     async def visit(self, look: Look, *, patient: bool = False) -> bool:
-        """Have a look made; whether the store has said what is there. That is leased soon after.
+        """Run a lookup. Return whether the store answered. Found entries are leased soon after.
 
-        Claims may take longer than a look-up: they are waited for once it has been made in time.
+        Claims may take longer than a lookup: after a lookup in time, they get `PATIENT_S`.
         """
         if not look.keys:
             return True
@@ -167,21 +168,21 @@ class EncoderCache:
                 await _ended(visiting, PATIENT_S)
         finally:
             if visiting.done():
-                _seen(visiting)  # the request may be cancelled in this very moment
+                _seen(visiting)  # the request may be cancelled at this very moment
             else:
                 look.leave()
                 visiting.add_done_callback(_seen)
-        # Not where the request was cancelled, which says nothing of the store.
+        # Skipped for a cancelled request, which carries no information about the store.
         self._at_once.took_on_thread(look.took_s, time.monotonic())
         failure = visiting.exception() if visiting.done() else None
         return self._judged(look, failure, late=not visiting.done())
 
     def _is_fast(self, store: AsyncStore, keys: int) -> bool:
-        """Whether the store is asked about so many keys on the event loop."""
+        """Return whether a call for this many keys runs on the event loop."""
         return store.in_memory and self._at_once.allows(keys, time.monotonic())
 
     def _visited_at_once(self, look: Look, store: AsyncStore) -> bool:
-        """Have a look made on the event loop; whether the store has said what is there."""
+        """Run a lookup on the event loop. Return whether the store answered."""
         failure = None
         try:
             store.at_once(look.run_at_once)
@@ -191,7 +192,7 @@ class EncoderCache:
         return self._judged(look, failure, late=False)
 
     def _judged(self, look: Look, failure: BaseException | None, *, late: bool) -> bool:
-        """Whether a look has an answer, which the breakers are told too."""
+        """Return whether a lookup has an answer, and inform the breakers."""
         if failure is not None and not isinstance(failure, StoreError | ValueError):
             raise failure
         if look.found is None:
@@ -214,16 +215,16 @@ class EncoderCache:
         return True
 
     def _keep(self, keys: Sequence[EntryKey]) -> None:
-        """Have entries leased that are not leased for long enough."""
+        """Lease entries with less than `lease_s` left of their lease."""
         now_s = asyncio.get_running_loop().time()
         short = [key for key in keys if self._leased.get(key, 0.0) < now_s + self._lease_s]
         if short:
             self.later(self.lease(short))
 
     async def lease(self, keys: Sequence[EntryKey]) -> None:
-        """Keep what is there from being evicted for a while.
+        """Protect entries from eviction for a while.
 
-        It is asked for half as long again, so as not to be asked for each time.
+        The lease is half as long again as `lease_s`, so that not every hit renews it.
         """
         until_s = asyncio.get_running_loop().time() + 1.5 * self._lease_s
         infos = await self.write("lease", lambda store: store.lease(keys, 1.5 * self._lease_s))
@@ -234,7 +235,7 @@ class EncoderCache:
             del self._leased[next(iter(self._leased))]
 
     async def release(self, keys: Sequence[EntryKey], owner: str) -> None:
-        """Give back claims. On the event loop they are given back `MOST_KEYS` at a time."""
+        """Release claims: on the event loop `MOST_KEYS` at a time, on threads all at once."""
         while keys:
             fast = self._store is not None and self._is_fast(self._store, 1)
             some = keys[:MOST_KEYS] if fast else keys
@@ -250,13 +251,13 @@ class EncoderCache:
         store.at_once(lambda opened: opened.release(keys, owner))
         ended_s = time.monotonic()
         self._at_once.took_on_loop(ended_s - begun_s, ended_s)
-        await asyncio.sleep(0)  # other requests go on between two groups
+        await asyncio.sleep(0)  # let other requests run between two groups
         return None
 
     def learn(self, model: str | None, namespace: str) -> None:
-        """Take an encode instance's word for the namespace of a model.
+        """Learn the namespace of a model from an encode instance.
 
-        The store's own word counts more, and is asked for where the two differ.
+        The store's own answer has precedence. If the two differ, the namespaces are read again.
         """
         if model is None:
             return
@@ -269,12 +270,12 @@ class EncoderCache:
     def keys(
         self, model: str | None, identifiers: Sequence[str], namespace: str | None = None
     ) -> list[EntryKey]:
-        """Return the keys of entries; none where their namespace is not known.
+        """Return the keys of entries; an empty list if their namespace is unknown.
 
         Args:
-            model: whose entries they are.
-            identifiers: theirs.
-            namespace: of the instance that will read them; None: the model's.
+            model: model of the entries.
+            identifiers: identifiers of the entries.
+            namespace: namespace of the reading instance; None for the model's.
         """
         namespace = namespace or self.namespace(model)
         if namespace is None:
@@ -282,29 +283,29 @@ class EncoderCache:
         return [EntryKey(namespace, identifier) for identifier in identifiers]
 
     def namespace(self, model: str | None) -> str | None:
-        """Under which the store keeps a served model's entries; None where nobody has said."""
+        """Return the store's namespace of a served model; None if unknown."""
         if model is not None:
             return self._namespaces.get(model) or self._learned.get(model)
-        # vLLM serves a request without a model; which one is clear where there is one.
+        # vLLM accepts a request without a model. It is unambiguous if there is only one namespace.
         known = set(self._namespaces.values())
         return known.pop() if len(known) == 1 else None
 
     async def read(
         self, operation: Operation, call: Callable[[AsyncStore], Awaitable[T]]
     ) -> T | None:
-        """The store's answer to a question; None where it has none to give."""
+        """Return the store's answer to a read; None if it did not answer."""
         return await self._ask(operation, call, self._reading)
 
     async def write(
         self, operation: Operation, call: Callable[[AsyncStore], Awaitable[T]]
     ) -> T | None:
-        """The same for a change: a store may answer the one and not the other."""
+        """Return the store's answer to a write, which has its own breaker; None without one."""
         return await self._ask(operation, call, self._writing)
 
     async def _ask(
         self, operation: Operation, call: Callable[[AsyncStore], Awaitable[T]], breaker: Breaker
     ) -> T | None:
-        """The store's answer; None where it has none to give."""
+        """Return the store's answer; None if it did not answer."""
         if self._store is None or breaker.open:
             self.operations[operation, "skipped"] += 1
             return None
@@ -324,13 +325,14 @@ class EncoderCache:
         return answer
 
     async def _keep_fresh(self, ready: asyncio.Event) -> None:
-        """Open the store, and read the namespaces again and again."""
+        """Open the store, and read the namespaces periodically."""
         while True:
             again_s = REFRESH_S
             operation: Operation = "open" if self._store is None else "namespaces"
             try:
                 if self._store is None:
-                    # An empty store at a mistyped path would look like one that misses everything.
+                    # The URL must name an existing store: an empty one at a mistyped path would
+                    # always miss.
                     self._store = await self._checked()
                 async with asyncio.timeout(REFRESH_S):
                     self._namespaces = await self._store.namespaces()
@@ -360,26 +362,26 @@ class EncoderCache:
         self._problem = None
 
     def _log_unusable(self, error: Exception, again_s: float) -> None:
-        """Log why, once until that changes."""
+        """Log the reason once, until it changes."""
         before, self._problem = self._problem, str(error) or "no answer"
         if self._problem == before:
             return
         if isinstance(error, StoreMissing):
             event, maker = "there is no encoder cache", MAKERS
         else:
-            event, maker = "the encoder cache is away", ""
+            event, maker = "the encoder cache is unavailable", ""
         again = f"requests bypass it; the proxy retries every {again_s:g} s{maker}"
         logger.warning(event, reason=self._problem, next=again)
 
     def later(self, work: Coroutine[Any, Any, None]) -> None:
-        """Have something done while nobody waits for it, in the name of no request."""
+        """Run work in the background, outside the context of any request."""
         task = asyncio.create_task(work, context=Context())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
 
 async def _ended(visiting: "asyncio.Future[None]", timeout_s: float) -> None:
-    """Wait for the end of a visit, for so long at most: `asyncio.wait`, for one and with less."""
+    """Wait for the end of a visit, with a timeout: a cheaper `asyncio.wait` for one future."""
     loop = asyncio.get_running_loop()
     waiter = loop.create_future()
 
@@ -397,11 +399,11 @@ async def _ended(visiting: "asyncio.Future[None]", timeout_s: float) -> None:
 
 
 def _seen(visiting: "asyncio.Future[None]") -> None:
-    """Take note of an error that nobody waits for."""
+    """Retrieve an exception without a waiter, so that asyncio does not log it."""
     if not visiting.cancelled():
         visiting.exception()
 
 
 def _warn(text: str) -> None:
-    """Log it, by what is configured then."""
+    """Log a message with the logger that is configured at that time."""
     logger.warning(text)

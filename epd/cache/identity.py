@@ -1,9 +1,10 @@
-"""The names we give: the `uuid` of an mm item, the `cache_salt` of a prompt.
+"""Digests that the proxy uses as names: the `uuid` of a media item, the `cache_salt` of a prompt.
 
-vLLM takes a `uuid` as it is, without the model's name and without looking at the content
-(`vllm/multimodal/processing/inputs.py`), so whoever names it decides which encoder output a
-request gets; and whoever names a `cache_salt` decides whose prefix cache it is served from. Ours
-are digests that hold the tenant, and a client's own is at most one more input of one.
+vLLM uses a `uuid` as it is, without the model's name and without checking the content
+(`vllm/multimodal/processing/inputs.py`), so the sender of a uuid decides which encoder output a
+request gets. The sender of a `cache_salt` decides from which prefix cache it is served. The proxy
+therefore sends only digests that include the tenant. A client's own value is at most one more input
+of such a digest.
 """
 
 import hmac
@@ -22,10 +23,11 @@ VERSION = b"epd-2"
 
 
 def content_key(scope: Scope, modality: str, media: Inline) -> str:
-    """The key of media that are in the request: 64 hexadecimal digits.
+    """Return the key of media in the request: 64 hexadecimal digits.
 
-    It covers the base64 text, which stands for its bytes one to one once the engine's strict
-    decoder has accepted it, and the declared media type, by which vLLM picks a video's decoder.
+    It covers the base64 text and the declared media type. The text determines the bytes uniquely
+    once the engine's strict decoder has accepted it. vLLM selects a video's decoder by the media
+    type.
     """
     content = blake3(media.base64).digest()
     parts = (modality.encode(), media.media_type.encode(), content)
@@ -33,35 +35,34 @@ def content_key(scope: Scope, modality: str, media: Inline) -> str:
 
 
 def name_key(scope: Scope, modality: str, uuid: str) -> str:
-    """The key of what a client calls `uuid`: 64 hexadecimal digits.
+    """Return the key of a client's `uuid`: 64 hexadecimal digits.
 
-    The scope has the tenant even where tenants share their entries: what one calls so, another does
-    not.
+    The scope includes the tenant even if tenants share entries: names are never shared.
     """
     return _digest(scope, b"name", modality.encode(), uuid.encode())
 
 
 def conversation_key(scope: Scope, body: Body, name: str) -> str:
-    """The key of what a client calls a conversation: 64 hexadecimal digits.
+    """Return the key of a client's conversation id: 64 hexadecimal digits.
 
-    It holds the model and the salt: what is kept of a conversation with another is of no use.
+    It includes the model and the salt, because blocks of another model or salt are unusable.
 
     Args:
-        scope: with the tenant, even where tenants share their entries.
+        scope: scope with the tenant, even if tenants share entries.
         body: the request, with its salt.
-        name: the client's.
+        name: the client's conversation id.
     """
     others = dumped([body.get("model"), body.get("cache_salt")])
     return _digest(scope, b"conversation", others, name.encode("utf-8", "surrogatepass"))
 
 
 def salted(body: Body, scope: Scope) -> Body:
-    """The body with the `cache_salt` of its tenant, which a client's own is mixed into.
+    """Return the body with a `cache_salt` of its tenant, derived from the client's own if present.
 
-    Where tenants share, the client's own goes on as it came.
+    If tenants share entries, the client's own salt is passed on unchanged.
 
     Raises:
-        BadRequest: the client's own is not what vLLM takes.
+        BadRequest: vLLM would reject the client's salt.
     """
     if scope.tenant is None:
         return body
@@ -79,7 +80,7 @@ def _own_salt(body: Mapping[str, Any]) -> tuple[bytes, ...]:
 
 
 def _digest(scope: Scope, purpose: bytes, *parts: bytes) -> str:
-    """HMAC-SHA256 over parts framed by their lengths, so that no two lists of parts are one."""
+    """Return the HMAC-SHA256 over length-framed parts, so that different lists never collide."""
     whose = b"shared" if scope.tenant is None else b"tenant " + scope.tenant.name.encode()
     framed = [len(part).to_bytes(8, "big") + part for part in (VERSION, purpose, whose, *parts)]
     return hmac.digest(scope.secret, b"".join(framed), "sha256").hex()

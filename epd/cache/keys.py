@@ -1,4 +1,4 @@
-"""The key of each item, by its content or by what its client calls it."""
+"""The key of each item, derived from its content or from the client's name for it."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -18,25 +18,24 @@ from epd.tenants import Scope, Tenant
 from epd.transfer.encoded import EncodedItem, metadata_uuid
 
 IN_THREAD = 2 * 1024**2
-"""Characters of base64 in a request above which its media are looked into off the event loop.
-Hashing so many takes less than a millisecond; a thread takes longer to come by on a busy machine.
-"""
+"""Base64 characters in a request above which its media are hashed on a thread. Hashing this many
+takes less than a millisecond; on a busy machine a thread takes longer to start."""
 
 
 FILE_THREADS = 4
-"""Threads that look where `file://` paths lead."""
+"""Number of threads that resolve `file://` paths."""
 
 
 class Keys:
-    """Gives items their keys, and remembers for whom they have which name.
+    """Gives items their keys, and remembers the keys behind clients' names.
 
-    A client may name its media by a `uuid` of its own, and later send that alone. The name is one
-    input of a digest that also holds the tenant: nobody can name another's.
+    A client may name its media by a `uuid`, and later send the uuid alone. The name's key is a
+    digest that includes the tenant, so no client can use a name of another tenant.
     """
 
     def __init__(self, cache: EncoderCache | None) -> None:
         self._names = None if cache is None else Names(cache)
-        # Threads of their own: those that hang keep nothing else waiting.
+        # A pool of its own: a hanging file system must not block other work.
         self._files = DaemonPool(FILE_THREADS, "files")
 
     async def of(
@@ -47,21 +46,20 @@ class Keys:
         config: ProxyConfig,
         cuts: Cuts = NO_CUTS,
     ) -> Mapping[MMItem, str | None]:
-        """The key of each item; None where only the engine sees the content.
+        """Return the key of each item; None if an engine makes the key.
 
         Args:
             body: the request.
-            items: its items.
-            tenant: whose request it is.
-            config: what a request may have, and how it is kept apart from others.
-            cuts: what was cut out of it.
+            items: the items of the request.
+            tenant: tenant of the request.
+            config: limits of media, and isolation of tenants.
+            cuts: byte ranges cut out of the body.
 
         Raises:
-            MediaFetchFailed: the file system does not say where a file is.
-            BadRequest: an item has no media, or such as a request may not have, or has them where a
-                request may not name them.
-            UnknownMedia: nothing is known under a client's name for its media.
-            RequestRefused: 503, the store that knows the names gives no answer.
+            MediaFetchFailed: the file system did not answer.
+            BadRequest: an item has no media, or media that are not allowed.
+            UnknownMedia: a client's name is unknown.
+            RequestRefused: 503, the store with the names did not answer.
         """
         if not items:
             return {}
@@ -87,16 +85,16 @@ class Keys:
         return {item: known.get(item) or keys.get(item) for item in items}
 
     async def _check_files(self, paths: Mapping[str, str], config: ProxyConfig) -> None:
-        """Refuse files that requests may not name. The file system may hang: it has time for that.
+        """Reject files outside the allowed folder. The check has a timeout: a file system may hang.
 
         Args:
-            paths: those of the files, by where the request names them.
-            config: the request's.
+            paths: paths of the files, by their place in the request.
+            config: configuration of the request.
         """
         folder = config.allowed_local_media_path
         if folder is None:
             raise BadRequest(
-                "file:// media are off; --allowed-local-media-path turns them on",
+                "file:// media are disabled; --allowed-local-media-path enables them",
                 param=next(iter(paths)),
             )
 
@@ -108,14 +106,14 @@ class Keys:
             async with asyncio.timeout(config.media_timeout_s):
                 await asyncio.wrap_future(self._files.submit(check))
         except TimeoutError:
-            raise MediaFetchFailed("the folder of file:// media gives no answer") from None
+            raise MediaFetchFailed("the file system of the file:// media did not answer") from None
 
     async def remember(
         self, body: Body, encoded: Sequence[EncodedItem], tenant: Tenant, config: ProxyConfig
     ) -> None:
-        """Let clients name what they have sent: by their uuid, or by the key they were told.
+        """Let clients name their media by the uuid that they sent or the key in the answer.
 
-        A name whose item cannot be used by name stands for nothing from then on.
+        A name is forgotten if its item cannot be referenced by name.
         """
         for one in encoded:
             key = metadata_uuid(one, body)
@@ -134,27 +132,28 @@ class Keys:
     async def forget(
         self, uuid: str, model: str | None, tenant: Tenant, config: ProxyConfig
     ) -> None:
-        """Forget what a tenant calls so, and entries of its own that the name stood for.
+        """Forget a tenant's name, and delete the entries behind it that only this tenant uses.
 
-        Where tenants share entries, another may use them: they are left to expire.
+        If tenants share entries, other tenants may use them: the entries remain until they are
+        evicted.
 
         Raises:
-            UnknownMedia: this tenant has no media of this name.
-            RequestRefused: 503, there is no store, or it gives no answer.
+            UnknownMedia: the name is unknown for this tenant.
+            RequestRefused: 503, there is no store, or it did not answer.
         """
         if self._names is None:
-            raise no_store("the proxy has no encoder-cache store: --ec-store")
+            raise no_store("the proxy has no encoder-cache store; set --ec-store")
         scope = config.name_scope_of(tenant)
         names = [name_key(scope, modality, uuid) for modality in {*MODALITY.values()}]
         try:
             known = await self._names.recall(model, names)
             if not known:
-                raise UnknownMedia("no media are known under this uuid", param="uuid")
+                raise UnknownMedia("no media are stored under this uuid", param="uuid")
             alone = config.isolation == "tenant"
             own = [name.key for name in known.values() if name.own and alone]
             await self._names.forget(model, list(known), own)
         except StoreUnavailable as error:
-            raise no_store("the encoder cache gives no answer") from error
+            raise no_store("the encoder cache did not answer; retry later") from error
 
     async def _recalled(
         self, body: Body, items: Sequence[MMItem], tenant: Tenant, config: ProxyConfig
@@ -172,11 +171,11 @@ class Keys:
             try:
                 found = await self._names.recall(body.get("model"), list({*names.values()}))
             except StoreUnavailable as error:
-                raise no_store("the encoder cache gives no answer") from error
+                raise no_store("the encoder cache did not answer; retry later") from error
         for item, name in names.items():
             if name not in found:
                 raise UnknownMedia(
-                    "no media are known under this uuid: send them once more", param=item.param
+                    "no media are stored under this uuid; send them again", param=item.param
                 )
         return {item: found[name].key for item, name in names.items()}
 
@@ -184,7 +183,7 @@ class Keys:
 def _content_keys(
     scope: Scope, inline: Mapping[MMItem, Inline], config: ProxyConfig
 ) -> dict[MMItem, str]:
-    """The keys of media that are in the request, once all have been found fit for an engine."""
+    """Return the keys of media in the request, after checking that an engine can process them."""
     for item, media in inline.items():
         if item.modality == "image":
             check_image(

@@ -1,4 +1,4 @@
-"""Clients' names for their media, kept in the encoder-cache store."""
+"""Clients' names for their media, stored in the encoder-cache store."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -7,19 +7,18 @@ from ec_store import Entry, EntryInfo, EntryKey, StoreUnavailable
 from epd.cache.encoder_cache import EncoderCache
 
 NOTHING = memoryview(b"")
-"""The tensor of a name, which is an entry that has only metadata."""
+"""The tensor of a name, which is an entry with only metadata."""
 
 MAX_STALE = 65536
-"""How many names are remembered of which the store may say what is no longer true."""
+"""Upper bound of the names that are known to have a stale value in the store."""
 
 
 class Name(NamedTuple):
-    """What a client's name for its media stands for.
+    """The meaning of a client's name for its media.
 
     Attributes:
-        key: what a consumer finds the output by.
-        own: whether the key is the tenant's own, a digest that holds it; an engine's hash of the
-            content is not.
+        key: key under which a consumer finds the output.
+        own: whether the key is a digest that includes the tenant. A hash by an engine does not.
     """
 
     key: str
@@ -27,10 +26,11 @@ class Name(NamedTuple):
 
 
 class Names:
-    """What names stand for: every proxy on the store finds them. Belongs to one event loop.
+    """The stored names, visible to every proxy on the store. Belongs to one event loop.
 
-    What a name stood for before it could not be written anew is not believed any more: it would be
-    the wrong picture. Where that is not known, nothing is, until this proxy has written the name.
+    If overwriting a name fails, its old value would be the wrong picture. The proxy ignores that
+    value from then on. If the old value is unknown, it ignores every value until it has written the
+    name.
     """
 
     def __init__(self, cache: EncoderCache) -> None:
@@ -38,7 +38,7 @@ class Names:
         self._stale: dict[EntryKey, Mapping[str, Any] | None] = {}
 
     async def remember(self, model: str | None, name: str, modality: str, stands_for: Name) -> None:
-        """Keep for what a name stands, for as long as the store keeps what is used."""
+        """Store the meaning of a name. It expires as unused entries do."""
         key = self._key(model, name)
         if key is None:
             return
@@ -61,17 +61,17 @@ class Names:
                 self._disbelieve(key, before)
 
     async def recall(self, model: str | None, names: Sequence[str]) -> Mapping[str, Name]:
-        """For what names stand; those that are not known are missing.
+        """Return the meanings of the known names.
 
         Raises:
-            StoreUnavailable: the store gives no answer.
+            StoreUnavailable: the store did not answer.
         """
         keys = [key for name in names if (key := self._key(model, name)) is not None]
         infos: Sequence[EntryInfo | None] | None = []
         if keys:
             infos = await self._cache.read("get_name", lambda store: store.lookup(keys))
         if infos is None:
-            raise StoreUnavailable("the encoder cache gives no answer")
+            raise StoreUnavailable("the encoder cache did not answer")
         known = {info.key: info.metadata for info in infos if info is not None}
         if known:
             self._cache.later(self._cache.lease(list(known)))
@@ -87,7 +87,7 @@ class Names:
         """Delete names and entries.
 
         Raises:
-            StoreUnavailable: the store cannot be asked to; this proxy forgets the names anyway.
+            StoreUnavailable: the store did not answer. This proxy ignores the names nevertheless.
         """
         keys = [key for name in names if (key := self._key(model, name)) is not None]
         namespace = self._cache.namespace(model)
@@ -104,7 +104,7 @@ class Names:
                 else:
                     self._stale.pop(key, None)
         if deleted is None:
-            raise StoreUnavailable("the encoder cache gives no answer")
+            raise StoreUnavailable("the encoder cache did not answer")
 
     def _key(self, model: str | None, name: str) -> EntryKey | None:
         namespace = self._cache.namespace(model)

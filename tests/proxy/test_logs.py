@@ -158,7 +158,7 @@ async def test_a_store_that_goes_away_is_a_line_with_what_comes_next(tmp_path: P
         await running.ask("r-1")
         folder.rename(tmp_path / "gone")
         folder.write_text("no folder")
-        line = await running.logged("the encoder cache is away")
+        line = await running.logged("the encoder cache is unavailable")
 
     assert "request_id" not in line
     assert "retries every" in line["next"]
