@@ -1,1 +1,1 @@
-"""Coordination policies: what runs where for one request. Pure."""
+"""Coordination policies: the stages of each request. Pure."""

@@ -1,7 +1,7 @@
-"""Policies in force: each with its options, in order of priority.
+"""Policies in force: each with its options, in order of precedence.
 
-One is written as its name and its options, `pd_only?skip_prefill_below_tokens=256`. An option that
-is not written has the value of the setting of the same name, where there is one.
+A policy is written as its name and its options: `pd_only?skip_prefill_below_tokens=256`. The
+default of an option is the setting of the same name, if there is one.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,18 +18,18 @@ from epd.routing.instances import ANSWERING, Role
 
 MAX_POLICIES = 16
 MAX_LENGTH = 1024
-"""Characters of one, as it is written."""
+"""Maximum length of a written policy, in characters."""
 
 Settings = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Common:
-    """The options that every policy has.
+    """The options of every policy.
 
     Attributes:
         decode_choice: when the decode instance is chosen.
-        decode_from: who names it.
+        decode_from: where its choice comes from.
     """
 
     decode_choice: DecodeChoice = "late"
@@ -37,14 +37,14 @@ class Common:
 
 
 class Active(NamedTuple):
-    """One that is in force.
+    """A policy in force.
 
     Attributes:
-        written: as it is written.
-        name: its name.
-        policy: it.
-        common: the options that every policy has.
-        options: all of its options, for people to read.
+        written: text of the policy.
+        name: name of the policy.
+        policy: the policy itself.
+        common: the options of every policy.
+        options: all options, for display.
     """
 
     written: str
@@ -54,7 +54,7 @@ class Active(NamedTuple):
     options: Mapping[str, Any]
 
     def course(self, facts: Facts) -> Course | None:
-        """What it has to say of a request."""
+        """Return the course of a request; None if the policy does not apply to it."""
         course = self.policy.course(facts)
         if course is None or (course.decode_from and course.decode_choice):
             return course
@@ -68,11 +68,11 @@ class Active(NamedTuple):
 
 
 def decide(policies: Iterable[Active], facts: Facts) -> tuple[str, Course] | None:
-    """What runs for a request, and by which policy: the first that has something to say of it."""
+    """Return the course of a request, with the name of the first policy that applies to it."""
     named = None
     for one in policies:
         if one.common.decode_from != "table" and facts.roles.isdisjoint(ANSWERING):
-            # Somebody else knows of decode instances: that the table has none means nothing.
+            # A client or a picker names decode instances, so the table may have none.
             named = named or replace(
                 facts, roles=facts.roles | {Role.DECODE}, measure=lambda: facts.prompt_tokens
             )
@@ -85,19 +85,19 @@ def decide(policies: Iterable[Active], facts: Facts) -> tuple[str, Course] | Non
 
 
 def activate(written: Sequence[str], settings: Settings) -> tuple[Active, ...]:
-    """Policies as they are written, the first one's word before the next one's.
+    """Return the policies of their texts, in order of precedence.
 
     Args:
-        written: each of them.
-        settings: values of options that are not written.
+        written: texts of the policies.
+        settings: defaults of the options.
 
     Raises:
-        PolicyInvalid: one of them is none, or cannot be used.
+        PolicyInvalid: a text is invalid, or a policy cannot be used.
     """
     if not written:
-        raise PolicyInvalid("there must be a policy")
+        raise PolicyInvalid("at least one policy is needed")
     if len(written) > MAX_POLICIES:
-        raise PolicyInvalid(f"there may be {MAX_POLICIES} policies")
+        raise PolicyInvalid(f"at most {MAX_POLICIES} policies are allowed")
     found = tuple(_activated(one, settings) for one in written)
     names = [one.name for one in found]
     for name in names:
@@ -125,16 +125,16 @@ def _activated(written: str, settings: Settings) -> Active:
 
 
 def _shown(value: Any) -> Any:
-    """An option as JSON can say it, whatever kind a policy of others has it be."""
+    """Return an option's value as JSON, whatever type a third-party policy uses."""
     try:
         return orjson.loads(orjson.dumps(value, default=str))
-    except TypeError:  # an integer of many digits
+    except TypeError:  # an integer beyond 64 bits
         return str(value)
 
 
 def _parsed(written: str) -> tuple[str, dict[str, str]]:
     if len(written) > MAX_LENGTH:
-        raise PolicyInvalid(f"a policy is written in {MAX_LENGTH} characters at most")
+        raise PolicyInvalid(f"the text of a policy has at most {MAX_LENGTH} characters")
     name, mark, query = written.partition("?")
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(mark))

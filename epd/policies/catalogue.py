@@ -1,4 +1,4 @@
-"""The policies there are, by name: this project's, and those that other distributions bring."""
+"""All policies by name: those of this project, and those of other distributions."""
 
 from collections.abc import Mapping
 from dataclasses import is_dataclass
@@ -26,20 +26,20 @@ OWN: Mapping[str, type[Policy]] = MappingProxyType(
 
 
 class PolicyInvalid(ValueError):
-    """What is written is no policy, or is one that cannot be used."""
+    """The text of a policy is invalid, or the policy cannot be used."""
 
 
 def known() -> list[str]:
-    """All names, this project's first."""
+    """Return the names of all policies, this project's first."""
     others = {found.name for found in entry_points(group=GROUP)} - OWN.keys()
     return [*OWN, *sorted(others)]
 
 
 def find(name: str) -> type[Policy]:
-    """The policy of a name.
+    """Return the policy with this name.
 
     Raises:
-        PolicyInvalid: there is none, or it cannot be loaded.
+        PolicyInvalid: there is no such policy, or it cannot be loaded.
     """
     if (own := OWN.get(name)) is not None:
         return own
@@ -50,11 +50,14 @@ def find(name: str) -> type[Policy]:
             raise PolicyInvalid(f"there is no policy {name!r}; known: {', '.join(known())}")
         case several:
             brought = ", ".join(found.value for found in several)
-            raise PolicyInvalid(f"{name} is brought by more than one distribution: {brought}")
+            raise PolicyInvalid(
+                f"{name} is provided by more than one distribution: {brought}; uninstall all but "
+                "one"
+            )
     try:
         policy: Any = one.load()
-    except Exception as error:  # whatever its module does when it is imported
+    except Exception as error:  # a third-party module may raise anything at its import
         raise PolicyInvalid(f"{where} cannot be loaded: {type(error).__name__}: {error}") from error
     if isinstance(policy, type) and is_dataclass(policy) and hasattr(policy, "course"):
         return cast("type[Policy]", policy)
-    raise PolicyInvalid(f"{where} is no dataclass with a method course")
+    raise PolicyInvalid(f"{where} is not a dataclass with a method course")

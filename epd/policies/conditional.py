@@ -1,4 +1,4 @@
-"""Conditional disaggregation: what a handover would cost more than it saves."""
+"""Conditional disaggregation, for requests that are cheaper on one instance."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -9,28 +9,27 @@ from epd.policies.course import Course, Facts
 from epd.routing.instances import ANSWERING
 
 MAX_TOKENS = 2**31 - 1
-"""Of a prompt: more than any has."""
+"""Upper bound of a prompt's tokens, above that of any model."""
 
 
 @dataclass(frozen=True, slots=True)
 class PDOnly:
-    """One instance does all of a request that is short, or that is text alone.
+    """Serves a request on one instance if its prompt is short or has only text.
 
-    It has to see more to an answer with media: those are left to the policies that follow.
+    It does not apply to requests with media, which need more work before decode.
 
     Attributes:
-        skip_prefill_below_tokens: prompts of fewer tokens are short; 0: none is.
-        skip_prefill_for_text: whether all prompts of text are meant, however long.
+        skip_prefill_below_tokens: number of tokens below which a prompt is short; 0 for never.
+        skip_prefill_for_text: whether it applies to all prompts of text, regardless of length.
 
     Raises:
-        ValueError: no request would be meant.
+        ValueError: no request could match the options.
     """
 
     skip_prefill_below_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
     skip_prefill_for_text: bool = False
 
     def __post_init__(self) -> None:
-        """Check the options."""
         if not self.skip_prefill_below_tokens and not self.skip_prefill_for_text:
             raise ValueError(
                 "does nothing without skip_prefill_below_tokens or skip_prefill_for_text"

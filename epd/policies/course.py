@@ -1,4 +1,4 @@
-"""What a coordination policy decides by, and what it decides."""
+"""The input and the result of a coordination policy."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -8,24 +8,24 @@ from typing import Literal, NamedTuple, Protocol
 from epd.routing.instances import Role
 
 DecodeChoice = Literal["late", "early"]
-"""When the decode instance is chosen: once prefill has answered, or before it is asked."""
+"""When the decode instance is chosen: after prefill has answered, or before it is asked."""
 
 DecodeFrom = Literal["table", "header", "picker"]
-"""Who names the decode instance: the proxy's own table, the client's header, or an endpoint picker
-that is asked over HTTP."""
+"""The origin of the decode instance's choice: the proxy's own table, the client's header, or an
+endpoint picker over HTTP."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a request, and of the fleet, before anything is sent.
+    """The known facts about a request and the fleet before any sending.
 
     Attributes:
-        path: the endpoint's route.
-        prefills: whether prefill can do its part of it.
-        items: how many media items it has.
-        roles: of which there are instances.
-        measure: estimates how many tokens its text is; asked at most once.
-        headers: the client's headers, by name in any case.
+        path: route of the endpoint.
+        prefills: whether a prefill instance can serve its part of the request.
+        items: number of media items.
+        roles: roles with at least one instance.
+        measure: estimates the number of tokens in its text; called at most once.
+        headers: headers of the client, case-insensitive.
     """
 
     path: str
@@ -37,19 +37,19 @@ class Facts:
 
     @cached_property
     def prompt_tokens(self) -> int:
-        """About how many tokens its text is (`epd.bodies.prompt`)."""
+        """The estimated number of tokens in its text (`epd.bodies.prompt`)."""
         return self.measure()
 
 
 class Course(NamedTuple):
-    """What runs for one request.
+    """The stages of one request.
 
     Attributes:
         encode: whether its media go through the encode stage; else prefill or decode encode them.
         prefill: whether a prefill instance does prefill's part; else decode does both.
-        prefill_url: the one prefill instance that may; None: any.
-        decode_from: who names the decode instance; None: whom the policy's options say.
-        decode_choice: when it is chosen; None: when the policy's options say.
+        prefill_url: URL of the only eligible prefill instance; None for any.
+        decode_from: origin of the decode instance's choice; None for the policy's option.
+        decode_choice: when decode is chosen; None for the policy's option.
     """
 
     encode: bool = True
@@ -60,14 +60,14 @@ class Course(NamedTuple):
 
 
 class Policy(Protocol):
-    """Decides for the requests that are its own.
+    """Decides the course of the requests to which it applies.
 
-    A policy is a dataclass: its fields are its options.
+    A policy is a dataclass. Its fields are its options.
     """
 
     def course(self, facts: Facts) -> Course | None:
-        """What runs for a request; None: this policy has nothing to say of it.
+        """Return the stages of a request; None if the policy does not apply to it.
 
-        It is asked on each request's way, on the event loop: it must return at once. And when it
-        comes into force, of requests that nobody has sent (`epd.policies.suited`).
+        It is called for each request, on the event loop: it must return at once. It is also called
+        when it takes effect, with sample requests (`epd.policies.suited`).
         """

@@ -1,4 +1,4 @@
-"""The proxy beside a prefill instance, such as a sidecar of its pod."""
+"""The policy of a proxy beside a prefill instance, such as a sidecar of its pod."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -12,23 +12,22 @@ from epd.routing.urls import base_url
 
 @dataclass(frozen=True, slots=True)
 class PrefillLocalDecodeRemote:
-    """The prefill instance beside the proxy prefills, and another host decodes.
+    """Prefills on the instance beside the proxy, and decodes on another host.
 
-    What prefill can have no part in, decode does alone, with the media.
+    A request that prefill cannot serve goes to decode alone, with its media.
 
     Attributes:
-        local_prefill_url: the instance beside the proxy.
+        local_prefill_url: URL of the instance beside the proxy.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the URL is missing.
     """
 
     local_prefill_url: Annotated[str, AfterValidator(base_url)] | None = None
 
     def __post_init__(self) -> None:
-        """Check the option."""
         if not self.local_prefill_url:
-            raise ValueError("needs local_prefill_url, or a prefill instance that is configured")
+            raise ValueError("needs local_prefill_url, or a prefill instance in the configuration")
 
     def course(self, facts: Facts) -> Course | None:
         """See `Policy`."""

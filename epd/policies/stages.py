@@ -1,4 +1,4 @@
-"""The policies that say which stages a request goes through."""
+"""The policies that select stages by the roles of the fleet."""
 
 from dataclasses import dataclass
 
@@ -8,10 +8,10 @@ from epd.routing.instances import ANSWERING, Role
 
 @dataclass(frozen=True, slots=True)
 class EncodePrefillDecode:
-    """Media to encode instances, then prefill, then decode (E+P+D).
+    """Sends media to encode instances, then prefills, then decodes (E+P+D).
 
-    What prefill can have no part in, decode does alone, with the media: it reads no encoder
-    outputs.
+    A request that prefill cannot serve goes to decode alone, with its media: decode reads no
+    encoder outputs.
     """
 
     def course(self, facts: Facts) -> Course | None:
@@ -23,7 +23,7 @@ class EncodePrefillDecode:
 
 @dataclass(frozen=True, slots=True)
 class EncodePD:
-    """Media to encode instances; one instance prefills and decodes (E+PD)."""
+    """Sends media to encode instances; one instance prefills and decodes (E+PD)."""
 
     def course(self, facts: Facts) -> Course | None:
         """See `Policy`."""
@@ -32,7 +32,7 @@ class EncodePD:
 
 @dataclass(frozen=True, slots=True)
 class PrefillDecode:
-    """No encode stage: prefill gets the media as they came (P+D), or who does both (PD)."""
+    """Skips the encode stage: prefill gets the media as received (P+D), or the PD instance does."""
 
     def course(self, facts: Facts) -> Course | None:
         """See `Policy`."""

@@ -1,4 +1,4 @@
-"""Whether policies suit a fleet whose instances are known from the start."""
+"""The check whether policies suit a fleet with fixed instances."""
 
 from collections.abc import Sequence
 
@@ -13,18 +13,18 @@ PATH = "/v1/chat/completions"
 def check_suited(
     policies: Sequence[Active], roles: frozenset[Role], *, pushed: bool, needed: bool
 ) -> None:
-    """Refuse policies by which all requests of a kind would fail.
+    """Reject policies that would fail all requests of a kind.
 
-    What they say of two that nobody sends decides: one of text, and one with a picture.
+    The check uses two sample requests: one of text, and one with a picture.
 
     Args:
-        policies: those in force.
-        roles: of which there are instances, and always will be.
+        policies: policies in force.
+        roles: roles with at least one instance, which are fixed.
         pushed: whether consumers wait for the encoder output of every item (`ECTransfer.pushed`).
         needed: whether decode instances wait for the blocks of every prefill (`KVTransfer.needed`).
 
     Raises:
-        PolicyInvalid: it says what does not go together.
+        PolicyInvalid: the policies do not suit the fleet.
     """
     served = False
     for items in (0, 1):
@@ -34,19 +34,20 @@ def check_suited(
         served, (name, course) = True, decided
         if needed and not course.prefill and Role.DECODE in roles:
             raise PolicyInvalid(
-                f"{name} has decode instances prefill, and with this --kv-transfer they wait for "
+                f"{name} lets decode instances prefill, but with this --kv-transfer they wait for "
                 "the blocks of every request"
             )
         if items and course.encode and Role.ENCODE not in roles:
-            raise PolicyInvalid(f"{name} has media encoded, and there is no encode instance")
+            raise PolicyInvalid(f"{name} sends media to encode instances, but there are none")
         if items and pushed and not course.encode:
             raise PolicyInvalid(
-                f"{name} has no media encoded, and with this --ec-transfer consumers wait for the "
-                "encoder output of every item; --ec-consumer-zmq-addrs by itself chooses it too"
+                f"{name} skips the encode stage, but with this --ec-transfer consumers wait for "
+                "the encoder output of every item (--ec-consumer-zmq-addrs alone selects that "
+                "transfer too)"
             )
     names = [one.name for one in policies]
-    if not served and OWN.keys() >= set(names):  # others may look at what the two do not have
+    if not served and OWN.keys() >= set(names):  # others may need other facts
         raise PolicyInvalid(
-            f"{', '.join(names)}: no request would be served, as there are instances of these "
-            f"roles alone: {', '.join(sorted(roles))}"
+            f"{', '.join(names)}: no request would be served, because there are only instances of "
+            f"these roles: {', '.join(sorted(roles))}"
         )

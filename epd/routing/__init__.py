@@ -1,1 +1,1 @@
-"""The instances, how each does, and which of them is next. No I/O."""
+"""The instances: their health, their load, and the choice among them. No I/O."""

@@ -1,4 +1,4 @@
-"""Which hosts may be registered."""
+"""Patterns of the hosts that may be registered."""
 
 import re
 from collections.abc import Sequence
@@ -10,25 +10,25 @@ NAME = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?")
 
 
 def check_pattern(pattern: str) -> str:
-    """A network, a host name, or `*.` and a domain.
+    """Return a valid pattern in canonical form: a network, a host name, or `*.` and a domain.
 
     Raises:
-        ValueError: it is none of them.
+        ValueError: the pattern is invalid.
     """
     written = pattern.strip().lower()
     with suppress(ValueError):
         return str(ip_network(written))
     if NAME.fullmatch(written) is None:
         raise ValueError(
-            f"{pattern!r} is no host name, no *.domain and no network such as 10.0.0.0/8"
+            f"{pattern!r} is not a host name, a *.domain or a network such as 10.0.0.0/8"
         )
     return written
 
 
 def is_allowed(url: str, patterns: Sequence[str]) -> bool:
-    """Whether a URL's host is among them; all are where there are none.
+    """Return whether a URL's host matches a pattern. Without patterns, every host does.
 
-    A name is allowed by name alone: what it leads to today it need not lead to tomorrow.
+    A host name is compared as text and not resolved, because its address may change.
     """
     if not patterns:
         return True

@@ -1,4 +1,4 @@
-"""Which instance a request goes to: small pure balances, chosen by name."""
+"""The choice of the instance for a request, by one of several pure balancing algorithms."""
 
 import math
 import random
@@ -14,50 +14,49 @@ from epd.routing.load import Load
 from epd.routing.table import Candidate, InstanceTable
 
 LOAD_FACTOR = 1.25
-"""How far above its share an instance may be loaded before its keys go elsewhere (Mirrokni et al.,
-Consistent Hashing with Bounded Loads, 2016)."""
+"""Factor by which an instance's load may exceed its share before its keys move to others (Mirrokni
+et al., Consistent Hashing with Bounded Loads, 2016)."""
 
 OUTLIER = 2.0
-"""How far above the usual load a report may be and still count whole: one that is wrong, or whose
-instance hangs, must not let all others be loaded without bound."""
+"""Factor above the usual load up to which a report counts in full. A wrong report, or one of a
+hanging instance, must not raise the bound for all others without limit."""
 
 BalanceName = Literal["session", "round_robin", "least_load", "power_of_two"]
 ItemBalanceName = Literal["affinity", "session", "round_robin", "least_load", "power_of_two"]
-"""Of encode instances, where what is asked for has a key of its own."""
+"""Algorithms for encode instances, where requests have item keys."""
 
 MAX_OWED = 4096
-"""How many instances a round-robin remembers, those that have gone among them."""
+"""Upper bound of the instances that a round-robin remembers, removed ones included."""
 
 _value, _share, _pressure = attrgetter("value"), attrgetter("share"), attrgetter("pressure")
 
 
 class Balance(Protocol):
-    """Picks one of several, by what they have to do and their weights."""
+    """Selects one of several instances, by their loads and weights."""
 
     def pick(self, loads: Sequence[Load], key: str) -> Load:
-        """One of them.
+        """Return the selected load.
 
         Args:
-            loads: the candidates', two at least.
-            key: what the request is about; empty: nothing that others are about too.
+            loads: loads of the candidates, at least two.
+            key: affinity key of the request; empty for none.
         """
 
 
 class RoundRobin:
-    """Each in turn, and as often as its weight says, without bursts.
+    """Selects each in turn, in proportion to its weight, without bursts.
 
-    That is nginx's smooth weighted round-robin: what one is owed grows by its weight each time, and
-    who is owed most is picked, and then owes the sum of all weights.
+    This is nginx's smooth weighted round-robin: each selection adds the weight of each instance to
+    its credit, selects the highest credit, and subtracts the sum of all weights from it.
     """
 
     def __init__(self) -> None:
         self._owed: dict[Load, float] = {}
 
     def pick(self, loads: Sequence[Load], key: str = "") -> Load:
-        """See `Balance`."""
         del key
         owed = self._owed
-        if len(owed) > MAX_OWED:  # many have gone
+        if len(owed) > MAX_OWED:  # many have been removed
             owed = self._owed = {load: owed.get(load, 0.0) for load in loads}
         total, best, most = 0.0, loads[0], -math.inf
         for load in loads:
@@ -71,13 +70,12 @@ class RoundRobin:
 
 
 class LeastLoad:
-    """The one with the least to do for its weight; of equals, each in turn."""
+    """Selects the lowest load for its weight; equal ones in turn."""
 
     def __init__(self) -> None:
         self._turns = RoundRobin()
 
     def pick(self, loads: Sequence[Load], key: str = "") -> Load:
-        """See `Balance`."""
         del key
         least = min(map(_pressure, loads))
         equals = [load for load in loads if load.pressure == least]
@@ -85,17 +83,16 @@ class LeastLoad:
 
 
 class PowerOfTwo:
-    """Of two at random, by their weights, the one with less to do.
+    """Selects the lower load of two random candidates, drawn by weight.
 
-    Proxies that know the same do not all send their next request to the same instance
-    (Mitzenmacher, The Power of Two Choices in Randomized Load Balancing, 2001).
+    Proxies with the same information then do not all select the same instance (Mitzenmacher, The
+    Power of Two Choices in Randomized Load Balancing, 2001).
     """
 
     def __init__(self, chance: random.Random | None = None) -> None:
         self._chance = chance or random.Random()  # noqa: S311 - no secret
 
     def pick(self, loads: Sequence[Load], key: str = "") -> Load:
-        """See `Balance`."""
         del key
         one = self._one(loads)
         other = self._one([load for load in loads if load is not one])
@@ -106,19 +103,18 @@ class PowerOfTwo:
 
 
 class Rendezvous:
-    """A key goes to the same instance, whose own caches know it, unless that has too much to do.
+    """Maps a key to the same instance, which has it in its own caches, unless it is overloaded.
 
-    When an instance comes or goes, only its own keys move; where weights change, only as many as
-    have to (weighted rendezvous hashing: Schindelhauer and Schomaker, Weighted Distributed Hash
-    Tables, 2005). Proxies that know the same instances agree without talking to each other. What
-    has no key goes to the one with the least to do.
+    When an instance joins or leaves, only its own keys move. When weights change, the minimum of
+    keys moves (weighted rendezvous hashing: Schindelhauer and Schomaker, Weighted Distributed Hash
+    Tables, 2005). Proxies with the same instances agree without communication. A request without a
+    key goes to the lowest load.
     """
 
     def __init__(self) -> None:
         self._keyless = LeastLoad()
 
     def pick(self, loads: Sequence[Load], key: str) -> Load:
-        """See `Balance`."""
         if not key:
             return self._keyless.pick(loads)
         far = _distances(loads, key.encode("utf-8", "surrogatepass"))
@@ -133,16 +129,17 @@ class Rendezvous:
 
 
 def _distances(loads: Sequence[Load], key: bytes) -> list[float]:
-    """Of each from a key: exponentially distributed, its rate the instance's weight."""
+    """Return the distances from a key: exponentially distributed, with the weights as rates."""
     log, digest = math.log, xxh3_64_intdigest
     return [-log((digest(key, load.seed) + 1) * 2.0**-64) / load.share for load in loads]
 
 
 def _most(loads: Sequence[Load]) -> Callable[[Load], int]:
-    """How much an instance may have to do before its keys go elsewhere: there is always room.
+    """Return the maximum load of an instance before its keys move. At least one is always below it.
 
-    What an instance only says of itself counts up to `OUTLIER` times what half of them have at
-    most, and a request more. That is above the least that one has, which so is below the bound.
+    A load that exceeds `OUTLIER` times the upper bound of the lower half, plus one request, counts
+    only up to that limit, as far as the instance reported it. The limit is above the lowest load,
+    which therefore stays below the maximum.
     """
     shares, pressures = sum(map(_share, loads)), sorted(map(_pressure, loads))
     usual = OUTLIER * (pressures[(len(loads) - 1) // 2] + len(loads) / shares)
@@ -164,15 +161,15 @@ BALANCES: Mapping[ItemBalanceName, Callable[[], Balance]] = {
 
 
 class Choice:
-    """Whom the next request of a stage goes to: one of those that are fit."""
+    """Selects an instance for the next request of a stage, among the usable ones."""
 
     def __init__(self, table: InstanceTable, *roles: Role) -> None:
-        """Choose among the instances of these roles; the first one's name is the stage's."""
+        """Choose among the instances of these roles; the first role is the name of the stage."""
         self._table = table
         self._roles = roles
         self._balances: dict[ItemBalanceName, Balance] = {}
 
-    def best(  # noqa: PLR0913 - what a request is chosen by
+    def best(  # noqa: PLR0913 - the inputs of a choice
         self,
         tried: Collection[Instance] = (),
         *,
@@ -182,25 +179,25 @@ class Choice:
         prefer: str | None = None,
         fits: Callable[[Instance], bool] | None = None,
     ) -> Instance:
-        """An instance, one that has not been tried where there is one.
+        """Return an instance, if possible one that has not been tried.
 
         Args:
-            tried: instances that this request has been sent to.
-            balance: names what it is chosen by.
-            item: the key of what it is about, for `affinity`.
-            session: whose request it is one of, for `session`.
-            prefer: URL of the one that it goes to unless that has too much to do, or is drained.
-            fits: tells which instances can serve this request; None: all.
+            tried: instances to which this request has been sent.
+            balance: name of the algorithm.
+            item: key of the item, for `affinity`.
+            session: affinity key of the request, for `session`.
+            prefer: URL of the preferred instance, used unless it is overloaded or drained.
+            fits: predicate of the instances that can serve this request; None for all.
 
         Raises:
-            NoInstance: there is none.
+            NoInstance: there is no such instance.
         """
         usable = self._table.usable(*self._roles)
         if fits is not None:
             usable = [one for one in usable if fits(one.instance)]
         if not usable:
             stage = self._roles[0]
-            fitting = "" if fits is None else " of its consumer's namespace"
+            fitting = "" if fits is None else " with the namespace of the request's consumer"
             raise NoInstance(f"there is no {stage} instance{fitting}", slug=f"no_{stage}")
         candidates = usable
         if tried:
@@ -219,16 +216,16 @@ class Choice:
     def others(
         self, tried: Collection[Instance], fits: Callable[[Instance], bool] | None = None
     ) -> bool:
-        """Whether there is one that has not been tried."""
+        """Return whether there is an instance that has not been tried."""
         fresh = self._fresh(self._table.usable(*self._roles), tried)
         return bool(fresh) if fits is None else any(fits(one.instance) for one in fresh)
 
     def _fresh(
         self, usable: Sequence[Candidate], tried: Collection[Instance]
     ) -> Sequence[Candidate]:
-        """Those that have not been tried: the usable ones, and where there are none all others.
+        """Return the untried ones among the usable, or else among all.
 
-        Who was left alone may be back and not yet have been asked, and costs little to find away.
+        An ejected instance may have recovered before its next probe; trying it is cheap.
         """
         fresh = [one for one in usable if one.instance not in tried]
         return fresh or [one for one in self._table.all(*self._roles) if one.instance not in tried]

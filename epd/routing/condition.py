@@ -1,6 +1,6 @@
-"""What an instance is said to be where both its own answer and the routing of requests count.
+"""The condition of an instance, from its own health check and from the proxy's routing.
 
-Pure: the caller has asked the instance and the table.
+Pure: the caller has queried the instance and the table.
 """
 
 import enum
@@ -9,42 +9,42 @@ from epd.routing.health import State
 
 
 class Condition(enum.StrEnum):
-    """One word for whether an instance answers its health check, and whether it gets requests."""
+    """One word for whether an instance passes its health check, and whether it gets requests."""
 
     HEALTHY = "healthy"
-    """It answers, and gets requests."""
+    """It passes, and gets requests."""
     PAUSED = "paused"
-    """It answers, and gets no requests: it has asked for a rest, or its weight is 0."""
+    """It passes, and gets no requests: it sent a `Retry-After`, or its weight is 0."""
     TRIAL = "trial"
-    """It answers, and gets one request at a time until one is answered."""
+    """It passes, and gets one request at a time until one succeeds."""
     RECOVERING = "recovering"
-    """It answers again; it gets requests after its next probe."""
+    """It passes again, and gets requests after its next probe."""
     SUSPECT = "suspect"
-    """It answers and failed requests; it gets requests, as too few others would be left."""
+    """It passes but failed requests. It gets requests, because too few other instances are left."""
     EJECTED = "ejected"
-    """It answers and failed requests; it gets none for a time."""
+    """It passes but failed requests. It gets none for a while."""
     FAILING = "failing"
-    """It does not answer, and gets requests: no probe has noticed, or no other instance is left."""
+    """It does not pass but gets requests: no probe has failed yet, or no other instance is left."""
     DOWN = "down"
-    """It does not answer, and gets no requests."""
+    """It does not pass, and gets no requests."""
 
 
 WORST = tuple(Condition)
-"""The worst last."""
+"""All conditions, from the best to the worst."""
 
 WELL = frozenset({Condition.HEALTHY, Condition.PAUSED})
-"""Conditions in which nothing is wrong."""
+"""Conditions without a problem."""
 
 UNANSWERED = frozenset({Condition.FAILING, Condition.DOWN})
-"""Conditions of an instance that does not answer."""
+"""Conditions of an instance that does not pass its health check."""
 
 
 def condition(state: State, *, answers: bool, routed: bool) -> Condition:
     """Return the condition of an instance.
 
     Args:
-        state: what the table makes of it.
-        answers: whether it has answered its health check just now.
+        state: its state in the instance table.
+        answers: whether it has just passed its health check.
         routed: whether the next request may go to it.
     """
     if not answers:

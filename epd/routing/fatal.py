@@ -1,8 +1,9 @@
-"""Requests that instances die of: how many deaths each has caused, and when it is rejected. Pure.
+"""Requests that kill instances: counts of the deaths, and rejection of such requests. Pure.
 
-A request that ends an engine would end the next one too, and clients repeat what failed. So deaths
-are counted by what the instances had been sent: the request's body, and the media items in it that
-the dead instance had to process. Entries of one tenant never reject another tenant's requests.
+A request that kills one engine would kill the next one too, and clients retry failed requests.
+Deaths are therefore counted by what the dead instance had received: the request's body, and the
+media items in it that the instance had to process. Deaths of one tenant's requests never cause the
+rejection of another tenant's request.
 """
 
 import math
@@ -18,29 +19,30 @@ from epd.errors import Stage, SuspectedFatal, UpstreamDied
 from epd.routing.instances import Instance
 
 MAX_DEATHS = 2
-"""How many instances may die of a request. One death can be a coincidence."""
+"""Number of deaths after which a request is rejected. A single death may be a coincidence."""
 
 SAME_DEATH_S = 10.0
-"""How long after its death an instance still fails requests that had nothing to do with it. No
-engine is up again within that time."""
+"""Time after its death in which an instance also fails unrelated requests, in seconds. No engine
+restarts within that time."""
 
 MAX_SUSPECTS = 4096
-"""How many bodies and items are remembered; the oldest is forgotten first."""
+"""Upper bound of remembered bodies and items. The oldest is forgotten first."""
 
 DIGESTED_BYTES = 128 * 1024
-"""How much of a large body is digested at its beginning, at its end, and in samples between."""
+"""Size of the digested part of a large body at its beginning, at its end, and in samples
+between."""
 
 logger = structlog.get_logger("epd")
 
 
 def fingerprint(raw: bytes | bytearray, seed: int) -> str:
-    """Return a digest by which a body is known when it comes again.
+    """Return a digest that identifies a repeated body.
 
-    Bodies with media are digested in part, since their items are known by keys of their own.
+    Bodies with media are digested in part, because their items have keys of their own.
 
     Args:
-        raw: the body as it came.
-        seed: of this process, so that no client can make two bodies look the same.
+        raw: the body as received.
+        seed: seed of this process, so that no client can construct a collision.
     """
     if len(raw) <= 2 * DIGESTED_BYTES:
         return xxh3_128_hexdigest(raw, seed)
@@ -51,32 +53,32 @@ def fingerprint(raw: bytes | bytearray, seed: int) -> str:
 
 @dataclass(slots=True)
 class Deaths:
-    """Deaths of instances while they served the same.
+    """Deaths of instances that served the same request or item.
 
     Attributes:
-        count: how many there were. All requests that an instance had fail in the moment of its
-            death. It can die again once it is up again.
-        last_s: when each instance died last, by URL, in seconds.
+        count: number of deaths. All requests at an instance fail when it dies, but count as one
+            death. After a restart it can die again.
+        last_s: time of each instance's last death, by URL, in seconds.
     """
 
     count: int = 0
     last_s: dict[str, float] = field(default_factory=dict)
 
     def add(self, instance: Instance, now_s: float) -> None:
-        """Count a death, if it is not the instance's last one."""
+        """Count a death, unless it is the same one as the instance's last."""
         self.count += now_s - self.last_s.get(instance.url, -math.inf) > SAME_DEATH_S
         self.last_s[instance.url] = now_s
 
 
 @dataclass(slots=True)
 class Watched:
-    """A client's request whose sendings are watched for deaths.
+    """A client's request with its deaths.
 
     Attributes:
-        tenant: name of its tenant.
-        fingerprint: of its body.
-        deaths: of instances that served it, over all stages; None: there were none.
-        engine_died: whether decode's stream said that its engine died.
+        tenant: name of the tenant.
+        fingerprint: digest of the body.
+        deaths: deaths of instances that served it, in all stages; None for no death.
+        engine_died: whether decode's stream reported the death of its engine.
     """
 
     tenant: str = ""
@@ -85,14 +87,13 @@ class Watched:
     engine_died: bool = False
 
     def died(self, instance: Instance, now_s: float) -> None:
-        """Count a death."""
         if self.deaths is None:
             self.deaths = Deaths()
         self.deaths.add(instance, now_s)
 
     @property
     def spent(self) -> bool:
-        """Whether it must be sent to no further instance."""
+        """Whether the request must not be sent to another instance."""
         return self.deaths is not None and self.deaths.count >= MAX_DEATHS
 
 
@@ -104,11 +105,11 @@ class _Subject(NamedTuple):
 
 @dataclass(slots=True)
 class _Suspect:
-    """What instances have died of.
+    """The deaths of one subject.
 
     Attributes:
-        deaths: of instances.
-        until_s: when they are forgotten.
+        deaths: deaths of instances.
+        until_s: time at which they are forgotten.
     """
 
     deaths: Deaths = field(default_factory=Deaths)
@@ -116,9 +117,10 @@ class _Suspect:
 
 
 class FatalRequests:
-    """Deaths by what caused them, and requests that are rejected because of them.
+    """Deaths by their cause, and the rejection of requests because of them.
 
-    Belongs to one event loop. While nothing has died, a request costs one look at an empty mapping.
+    Belongs to one event loop. While there has been no death, a request costs one check of an empty
+    mapping.
     """
 
     def __init__(
@@ -127,12 +129,12 @@ class FatalRequests:
         drains: Callable[[Instance], bool],
         clock: Callable[[], float],
     ) -> None:
-        """Begin with no suspect.
+        """Start without suspects.
 
         Args:
-            reject_s: how long a request is rejected after its last death; 0: not at all.
-            drains: whether an instance was about to leave, so that its end is no death.
-            clock: seconds of a clock that never jumps.
+            reject_s: returns the time of rejection after the last death; 0 to disable it.
+            drains: returns whether an instance was about to leave, so that its end is no death.
+            clock: monotonic clock, in seconds.
         """
         self._reject_s = reject_s
         self._drains = drains
@@ -140,18 +142,18 @@ class FatalRequests:
         self._suspects: OrderedDict[_Subject, _Suspect] = OrderedDict()
 
     def __len__(self) -> int:
-        """Return how many bodies and items are remembered."""
+        """Return the number of remembered bodies and items."""
         return len(self._suspects)
 
     def check(self, watched: Watched, items: Iterable[str] = ()) -> None:
-        """Reject a request that has ended instances before, or one with an item that has.
+        """Reject a request that has killed instances before, or one with such an item.
 
         Args:
             watched: the request.
             items: keys of its items.
 
         Raises:
-            SuspectedFatal: it has.
+            SuspectedFatal: the request is rejected.
         """
         if not self._suspects:
             return
@@ -162,13 +164,13 @@ class FatalRequests:
     def after(
         self, error: UpstreamDied, instance: Instance, watched: Watched, items: Sequence[str] = ()
     ) -> UpstreamDied | SuspectedFatal:
-        """Count a death, and return the error that the sending ends in.
+        """Count a death, and return the final error of the sending.
 
         Args:
-            error: what the sending ended in.
-            instance: the one that died.
-            watched: the request that it had.
-            items: keys of the items that it had to process.
+            error: error of the sending.
+            instance: the instance that died.
+            watched: the request.
+            items: keys of the items that the instance had to process.
         """
         if self._drains(instance):
             return error
@@ -178,7 +180,7 @@ class FatalRequests:
             for subject in _subjects(watched, items)
             if (left_s := self._died(subject, instance)) is not None
         ]
-        if watched.spent and self._reject_s():  # its first death may be forgotten by now
+        if watched.spent and self._reject_s():  # its first death may have expired
             rejected.append(self._reject_s())
         if not rejected:
             return error
@@ -192,19 +194,19 @@ class FatalRequests:
         return _suspected(max(rejected), error.stage)
 
     def survived(self, watched: Watched, items: Iterable[str] = (), *, body: bool = True) -> None:
-        """Forget the deaths of what an instance has processed without harm.
+        """Forget the deaths of what an instance has processed successfully.
 
         Args:
             watched: the request.
-            items: keys of the items that were processed.
-            body: whether all of the request was.
+            items: keys of the processed items.
+            body: whether the whole request was processed.
         """
         if self._suspects:
             for subject in _subjects(watched, items, body=body):
                 self._suspects.pop(subject, None)
 
     def _died(self, subject: _Subject, instance: Instance) -> float | None:
-        """Count a death; return for how many seconds the subject is rejected, None if it is not."""
+        """Count a death; return the seconds of rejection of the subject, or None without one."""
         now_s = self._clock()
         suspect = self._suspects.get(subject)
         if suspect is None or now_s >= suspect.until_s:
@@ -237,7 +239,7 @@ def _subjects(watched: Watched, items: Iterable[str], *, body: bool = True) -> l
 
 def _suspected(left_s: float, stage: Stage = "proxy") -> SuspectedFatal:
     return SuspectedFatal(
-        f"{MAX_DEATHS} instances died while they served this request or media in it: do not repeat "
+        f"{MAX_DEATHS} instances died while they served this request or media in it: do not retry "
         "it",
         stage=stage,
         retry_after_s=left_s,

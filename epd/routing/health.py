@@ -1,9 +1,9 @@
-"""Whether an instance is fit for requests: one state, fed by probes and by how requests ended.
+"""The health of an instance: one state, from probes and from the results of requests.
 
-The rules are Envoy's outlier detection and a circuit breaker's
-(https://www.envoyproxy.io/docs/envoy/latest/intro/arch_overview/upstream/outlier): what fails again
-and again is left alone for a while, longer each time, and comes back with one request on trial.
-Pure: whoever calls says what time it is.
+The rules are those of Envoy's outlier detection and of a circuit breaker
+(https://www.envoyproxy.io/docs/envoy/latest/intro/arch_overview/upstream/outlier): an instance that
+keeps failing is ejected for a while, longer each time, and returns with one request on trial. Pure:
+the caller passes the time.
 """
 
 import enum
@@ -14,34 +14,37 @@ from dataclasses import dataclass
 from epd.errors import Outcome
 
 BUSY_S = 1.0
-"""How long such an instance is left alone that does not say for how long."""
+"""Time for which an overloaded instance gets no requests if it sends no `Retry-After`, in
+seconds."""
 
 
 class State(enum.StrEnum):
-    """What an instance is thought to be."""
+    """The health state of an instance."""
 
     HEALTHY = "healthy"
     EJECTED = "ejected"
-    """It answers and fails; left alone for a time."""
+    """Reachable but failing; gets no requests for a time."""
     DOWN = "down"
-    """It cannot be reached; left alone until a probe finds it."""
+    """Unreachable; gets no requests until a probe succeeds."""
     TRIAL = "trial"
-    """It may be back; one request at a time finds out."""
+    """Possibly recovered; gets one request at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class HealthPolicy:
-    """When an instance is left alone, and when it is looked at again.
+    """The limits at which an instance is ejected, probed and readmitted.
 
     Attributes:
-        eject_after: failures in a row; or `FAILED_SHARE` of the latest `WINDOW` times as many.
-        eject_s: for how long, times the number of ejections since it was last healthy for long.
-        max_eject_s: at most; who was healthy for so long begins anew.
-        probe_interval_s: between two probes of an instance that is up, give or take
-            `PROBE_JITTER`, as for the delays below.
-        down_after: failed probes in a row.
-        min_backoff_s: until an instance that is down is first probed again; doubled each time.
-        max_backoff_s: at most.
+        eject_after: failures in a row that eject; or `FAILED_SHARE` of the latest `WINDOW` times as
+            many requests.
+        eject_s: length of an ejection, multiplied by the number of recent ejections.
+        max_eject_s: upper bound of an ejection. An instance healthy for this long starts again from
+            `eject_s`.
+        probe_interval_s: interval of probes while an instance is up, varied by `PROBE_JITTER` as
+            are the delays below.
+        down_after: failed probes in a row after which an instance is down.
+        min_backoff_s: delay of the first probe of an instance that is down; doubled each time.
+        max_backoff_s: upper bound of that delay.
     """
 
     eject_after: int = 5
@@ -56,23 +59,24 @@ class HealthPolicy:
 DEFAULT_HEALTH = HealthPolicy()
 
 WINDOW = 4
-"""Requests that a share of failures is of, times `HealthPolicy.eject_after`."""
+"""Number of recent requests in the share of failures, in multiples of
+`HealthPolicy.eject_after`."""
 
 FAILED_SHARE = 0.7
-"""Share of failures that ejects. A row of them may never come about where clients send requests
-that are wrong in themselves: those are answered well."""
+"""Share of failures that ejects. A row of failures may never occur if clients send invalid requests
+in between: their answers count as successes."""
 
 PROBE_JITTER = 0.1
-"""Share by which a delay between two probes varies in either direction. Without it, all instances,
-workers and proxies that start together probe at the same moments."""
+"""Share by which the delay between two probes varies in either direction. Without it, all
+instances, workers and proxies that start together would probe at the same moments."""
 
 
 class Health:
-    """One instance's health.
+    """The health of one instance.
 
     Attributes:
-        policy: when it changes; there may be another from now on.
-        met: whether it has answered yet, a probe or a request.
+        policy: the limits; may be replaced at any time.
+        met: whether it has ever answered a probe or a request.
     """
 
     def __init__(
@@ -82,12 +86,12 @@ class Health:
         on_change: Callable[[State], None],
         random: Callable[[], float],
     ) -> None:
-        """Begin as healthy, though nobody has met it, and to be probed at once.
+        """Start as healthy although not yet met, with a probe due at once.
 
         Args:
-            policy: when it changes.
-            now_s: a monotonic clock's time, as of all calls.
-            on_change: told what it becomes.
+            policy: the limits.
+            now_s: time of a monotonic clock, as in all calls.
+            on_change: callback with the new state.
             random: returns a number from 0 to 1, for the jitter of probes.
         """
         self.policy = policy
@@ -107,34 +111,34 @@ class Health:
         self._changes = 0
 
     def state(self, now_s: float) -> State:
-        """What it is thought to be."""
+        """Return the current state."""
         if self._state is State.EJECTED and now_s >= self._until_s:
             self._become(State.TRIAL, now_s)
         return self._state
 
     def fit(self, now_s: float) -> bool:
-        """Whether it should be given a request."""
+        """Return whether it should get a request."""
         state = self.state(now_s)
         return state is State.HEALTHY or (state is State.TRIAL and not self._under_way)
 
     def well(self, now_s: float) -> bool:
-        """Whether nothing speaks against it, as for nearly all nearly always."""
+        """Return whether it is healthy and not busy: a cheap check that covers nearly all calls."""
         return self._state is State.HEALTHY and now_s >= self._busy_until_s
 
     def busy(self, now_s: float) -> bool:
-        """Whether it has asked to be left alone."""
+        """Return whether it has asked for no requests."""
         return now_s < self._busy_until_s
 
     def begun(self) -> int:
-        """A request goes to it: what it is begun under, for `ended`."""
+        """Count the start of a request; return a token for `ended`."""
         self._under_way += 1
         return self._changes
 
     def answered(self, now_s: float) -> None:
-        """An answer has begun well, or a request has ended so: a trial is passed.
+        """Record the start of a good answer, or a good end: a trial is passed.
 
-        An outage that an answer ends is over for the probes too: those that failed during it do
-        not count towards the next one, and the back-off begins anew.
+        A good answer also ends an outage for the probes: earlier failed probes no longer count, and
+        the back-off starts from its minimum.
         """
         self.met = True
         state = self.state(now_s)
@@ -145,14 +149,14 @@ class Health:
     def ended(
         self, outcome: Outcome, now_s: float, *, begun: int, rest_s: float | None = None
     ) -> None:
-        """A request of it has ended.
+        """Record the end of a request.
 
         Args:
-            outcome: how.
-            now_s: when.
-            begun: what `begun` said. A failure counts that began since the last change: what an
-                outage has left behind fails long after it, and says nothing of now.
-            rest_s: for how long it asks to be left alone, where it has too much to do.
+            outcome: result of the request.
+            now_s: current time.
+            begun: token from `begun`. A failure counts only if the request began after the last
+                change of state: requests from before an outage may fail long after it.
+            rest_s: seconds for which an overloaded instance asks for no requests.
         """
         if begun == self._changes:
             self._under_way -= 1
@@ -173,14 +177,14 @@ class Health:
                 pass
 
     def probe_due(self, now_s: float) -> bool:
-        """Whether it is time for a probe. Who is told so makes one and says what came of it."""
+        """Return whether a probe is due. After True, the caller must probe and call `probed`."""
         if now_s < self._probe_s:
             return False
         self._probe_s = math.inf
         return True
 
     def probed(self, now_s: float, *, well: bool | None) -> None:
-        """A probe was answered well, or not, or could not be made."""
+        """Record the result of a probe; None if it could not be made."""
         try:
             if well is not None:
                 self._judge_probe(now_s, well=well)
@@ -193,7 +197,7 @@ class Health:
         self._failed_probes = 0 if well else self._failed_probes + 1
         if well and self._state is State.DOWN:
             self._become(State.TRIAL, now_s)
-        # Who is ejected and does not answer either, is back when a probe says so.
+        # An ejected instance that fails a probe too returns only after a successful probe.
         elif not well and (
             self._state is State.EJECTED or self._failed_probes >= self.policy.down_after
         ):
@@ -218,14 +222,14 @@ class Health:
             self._eject(now_s)
 
     def _fails_often(self) -> bool:
-        """Count a failure; whether there are so many that the instance is left alone."""
+        """Count a failure. Return whether there are enough to eject the instance."""
         self._latest = (self._latest << 1 | 1) & self._window
         often = self._latest.bit_count() >= FAILED_SHARE * self._window.bit_count()
         return often or self._failures >= self.policy.eject_after
 
     @property
     def _window(self) -> int:
-        """A bit for each of the latest requests that count."""
+        """A bit mask of the recent requests that count."""
         return (1 << WINDOW * self.policy.eject_after) - 1
 
     def _eject(self, now_s: float) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 class Role(enum.StrEnum):
-    """The stage an instance serves."""
+    """The stage that an instance serves."""
 
     ENCODE = "encode"
     PREFILL = "prefill"
@@ -14,10 +14,10 @@ class Role(enum.StrEnum):
 
 
 ANSWERING = (Role.DECODE, Role.PREFILL_DECODE)
-"""The roles of the instances that answer, of which there is one at a time."""
+"""Roles of the instances that answer clients. Only one of them is in use at a time."""
 
 CONSUMERS = frozenset({Role.PREFILL, Role.PREFILL_DECODE})
-"""The roles of the instances that encoder outputs go to."""
+"""Roles of the instances that consume encoder outputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +25,15 @@ class Instance:
     """One vLLM server.
 
     Attributes:
-        role: the stage it serves.
+        role: the stage that it serves.
         url: base URL without a trailing slash, such as `http://host:8001`.
-        dp_size: data-parallel ranks behind it, of which a request to a consumer names one.
-        weight: how much of the load is for it, beside others of its role; 0: nothing new, unless
-            nobody else can.
-        kv_addr: where its KV connector is spoken to, as the KV transfer in use writes it; empty:
-            nowhere, or where the transfer knows.
-        ec_zmq_addrs: where encode instances push encoder outputs to, for each data-parallel rank.
+        dp_size: number of data-parallel ranks; a request to a consumer names one.
+        weight: relative share of the load in its role. 0 drains it: no new requests unless no other
+            instance is available.
+        kv_addr: address of its KV connector, in the format of the KV transfer in use; empty for
+            none, or if the transfer derives it.
+        ec_zmq_addrs: addresses to which encode instances push encoder outputs, one for each
+            data-parallel rank.
     """
 
     role: Role
@@ -44,9 +45,9 @@ class Instance:
 
     @property
     def key(self) -> tuple[Role, str]:
-        """Who it is, whatever else is said of it."""
+        """The identity of the instance, without its details."""
         return self.role, self.url
 
     def __hash__(self) -> int:
-        """The URL's, which Python remembers: tables of instances are looked into all the time."""
+        # A str caches its hash, and tables of instances are looked up often.
         return hash(self.url)

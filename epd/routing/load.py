@@ -1,15 +1,15 @@
-"""What one instance has to do, as far as a proxy can know. No I/O.
+"""The load of one instance, as far as a proxy can determine it. No I/O.
 
-An instance counts a proxy's requests among its own, at some moment between the question and the
-answer. The most that were under way from here in that time are therefore taken off what it reports;
-the rest is from elsewhere, from other proxies or straight from clients:
+An instance's report includes this proxy's requests, as of some moment between the question and the
+answer. The highest number of own requests in that time is therefore subtracted from the report. The
+rest comes from other proxies, or directly from clients:
 
-    load = under way from here now + max(0, reported - most under way from here meanwhile)
+    load = own requests now + max(0, reported - highest number of own requests meanwhile)
 
-So no request from here is counted twice, one that begins or ends counts at once, and what others
-have begun since is known by the next report. A request that an instance makes
-several of (`n`, several prompts) counts as what it makes. Without a report, or with one that is too
-old, what is under way from here is all there is.
+So no own request is counted twice, own requests count as soon as they begin or end, and new
+requests of others count from the next report on. A request that an instance splits into several
+(`n`, several prompts) counts as what it is split into. Without a recent report, the load is the
+number of own requests.
 """
 
 import math
@@ -21,22 +21,22 @@ from xxhash import xxh3_64_intdigest
 from epd.routing.ranks import Ranks
 
 KEPT_INTERVALS = 3
-"""After how many times the interval a report is too old."""
+"""Age of a report, in intervals, after which it expires."""
 
 MIN_KEPT_S = 2.0
-"""When no report is too old yet, as short as the interval may be."""
+"""Minimum age at which a report expires, for short intervals."""
 
 MAX_DOUBLINGS = 5
-"""How often the interval is doubled, of an instance that gives none: 32 times as long at most."""
+"""Maximum number of doublings of the interval for an instance without reports: a factor of 32."""
 
 
 class Report(NamedTuple):
-    """What an instance says that it has to do.
+    """The load that an instance reports.
 
     Attributes:
-        waiting: requests that it has not begun.
-        running: requests that it has.
-        engines: both, by the number of the data-parallel engine.
+        waiting: number of queued requests.
+        running: number of running requests.
+        engines: sum of both, by the number of the data-parallel engine.
     """
 
     waiting: int
@@ -45,16 +45,16 @@ class Report(NamedTuple):
 
 
 class Load:
-    """What one instance has to do.
+    """The load of one instance.
 
     Attributes:
-        under_way: requests from here.
+        under_way: number of this proxy's requests at the instance.
         value: the load, in requests.
-        pressure: the same, by the instance's share: what loads of instances are compared by.
-        ranks: those of its data-parallel ranks; None: the instance sees to them.
-        report: what it has said last; None: nothing, or too long ago.
-        seed: its own in hashes, the same in every proxy.
-        share: its weight beside others; of those that nothing is for, one is as good as another.
+        pressure: the load divided by the share; comparable between instances.
+        ranks: loads of its data-parallel ranks; None if the instance distributes requests itself.
+        report: the last report; None without a recent one.
+        seed: seed for hashes, the same in every proxy.
+        share: the weight; 1 for a weight of 0, because drained instances are used equally.
     """
 
     __slots__ = (
@@ -75,7 +75,6 @@ class Load:
     )
 
     def __init__(self, url: str, weight: float = 1.0, ranks: Ranks | None = None) -> None:
-        """Begin with nothing to do."""
         self.seed = xxh3_64_intdigest(url.encode())
         self.ranks = ranks
         self.report: Report | None = None
@@ -90,7 +89,7 @@ class Load:
 
     @property
     def weight(self) -> float:
-        """How much of all is for it; 0: nothing, unless nobody else can."""
+        """The relative share of the load; 0 drains the instance."""
         return self._weight
 
     @weight.setter
@@ -100,32 +99,32 @@ class Load:
         self._weigh()
 
     def begin(self, rank: int | None = None) -> None:
-        """It has one more from here, for one of its ranks."""
+        """Count the start of an own request, for one of the ranks if given."""
         self.under_way += 1
-        if asking := self._since_s == math.inf:  # the report that is on its way may have it
+        if asking := self._since_s == math.inf:  # the outstanding report may include it
             self._asked = max(self._asked, self.under_way)
         if self.ranks is not None and rank is not None:
             self.ranks.begin(rank, asking=asking)
         self._weigh()
 
     def end(self, rank: int | None = None) -> None:
-        """It has one less from here."""
+        """Count the end of an own request."""
         self.under_way -= 1
         if self.ranks is not None and rank is not None:
             self.ranks.end(rank)
         self._weigh()
 
     def expire(self, now_s: float) -> None:
-        """Forget a report that is too old."""
+        """Drop a report that is too old."""
         if now_s >= self._until_s:
             self._forget()
 
     def report_due(self, now_s: float, interval_s: float) -> bool:
-        """Whether to ask for a report. Who is told so asks, and says what came of it.
+        """Return whether a report is due. After True, the caller must ask and call `reported`.
 
         Args:
-            now_s: the time.
-            interval_s: between two questions, as it is now: it may be another than it was.
+            now_s: current time.
+            interval_s: current interval of reports; it may change between calls.
         """
         if now_s < self._since_s + self._intervals * interval_s:
             return False
@@ -136,12 +135,12 @@ class Load:
         return True
 
     def reported(self, report: Report | None, now_s: float, interval_s: float) -> None:
-        """It has said what it has to do; None: it has not.
+        """Record a report.
 
         Args:
-            report: what it said.
-            now_s: when.
-            interval_s: between two questions.
+            report: the report; None after a failure.
+            now_s: current time.
+            interval_s: current interval of reports.
         """
         self._since_s = now_s
         if report is None:
@@ -149,7 +148,7 @@ class Load:
             self._intervals = 2.0**self._failures
             return
         self._failures = 0
-        # Not all at once, wherever they have begun: each at a pace of its own.
+        # A different interval for each instance, so that the reports do not coincide.
         self._intervals = 0.9 + 0.2 * self.seed * 2.0**-64
         self._until_s = now_s + max(interval_s * KEPT_INTERVALS, MIN_KEPT_S)
         self.report = report
@@ -159,7 +158,7 @@ class Load:
         self._weigh()
 
     def leave(self) -> None:
-        """It takes no part any more; it may again, before its requests have ended."""
+        """Drop the report of a removed instance. It may be added again before its requests end."""
         self._since_s = -math.inf
         self._forget()
 

@@ -1,7 +1,8 @@
-"""Under which namespace each instance keeps encoder outputs. No I/O.
+"""The namespace in which each instance stores encoder outputs. No I/O.
 
-Instances with different encoder weights have different namespaces, and share no outputs: so it is
-during a rolling update. An instance whose namespace is not known is taken to share with all.
+Instances with different encoder weights have different namespaces and share no outputs. This is the
+case during a rolling update. An instance with an unknown namespace is assumed to share with all
+others.
 """
 
 import math
@@ -13,14 +14,13 @@ from epd.routing.instances import CONSUMERS, Instance, Role
 from epd.routing.table import InstanceTable
 
 INTERVAL_S = 5.0
-"""How often an instance is asked. One that was down is asked as soon as it is back."""
+"""Interval of questions to an instance. One that was down is asked as soon as it is up again."""
 
 
 class Namespaces:
     """The namespaces of the instances of one table. Belongs to one event loop."""
 
     def __init__(self, table: InstanceTable, clock: Callable[[], float] = time.monotonic) -> None:
-        """Know none yet."""
         self._table = table
         self._clock = clock
         self._known: dict[tuple[Role, str], str] = {}
@@ -44,11 +44,11 @@ class Namespaces:
         return [one for _, one in due]
 
     def told(self, instance: Instance, namespace: str | None) -> None:
-        """Take what an instance says.
+        """Record the answer of an instance.
 
         Args:
-            instance: the instance. One that is not in the table is forgotten by the next `due`.
-            namespace: empty: it has none, or several; None: it did not answer.
+            instance: the instance. One that is not in the table is dropped by the next `due`.
+            namespace: the namespace; empty for none or several; None without an answer.
         """
         if namespace is None or namespace == self._known.get(instance.key, ""):
             return
@@ -59,13 +59,13 @@ class Namespaces:
             del self._known[instance.key]
 
     def of(self, instance: Instance) -> str | None:
-        """Return an instance's namespace; None: it is not known."""
+        """Return the namespace of an instance; None if unknown."""
         return self._known.get(instance.key)
 
     def of_consumers(self) -> frozenset[str]:
-        """Return all namespaces that are known of instances that consume encoder outputs.
+        """Return all known namespaces of consumers of encoder outputs.
 
-        Each request with media asks; they are counted again only after a change.
+        Each request with media needs them. They are recomputed only after a change.
         """
         if self._consumers is None or self._counted_at != self._table.changes:
             known = (self.of(one) for one in self._table.of(*CONSUMERS))
@@ -74,5 +74,5 @@ class Namespaces:
         return self._consumers
 
     def shares(self, instance: Instance, namespace: str | None) -> bool:
-        """Return whether outputs of an instance are found under a namespace, if it is known."""
+        """Return whether the outputs of an instance are usable in a namespace, as far as known."""
         return namespace is None or self.of(instance) in {None, namespace}

@@ -1,4 +1,4 @@
-"""Who takes part: what several sources say, settled into one membership."""
+"""Registry: one membership from several sources of instances."""
 
 import enum
 import time
@@ -11,7 +11,7 @@ from epd.routing.instances import Instance, Role
 
 
 class Source(enum.StrEnum):
-    """Who says that an instance takes part. Of two that differ in its details the first counts."""
+    """Sources of instances. The first one has precedence for an instance's details."""
 
     CONFIG = "config"
     FILE = "file"
@@ -20,7 +20,7 @@ class Source(enum.StrEnum):
 
 
 Change = Literal["added", "removed", "refused"]
-"""What has become of an instance that a source names, or names no more."""
+"""The change of an instance after a source has added or dropped it."""
 
 CLASHES: Mapping[Role, frozenset[Role]] = MappingProxyType(
     {
@@ -30,29 +30,29 @@ CLASHES: Mapping[Role, frozenset[Role]] = MappingProxyType(
         Role.PREFILL_DECODE: frozenset({Role.PREFILL, Role.DECODE}),
     }
 )
-"""Roles that do not take part together: a request would not know which way to go."""
+"""Roles that exclude each other, because a request would have two possible paths."""
 
 
 class Table(Protocol):
-    """What the settled membership is for."""
+    """Receives the resulting membership."""
 
     def add(self, instance: Instance) -> None:
-        """Let an instance take part."""
+        """Add an instance."""
 
     def remove(self, instance: Instance) -> None:
-        """Give it no further request."""
+        """Stop sending new requests to an instance."""
 
     def reweigh(self, old: Instance, new: Instance) -> None:
-        """Have an instance that takes part weigh what `new` says, which is the same otherwise."""
+        """Give a member the weight of `new`, which is equal in all else."""
 
 
 class Member(NamedTuple):
-    """An instance that takes part.
+    """A registered instance.
 
     Attributes:
-        instance: the one.
-        sources: who says so.
-        since_s: since when, on the wall clock.
+        instance: the instance.
+        sources: sources that name it.
+        since_s: time of its admission, on the wall clock.
     """
 
     instance: Instance
@@ -61,11 +61,11 @@ class Member(NamedTuple):
 
 
 class Registry:
-    """Keeps a table's membership to what its sources say.
+    """Keeps the membership of a table equal to what its sources name.
 
-    An instance takes part for as long as any source names it. Who takes part already is never
-    displaced: what clashes with it is refused, and comes in when nothing is in its way any more. So
-    is what does not fit.
+    An instance is a member while at least one source names it. A member is never displaced: an
+    instance that conflicts with it is refused, and admitted when the conflict ends. An instance
+    that does not fit is refused too.
     """
 
     def __init__(
@@ -77,14 +77,14 @@ class Registry:
         on_change: Callable[[Instance, Change, Source], None] = lambda *_: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Begin with what is configured, of which nobody is told.
+        """Add the configured instances, without calls of `on_change`.
 
         Args:
-            table: kept to the membership.
-            configured: what `Source.CONFIG` says.
-            fits: whether an instance can take part at all.
-            on_change: told what has become of whom, and by which source.
-            clock: seconds of the wall clock.
+            table: table to update.
+            configured: instances of `Source.CONFIG`.
+            fits: predicate of the instances that can be members.
+            on_change: callback with an instance, its change and the source.
+            clock: wall clock, in seconds.
         """
         self._table = table
         self._fits = fits
@@ -97,7 +97,7 @@ class Registry:
         self._on_change = on_change
 
     def replace(self, source: Source, instances: Iterable[Instance]) -> None:
-        """Take what a source says now in place of what it said before."""
+        """Replace the instances of a source."""
         self._said[source] = tuple(instances)
         named = self._named()
         self._reweigh(named)
@@ -111,18 +111,18 @@ class Registry:
                 self._admit(instance, by)
 
     def clash(self, instance: Instance) -> Instance | None:
-        """Who takes part that this one cannot take part beside."""
+        """Return a member that conflicts with an instance, if any."""
         return next((one for one in self._since_s if _clash(one, instance)), None)
 
     def sources(self, url: str) -> tuple[Source, ...]:
-        """Who names an instance with this URL."""
+        """Return the sources that name an instance with this URL."""
         return tuple(
             source for source in Source if any(one.url == url for one in self._said.get(source, ()))
         )
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """Who takes part."""
+        """The registered instances."""
         named = {one.key: one for one in self._since_s}
         sources: dict[Instance, list[Source]] = {one: [] for one in self._since_s}
         for source in Source:
@@ -132,7 +132,7 @@ class Registry:
         return tuple(Member(one, tuple(by), self._since_s[one]) for one, by in sources.items())
 
     def _named(self) -> dict[Instance, Source]:
-        """All that are named, and by whom first."""
+        """Return all named instances, each with its first source."""
         named: dict[tuple[Role, str], tuple[Instance, Source]] = {}
         for source in Source:
             for one in self._said.get(source, ()):
@@ -140,7 +140,7 @@ class Registry:
         return dict(named.values())
 
     def _reweigh(self, named: Iterable[Instance]) -> None:
-        """Whose weight alone is another stays, and what it has to do does."""
+        """Update members of which only the weight changed, and keep their load."""
         said = {one.key: one for one in named}
         for old in list(self._since_s):
             new = said.get(old.key, old)
@@ -160,6 +160,6 @@ class Registry:
 
 
 def _clash(one: Instance, other: Instance) -> bool:
-    # One that encodes and does something else is two; prefill cannot hand over to itself.
+    # A second role beside encode is allowed, but prefill cannot hand over to itself.
     twice = one.url == other.url and {one.role, other.role} == {Role.PREFILL, Role.DECODE}
     return twice or one.role in CLASHES[other.role]

@@ -1,4 +1,4 @@
-"""Retries: how many requests may be at a further try at once, and how long each waits."""
+"""Retries: the budget of concurrent retries, and the delay before each."""
 
 import asyncio
 import math
@@ -9,47 +9,47 @@ from typing import Self
 from epd.errors import ProxyError
 
 SHARE = 0.2
-"""Of the requests under way, how many may be at a further try at once (Envoy's retry budget)."""
+"""Maximum share of concurrent requests that may be retries (Envoy's retry budget)."""
 LEAST = 3
-"""So many may be, however few are under way."""
+"""Number of retries that are always allowed."""
 HELD_S = 1.0
-"""How long a further try counts at most: a whole answer takes as long as its tokens."""
+"""Maximum time for which a retry counts, in seconds. A whole answer takes as long as its tokens."""
 PATIENCE_S = 30.0
-"""How long a further try waits for others to end before it is given up."""
+"""Maximum wait for a place in the budget, in seconds."""
 JITTER_S = 0.05
-"""Before the first further try it waits up to this long, before each next one twice as long (full
+"""Upper bound of the random delay before the first retry; doubled for each further one (full
 jitter: https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/)."""
 
 
 class Retries:
-    """A budget of retries for all requests of one kind.
+    """A retry budget for all requests of one kind.
 
-    When an instance dies under load, all its requests want another one at the same moment. They
-    get it one after the other: at once, they would be too much for those that are left.
+    When an instance dies under load, all its requests need another one at the same moment. The
+    budget admits them gradually, because together they would overload the remaining instances.
 
     Attributes:
-        requests: how many are under way; `Tries` counts them.
-        jitter_s: draws a delay between two numbers of seconds.
+        requests: number of requests in progress; `Tries` counts them.
+        jitter_s: returns a random delay between two numbers of seconds.
     """
 
     def __init__(self) -> None:
         self.requests = 0
-        # Not the module's generator: whoever shares the process may give that one a seed.
+        # A generator of its own: other code in the process may seed the module's one.
         self.jitter_s = random.Random().uniform  # noqa: S311 - no secret
         self._again = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     def tries(self, most: int) -> "Tries":
-        """Return the tries of one request: a context that lasts as long as the request."""
+        """Return the tries of one request: a context manager for the whole request."""
         return Tries(self, most)
 
     def leave(self) -> None:
-        """Free the place of a further try, for `Tries` alone."""
+        """Release the place of a retry. Only `Tries` calls it."""
         self._again -= 1
         self._admit()
 
     async def admitted(self) -> bool:
-        """Wait for a place in the budget; False where none came free in time."""
+        """Wait for a place in the budget; return False after `PATIENCE_S`."""
         place = asyncio.get_running_loop().create_future()
         self._waiting.append(place)
         self._admit()
@@ -75,7 +75,7 @@ class Retries:
 
 
 class Tries:
-    """The tries of one request. The first one is free; each further one has a place for a time."""
+    """The tries of one request. The first one is free; each retry holds a place for a time."""
 
     __slots__ = ("_left", "_number", "_retries", "_timer")
 
@@ -86,25 +86,25 @@ class Tries:
         self._timer: asyncio.TimerHandle | None = None
 
     def __enter__(self) -> Self:
-        """Begin the first try."""
+        """Start the first try."""
         self._retries.requests += 1
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the last one."""
+        """End the last try."""
         self._leave()
         self._retries.requests -= 1
 
     async def another(self, error: ProxyError, delay_s: float = 0.0) -> None:
-        """End a try that has failed, and wait until the next one may begin.
+        """End a failed try, and wait until the next one may start.
 
         Args:
-            error: what it ended in.
-            delay_s: the least delay.
+            error: error of the try.
+            delay_s: minimum delay.
 
         Raises:
-            ProxyError: `error`: there were as many tries as there may be, or no place in the
-                budget became free in time.
+            ProxyError: `error` itself: the maximum of tries is reached, or no place in the budget
+                was released in time.
         """
         self._leave()
         if not self._left:

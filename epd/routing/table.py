@@ -1,4 +1,4 @@
-"""Which of the instances are fit for the next request: how each does, and what each has to do."""
+"""The instance table: the health and the load of each instance, and which ones are usable."""
 
 import random
 import time
@@ -14,7 +14,7 @@ from epd.routing.use import Place, Use
 
 
 class Candidate(NamedTuple):
-    """An instance that takes part, how it does, and what it has to do."""
+    """An instance of the table, with its health and its load."""
 
     instance: Instance
     health: Health
@@ -22,13 +22,13 @@ class Candidate(NamedTuple):
 
 
 class InstanceTable:
-    """The instances by role: how each does, and what each has to do.
+    """The instances by role, with their health and their load.
 
-    Not thread-safe: it belongs to one event loop.
+    Belongs to one event loop; not thread-safe.
 
     Attributes:
-        roles: of which there are instances.
-        changes: how many instances have come and gone.
+        roles: roles with at least one instance.
+        changes: number of instances added and removed.
     """
 
     def __init__(
@@ -40,15 +40,15 @@ class InstanceTable:
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] | None = None,
     ) -> None:
-        """Begin with all instances healthy.
+        """Create the table with all instances healthy.
 
         Args:
-            instances: the first ones.
-            policy: when one is left alone.
-            on_change: told what an instance has become.
-            clock: seconds of a clock that never jumps.
-            jitter: returns a number from 0 to 1, by which delays between probes vary; None: a
-                generator of the table's own does.
+            instances: initial instances.
+            policy: limits of health.
+            on_change: callback with an instance and its new state.
+            clock: monotonic clock, in seconds.
+            jitter: returns a number from 0 to 1 for the jitter of probes; None for a generator of
+                the table's own.
         """
         self._policy = policy
         self._on_change = on_change
@@ -65,7 +65,7 @@ class InstanceTable:
 
     @property
     def under_way(self) -> Mapping[Instance, int]:
-        """Requests from here, by instance; of those that have been removed too."""
+        """Number of this proxy's requests, by instance, including removed ones."""
         loads = {one.instance: one.load for one in self._members.values()}
         return {
             instance: load.under_way
@@ -74,15 +74,15 @@ class InstanceTable:
         }
 
     def load(self, instance: Instance) -> Load:
-        """What an instance has to do.
+        """Return the load of an instance.
 
         Raises:
-            KeyError: it takes no part.
+            KeyError: the instance is not in the table.
         """
         return self._members[instance.key].load
 
     def add(self, instance: Instance) -> None:
-        """Let an instance take part from now on; one that does already is left as it is."""
+        """Add an instance. One that is in the table already remains unchanged."""
         if instance.key in self._members:
             return
         health = self._new_health(partial(self._on_change, instance))
@@ -94,7 +94,7 @@ class InstanceTable:
         self.changes += 1
 
     def remove(self, instance: Instance) -> None:
-        """Give an instance no further request. Those that are under way end as they would."""
+        """Remove an instance: it gets no new requests. Requests in progress continue."""
         candidate = self._members.pop(instance.key, None)
         if candidate is None:
             return
@@ -108,7 +108,7 @@ class InstanceTable:
         self._removed.add(instance.key)
 
     def reweigh(self, old: Instance, new: Instance) -> None:
-        """Have an instance that takes part weigh what `new` says, which is the same otherwise."""
+        """Give an instance of the table the weight of `new`, which is equal in all else."""
         before = self._members[old.key]
         before.load.weight = new.weight
         self._members[new.key] = candidate = before._replace(instance=new)
@@ -116,59 +116,58 @@ class InstanceTable:
         seats[seats.index(before)] = candidate
 
     def judge_by(self, policy: HealthPolicy) -> None:
-        """Judge all of them by another policy from now on."""
+        """Apply another health policy to all instances from now on."""
         self._policy = policy
         for one in self._members.values():
             one.health.policy = policy
 
     def of(self, *roles: Role) -> tuple[Instance, ...]:
-        """All instances of these roles."""
+        """Return all instances of these roles."""
         return tuple(one.instance for role in roles for one in self._by_role[role])
 
     def all(self, *roles: Role) -> Sequence[Candidate]:
-        """The same, with how each does."""
+        """Return the same with health and load."""
         if len(roles) == 1:
             return self._by_role[roles[0]]
         return [one for role in roles for one in self._by_role[role]]
 
     def find(self, url: str, *roles: Role) -> Instance | None:
-        """The instance of these roles that has this URL."""
+        """Return the instance with this URL and one of these roles; None if there is none."""
         return next((one for one in self.of(*roles) if one.url == url), None)
 
     def has(self, role: Role) -> bool:
-        """Whether there is an instance of this role."""
         return role in self.roles
 
     def state(self, instance: Instance) -> State:
-        """What an instance is thought to be.
+        """Return the health state of an instance.
 
         Raises:
-            KeyError: it takes no part.
+            KeyError: the instance is not in the table.
         """
         return self._members[instance.key].health.state(self._clock())
 
     def drains(self, instance: Instance) -> bool:
-        """Return whether an instance was removed or has no weight, and so may end at any time."""
+        """Return whether an instance was removed or has weight 0, and so may stop at any time."""
         candidate = self._members.get(instance.key)
         return instance.key in self._removed if candidate is None else not candidate.load.weight
 
     def serves(self, *roles: Role) -> bool:
-        """Whether an instance of these roles is not known to be down."""
+        """Return whether any instance of these roles is not down."""
         return any(self.state(instance) is not State.DOWN for instance in self.of(*roles))
 
     def met(self, *roles: Role) -> bool:
-        """The same of those that have answered yet: who has just been started may not listen."""
+        """Return the same for instances that have answered once: a new one may not listen yet."""
         now_s = self._clock()
         healths = (one.health for one in self.all(*roles))
         return any(one.met and one.state(now_s) is not State.DOWN for one in healths)
 
     def usable(self, *roles: Role) -> Sequence[Candidate]:
-        """The instances that the next request may go to; none only where there are none.
+        """Return the instances that may get the next request; empty only if there are none.
 
-        Who cannot be reached is left out, unless none can. Of the others those are left out that
-        nothing is for, unless nobody else is fit; then those that fail, unless they are more than
-        half: then the fault is more likely elsewhere, and the rest would only be overrun. Last,
-        those that have asked for a rest, unless all have.
+        Each rule applies only if it leaves at least one instance. Exclude instances that are down.
+        Exclude drained ones. Exclude failing ones, unless they are more than half: then the cause
+        is probably elsewhere, and the rest would be overloaded. Exclude those that sent a
+        `Retry-After`.
         """
         pool: Sequence[Candidate] = self.all(*roles)
         if len(pool) == 1:
@@ -185,12 +184,11 @@ class InstanceTable:
         return [one for one in fit if not one.health.busy(now_s)] or fit
 
     def place(self, instance: Instance, promised: Place | None = None) -> Place:
-        """Return a place at this instance, for a request that will only then be sent there.
+        """Return a place at this instance, for a request that will be sent to it later.
 
         Args:
-            instance: the one.
-            promised: the place that the request had before, whose rank it keeps if it is at this
-                instance.
+            instance: the instance.
+            promised: the request's earlier place. Its rank is kept if it is at the same instance.
         """
         load = self._health_and_load(instance)[1]
         return Place(instance, load, _promised_rank(instance, promised))
@@ -198,27 +196,26 @@ class InstanceTable:
     def using(
         self, instance: Instance, *, alone: bool = True, promised: Place | None = None
     ) -> Use:
-        """A request of this instance, under way while the context lasts.
+        """Return a context manager for a request at this instance.
 
-        How it is left is what the instance is judged by; a cancelled request says nothing.
+        Its exit judges the instance by the error. A cancelled request does not count.
 
         Args:
-            instance: the one.
-            alone: whether a 500 is the instance's own. It may be due to what others have made, and
-                could not be loaded.
-            promised: the place that the request had before, whose rank it keeps if it is at this
-                instance.
+            instance: the instance.
+            alone: whether a 500 is the instance's own fault. The cause may also be a missing entry
+                or block of another instance.
+            promised: the request's earlier place. Its rank is kept if it is at the same instance.
         """
         health, load = self._health_and_load(instance)
         rank = _promised_rank(instance, promised)
         return Use(instance, load, rank, health, self._clock, alone=alone)
 
     def _health_and_load(self, instance: Instance) -> tuple[Health, Load]:
-        """How an instance does, and what it has to do, though it may take no part."""
+        """Return the health and the load of an instance, in the table or not."""
         candidate = self._members.get(instance.key)
         if candidate is not None:
             return candidate.health, candidate.load
-        # Removed since it was chosen, or named by somebody else.
+        # Removed after it was chosen, or named by a client or a picker.
         health = self._new_health(lambda _: None)
         load = self._leaving.get(instance)
         if load is None:
@@ -229,30 +226,30 @@ class InstanceTable:
         return Health(self._policy, self._clock(), on_change, self._jitter)
 
     def _leave(self, instance: Instance, load: Load) -> None:
-        """Know of its requests for as long as there are any."""
+        """Keep the load of an instance outside the table while it has requests."""
         self._leaving = {one: its for one, its in self._leaving.items() if its.under_way}
         self._removed &= {one.key for one in self._leaving}
         self._leaving[instance] = load
 
     def probes_due(self) -> list[Instance]:
-        """Whom to ask for their health now; each answer goes to `probed`."""
+        """Return the instances to probe now; each result goes to `probed`."""
         now_s = self._clock()
         members = self._members.values()
         return [one.instance for one in members if one.health.probe_due(now_s)]
 
     def probed(self, instance: Instance, *, well: bool | None) -> None:
-        """An instance has said that it is well, or has not; None: it could not be asked."""
+        """Record the result of a probe; None if it could not be made."""
         if instance.key in self._members:
             self._members[instance.key].health.probed(self._clock(), well=well)
 
     def reports_due(self, roles: Collection[Role], interval_s: float) -> list[Instance]:
-        """Whom of these to ask now what they have to do; each answer goes to `reported`.
+        """Return the instances to ask for their load now; each answer goes to `reported`.
 
-        Where there is one alone, nothing depends on it, but on its ranks'.
+        A single instance of a role is skipped unless it has ranks: its load decides nothing.
 
         Args:
-            roles: theirs.
-            interval_s: between two questions.
+            roles: roles of the instances.
+            interval_s: interval of reports.
         """
         now_s = self._clock()
         for one in self._members.values():
@@ -267,7 +264,7 @@ class InstanceTable:
         ]
 
     def reported(self, instance: Instance, report: Report | None, interval_s: float) -> None:
-        """An instance has said what it has to do; None: it has not. See `Load.reported`."""
+        """Record the report of an instance; None after a failure. See `Load.reported`."""
         if instance.key in self._members:
             self._members[instance.key].load.reported(report, self._clock(), interval_s)
 

@@ -1,4 +1,4 @@
-"""Base URLs of instances, as they are written everywhere."""
+"""Parsers of URLs and addresses in settings and registrations."""
 
 from ipaddress import ip_address
 from urllib.parse import SplitResult, parse_qsl, urlsplit
@@ -11,39 +11,39 @@ REDIS_PARAMETERS = {
     "redis": frozenset({"key"}),
     "rediss": frozenset({"key", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile"}),
 }
-"""What the URL of a store in Redis may say, by its scheme: others would fail when it is
-used, or hold a password where nobody looks for one."""
+"""Valid parameters of a Redis URL, by scheme. Others would fail at the first use, or place a
+password where it is not protected."""
 
 
 def base_url(url: str) -> str:
-    """A base URL such as `http://host:8001`, its host in lower case and no slash at its end.
+    """Return a valid base URL such as `http://host:8001`, in lower case and without a final slash.
 
     Raises:
-        ValueError: it is none. The message quotes no password.
+        ValueError: the URL is invalid. The message contains no password.
     """
     if "@" in url:
         raise ValueError("must be a URL without a user and a password")
     if any(character <= " " for character in url):
-        raise ValueError(f"{url!r} has white space in it")
+        raise ValueError(f"{url!r} contains white space")
     parts = urlsplit(url)
     if parts.scheme not in {"http", "https"} or not parts.hostname:
         raise ValueError(f"{url!r} is not a URL such as http://host:8001")
     if parts.query or parts.fragment:
         raise ValueError(f"{parts.netloc!r} must be a base URL: no query, no fragment")
-    _ = parts.port  # raises ValueError when it is none
+    _ = parts.port  # raises ValueError for an invalid port
     written = f"{parts.scheme}://{parts.netloc.lower()}{parts.path}".rstrip("/")
     try:
-        http_url(written)  # `urlsplit` takes hosts that the HTTP client refuses
+        http_url(written)  # `urlsplit` accepts hosts that the HTTP client rejects
     except ValueError as error:
         raise ValueError(f"{url!r} is not a URL such as http://host:8001: {error}") from None
     return written
 
 
 def service_url(service: str) -> str:
-    """A base URL of what is written as one or as `host:port`, for which it is `http`.
+    """Return a base URL for a URL or for `host:port`, which means `http`.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the text is neither.
     """
     if "://" in service:
         return base_url(service)
@@ -54,7 +54,7 @@ def service_url(service: str) -> str:
 
 
 def at_address(url: str, address: str) -> str:
-    """The same URL with an address in place of its host."""
+    """Return the URL with an address in place of its host."""
     parts = urlsplit(url)
     host = f"[{address}]" if ip_address(address).version == 6 else address  # noqa: PLR2004
     port = "" if parts.port is None else f":{parts.port}"
@@ -62,10 +62,10 @@ def at_address(url: str, address: str) -> str:
 
 
 def zmq_address(address: str) -> str:
-    """Where something is pushed to: `tcp://host:port`.
+    """Return a valid address of a ZMQ socket: `tcp://host:port`.
 
     Raises:
-        ValueError: it is no such thing.
+        ValueError: the address is invalid.
     """
     parts = urlsplit(address)
     plain = address == f"tcp://{parts.netloc}" and "@" not in address
@@ -75,7 +75,7 @@ def zmq_address(address: str) -> str:
 
 
 def is_address(host: str) -> bool:
-    """Whether a host is an address, and no name."""
+    """Return whether a host is an IP address and not a name."""
     try:
         ip_address(host)
     except ValueError:
@@ -84,10 +84,10 @@ def is_address(host: str) -> bool:
 
 
 def name_server(server: str) -> tuple[str, int]:
-    """Address and port of a DNS server, written as `address` or `address:port`.
+    """Return address and port of a DNS server, written as `address` or `address:port`.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the text is neither.
     """
     try:
         return str(ip_address(server.strip("[]"))), DNS_PORT
@@ -97,15 +97,16 @@ def name_server(server: str) -> tuple[str, int]:
 
 
 def registration_store_url(url: str) -> str:
-    """A URL of a store.
+    """Return a valid URL of a store for registrations.
 
     Raises:
-        ValueError: it is none. The message quotes nothing of it: it may hold a password.
+        ValueError: the URL is invalid. The message quotes no part of it, because it may contain a
+            password.
     """
     parts = urlsplit(url)
     if parts.scheme == "file" and not parts.netloc and parts.path.startswith("/"):
         if parts.query or parts.fragment:
-            raise ValueError("a folder's URL has no parameters")
+            raise ValueError("the URL of a folder must have no parameters")
         return url
     if parts.scheme in REDIS_PARAMETERS and parts.hostname:
         _check_redis(parts)
@@ -114,10 +115,11 @@ def registration_store_url(url: str) -> str:
 
 
 def conversation_store_url(url: str) -> str:
-    """A URL of a store.
+    """Return a valid URL of a store for conversations.
 
     Raises:
-        ValueError: it is none. The message quotes nothing of it: it may hold a password.
+        ValueError: the URL is invalid. The message quotes no part of it, because it may contain a
+            password.
     """
     parts = urlsplit(url)
     if parts.scheme in REDIS_PARAMETERS and parts.hostname:
@@ -130,7 +132,7 @@ def _check_redis(parts: SplitResult) -> None:
     try:
         _ = parts.port
     except ValueError:
-        raise ValueError("its port is none") from None
+        raise ValueError("its port is invalid") from None
     known = REDIS_PARAMETERS[parts.scheme]
     wrong = {name for name, _ in parse_qsl(parts.query, keep_blank_values=True)} - known
     if wrong:

@@ -1,4 +1,4 @@
-"""One request of an instance: counted while it is under way, and judged by how it ends."""
+"""One request at an instance: counted while in progress, and judged by its end."""
 
 from collections.abc import Callable
 from types import TracebackType
@@ -11,11 +11,11 @@ from epd.routing.load import Load
 
 
 class Place:
-    """A request's place at an instance, which counts as load while the context lasts.
+    """A request's place at an instance, which counts as load until the context exits.
 
     Attributes:
-        instance: the one.
-        rank: the data-parallel rank that it is for; None: the instance sees to it.
+        instance: the instance.
+        rank: data-parallel rank of the request; None to let the instance choose.
     """
 
     __slots__ = ("_load", "instance", "rank")
@@ -31,26 +31,24 @@ class Place:
         return self
 
     def end(self, error: BaseException | None = None) -> None:  # noqa: ARG002 - of `Use`
-        """Count it no more."""
+        """End the count."""
         self._load.end(self.rank)
 
     def __enter__(self) -> Self:
-        """Begin."""
         return self.begin()
 
     def __exit__(
         self, kind: object, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End."""
         self.end(error)
 
 
 class Use(Place):
-    """One request of an instance. Each `begin` is followed by one `end`, or it is a context."""
+    """One request at an instance. Each `begin` needs one `end`; or use it as a context manager."""
 
     __slots__ = ("_alone", "_begun", "_clock", "_health")
 
-    def __init__(  # noqa: PLR0913 - a place, and what judges its instance
+    def __init__(  # noqa: PLR0913 - a place, and the inputs of the judgement
         self,
         instance: Instance,
         load: Load,
@@ -72,11 +70,11 @@ class Use(Place):
         return self
 
     def answered(self) -> None:
-        """The instance has begun to answer well; its answer may yet take long."""
+        """Record the start of a good answer, which may still take long."""
         self._health.answered(self._clock())
 
     def end(self, error: BaseException | None = None) -> None:
-        """Judge the instance by how the request has ended; a cancelled one says nothing."""
+        """Judge the instance by the request's end. A cancelled request does not count."""
         self._load.end(self.rank)
         outcome, rest_s = Outcome.NOTHING, None
         if error is None:

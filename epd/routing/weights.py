@@ -1,4 +1,4 @@
-"""How much of the load is for an instance, as it is written."""
+"""Weights of instances, as written in settings."""
 
 from epd.routing.urls import service_url
 
@@ -7,10 +7,10 @@ MAX_WEIGHT = 1000.0
 
 
 def check_weight(weight: float) -> float:
-    """A weight: 0, or what can be compared with others.
+    """Return a valid weight: 0, or one within the bounds.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the weight is invalid.
     """
     if weight == 0 or MIN_WEIGHT <= weight <= MAX_WEIGHT:
         return weight
@@ -18,10 +18,10 @@ def check_weight(weight: float) -> float:
 
 
 def weight_of(written: str) -> tuple[str, float]:
-    """The instance's URL and the weight of what is written as `http://host:8001=2`.
+    """Return the instance's URL and the weight of a text such as `http://host:8001=2`.
 
     Raises:
-        ValueError: it is none. The message quotes no password.
+        ValueError: the text is invalid. The message contains no password.
     """
     url, equals, weight = written.rpartition("=")
     try:
@@ -29,5 +29,5 @@ def weight_of(written: str) -> tuple[str, float]:
     except ValueError:
         equals = ""
     if not equals:
-        raise ValueError("is no URL and weight, such as http://host:8001=2")
+        raise ValueError("is not URL=WEIGHT, such as http://host:8001=2")
     return service_url(url), check_weight(number)

@@ -46,12 +46,12 @@ FACTORS: dict[str, Sequence[Any]] = {
 REFUSALS = (
     "--ec-transfer mooncake goes with --prefill-servers-urls disable (E+PD)",
     "prefill_local_decode_remote: needs local_prefill_url, or a prefill instance",
-    "pd_only has decode instances prefill, and with this --kv-transfer they wait for",
-    "prefill_decode has no media encoded, and with this --ec-transfer consumers wait for",
-    "encode_prefill_decode has media encoded, and there is no encode instance",
-    "encode_pd has media encoded, and there is no encode instance",
-    "encode_prefill_decode: no request would be served, as there are instances of these roles",
-    "encode_pd: no request would be served, as there are instances of these roles",
+    "pd_only lets decode instances prefill, but with this --kv-transfer they wait for",
+    "prefill_decode skips the encode stage, but with this --ec-transfer consumers wait for",
+    "encode_prefill_decode sends media to encode instances, but there are none",
+    "encode_pd sends media to encode instances, but there are none",
+    "encode_prefill_decode: no request would be served, because there are only instances of these",
+    "encode_pd: no request would be served, because there are only instances of these",
 )
 """All that the proxy says of the combinations that cannot be."""
 

@@ -103,13 +103,13 @@ async def test_policies_are_added_moved_changed_and_removed(launch: Launch) -> N
 
 
 CANNOT: list[tuple[str, object, int, str]] = [
-    ("PUT", {"policies": []}, 422, "there must be a policy"),
+    ("PUT", {"policies": []}, 422, "at least one policy is needed"),
     ("PUT", {"policies": [*USUAL, "nothing"]}, 422, "there is no policy 'nothing'"),
     ("PUT", {"policies": "encode_pd"}, 422, "the body must be"),
     ("PUT", {"policies": [1]}, 422, "the body must be"),
     ("PUT", {"policies": USUAL, "more": 1}, 422, "the body must be"),
     ("PUT", {"policies": ["encode_pd?decode_from=picker"]}, 422, "--decode-picker-url"),
-    ("PUT", {"policies": ["e" * 9999]}, 422, "characters at most"),
+    ("PUT", {"policies": ["e" * 9999]}, 422, "at most 1024 characters"),
     ("PUT", {"policies": ["encode_pd"]}, 422, "no request would be served"),
     ("PUT", b"{", 400, "not valid JSON"),
     ("POST", {"policy": "pd_only"}, 422, "does nothing without"),

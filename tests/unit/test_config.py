@@ -373,16 +373,16 @@ def test_weights_are_of_instances_that_are_named() -> None:
 @pytest.mark.parametrize(
     ("weights", "says"),
     [
-        ("http://e:1", "is no URL and weight"),
-        ("http://e:1=", "is no URL and weight"),
-        ("http://e:1=much", "is no URL and weight"),
+        ("http://e:1", "is not URL=WEIGHT"),
+        ("http://e:1=", "is not URL=WEIGHT"),
+        ("http://e:1=much", "is not URL=WEIGHT"),
         ("http://e:1=-1", "a weight is 0, or from 0.001 to 1000"),
         ("http://e:1=nan", "a weight is 0, or from"),
         ("http://e:1=1e9", "a weight is 0, or from"),
         ("http://e:1=1,http://e:1/=2", "'http://e:1' is named twice"),
         ("http://other:1=2", "names 'http://other:1', which no other flag does"),
         ("http://u:p@e:1=2", "without a user and a password"),
-        ("http://u:secret@e:1=x", "--instance-weights is no URL and weight, such as"),
+        ("http://u:secret@e:1=x", "--instance-weights is not URL=WEIGHT, such as"),
     ],
 )
 def test_a_weight_that_cannot_be_is_refused(weights: str, says: str) -> None:

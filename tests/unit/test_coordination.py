@@ -177,7 +177,7 @@ def test_who_knows_decode_instances_elsewhere_needs_none_in_the_table() -> None:
 @pytest.mark.parametrize(
     ("written", "message"),
     [
-        ([], "there must be a policy"),
+        ([], "at least one policy is needed"),
         (["nothing"], "there is no policy 'nothing'; known: encode_prefill_decode, encode_pd"),
         (["encode_pd", "encode_pd?decode_choice=early"], "encode_pd is named twice"),
         (["encode_pd?when=now"], "encode_pd has no option 'when'; it has decode_choice, decode_"),
@@ -191,8 +191,8 @@ def test_who_knows_decode_instances_elsewhere_needs_none_in_the_table() -> None:
         (["pd_only?skip_prefill_below_tokens=2147483648"], "less than or equal to 2147483647"),
         (["prefill_local_decode_remote"], "needs local_prefill_url"),
         (["prefill_local_decode_remote?local_prefill_url=p"], "local_prefill_url: "),
-        (["encode_pd"] * 17, "there may be 16 policies"),
-        (["e" * 1025], "written in 1024 characters"),
+        (["encode_pd"] * 17, "at most 16 policies"),
+        (["e" * 1025], "at most 1024 characters"),
     ],
 )
 def test_what_is_no_policy_is_refused_with_what_is_wrong(written: list[str], message: str) -> None:
@@ -278,7 +278,7 @@ def test_the_local_prefill_instance_is_the_first_one_by_default() -> None:
         ({"decode_header": "a b"}, "is no name of a header"),
         ({"skip_prefill_below_tokens": 2**31}, "less than or equal to 2147483647"),
         ({"conversation_ttl": 1e17}, "less than or equal to 2592000"),
-        ({"decode_hosts": "10.0.0.0/99"}, "is no host name"),
+        ({"decode_hosts": "10.0.0.0/99"}, "is not a host name"),
         (
             {"decode_hosts": "d", **ADDRESSES},
             "--decode-hosts cannot be used with --kv-transfer p2p-nccl: p2p-nccl needs the kv_addr",
@@ -382,7 +382,7 @@ COURSE = Course(True, False, None, "table", "late")
     [
         ("broken", "broken (broken_shift:Policy) cannot be loaded: RuntimeError: no licence"),
         ("gone", "gone (night_shift:Gone) cannot be loaded: AttributeError"),
-        ("no_policy", "no_policy (night_shift:FEW) is no dataclass with a method course"),
+        ("no_policy", "no_policy (night_shift:FEW) is not a dataclass with a method course"),
     ],
 )
 def test_a_broken_one_is_an_error_of_the_configuration(

@@ -179,8 +179,8 @@ def test_stores_of_registrations(url: str) -> None:
     ("url", "reason"),
     [
         ("http://host", "must be file:///a/folder"),
-        ("file:///x?max_bytes=1", "has no parameters"),
-        ("redis://:SECRET@host:SECRET", "its port is none"),
+        ("file:///x?max_bytes=1", "must have no parameters"),
+        ("redis://:SECRET@host:SECRET", "its port is invalid"),
         ("redis://host?password=SECRET", "unknown parameter 'password'; known: key"),
         ("redis://host?ssl_ca_certs=/ca.pem", "unknown parameter 'ssl_ca_certs'; known: key"),
     ],
