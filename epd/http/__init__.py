@@ -1,1 +1,1 @@
-"""HTTP/1.1 as a client speaks it: addresses, connections, heads. It knows nothing of this proxy."""
+"""HTTP/1.1 client: addresses, connections, heads. Independent of the rest of the proxy."""

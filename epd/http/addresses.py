@@ -1,4 +1,4 @@
-"""Addresses of hosts by name, looked up once for all who connect at the same time."""
+"""Addresses of host names, with one lookup for all concurrent connects."""
 
 import asyncio
 import socket
@@ -9,9 +9,9 @@ from typing import Any
 from aiohappyeyeballs import start_connection
 
 KEPT_S = 10.0
-"""How long an answer of the resolver is remembered."""
+"""Time for which an answer of the resolver is cached, in seconds."""
 NEXT_ADDRESS_S = 0.25
-"""How long one address of several is tried by itself (RFC 8305, section 5)."""
+"""Delay before the next one of several addresses is tried (RFC 8305, section 5), in seconds."""
 
 Host = tuple[str, int]
 Address = tuple[int, int, int, str, tuple[Any, ...]]
@@ -32,21 +32,21 @@ class Addresses:
         self._look_ups: dict[Host, _LookUp] = {}
 
     def __len__(self) -> int:
-        """How many hosts' answers are remembered."""
+        """Return the number of hosts with a cached answer."""
         return len(self._kept)
 
     async def close(self) -> None:
-        """Ask for nothing any more."""
+        """Cancel all lookups, and wait for their end."""
         tasks = [look_up.task for look_up in self._look_ups.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def connect(self, host: str, port: int) -> socket.socket:
-        """A connection to one of a host's addresses, each time another one first.
+        """Return a connection to one of a host's addresses. The order rotates with each call.
 
         Raises:
-            OSError: it has none, or there is none that can be connected to.
+            OSError: the host has no address, or none accepts a connection.
         """
         until_s, addresses = self._kept.get((host, port), (0.0, deque[Address]()))
         if self._loop.time() >= until_s:
@@ -56,7 +56,7 @@ class Addresses:
         return await start_connection(tried, happy_eyeballs_delay=NEXT_ADDRESS_S, interleave=1)
 
     async def _looked_up(self, host: Host) -> deque[Address]:
-        """Look a host up, once for all who ask. When none waits any more, that is cancelled."""
+        """Look up a host, once for all concurrent callers; cancel a lookup without callers."""
         look_up = self._look_ups.get(host)
         if look_up is None:
             look_up = self._look_ups[host] = _LookUp(self._loop.create_task(self._look_up(host)))
@@ -78,7 +78,7 @@ class Addresses:
         if not found:
             raise OSError("the host has no address")
         now_s = self._loop.time()
-        if host not in self._kept:  # clients may name any number of hosts
+        if host not in self._kept:  # drop expired entries: clients can name any number of hosts
             self._kept = {one: kept for one, kept in self._kept.items() if now_s < kept[0]}
         addresses: deque[Address] = deque(found)
         self._kept[host] = now_s + KEPT_S, addresses

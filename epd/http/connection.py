@@ -1,7 +1,7 @@
 """A connection to an HTTP/1.1 server: one request at a time.
 
-Waits have no timer of their own: each connection has one, which is set anew only where it would
-come too late (`Connection._wait`).
+A wait has no timer of its own. Each connection has one timer, which is reset only if it would fire
+too late (`Connection._wait`).
 """
 
 import asyncio
@@ -15,40 +15,41 @@ from multidict import CIMultiDict
 from epd.http.http1 import AnswerReader, Malformed
 
 PIECE_BYTES = 256 * 1024
-"""A body is written so many bytes at a time, so that neither TLS nor a copy holds the loop."""
+"""Size of the pieces of a large body. Larger ones would block the event loop in TLS or in a
+copy."""
 JOINED_BYTES = 16 * 1024
-"""A larger body is handed to the kernel in its pieces: to join them costs more than one more of
-them does."""
+"""Size up to which head and body are joined. For a larger body, the copy costs more than passing
+one more piece to the kernel."""
 STALE_S = 1.0
-"""How long a request may be on its way until it meets a connection that was closed while idle."""
+"""Time after sending in which the end of a reused connection is attributed to its idle time."""
 DEAD_HOST_S = 120
-"""How long a host may leave data or keep-alive probes without an acknowledgement. The kernel of a
-host that is up acknowledges both, however long its server takes to answer."""
+"""Time for which a host may leave data or keep-alive probes unacknowledged. The kernel of a host
+that is up acknowledges both, however long its server takes to answer."""
 PROBE_IDLE_S, PROBE_INTERVAL_S = 60, 15
-"""When the first keep-alive probe is sent on a silent connection, and each further one."""
+"""Delay of the first keep-alive probe on a silent connection, and interval of further ones."""
 READ_BUFFER_BYTES = 256 * 1024
-"""What nobody has taken yet of an answer; with more than that, it is not read any further."""
+"""Size of the unread part of an answer above which reading from the socket pauses."""
 
 Sink = Callable[[bytes], bool]
-"""Takes a piece of a body, and says whether it can take another one."""
+"""Receives a piece of a body. Returns whether it can accept another one."""
 
 
 class Unreachable(Exception):
-    """There is no connection to be had. The cause says why."""
+    """The connection could not be established. The cause has the reason."""
 
 
 class Broken(Exception):
-    """The connection ended before the answer did, or what came is none."""
+    """The connection ended before the answer, or the answer is invalid."""
 
 
 class Died(Broken):
-    """The connection ended after all of a request was sent: the server may have died of it."""
+    """The connection ended after all of a request was sent, which may have killed the server."""
 
 
 def _find_dead_hosts(shown: socket.socket) -> None:
-    """Have the kernel end a connection to a host that acknowledges nothing any more.
+    """Let the kernel close a connection to a host that no longer acknowledges.
 
-    uvloop's own object duplicates the descriptor for each option.
+    The socket object of uvloop duplicates the descriptor for each option; this one does not.
     """
     opened = socket.socket(shown.family, shown.type, shown.proto, fileno=shown.fileno())
     try:
@@ -61,12 +62,12 @@ def _find_dead_hosts(shown: socket.socket) -> None:
 
 
 class Connection(asyncio.Protocol):
-    """One connection, and the exchange that is under way on it.
+    """A connection, and the exchange in progress on it.
 
     Attributes:
-        reused: whether the request under way is not its first.
-        kept: whether it may be used again.
-        idle_since_s: since when it has had nothing to do, on the event loop's clock.
+        reused: whether the current request is not its first.
+        kept: whether it may be reused.
+        idle_since_s: start of its idle time, on the event loop's clock.
     """
 
     def __init__(self) -> None:
@@ -89,35 +90,35 @@ class Connection(asyncio.Protocol):
 
     @property
     def status(self) -> int:
-        """The answer's; 0 until its head has come."""
+        """The status of the answer; 0 before its head."""
         return self._answer.status
 
     @property
     def headers(self) -> CIMultiDict[str]:
-        """The answer's."""
+        """The headers of the answer."""
         return self._answer.headers
 
     @property
     def complete(self) -> bool:
-        """Whether all of the answer has come."""
+        """Whether the whole answer has been received."""
         return self._answer.complete
 
     @property
     def held(self) -> int:
-        """Bytes of the answer's body that have come and were not taken."""
+        """Number of received body bytes that have not been taken."""
         return self._answer.held
 
     @property
     def ended(self) -> bool:
-        """Whether all of the answer has come and was taken."""
+        """Whether the whole answer has been received and taken."""
         return self._answer.complete and not self._answer.held
 
     @property
     def stale(self) -> bool:
-        """Whether it broke as one does that the server closed while it was idle.
+        """Whether it failed in the way of a connection that the server closed while it was idle.
 
-        No byte of an answer has come, and the request had just been sent: a server that reads a
-        request and dies of it, or works on it for a while first, looks different.
+        No byte of an answer has been received, and the request was sent only just before. A server
+        that reads a request and dies of it, or works on it first, fails differently.
         """
         sent_s = self._sent_s
         just_sent = sent_s is None or self._loop.time() - sent_s < STALE_S
@@ -135,11 +136,11 @@ class Connection(asyncio.Protocol):
         )
 
     async def ask(self, head: bytes, body: Sequence[bytes | memoryview], until_s: float) -> None:
-        """Send a request and wait for the head of its answer.
+        """Send a request, and wait for the head of its answer.
 
         Raises:
-            Broken: the connection ended, or what came is no answer.
-            TimeoutError: it was not there at `until_s`, on the event loop's clock.
+            Broken: the connection ended, or the answer is invalid.
+            TimeoutError: no head was received until `until_s`, on the event loop's clock.
         """
         self.reused, self._asked = self._asked, True
         self._sent_s = None
@@ -160,7 +161,7 @@ class Connection(asyncio.Protocol):
 
     async def _send(self, body: memoryview, until_s: float) -> None:
         for start in range(0, len(body), PIECE_BYTES):
-            # Who has answered by now may not read the rest, and is not waited for.
+            # A server that has answered already may not read the rest of the body, so do not wait.
             while not self._writable and not self._answer.status:
                 await self._wait(until_s)
             # RFC 9112, 9.5: send no more after an error. A complete answer needs no more either.
@@ -173,7 +174,7 @@ class Connection(asyncio.Protocol):
     def _check_open(self) -> None:
         """Check before each write that the connection has not ended.
 
-        uvloop resumes writing on a transport that has just been aborted, and its `write` then
+        uvloop resumes writing on a transport that was aborted just before, and its `write` then
         raises RuntimeError.
 
         Raises:
@@ -183,21 +184,21 @@ class Connection(asyncio.Protocol):
             raise Broken from self._failure
 
     async def begun(self, until_s: float) -> None:
-        """Wait for the first byte of the body, or for its end. Nothing is taken.
+        """Wait for the first byte of the body, or for its end, without taking it.
 
         Raises:
-            Broken: the connection ended before it.
-            TimeoutError: it was not there at `until_s`, on the event loop's clock.
+            Broken: the connection ended before.
+            TimeoutError: nothing was received until `until_s`, on the event loop's clock.
         """
         while not (self._answer.held or self._answer.complete):
             await self._wait(until_s)
 
     async def chunk(self, until_s: float) -> bytes:
-        """What has come of the body since the last one; empty when it has ended.
+        """Return the next received part of the body; empty at its end.
 
         Raises:
-            Broken: the connection ended before it.
-            TimeoutError: nothing came until `until_s`, on the event loop's clock.
+            Broken: the connection ended before.
+            TimeoutError: nothing was received until `until_s`, on the event loop's clock.
         """
         while not (data := self.take()):
             if self._answer.complete:
@@ -206,14 +207,14 @@ class Connection(asyncio.Protocol):
         return data
 
     async def pour(self, sink: Sink, idle_s: float) -> bool:
-        """Hand on the body as it comes, with no task woken for it, while `sink` can take more.
+        """Pass the body to `sink` as it is received, without waking a task, while it accepts more.
 
         Returns:
-            Whether it has ended.
+            Whether the body has ended.
 
         Raises:
-            Broken: the connection ended before it.
-            TimeoutError: nothing came for `idle_s` seconds.
+            Broken: the connection ended before.
+            TimeoutError: nothing was received for `idle_s` seconds.
         """
         self._sink, self._idle_s = sink, idle_s
         try:
@@ -226,7 +227,7 @@ class Connection(asyncio.Protocol):
         return self.ended
 
     def _poured(self) -> bool:
-        """Hand on what has come; whether more will be, with nobody woken for it."""
+        """Pass the received part to the sink. Return whether it accepts more without a wake-up."""
         sink = self._sink
         if sink is None:
             return False
@@ -239,7 +240,7 @@ class Connection(asyncio.Protocol):
         return not self._answer.complete
 
     def take(self) -> bytes:
-        """Take what has come of the body."""
+        """Return the received part of the body that has not been taken."""
         data = self._answer.take()
         if not self._reading:
             self._reading = True
@@ -247,11 +248,11 @@ class Connection(asyncio.Protocol):
         return data
 
     def abort(self) -> None:
-        """End it now. Whoever is at the other end learns that nobody waits any more."""
+        """Close the connection at once. The server sees that the request is abandoned."""
         self._transport.abort()
 
     async def _wait(self, until_s: float) -> None:
-        """Wait until something has happened."""
+        """Wait for the next event of the connection."""
         if self._failure is not None:
             raise self._broken() from self._failure
         self._until_s = until_s
@@ -273,7 +274,7 @@ class Connection(asyncio.Protocol):
         self._timer = self._loop.call_at(self._until_s, self._check)
 
     def _check(self) -> None:
-        """Look whether it is too late: since the timer was set, something may have happened."""
+        """Raise a timeout if the deadline has passed; events may have moved it since."""
         self._timer = None
         if self._waiter is None or self._waiter.done():
             return
@@ -286,16 +287,16 @@ class Connection(asyncio.Protocol):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    # What the event loop calls.
+    # Callbacks of the event loop.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Remember where requests go."""
+        """Keep the transport, and set the socket options."""
         self._transport = cast("asyncio.Transport", transport)
         _find_dead_hosts(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
-        """Read what has come."""
-        if not self._asked or self._answer.complete:  # nobody has asked for it
+        """Parse received data, and pass it to the sink or wake the waiter."""
+        if not self._asked or self._answer.complete:  # no request is waiting for it
             self.abort()
             return
         try:
@@ -311,7 +312,7 @@ class Connection(asyncio.Protocol):
         self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell who waits, unless that has made the answer complete."""
+        """Wake the waiter with an error, unless the end of the connection completes the answer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -320,10 +321,10 @@ class Connection(asyncio.Protocol):
         self._wake()
 
     def pause_writing(self) -> None:
-        """The other end does not take more for now."""
+        """Stop writing until the server reads more."""
         self._writable = False
 
     def resume_writing(self) -> None:
-        """It does again."""
+        """Continue writing."""
         self._writable = True
         self._wake()

@@ -1,4 +1,4 @@
-"""HTTP/1.1 as a client speaks it: the head of a request, and an answer out of bytes."""
+"""HTTP/1.1 for a client: the head of a request, and the parser of an answer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,24 +10,25 @@ from multidict import CIMultiDict
 from yarl import URL
 
 CONTINUE, OK = 100, 200
-"""The least status, and the least of an answer that is not an interim one."""
+"""The lowest valid status, and the lowest status of a final answer."""
 MAX_HEAD_BYTES = 64 * 1024
-"""Largest head of an answer that is waited for."""
+"""Maximum size of an answer's head."""
 TEXT_ERRORS = "surrogateescape"
-"""Headers go on as they came: bytes that are not UTF-8 are surrogates."""
+"""Error handler for headers: bytes that are not UTF-8 become surrogates and are passed on
+unchanged."""
 
 
 class Malformed(ValueError):
-    """What came is no answer."""
+    """The received data is not a valid answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where connections go.
+    """The destination of connections.
 
     Attributes:
-        host: as it is looked up, with the dot that ends a name which is no part of another.
-        named: whether the host is a name, which has to be looked up.
+        host: host for the lookup, including the final dot of an absolute name.
+        named: whether the host is a name, which needs a lookup.
     """
 
     host: str
@@ -36,17 +37,17 @@ class Origin:
     named: bool
 
     def __hash__(self) -> int:
-        """The host's, which Python remembers: idle connections are looked up by it all the time."""
+        # A str caches its hash, and each request looks up idle connections by origin.
         return hash(self.host)
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a URL means for a request.
+    """The parts of a URL that a request needs.
 
     Attributes:
-        path: with the query.
-        authority: what `Host` says.
+        path: path with the query.
+        authority: value of the `Host` header.
     """
 
     origin: Origin
@@ -55,10 +56,10 @@ class Target:
 
 
 def http_url(url: str) -> URL:
-    """Parse the URL of a request: what this refuses, no request can be sent to.
+    """Parse the URL of a request. No request can be sent to a URL that this rejects.
 
     Raises:
-        ValueError: it is not a URL of HTTP with a host.
+        ValueError: the text is not an HTTP URL with a host.
     """
     parts = URL(url)
     if parts.scheme not in {"http", "https"} or parts.raw_host is None or parts.port is None:
@@ -68,10 +69,10 @@ def http_url(url: str) -> URL:
 
 @lru_cache(maxsize=1024)
 def target_of(url: str) -> Target:
-    """A URL's parts.
+    """Return the parts of a URL.
 
     Raises:
-        ValueError: it is none of HTTP.
+        ValueError: the text is not an HTTP URL.
     """
     parts = http_url(url)
     host, port = parts.raw_host or "", parts.port or 0
@@ -90,35 +91,35 @@ def _is_name(host: str) -> bool:
 def request_head(
     target: Target, headers: Mapping[str, str], length: int | None, more: str = ""
 ) -> bytes:
-    """The head of a POST with a body of so many bytes; of a GET without one.
+    """Return the head of a POST with a body of this length, or of a GET without a body.
 
     Args:
-        target: what is asked for.
-        headers: by name.
-        length: the body's.
+        target: destination of the request.
+        headers: headers by name.
+        length: length of the body in bytes; None for a GET.
         more: lines of further headers, which are not checked.
 
     Raises:
-        ValueError: a header would end its line, and begin another.
+        ValueError: a header contains a line break or a null byte.
     """
     method, framing = ("GET", "") if length is None else ("POST", f"Content-Length: {length}\r\n")
     start = f"{method} {target.path} HTTP/1.1\r\nHost: {target.authority}\r\n{framing}{more}"
     lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
     if not len(headers) == lines.count("\n") == lines.count("\r") or "\0" in lines:
-        raise ValueError("a header has a line's end in it")
+        raise ValueError("a header contains a line break or a null byte")
     return f"{start}{lines}\r\n".encode("utf-8", TEXT_ERRORS)
 
 
 class AnswerReader:
-    """Reads one answer after the other, whose bytes may come cut anywhere.
+    """Parses one answer after the other, from data that is split at arbitrary positions.
 
     Attributes:
-        begun: whether a byte of the answer has come.
-        status: 0 until its head has come.
-        headers: by name in any case.
-        held: how many bytes of the body have come and were not taken.
-        complete: whether all of it has come.
-        reusable: whether another answer can come by the same connection.
+        begun: whether a byte of the answer has been received.
+        status: status of the answer; 0 before its head.
+        headers: headers, case-insensitive.
+        held: number of received body bytes that have not been taken.
+        complete: whether the whole answer has been received.
+        reusable: whether the connection can carry another answer.
     """
 
     def __init__(self) -> None:
@@ -126,7 +127,7 @@ class AnswerReader:
         self.expect()
 
     def expect(self) -> None:
-        """Begin with the next answer."""
+        """Start the next answer."""
         self.begun = self.complete = self.reusable = False
         self.status = 0
         self.headers: CIMultiDict[str] = CIMultiDict()
@@ -136,17 +137,17 @@ class AnswerReader:
         self._head_bytes = 0
 
     def feed(self, data: bytes) -> None:
-        """Take what has come next.
+        """Parse the next received data.
 
         Raises:
-            Malformed: it does not go on like an answer.
+            Malformed: the data is not a valid answer.
         """
         self.begun = True
         try:
             self._parser.feed_data(data)
         except (HttpParserError, HttpParserUpgrade) as error:
             self.reusable = False
-            if not self.complete:  # what comes after it is none of it
+            if not self.complete:  # data after a complete answer is not part of it
                 raise Malformed("not HTTP/1.1") from error
         if not self.status:
             self._head_bytes += len(data)
@@ -154,37 +155,37 @@ class AnswerReader:
                 raise Malformed("the head is too large")
 
     def ended(self) -> bool:
-        """Take it that nothing more comes; whether that makes the answer complete."""
+        """Record the end of the connection. Return whether it completes the answer."""
         framed = "Content-Length" in self.headers or "Transfer-Encoding" in self.headers
         if self.status and not framed:
             self.complete = True
         return self.complete
 
     def take(self) -> bytes:
-        """What has come of the body since it was last asked for."""
+        """Return the received part of the body that has not been taken."""
         chunks = self._chunks
         if not chunks:
             return b""
         self._chunks, self.held = [], 0
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
-    # What the parser calls.
+    # Callbacks of the parser.
 
     def on_message_begin(self) -> None:
-        """Refuse a second answer: there was one request."""
+        """Reject a second answer to one request."""
         if self.complete:
-            raise Malformed("an answer that nobody asked for")
+            raise Malformed("an answer without a request")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header, and no trailer."""
+        """Keep a header; ignore a trailer."""
         if not self.status:
             self._fields.append((name, value))
 
     def on_headers_complete(self) -> None:
-        """The head has come, or that of an interim answer."""
+        """Keep the head of the answer; ignore that of an interim answer."""
         status = self._parser.get_status_code()
-        if status < CONTINUE:  # its body would be the next answer's
-            raise Malformed("no status")
+        if status < CONTINUE:  # its body would be read as the next answer
+            raise Malformed("not a valid status")
         if status >= OK:
             self.headers = CIMultiDict(
                 [
@@ -196,12 +197,11 @@ class AnswerReader:
         self._fields.clear()
 
     def on_body(self, data: bytes) -> None:
-        """Keep a piece of the body."""
         self._chunks.append(data)
         self.held += len(data)
 
     def on_message_complete(self) -> None:
-        """All of it has come."""
+        """Mark the answer as complete, unless it is an interim one."""
         if self.status:
             self.complete = True
             self.reusable = self._parser.should_keep_alive()

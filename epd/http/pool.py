@@ -1,4 +1,4 @@
-"""Connections to instances, kept for the next request."""
+"""Pool of connections to instances."""
 
 import asyncio
 import math
@@ -12,22 +12,21 @@ from epd.http.http1 import Origin, target_of
 
 
 class Pool:
-    """Connections by where they go. Belongs to one event loop.
+    """Idle connections by origin. Belongs to one event loop.
 
     Attributes:
-        connect_timeout_s: by when a connection is made, or is not; there may be another.
+        connect_timeout_s: timeout of a connect; may be changed at any time.
     """
 
     def __init__(
         self, tls: ssl.SSLContext, *, connect_timeout_s: float, keep_alive_s: float
     ) -> None:
-        """Begin with no connection.
+        """Create an empty pool.
 
         Args:
-            tls: what servers are verified with.
-            connect_timeout_s: a connection that is not made by then, name looked up, handshake
-                made, will not be.
-            keep_alive_s: for how long idle ones are kept.
+            tls: context that verifies servers.
+            connect_timeout_s: timeout of a connect, including lookup and TLS handshake.
+            keep_alive_s: time for which idle connections are kept.
         """
         self._tls = tls
         self.connect_timeout_s = connect_timeout_s
@@ -40,11 +39,11 @@ class Pool:
         self._server_names: Mapping[Origin, str] = {}
 
     def verify_as(self, names: Mapping[str, str]) -> None:
-        """Whose certificates servers have to show, by base URLs that have addresses as hosts."""
+        """Set the expected names in certificates, by base URL with an address as host."""
         self._server_names = {target_of(url).origin: name for url, name in names.items()}
 
     def take(self, origin: Origin) -> Connection | None:
-        """The idle connection that was used last, where there is one."""
+        """Return the most recently used idle connection; None if there is none."""
         idle = self._idle.get(origin)
         since_s = self._loop.time() - self._keep_alive_s
         while idle:
@@ -55,18 +54,18 @@ class Pool:
         return None
 
     async def connect(self, origin: Origin, until_s: float = math.inf) -> Connection:
-        """A new connection.
+        """Return a new connection.
 
         Raises:
-            Unreachable: it could not be made, or not within `connect_timeout_s`.
-            TimeoutError: it was not made at `until_s`, on the event loop's clock.
+            Unreachable: it failed, or took longer than `connect_timeout_s`.
+            TimeoutError: it was not established until `until_s`, on the event loop's clock.
         """
         within_s = self._loop.time() + self.connect_timeout_s
         limit = asyncio.timeout_at(min(within_s, until_s))
         try:
             async with limit:
                 return await self._connect(origin)
-        except (OSError, UnicodeError) as error:  # no time left; a name that cannot be one
+        except (OSError, UnicodeError) as error:  # TimeoutError too; an invalid name
             if limit.expired() and until_s < within_s:
                 raise TimeoutError from error
             raise Unreachable from error
@@ -90,11 +89,11 @@ class Pool:
         return connection
 
     def _name(self, origin: Origin) -> str:
-        """As certificates say it."""
+        """Return the name that a certificate must have."""
         return self._server_names.get(origin, origin.host).rstrip(".")
 
     def give_back(self, origin: Origin, connection: Connection) -> None:
-        """Keep a connection for the next request, if it can be used again; else end it."""
+        """Keep a connection for the next request if it can be reused; else close it."""
         if self._closed or not connection.usable:
             connection.abort()
             return
@@ -104,7 +103,7 @@ class Pool:
             self._sweeper = self._loop.call_later(self._keep_alive_s, self._sweep)
 
     def _sweep(self) -> None:
-        """End what has been idle for too long."""
+        """Close connections that have been idle for too long."""
         since_s = self._loop.time() - self._keep_alive_s
         for origin, idle in list(self._idle.items()):
             while idle and not (idle[0].usable and idle[0].idle_since_s > since_s):
@@ -115,7 +114,7 @@ class Pool:
         self._sweeper = again
 
     async def close(self) -> None:
-        """End all idle connections, and keep none from now on."""
+        """Close all idle connections, and keep none from now on."""
         self._closed = True
         if self._sweeper is not None:
             self._sweeper.cancel()

@@ -1,15 +1,15 @@
-"""TLS contexts out of files: certificates, and whose certificates are trusted."""
+"""TLS contexts from files: certificates, and trusted CAs."""
 
 import ssl
 from pathlib import Path
 
 
 class TlsInvalid(ValueError):
-    """A certificate or a key cannot be used. The message quotes nothing of them."""
+    """A certificate or a key is invalid. The message quotes no part of them."""
 
 
 def upstream_context(ca_file: Path | None) -> ssl.SSLContext:
-    """Return what servers are verified with, by name: the given CAs alone, or the system's.
+    """Return a context that verifies servers by name: with the given CAs, or else the system's.
 
     Raises:
         TlsInvalid: the file cannot be read, or has no certificate in it.
@@ -23,24 +23,24 @@ def upstream_context(ca_file: Path | None) -> ssl.SSLContext:
 
 
 def load_certificate(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
-    """Have a context show this certificate.
+    """Add a certificate with its key to a context.
 
     Raises:
-        TlsInvalid: it cannot be used with this key.
+        TlsInvalid: the certificate cannot be used with this key.
     """
     _readable("--ssl-certfile", certificate)
     _readable("--ssl-keyfile", key)
     try:
-        # With a passphrase given, even an empty one, OpenSSL does not ask the terminal for it.
+        # With a passphrase, even an empty one, OpenSSL does not prompt for it on the terminal.
         context.load_cert_chain(certificate, key, password="")
-    except OSError as error:  # one of them may have gone since
+    except OSError as error:  # a file may have been removed since the check
         raise TlsInvalid(
             f"--ssl-certfile {certificate} with --ssl-keyfile {key}: {_said(error)}"
         ) from None
 
 
 def trust(context: ssl.SSLContext, flag: str, certificates: Path) -> None:
-    """Have a context trust these CAs, which a flag has named.
+    """Add trusted CAs from the file of a flag to a context.
 
     Raises:
         TlsInvalid: the file cannot be read, or has no certificate in it.
@@ -53,7 +53,7 @@ def trust(context: ssl.SSLContext, flag: str, certificates: Path) -> None:
 
 
 def _readable(flag: str, path: Path) -> None:
-    """OpenSSL does not say which file it could not read."""
+    """Raise an error that names the file; OpenSSL does not."""
     try:
         path.open("rb").close()
     except OSError as error:

@@ -1,1 +1,1 @@
-"""Media items: where their bytes are, what they are, and fetching them."""
+"""Media items: their location, their properties, and fetching them."""

@@ -1,7 +1,7 @@
-"""What is remembered of fetched media, and for how long, as RFC 9111 has it for shared caches.
+"""Cache of fetched media, with the lifetimes of RFC 9111 for shared caches.
 
-Nothing is served without the origin's word that it is still right: no heuristic freshness
-(section 4.2.2), nothing stale (4.2.4).
+An entry is used only while the origin has declared it valid: no heuristic freshness (section
+4.2.2), nothing stale (4.2.4).
 """
 
 import re
@@ -14,25 +14,25 @@ from typing import NamedTuple
 from urllib.request import parse_http_list
 
 HEADERS = ("Age", "Cache-Control", "Date", "ETag", "Expires", "Last-Modified", "Vary")
-"""Response headers that freshness and validation depend on."""
+"""Response headers that determine freshness and validation."""
 
 ETAG = re.compile(r'(W/)?"[\x21\x23-\x7e]*"')
 MAX_SECONDS = 2**31
-"""A larger max-age is this one (RFC 9111, section 1.2.2)."""
+"""Upper bound of max-age (RFC 9111, section 1.2.2)."""
 
 ENTRY_OVERHEAD_BYTES = 1024
-"""What an entry takes beside its media; many small ones must count too."""
+"""Size of an entry beside its media. It bounds the number of small entries."""
 
 Headers = Mapping[str, str]
 
 
 class CacheKey(NamedTuple):
-    """What a stored answer is an answer to.
+    """The request to which a stored answer belongs.
 
     Attributes:
-        scope: who may share it; empty: every client.
-        modality: decides the `Accept` it was asked with.
-        url: as the request names it.
+        scope: name of the tenant that may use it; empty for every client.
+        modality: modality, which determines the `Accept` header of the request.
+        url: URL in the client's request.
     """
 
     scope: str
@@ -44,8 +44,8 @@ class Media(NamedTuple):
     """Media as a `data:` URL in two parts.
 
     Attributes:
-        head: all up to the comma.
-        base64: the rest. Nothing changes it.
+        head: text up to the comma.
+        base64: the rest, which must not be modified.
     """
 
     head: str
@@ -53,19 +53,19 @@ class Media(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Characters of the URL."""
+        """Length of the URL in characters."""
         return len(self.head) + len(self.base64)
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Media as they were fetched.
+    """Fetched media with their validators.
 
     Attributes:
         media: the media.
-        url: where they came from in the end, after redirects; its validators are asked there.
-        headers: those of `HEADERS` that it said.
-        fresh_until: on the caller's clock; before it they may be used without asking.
+        url: final URL after redirects, to which revalidation requests go.
+        headers: headers of `HEADERS` in its answer.
+        fresh_until: time until which they may be used without revalidation, on the caller's clock.
     """
 
     media: Media
@@ -75,16 +75,16 @@ class Entry:
 
     @property
     def cost_bytes(self) -> int:
-        """What keeping it takes."""
+        """Memory of the entry, in bytes."""
         return self.media.size + ENTRY_OVERHEAD_BYTES
 
 
 class MediaCache:
-    """Entries within a budget of bytes; the least recently used goes first.
+    """Entries within a budget of bytes; the least recently used is evicted first.
 
     Attributes:
-        max_bytes: the budget; another holds from the next entry on.
-        size_bytes: of all entries.
+        max_bytes: the budget; a change takes effect with the next entry.
+        size_bytes: size of all entries.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -93,14 +93,14 @@ class MediaCache:
         self.size_bytes = 0
 
     def get(self, key: CacheKey) -> Entry | None:
-        """The entry, which counts as its use."""
+        """Return the entry, and count this as its use."""
         entry = self._entries.get(key)
         if entry is not None:
             self._entries.move_to_end(key)
         return entry
 
     def put(self, key: CacheKey, entry: Entry) -> None:
-        """Keep it, if it fits at all."""
+        """Store an entry, unless it exceeds the whole budget."""
         self.drop(key)
         self._entries[key] = entry
         self.size_bytes += entry.cost_bytes
@@ -108,17 +108,17 @@ class MediaCache:
             self.drop(next(iter(self._entries)))
 
     def drop(self, key: CacheKey) -> None:
-        """Forget it, if it is there."""
+        """Remove an entry, if present."""
         entry = self._entries.pop(key, None)
         if entry is not None:
             self.size_bytes -= entry.cost_bytes
 
 
 def may_keep(headers: Headers, scope: str) -> bool:
-    """Whether an answer may be remembered.
+    """Return whether an answer may be stored.
 
-    What is `private` is for one user: it is kept within a tenant's scope, and not where all
-    clients share one.
+    A `private` answer is for one user: it is stored within a tenant's scope, but not in a scope
+    that all clients share.
     """
     said = _directives(headers)
     if "no-store" in said or "*" in headers.get("Vary", ""):
@@ -127,7 +127,7 @@ def may_keep(headers: Headers, scope: str) -> bool:
 
 
 def fresh_s(headers: Headers) -> float:
-    """For how many seconds from its request an answer may be used without asking again."""
+    """Return the seconds from its request for which an answer may be used without revalidation."""
     said = _directives(headers)
     if "no-cache" in said or "no-store" in said:
         return 0
@@ -142,15 +142,16 @@ def fresh_s(headers: Headers) -> float:
 
 
 def conditional(headers: Headers) -> dict[str, str]:
-    """Request headers that ask whether an answer with these headers is still right.
+    """Return the request headers that revalidate an answer with these headers.
 
-    Empty where the origin gave nothing to tell one version from the next by.
+    They are empty if the answer has no usable validator.
     """
     etag = headers.get("ETag", "")
     if ETAG.fullmatch(etag):
         return {"If-None-Match": etag}
     modified, date = (_date(headers.get(name)) for name in ("Last-Modified", "Date"))
-    # Two versions can share a second: a date is a validator only when that second was over as
+    # Two versions can have the same second: a date is a validator only if that second had passed
+    # when
     # the answer was made (RFC 9110, section 8.8.2.2).
     if modified and date and (date - modified).total_seconds() >= 1:
         return {"If-Modified-Since": headers["Last-Modified"]}
@@ -158,12 +159,12 @@ def conditional(headers: Headers) -> dict[str, str]:
 
 
 def revalidated(old: Headers, new: Headers) -> Headers:
-    """The headers of a stored answer after a 304 that had `new` (RFC 9111, section 3.2)."""
+    """Return the headers of a stored answer after a 304 with `new` (RFC 9111, section 3.2)."""
     return {name: value for name, value in old.items() if name not in {"Age", "Date"}} | dict(new)
 
 
 def _directives(headers: Headers) -> dict[str, str]:
-    """Directives of Cache-Control; of one that is there twice, the stricter."""
+    """Return the directives of Cache-Control; the stricter one of duplicates."""
     said: dict[str, str] = {}
     for directive in parse_http_list(headers.get("Cache-Control", "")):
         name, _, value = directive.partition("=")
@@ -173,7 +174,7 @@ def _directives(headers: Headers) -> dict[str, str]:
 
 
 def _seconds(text: str) -> int:
-    """A number of seconds; 0, which is stale, for what is none."""
+    """Return a number of seconds; 0, which means stale, for invalid text."""
     if not (text.isascii() and text.isdigit()):
         return 0
     digits = text.lstrip("0")
@@ -188,7 +189,7 @@ def _until_expiry(headers: Headers) -> float:
 
 
 def _date(text: str | None) -> datetime | None:
-    """An HTTP date; None for what is none, such as `Expires: 0`."""
+    """Return an HTTP date; None for an invalid one, such as `Expires: 0`."""
     try:
         found = parsedate_to_datetime(text or "")
     except (ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""Remote media: left to the engines, or fetched here and put into the request."""
+"""Remote media: fetched by the engines, or fetched by the proxy and inlined into the request."""
 
 import asyncio
 import base64
@@ -41,30 +41,31 @@ from epd.version import __version__
 
 MAX_REDIRECTS = 3
 CONNECTIONS = 32
-"""Downloads at once."""
+"""Maximum number of concurrent downloads."""
 
 CONNECTIONS_PER_HOST = 16
-"""So that one slow host does not take all of them."""
+"""Maximum per host, so that one slow host cannot use all connections."""
 
 BASE64_BYTES = 3
-"""What base64 takes at a time; text of whole groups can be joined."""
+"""Number of bytes in a group of base64. Texts of whole groups can be concatenated."""
 
 BASE64_CHARACTERS = 4
-"""What it makes of them."""
+"""Number of characters of such a group."""
 
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 TRANSIENT = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS})
 MEDIA_TYPE = re.compile(r"(image|audio|video)/[a-z0-9][a-z0-9.+-]{0,62}")
 UNKNOWN_TYPE = "application/octet-stream"
-"""For what an origin names otherwise: engines go by the content of pictures and sounds."""
+"""Media type that replaces an invalid one. Engines detect the type of pictures and sounds by
+content."""
 
 
 class NotAtOrigin(MediaFetchFailed):
-    """The origin has answered that it does not have the media, or not for this proxy."""
+    """The origin does not have the media, or denies them to this proxy."""
 
 
 class MediaFetcher:
-    """Fetches `http` and `https` media and remembers them, where the engines are not to."""
+    """Fetches and caches `http` and `https` media, if the proxy is configured to fetch."""
 
     def __init__(self, session: aiohttp.ClientSession, live: LiveConfig) -> None:
         self._session = session
@@ -77,11 +78,11 @@ class MediaFetcher:
     async def open(
         cls, live: LiveConfig, resolver: AbstractResolver | None = None
     ) -> AsyncIterator[Self]:
-        """A fetcher with a connection pool of its own, closed when the context is left."""
+        """Return a fetcher with a connection pool of its own, which is closed at the exit."""
         checked = CheckedResolver(live, resolver or aiohttp.DefaultResolver())
         connector = aiohttp.TCPConnector(
             resolver=checked,
-            # Every connection is to addresses that were checked for it.
+            # Each connection uses addresses that were checked for it.
             use_dns_cache=False,
             limit=CONNECTIONS,
             limit_per_host=CONNECTIONS_PER_HOST,
@@ -91,7 +92,7 @@ class MediaFetcher:
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
             cookie_jar=aiohttp.DummyCookieJar(),
             headers={"User-Agent": f"epd/{__version__}", "Accept-Encoding": "identity"},
-            # What comes with the head would be decoded, whatever its size, before it is refused.
+            # aiohttp would decompress data after the head, of any size, before it can be rejected.
             auto_decompress=False,
             trust_env=False,
         ) as session:
@@ -107,19 +108,18 @@ class MediaFetcher:
     ) -> tuple[Body, Cuts]:
         """Return the body with `data:` URLs in place of `http` and `https` ones, and its cuts.
 
-        All items at once; together they may be as large as a body that brings its media. With
-        `--media-fetch engine` the body as it is.
+        All items are fetched concurrently. Their total size is limited like that of a body with
+        media. With `--media-fetch engine` the body is returned unchanged.
 
         Args:
             body: the request.
-            items: its mm items.
-            config: the request's.
-            cuts: what was cut out of it, as the fetched media are too.
-            held: counts them with the request. What is fetched for one tenant is not used for
-                another.
+            items: media items of the request.
+            config: configuration of the request.
+            cuts: byte ranges cut out of the body; the fetched media are added to them.
+            held: memory counter of the request. Its scope separates the cache entries of tenants.
 
         Raises:
-            ProxyError: the first item that failed; the others are left.
+            ProxyError: an item failed; the other fetches are cancelled.
         """
         if config.media_fetch == "engine" or not (remote := _remote(items)):
             return body, cuts
@@ -138,7 +138,7 @@ class MediaFetcher:
 
     @property
     def _policy(self) -> MediaPolicy:
-        """As it is configured now."""
+        """The policy of the current configuration."""
         return media_policy(self._live.current)
 
     async def _of_item(self, item: MMItem, url: str, total: "_Total") -> Media:
@@ -150,15 +150,15 @@ class MediaFetcher:
         return media
 
     async def fetch(self, url: str, modality: str, held: Held) -> Media:
-        """Return the media, which are counted apart from `held` until they are whole.
+        """Return the media. Until they are complete, their memory is counted apart from `held`.
 
-        Concurrent calls of one scope for one URL are one download, whatever the origin lets
-        caches do: they ask for the same at the same time.
+        Concurrent calls with the same scope and URL share one download, regardless of the origin's
+        cache headers.
 
         Raises:
-            BadRequest: it must not be fetched, or it is too large.
-            MediaFetchFailed: the origin does not have it, is broken or late.
-            TryLater: there is no memory for it.
+            BadRequest: the URL is not allowed, or the media are too large.
+            MediaFetchFailed: the origin does not have the media, failed, or timed out.
+            TryLater: the memory limit is reached.
         """
         target = self._policy.check(url)
         key = CacheKey(held.scope, modality, str(target))
@@ -169,7 +169,7 @@ class MediaFetcher:
 
     async def _load(self, key: CacheKey, target: URL, known: Entry | None, held: Held) -> Media:
         try:
-            # Others may wait for it when the request that it was begun for has gone.
+            # The download outlives its first request if other requests wait for it.
             with _translated(), held.beside() as own:
                 async with asyncio.timeout(self._live.current.media_timeout_s):
                     entry = await self._download(target, key, known, own)
@@ -184,7 +184,7 @@ class MediaFetcher:
         return entry.media
 
     async def _download(self, url: URL, key: CacheKey, known: Entry | None, held: Held) -> Entry:
-        """Follow redirects, and read what they lead to or find it unchanged."""
+        """Follow redirects, and read the final answer or find it unchanged."""
         asked = _now()
         fresh = float("inf")
         for _ in range(MAX_REDIRECTS + 1):
@@ -194,7 +194,7 @@ class MediaFetcher:
                 said = _cache_headers(response)
                 location = response.headers.get("Location")
                 if response.status in REDIRECTS and location:
-                    # What they lead to is no fresher than the way there.
+                    # The result is at most as fresh as the redirects to it.
                     fresh = min(fresh, fresh_s(said) if may_keep(said, key.scope) else 0)
                     url = self._policy.check(location, base=url)
                     continue
@@ -206,7 +206,7 @@ class MediaFetcher:
         raise NotAtOrigin(f"the origin redirects more than {MAX_REDIRECTS} times")
 
     async def _read(self, response: aiohttp.ClientResponse, modality: str, held: Held) -> Media:
-        """Return the body of a 200, counted as it is announced, or as it comes."""
+        """Return the body of a 200. Its memory is counted as announced, or else as received."""
         _check_head(response)
         config = self._live.current
         whole = max_body_bytes(config) // BASE64_CHARACTERS * BASE64_BYTES
@@ -216,7 +216,7 @@ class MediaFetcher:
         counted = _base64_size(response.content_length or 0)
         held.add(counted)
         text, rest, size = bytearray(), b"", 0
-        # Piece by piece: encoding all of it at once would hold the interpreter's lock.
+        # In pieces: encoding everything at once would hold the interpreter's lock.
         async for chunk in response.content.iter_any():
             size += len(chunk)
             if size > limit:
@@ -233,10 +233,10 @@ class MediaFetcher:
 
 
 class CheckedResolver(AbstractResolver):
-    """Resolves names to the addresses that the policy allows, and no others.
+    """Resolves names to the addresses that the policy allows.
 
-    aiohttp connects to what it is given here and does not resolve again, so that no second answer
-    of a name server can differ from the one that was checked.
+    aiohttp connects to these addresses without a second lookup, so a second answer of the name
+    server cannot bypass the check.
     """
 
     def __init__(self, live: LiveConfig, resolver: AbstractResolver) -> None:
@@ -246,7 +246,7 @@ class CheckedResolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
-        """The allowed addresses of the name.
+        """Return the allowed addresses of the name.
 
         Raises:
             OSError: it has none.
@@ -259,13 +259,13 @@ class CheckedResolver(AbstractResolver):
         return allowed
 
     async def close(self) -> None:
-        """Close the resolver behind this one."""
+        """Close the underlying resolver."""
         await self._resolver.close()
 
 
 @dataclass(slots=True)
 class _Total:
-    """What one request's media amount to."""
+    """The total size of a request's media."""
 
     limit: int
     held: Held
@@ -275,14 +275,14 @@ class _Total:
         self.size += size
         if self.size > self.limit:
             raise BadRequest(
-                f"the request's media are together larger than {self.limit} bytes as base64",
+                f"the total size of the request's media exceeds {self.limit} bytes as base64",
                 slug="media_too_large",
             )
         self.held.add(size)
 
 
 def _remote(items: Sequence[MMItem]) -> dict[MMItem, str]:
-    """Items to fetch; `file:` URLs stay the engines'."""
+    """Return the items to fetch. `file:` URLs are left to the engines."""
     sources = {item: source(item) for item in items}
     return {
         item: media.url
@@ -292,7 +292,7 @@ def _remote(items: Sequence[MMItem]) -> dict[MMItem, str]:
 
 
 def media_policy(config: ProxyConfig) -> MediaPolicy:
-    """The policy that the flags make."""
+    """Return the policy of a configuration."""
     return MediaPolicy(
         allowed_domains=frozenset(config.allowed_media_domains),
         allow_http=config.allow_http_media,
@@ -320,7 +320,7 @@ def _check_head(response: aiohttp.ClientResponse) -> None:
     if status != HTTPStatus.OK:
         raise MediaFetchFailed(f"the origin answered {status}")
     if response.headers.get("Content-Encoding", "identity").lower() != "identity":
-        raise MediaFetchFailed("the origin sent an encoded answer that was not asked for")
+        raise MediaFetchFailed("the origin's answer has an unsupported encoding")
 
 
 def _data_url_head(response: aiohttp.ClientResponse, modality: str) -> str:
@@ -330,28 +330,29 @@ def _data_url_head(response: aiohttp.ClientResponse, modality: str) -> str:
 
 
 def _too_large(limit: int) -> BadRequest:
-    return BadRequest(f"the media are larger than {limit} bytes", slug="media_too_large")
+    return BadRequest(f"the media exceed {limit} bytes", slug="media_too_large")
 
 
 @contextmanager
 def _translated() -> Iterator[None]:
-    """Turn aiohttp's errors into ours.
+    """Convert aiohttp's errors to errors of the proxy.
 
-    They carry addresses and whole URLs: only their names go on, to the log.
+    Their messages contain addresses and whole URLs: only their type names reach the log.
     """
     try:
         yield
     except TimeoutError:
-        raise MediaFetchFailed("the media did not come in time") from None
+        raise MediaFetchFailed("the origin did not send the media in time") from None
     except aiohttp.ClientConnectorDNSError as error:
         if error.errno == socket.EAI_AGAIN:
-            raise MediaFetchFailed("the host's name cannot be resolved now") from None
-        # The same for a name that does not exist: which names exist inside is nobody's business.
+            raise MediaFetchFailed("the host's name cannot be resolved now; retry later") from None
+        # The same error for a name that does not exist, so that clients cannot probe internal
+        # names.
         raise refused(NO_ADDRESS) from None
     except aiohttp.InvalidURL:
         raise refused("not a valid URL") from None
     except aiohttp.ClientConnectorError as error:
-        raise MediaFetchFailed("the origin cannot be reached") from _named(error)
+        raise MediaFetchFailed("the origin is unreachable") from _named(error)
     except (aiohttp.ClientError, OSError) as error:
         raise MediaFetchFailed("the connection to the origin broke") from _named(error)
 

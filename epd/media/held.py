@@ -1,4 +1,4 @@
-"""What fetched media are counted with while they are in memory."""
+"""Memory counters of fetched media."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
@@ -7,38 +7,36 @@ from epd.config import ProxyConfig
 
 
 class Held(Protocol):
-    """What the bytes in memory of one request, or of one download, are counted with."""
+    """The memory counter of one request, or of one download."""
 
     @property
     def scope(self) -> str:
         """Name of the tenant."""
 
     def add(self, size: int) -> None:
-        """Count more bytes.
+        """Count additional bytes.
 
         Raises:
-            TryLater: they are too many.
+            TryLater: the memory limit is reached.
         """
 
     def beside(self) -> AbstractContextManager["Held"]:
-        """Return what other bytes of the same tenant are counted with until it is left."""
+        """Return a separate counter for the same tenant, valid until its context exits."""
 
 
 class Uncounted:
-    """Counts nothing."""
+    """A counter without a limit."""
 
     def __init__(self, scope: str = "") -> None:
-        """Be of this tenant."""
         self.scope = scope
 
     def add(self, size: int) -> None:
-        """Count nothing."""
+        """Ignore the bytes."""
 
     def beside(self) -> AbstractContextManager[Held]:
-        """Return the same."""
         return nullcontext(self)
 
 
 def max_body_bytes(config: ProxyConfig) -> int:
-    """The largest body that one process takes, and most of what is fetched for one request."""
+    """Return the maximum body size of one process, also a limit of the media of a request."""
     return min(config.max_body_bytes, max(1, config.max_inflight_bytes // config.workers))

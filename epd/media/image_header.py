@@ -1,48 +1,48 @@
-"""How large a picture is, from its header alone: nothing is decompressed, little is read.
+"""The size of a picture from its header, without decompression and with few reads.
 
-Engines open pictures with Pillow. It would be the parser to ask here too, were it lazier: for a
-size it reads a WebP to its end and sets aside memory for its pixels, and makes lists as long as a
-TIFF says. So these are the few bytes that Pillow goes by; where a file says something twice, and
-two parsers could differ, it is refused.
+Engines open pictures with Pillow. Pillow itself would be too expensive here: to report a size it
+reads a WebP to its end and allocates memory for its pixels, and it builds lists of any length that
+a TIFF declares. This module parses the few bytes that Pillow uses. A file with ambiguous sizes, for
+which two parsers could differ, is rejected.
 """
 
 import struct
 from collections.abc import Callable
 
 Read = Callable[[int, int], bytes]
-"""Bytes of a file by offset and size; fewer where it ends."""
+"""Returns bytes of a file by offset and size; fewer at its end."""
 
 Size = tuple[int, int]
 
 MAX_STEPS = 1024
-"""Segments, chunks or tags that are gone past at most: files as they are have tens of them."""
+"""Maximum number of segments, chunks or tags to skip. Real files have tens of them."""
 
 TIFF_WIDTH, TIFF_HEIGHT = 256, 257
 TIFF_INTEGERS = {1: "B", 3: "H", 4: "L", 16: "Q"}
-"""struct's letters for the types that a TIFF's width and height may have."""
+"""Format characters of `struct` for the valid types of a TIFF's width and height."""
 
 JPEG_SCAN = 0xDA
 JPEG_LARGEST = 0xFF
 JPEG_LEAST = 0xC0
 JPEG_FRAMES = frozenset({*range(0xC0, 0xD0), 0xDE}) - {0xC4, 0xC8, 0xCC}
-"""Markers of segments that hold a size."""
+"""Markers of segments that contain a size."""
 JPEG_ALONE = frozenset({0x00, 0xC8, *range(0xD0, 0xDA), *range(0xF0, 0xFE)})
-"""Markers that no segment follows, and the 0x00 that makes 0xFF no marker."""
+"""Markers without a segment, and the 0x00 that escapes a 0xFF."""
 
 BMP_OLD, BMP_HEADERS = 12, frozenset({40, 52, 56, 64, 108, 124})
-"""Sizes of a BMP's second header."""
+"""Valid sizes of a BMP's second header."""
 
 PNG_ENDS = frozenset({b"IDAT", b"fdAT", b"IEND"})
-"""Chunks behind which no header comes."""
+"""Chunks after which no header follows."""
 
 
 def image_size(read: Read) -> Size | None:
-    """Width and height of a picture in pixels; None where it is of no kind known here.
+    """Return the width and height of a picture in pixels; None for an unknown format.
 
-    Of a GIF it is the canvas that its header names; a frame may make it larger.
+    For a GIF this is the canvas in its header; a frame may enlarge it.
 
     Raises:
-        ValueError: it is of a known kind, and no parser would find one size in it.
+        ValueError: the format is known, but the size is missing or ambiguous.
     """
     head = read(0, 32)
     for magic, size_of in KINDS.items():
@@ -54,7 +54,7 @@ def image_size(read: Read) -> Size | None:
 def _exactly(read: Read, offset: int, size: int) -> bytes:
     found = read(offset, size)
     if len(found) < size:
-        raise ValueError("it ends within its header")
+        raise ValueError("the file ends within its header")
     return found
 
 
@@ -64,7 +64,7 @@ def _numbers(layout: str, read: Read, offset: int) -> tuple[int, ...]:
 
 def _one(sizes: list[Size]) -> Size:
     if len(sizes) != 1:
-        raise ValueError("it does not have one size")
+        raise ValueError("the file does not have exactly one size")
     return sizes[0]
 
 
@@ -78,28 +78,28 @@ def _png(read: Read) -> Size:
             width, height = _numbers(">2L", read, at + 8)
             sizes.append((width, height))
         at += 12 + length
-    raise ValueError("its header does not end")
+    raise ValueError("the header is too long")
 
 
 def _jpeg(read: Read) -> Size:
     at, sizes = 2, list[Size]()
     for _ in range(MAX_STEPS):
         begin, marker = _exactly(read, at, 2)
-        if begin != JPEG_LARGEST or marker == JPEG_LARGEST:  # what fills the space between segments
+        if begin != JPEG_LARGEST or marker == JPEG_LARGEST:  # padding between segments
             at += 1
         elif marker in JPEG_ALONE:
             at += 2
         elif marker == JPEG_SCAN:
             return _one(sizes)
         elif marker < JPEG_LEAST:
-            raise ValueError("it has a segment that JPEG does not know")
+            raise ValueError("the file has a segment that is not valid in JPEG")
         else:
             if marker in JPEG_FRAMES:
                 height, width = _numbers(">2H", read, at + 5)
                 sizes.append((width, height))
             [length] = _numbers(">H", read, at + 2)
             at += 2 + max(2, length)
-    raise ValueError("its header does not end")
+    raise ValueError("the header is too long")
 
 
 def _gif(read: Read) -> Size:
@@ -114,8 +114,8 @@ def _bmp(read: Read) -> Size:
     elif header in BMP_HEADERS:
         width, height = _numbers("<Ll", read, 18)
     else:
-        raise ValueError("it is of a BMP that is not known")
-    return width, abs(height)  # from the top where it is negative
+        raise ValueError("the file is of an unknown kind of BMP")
+    return width, abs(height)  # a negative height means rows from top to bottom
 
 
 def _webp(read: Read) -> Size | None:
@@ -131,8 +131,8 @@ def _webp(read: Read) -> Size | None:
             width, height = _numbers("<2H", read, 26)
             return width & 0x3FFF, height & 0x3FFF
         case b"WEBP", _:
-            raise ValueError("it is of a WebP that is not known")
-    return None  # RIFF is of sounds and films too
+            raise ValueError("the file is of an unknown kind of WebP")
+    return None  # RIFF is also a container of audio and video
 
 
 def _tiff(read: Read) -> Size:
@@ -141,7 +141,7 @@ def _tiff(read: Read) -> Size:
     [at] = _numbers(order + ("Q" if big else "L"), read, 8 if big else 4)
     [count] = _numbers(order + ("Q" if big else "H"), read, at)
     if count > MAX_STEPS:
-        raise ValueError("it has too many tags")
+        raise ValueError("the file has too many tags")
     at, entry = (at + 8, 20) if big else (at + 2, 12)
     found: dict[int, list[int]] = {TIFF_WIDTH: [], TIFF_HEIGHT: []}
     for place in range(at, at + count * entry, entry):
@@ -154,13 +154,13 @@ def _tiff(read: Read) -> Size:
 def _tiff_integer(order: str, kind: int, read: Read, at: int, *, big: bool) -> int:
     [count] = _numbers(order + ("Q" if big else "L"), read, at)
     if count != 1 or kind not in TIFF_INTEGERS or (kind == 16 and not big):  # noqa: PLR2004
-        raise ValueError("its size is not a number")
+        raise ValueError("the size in the file is not a number")
     [number] = _numbers(order + TIFF_INTEGERS[kind], read, at + (8 if big else 4))
     return number
 
 
 def _odd_tiff(_: Read) -> Size:
-    raise ValueError("it is of a TIFF that is not known")
+    raise ValueError("the file is of an unknown kind of TIFF")
 
 
 KINDS: dict[bytes, Callable[[Read], Size | None]] = {
@@ -173,9 +173,9 @@ KINDS: dict[bytes, Callable[[Read], Size | None]] = {
     b"II*\0": _tiff,
     b"MM\0*": _tiff,
     b"II+\0": _tiff,
-    # Which Pillow reads as well, in a way of its own.
+    # Pillow reads these too, in its own way.
     b"MM*\0": _odd_tiff,
     b"II\0*": _odd_tiff,
     b"MM\0+": _odd_tiff,
 }
-"""What a file of each kind begins with, and who finds its size."""
+"""The first bytes of each format, and the function that finds its size."""

@@ -1,4 +1,4 @@
-"""Where a media item's bytes are, and whether a request may have them, or name that place."""
+"""The location of a media item's bytes, and the checks whether a request may use them."""
 
 import binascii
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from epd.errors import BadRequest
 from epd.media.image_header import image_size
 
 MAX_DATA_URL_HEAD = 1024
-"""Characters before the comma of a data: URL."""
+"""Maximum length of the text before the comma of a data: URL, in characters."""
 
 GROUP, GROUP_BYTES = 4, 3
-"""Characters of base64, and what they stand for."""
+"""Number of characters in a group of base64, and number of its bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,18 +23,18 @@ class Inline:
     """Media inside the request.
 
     Attributes:
-        media_type: what the client says it is, such as `image/jpeg`; lower case.
-        base64: the bytes as base64, where they came: a copy of what may be 100 MB takes long.
+        media_type: the client's media type in lower case, such as `image/jpeg`.
+        base64: the bytes as base64. A view avoids a copy of up to 100 MB.
     """
 
     media_type: str
     base64: bytes | memoryview
 
     def read(self, offset: int, size: int) -> bytes:
-        """Some of the bytes; fewer where they end.
+        """Return some of the bytes; fewer at their end.
 
         Raises:
-            ValueError: this is not base64.
+            ValueError: the text is not base64.
         """
         first, end = offset // GROUP_BYTES, -(-(offset + size) // GROUP_BYTES)
         groups = self.base64[first * GROUP : end * GROUP]
@@ -43,11 +43,11 @@ class Inline:
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """Media that the engines fetch: an http, https or file URL.
+    """Media at an http, https or file URL, for the engines to fetch.
 
     Attributes:
         url: the URL.
-        path: that of a file URL, which `check_inside` has to allow.
+        path: path of a file URL, subject to `check_inside`.
     """
 
     url: str
@@ -59,7 +59,7 @@ class Known:
     """Media that the client has sent before.
 
     Attributes:
-        uuid: what it calls them.
+        uuid: the client's name for them.
     """
 
     uuid: str
@@ -70,14 +70,14 @@ FRAMES = "video/jpeg"
 
 
 def source(item: MMItem, cuts: Cuts = NO_CUTS) -> Inline | Remote | Known:
-    """Where the item's media are.
+    """Return the location of the item's media.
 
     Args:
         item: the item.
-        cuts: what was cut out of its request.
+        cuts: byte ranges cut out of the body.
 
     Raises:
-        BadRequest: the part has no media, or they are somewhere a request may not name.
+        BadRequest: the part has no media, or their location is not allowed.
     """
     if not item.has_media and item.uuid is not None:
         return Known(item.uuid)
@@ -96,17 +96,17 @@ def source(item: MMItem, cuts: Cuts = NO_CUTS) -> Inline | Remote | Known:
 
 
 def check_inside(path: str, allowed: Path, param: str) -> None:
-    """Refuse a file that is not in a folder. Waits for the file system.
+    """Reject a file outside a folder. Blocks on the file system.
 
     Args:
-        path: the file's.
+        path: path of the file.
         allowed: the folder.
-        param: where the request names the file.
+        param: place of the path in the request.
 
     Raises:
-        BadRequest: it is outside.
+        BadRequest: the file is outside.
     """
-    # Symlinks are followed, so that none leads out of the folder.
+    # Symlinks are resolved, so that none leads out of the folder.
     try:
         inside = allowed.resolve() in Path(path).resolve().parents
     except (OSError, RuntimeError):  # a loop of symlinks
@@ -116,7 +116,7 @@ def check_inside(path: str, allowed: Path, param: str) -> None:
 
 
 def inline_bytes(item: MMItem, cuts: Cuts) -> int:
-    """How long the base64 text is of an item that is in the request; 0 of another."""
+    """Return the length of an item's base64 text in the request; 0 without one."""
     value = item.part.get(item.kind)
     fields = value if isinstance(value, dict) else {}
     text = fields.get("data") or fields.get("url")
@@ -127,30 +127,30 @@ def inline_bytes(item: MMItem, cuts: Cuts) -> int:
 
 
 def check_image(media: Inline, *, min_side: int, max_pixels: int, param: str) -> None:
-    """Refuse a picture that an engine must not be given.
+    """Reject a picture that may harm an engine.
 
-    One pixel has ended engines (CVE-2026-22773), and what is small as a file may be gigabytes as
-    pixels. Kinds of pictures that are not known here are the engine's to judge.
+    A picture of one pixel has crashed engines (CVE-2026-22773), and a small file may have gigabytes
+    of pixels. Unknown formats are left to the engine.
 
     Raises:
-        BadRequest: it is too small, too large, or broken.
+        BadRequest: the picture is too small, too large, or broken.
     """
     try:
         size = image_size(media.read)
     except ValueError as error:
-        # The base64 decoder's own words are about its argument.
-        reason = "it is not base64" if isinstance(error, binascii.Error) else str(error)
+        # The message of the base64 decoder describes its argument, not the picture.
+        reason = "the data is not base64" if isinstance(error, binascii.Error) else str(error)
         raise _invalid(f"the image cannot be read: {reason}", param) from None
     if size is None:
         return
     width, height = size
     if min(size) < min_side:
         raise _invalid(
-            f"the image has {width} x {height} pixels, and less than {min_side} on a side", param
+            f"the image has {width} x {height} pixels; each side needs at least {min_side}", param
         )
     if width * height > max_pixels:
         raise _invalid(
-            f"the image has {width} x {height} pixels, and more than {max_pixels} in all", param
+            f"the image has {width} x {height} pixels; at most {max_pixels} are allowed", param
         )
 
 
@@ -174,23 +174,23 @@ def _base64(text: str, cuts: Cuts, param: str) -> bytes | memoryview:
     found = cuts.get(text) if len(text) == MARK_LENGTH else None
     if found is not None:
         return found
-    if "," in text:  # a data: URL in place of its base64: what was cut is only a part of the text
+    if "," in text:  # a data: URL in place of base64; a cut would cover only a part of it
         raise _invalid("the media are not base64", param)
     return text.encode()
 
 
 def _from_url(url: str, param: str) -> Remote:
-    # A parser differential between a check here and the fetch in the engine is how a media
-    # policy is got around (CVE-2026-24779): what two parsers could read differently is refused.
+    # A difference between the parser here and the one in the engine could bypass a media policy
+    # (CVE-2026-24779): a URL that two parsers could read differently is rejected.
     if "\\" in url or any(character <= " " or character == "\x7f" for character in url):
-        raise BadRequest("the URL has a character that must be percent-encoded", param=param)
+        raise BadRequest("the URL contains a character that must be percent-encoded", param=param)
     try:
         parts = urlsplit(url)
     except ValueError:
         raise BadRequest("not a valid URL", param=param) from None
     if parts.scheme in {"http", "https"}:
         if not parts.hostname or "@" in parts.netloc:
-            raise BadRequest("the URL must name a host, and no user", param=param)
+            raise BadRequest("the URL must have a host, and no user", param=param)
         return Remote(url)
     if parts.scheme == "file":
         return Remote(url, _path(url, param))
@@ -199,8 +199,9 @@ def _from_url(url: str, param: str) -> Remote:
 
 def _from_data_url(url: str, cuts: Cuts, param: str) -> Inline:
     comma = url.find(",", 5, 5 + MAX_DATA_URL_HEAD)
-    # As vLLM reads it (`vllm/multimodal/media/connector.py`, `_load_data_url`): parameters such as
-    # `codecs=opus` may stand between the media type and `base64`.
+    # The form that vLLM accepts (`vllm/multimodal/media/connector.py`, `_load_data_url`):
+    # parameters
+    # such as `codecs=opus` may be between the media type and `base64`.
     media_type, semicolon, encoding = url[5 : max(5, comma)].rpartition(";")
     if not semicolon or encoding != "base64":
         raise BadRequest(

@@ -1,7 +1,7 @@
-"""Which remote media the proxy may fetch: URLs, hosts and addresses.
+"""The policy for remote media that the proxy fetches: URLs, hosts and addresses.
 
-One parser: what is checked here is a `yarl.URL`, and that object is what aiohttp requests. A
-second parser between check and use is how such a policy is got around (CVE-2026-24779).
+There is only one parser: the checked `yarl.URL` is the object that aiohttp requests. A second
+parser between check and use could bypass the policy (CVE-2026-24779).
 """
 
 import re
@@ -13,12 +13,12 @@ from yarl import URL
 from epd.errors import BadRequest
 
 MAX_URL = 8190
-"""Characters of a URL; what servers commonly take as a request line."""
+"""Maximum length of a URL in characters; the common limit of servers for a request line."""
 
-NO_ADDRESS = "the host has no address that media may come from"
+NO_ADDRESS = "the host has no address that the media policy allows"
 
 NUMBER = re.compile(r"(0x[0-9a-f]*|[0-9]+)\.?", re.IGNORECASE)
-"""A last label like this makes a name an IPv4 address for a resolver (`127.1`, `0x7f.1`)."""
+"""A last label that makes resolvers read a name as an IPv4 address (`127.1`, `0x7f.1`)."""
 
 
 def _networks(*texts: str) -> tuple[IPv4Network | IPv6Network, ...]:
@@ -26,12 +26,12 @@ def _networks(*texts: str) -> tuple[IPv4Network | IPv6Network, ...]:
 
 
 GLOBAL_UNICAST = ip_network("2000::/3")
-"""All that IANA gives out in IPv6. IPv4-mapped (`::ffff:0:0/96`) and NAT64 (`64:ff9b::/96`,
-`64:ff9b:1::/48`) addresses, which stand for an IPv4 address, are outside."""
+"""The assigned range of IPv6. IPv4-mapped (`::ffff:0:0/96`) and NAT64 (`64:ff9b::/96`,
+`64:ff9b:1::/48`) addresses, which represent an IPv4 address, are outside."""
 
 NOT_PUBLIC = _networks(
-    # IANA's special-purpose registries, written out: `ipaddress.is_global` differs from one
-    # patch release of Python to the next.
+    # IANA's special-purpose registries, copied here because `ipaddress.is_global` differs between
+    # patch releases of Python.
     *("0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16"),
     *("172.16.0.0/12", "192.0.0.0/24", "192.0.2.0/24", "192.88.99.0/24", "192.168.0.0/16"),
     *("198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/4", "240.0.0.0/4"),
@@ -45,18 +45,19 @@ INSIDE = _networks(
     *("10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16"),
     *("::1/128", "fc00::/7"),
 )
-"""What `--allow-private-media` adds. Link-local, where clouds serve credentials, is not in it."""
+"""Networks that `--allow-private-media` adds. Link-local, where clouds serve credentials, is
+excluded."""
 
 CLOUD_METADATA = _networks("100.100.100.200/32", "fd00:ec2::/32")
-"""Credentials again: Alibaba's and AWS' addresses lie in ranges that are otherwise private."""
+"""Metadata services of Alibaba and AWS, which serve credentials, in otherwise private ranges."""
 
 
 @dataclass(frozen=True, slots=True)
 class MediaPolicy:
-    """What may be fetched.
+    """The limits of media fetches.
 
     Attributes:
-        allowed_domains: host names, lower case; empty: any.
+        allowed_domains: allowed host names in lower case; empty for any.
         allow_http: whether the scheme may be http.
         allow_private: whether hosts may have private addresses.
     """
@@ -66,30 +67,30 @@ class MediaPolicy:
     allow_private: bool = False
 
     def check(self, text: str, base: URL | None = None) -> URL:
-        """The URL to request for `text`, which a redirect may give relative to `base`.
+        """Return the URL to request for `text`, which may be relative to `base` in a redirect.
 
         Raises:
-            BadRequest: it must not be fetched.
+            BadRequest: the URL is not allowed.
         """
         url = _parsed(text, base)
         if url.scheme != "https" and not (self.allow_http and url.scheme == "http"):
             raise refused("the URL must start with https://")
         if url.raw_user is not None or url.raw_password is not None:
-            raise refused("the URL must not name a user")
+            raise refused("the URL must not have a user")
         host = url.raw_host
         if not host or "%" in host:
-            raise refused("the URL must name a host")
+            raise refused("the URL must have a host")
         if self.allowed_domains and host.rstrip(".") not in self.allowed_domains:
-            raise refused("the host is not one that media may come from")
+            raise refused("the host is not in --allowed-media-domains")
         if _is_number(host) and not self.allows_address(host):
             raise refused(NO_ADDRESS)
         return url
 
     def allows_address(self, text: str) -> bool:
-        """Whether a connection to this IP address is allowed."""
+        """Return whether a connection to this IP address is allowed."""
         try:
             address = ip_address(text)
-        except ValueError:  # with a zone, or no address at all
+        except ValueError:  # it has a zone, or is not an address
             return False
         if any(address in network for network in CLOUD_METADATA):
             return False
@@ -101,7 +102,7 @@ class MediaPolicy:
 
 
 def refused(message: str) -> BadRequest:
-    """The error for media that must not be fetched."""
+    """Return the error for a URL that the policy rejects."""
     return BadRequest(message, slug="media_not_allowed")
 
 
@@ -109,7 +110,7 @@ def _parsed(text: str, base: URL | None) -> URL:
     if len(text) > MAX_URL:
         raise refused(f"the URL is longer than {MAX_URL} characters")
     if "\\" in text or any(character <= " " or character == "\x7f" for character in text):
-        raise refused("the URL has a character that must be percent-encoded")
+        raise refused("the URL contains a character that must be percent-encoded")
     try:
         url = URL(text)
         return (url if base is None else base.join(url)).with_fragment(None)

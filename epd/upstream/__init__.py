@@ -1,1 +1,1 @@
-"""Requests to instances, over connections of `epd.http`; what goes wrong is an error of a stage."""
+"""Requests to instances over connections of `epd.http`; failures become errors of a stage."""

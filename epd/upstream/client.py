@@ -1,4 +1,4 @@
-"""The one module that sends HTTP to instances."""
+"""The HTTP client of all requests to instances."""
 
 import asyncio
 import math
@@ -19,22 +19,22 @@ from epd.upstream.reply import Answer, Reply, is_success
 from epd.version import __version__
 
 KEEP_ALIVE_S = 2.0
-"""How long an idle connection is pooled: under half of what vLLM keeps one
-(`VLLM_HTTP_TIMEOUT_KEEP_ALIVE`, 5 s), so that none is reused that it has just closed."""
+"""Time for which an idle connection is pooled: under half of vLLM's
+(`VLLM_HTTP_TIMEOUT_KEEP_ALIVE`, 5 s), so that the proxy does not reuse one that vLLM has just
+closed."""
 
 OURS = f"User-Agent: epd/{__version__}\r\nAccept: */*\r\nAccept-Encoding: identity\r\n"
 """Headers of every request."""
 
 
 class Upstream:
-    """Requests to instances, over one connection pool."""
+    """Sends requests to instances over one connection pool."""
 
     def __init__(self, pool: Pool) -> None:
-        """Send over its connections."""
         self._pool = pool
 
     def connect_within(self, timeout_s: float) -> None:
-        """Have a connection made by then from now on, or not."""
+        """Change the timeout of a connect from now on."""
         self._pool.connect_timeout_s = timeout_s
 
     @classmethod
@@ -42,10 +42,10 @@ class Upstream:
     async def connect(
         cls, connect_timeout_s: float, ca_file: Path | None = None
     ) -> AsyncIterator[Self]:
-        """A pool that is closed when the context is left.
+        """Return a client with a pool, which is closed at the exit.
 
         Raises:
-            TlsInvalid: the file of CAs cannot be used.
+            TlsInvalid: the file of CAs is invalid.
         """
         tls = upstream_context(ca_file)
         pool = Pool(tls, connect_timeout_s=connect_timeout_s, keep_alive_s=KEEP_ALIVE_S)
@@ -55,7 +55,7 @@ class Upstream:
             await pool.close()
 
     def verify_as(self, names: Mapping[str, str]) -> None:
-        """Whose certificates instances have to show, by base URLs that have addresses as hosts."""
+        """Set the expected names in certificates, by base URL with an address as host."""
         self._pool.verify_as(names)
 
     async def open(
@@ -69,12 +69,12 @@ class Upstream:
     ) -> Reply:
         """Send a request (POST with a body, GET without) and wait for the head of its answer.
 
-        The reply has to be closed. If its body was not read by then, this closes the connection,
-        which is how an instance learns that the request was abandoned.
+        The caller closes the reply. If its body has not been read by then, this closes the
+        connection, which tells the instance that the request is abandoned.
 
         Raises:
             UpstreamFailed: it could not be sent, or the connection broke.
-            UpstreamTimeout: no head came within `head_timeout_s` seconds.
+            UpstreamTimeout: no head was received within `head_timeout_s` seconds.
         """
         until_s = asyncio.get_running_loop().time() + head_timeout_s
         request = _request(url, headers, body, stage)
@@ -91,11 +91,11 @@ class Upstream:
         body: Pieces | None = None,
         timeout_s: float,
     ) -> Answer:
-        """Send a request and read the whole answer, whatever its status.
+        """Send a request and read the whole answer, with any status.
 
         Raises:
-            UpstreamFailed: it could not be sent, broke off, or is too large.
-            UpstreamTimeout: it was not there within `timeout_s` seconds.
+            UpstreamFailed: it could not be sent, the answer was cut off, or is too large.
+            UpstreamTimeout: the answer was not complete within `timeout_s` seconds.
         """
         until_s = asyncio.get_running_loop().time() + timeout_s
         request = _request(url, headers, body, stage)
@@ -105,12 +105,12 @@ class Upstream:
             return Answer(reply.status, reply.headers, await reply.read(idle_s=timeout_s))
 
     async def _exchange(self, request: "_Request", stage: Stage, until_s: float) -> Connection:
-        """Send a request, and return its connection once the head of the answer has come.
+        """Send a request, and return its connection after the head of the answer.
 
-        The request is sent once more where only an idle connection's end was at fault. An instance
-        may close an idle connection at the moment it is used again. Before it has answered
-        anything, this alone says nothing about the instance. If the instance then accepts no new
-        connection, it died, and it had the request.
+        The request is sent a second time if only the end of an idle connection was at fault: an
+        instance may close an idle connection at the moment of its reuse. Before any byte of an
+        answer, this says nothing about the instance. If the instance then accepts no new
+        connection, it died while it had the request.
         """
         origin = request.target.origin
         try:
@@ -127,19 +127,19 @@ class Upstream:
         if connection.headers.get("Content-Encoding", "identity").lower() != "identity":
             connection.abort()
             raise UpstreamFailed(
-                f"the {stage} instance's answer has an encoding that was not asked for",
+                f"the {stage} instance's answer has an unsupported encoding",
                 slug=f"{stage}_bad_response",
                 stage=stage,
             )
         return connection
 
     async def probe(self, url: str, *, timeout_s: float) -> bool:
-        """Whether a GET is answered with 2xx, over a connection of its own.
+        """Return whether a GET over a new connection is answered with 2xx.
 
-        One that is open already says nothing of whether a new one would be accepted.
+        An open connection would not show whether the instance accepts new ones.
 
         Raises:
-            Overloaded: there is no descriptor left to find out with.
+            Overloaded: the proxy has no file descriptor left.
         """
         until_s = asyncio.get_running_loop().time() + timeout_s
         try:
@@ -157,7 +157,7 @@ class Upstream:
 
 
 class _Request:
-    """What is sent, and where."""
+    """A request and its destination."""
 
     __slots__ = ("_headers", "body", "target")
 
@@ -167,7 +167,7 @@ class _Request:
         self._headers = headers
 
     def head(self, more: str = "") -> bytes:
-        """Its head, with more lines of headers than it has itself."""
+        """Return the head, with additional header lines."""
         length = None if self.body is None else sum(map(len, self.body))
         return request_head(self.target, self._headers, length, OURS + more)
 
@@ -177,12 +177,12 @@ def _request(url: str, headers: Mapping[str, str], body: Pieces | None, stage: S
         return _Request(url, headers, body)
     except ValueError as error:
         raise UpstreamUnreachable(
-            f"the URL of the {stage} instance is not valid", slug=f"{stage}_failed", stage=stage
+            f"the URL of the {stage} instance is invalid", slug=f"{stage}_failed", stage=stage
         ) from error
 
 
 async def _ask_again(pool: Pool, request: _Request, until_s: float, broken: Broken) -> Connection:
-    """Send a request anew whose connection was closed while it was idle."""
+    """Send a request again after its idle connection was closed."""
     try:
         return await _ask_anew(pool, request, until_s)
     except Unreachable as error:
@@ -192,7 +192,7 @@ async def _ask_again(pool: Pool, request: _Request, until_s: float, broken: Brok
 
 
 async def _ask_anew(pool: Pool, request: _Request, until_s: float) -> Connection:
-    """Send a request over a connection of its own."""
+    """Send a request over a new connection."""
     connection = await pool.connect(request.target.origin, until_s)
     connection.kept = False
     try:

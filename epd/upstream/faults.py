@@ -1,4 +1,4 @@
-"""What goes wrong between the proxy and an instance, as errors that are answered."""
+"""Conversion of connection errors to errors of a stage."""
 
 import errno
 
@@ -16,7 +16,7 @@ from epd.http.connection import Broken, Died, Unreachable
 OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 FAILURES = (Unreachable, Broken, TimeoutError)
-"""What `epd.http.connection` raises."""
+"""Errors that `epd.http.connection` raises."""
 
 
 def shown(
@@ -27,13 +27,13 @@ def shown(
     late: str | None = None,
     computed: bool = False,
 ) -> ProxyError:
-    """Return what a connection's error means. Addresses stay in the cause, which is not shown.
+    """Return the error of a stage. Addresses remain in the cause, which clients do not see.
 
     Args:
         error: one of `FAILURES`.
-        stage: the stage of the instance.
-        broken: slug of a connection that broke.
-        late: slug of a time-out; None: the stage's.
+        stage: stage of the instance.
+        broken: slug of a broken connection.
+        late: slug of a timeout; None for the stage's.
         computed: whether the instance had computed its answer, and so survived the request.
     """
     instance = "the instance" if stage == "proxy" else f"the {stage} instance"
@@ -45,14 +45,14 @@ def shown(
         )
     reason = cause(error)
     if isinstance(reason, OSError) and reason.errno in OUT_OF_DESCRIPTORS:
-        # Ours, not the instance's.
-        return Overloaded("too many connections are open", stage=stage)
+        # The limit of this process, not a failure of the instance.
+        return Overloaded("the proxy has too many open connections", stage=stage)
     if isinstance(error, Broken):
         kind = UpstreamDied if isinstance(error, Died) and not computed else UpstreamFailed
         return kind(f"the connection to {instance} broke", slug=broken, stage=stage)
-    return UpstreamUnreachable(f"{instance} cannot be reached", slug=broken, stage=stage)
+    return UpstreamUnreachable(f"{instance} is unreachable", slug=broken, stage=stage)
 
 
 def cause(error: Exception) -> BaseException:
-    """What it is due to: of a connection's own errors, what they came of."""
+    """Return the underlying error of a connection's own error."""
     return error.__cause__ or error

@@ -1,4 +1,4 @@
-"""What an instance answers."""
+"""Answers of instances."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -10,17 +10,17 @@ from epd.http.connection import Connection, Sink
 from epd.upstream.faults import FAILURES, cause, shown
 
 MAX_ANSWER_BYTES = 16 * 1024**2
-"""Largest answer of an encode or prefill instance, and largest error."""
+"""Maximum size of an answer of an encode or prefill instance, and of an error."""
 
 
 def is_success(status: int) -> bool:
-    """Whether a status is a 2xx."""
+    """Return whether a status is a 2xx."""
     return 200 <= status < 300  # noqa: PLR2004 - a member of `HTTPStatus` takes a call
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole answer of an instance."""
+    """A complete answer of an instance."""
 
     status: int
     headers: Mapping[str, str]
@@ -33,11 +33,11 @@ class Answer:
 
 
 class Reply:
-    """An answer whose head has come. It has to be closed, or used as a context.
+    """An answer after its head. It must be closed, or used as a context manager.
 
     Attributes:
         status: HTTP status.
-        headers: of the answer, by name in any case.
+        headers: headers of the answer, case-insensitive.
         ok: whether the status is a 2xx.
     """
 
@@ -65,11 +65,11 @@ class Reply:
         """Read the body from a connection.
 
         Args:
-            connection: where it comes from.
-            stage: the instance's.
-            until_s: when it must have come, on the event loop's clock.
-            late: slug of the error if it has not.
-            release: keeps the connection if the answer is complete, and closes it otherwise.
+            connection: connection of the answer.
+            stage: stage of the instance.
+            until_s: deadline of the body, on the event loop's clock.
+            late: slug of a timeout.
+            release: function that pools the connection of a complete answer, and closes any other.
         """
         self.status = connection.status
         self.headers: Mapping[str, str] = connection.headers
@@ -83,28 +83,26 @@ class Reply:
         self._clock = asyncio.get_running_loop().time
 
     def __enter__(self) -> Self:
-        """Read it."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
         self._release()
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Release the connection."""
         self._release()
 
     @property
     def is_stream(self) -> bool:
-        """Whether the body is a stream of events: its head precedes its first token."""
+        """Whether the body is a stream of events. The head of a stream precedes its first token."""
         return self.headers.get("Content-Type", "").startswith("text/event-stream")
 
     async def read(self, *, idle_s: float, limit: int = MAX_ANSWER_BYTES) -> bytes:
-        """Return the whole body, the second time too.
+        """Return the whole body. Further calls return it again.
 
         Raises:
-            UpstreamFailed: it is larger than `limit` bytes, or broke off.
-            UpstreamTimeout: nothing came for `idle_s` seconds.
+            UpstreamFailed: it is larger than `limit` bytes, or was cut off.
+            UpstreamTimeout: nothing was received for `idle_s` seconds.
         """
         if self._body is not None:
             return self._body
@@ -129,8 +127,8 @@ class Reply:
         """Wait for the first byte of the body.
 
         Raises:
-            UpstreamFailed: it broke off.
-            UpstreamTimeout: nothing came for `idle_s` seconds.
+            UpstreamFailed: the connection broke.
+            UpstreamTimeout: nothing was received for `idle_s` seconds.
         """
         if self._connection.complete or self._connection.held:
             return
@@ -140,11 +138,11 @@ class Reply:
             raise self._broke_off(error) from cause(error)
 
     async def chunk(self, idle_s: float) -> bytes:
-        """What has come of the body since the last one; empty when it has ended.
+        """Return the next received part of the body; empty at its end.
 
         Raises:
-            UpstreamFailed: it broke off.
-            UpstreamTimeout: nothing came for `idle_s` seconds.
+            UpstreamFailed: the body was cut off.
+            UpstreamTimeout: nothing was received for `idle_s` seconds.
         """
         try:
             return await self._connection.chunk(min(self._clock() + idle_s, self._until_s))
@@ -152,14 +150,14 @@ class Reply:
             raise self._broke_off(error) from cause(error)
 
     async def pour(self, sink: Sink, idle_s: float) -> bool:
-        """Hand on the body as it comes, with no task woken for it, while `sink` can take more.
+        """Pass the body to `sink` as it is received, without waking a task, while it accepts more.
 
         Returns:
-            Whether it has ended.
+            Whether the body has ended.
 
         Raises:
-            UpstreamFailed: it broke off.
-            UpstreamTimeout: nothing came for `idle_s` seconds.
+            UpstreamFailed: the body was cut off.
+            UpstreamTimeout: nothing was received for `idle_s` seconds.
         """
         try:
             return await self._connection.pour(sink, idle_s)

@@ -340,7 +340,7 @@ async def test_an_instance_that_is_away_is_a_failure_and_the_others_are_looked_a
 
     [away] = [one for one in found if one.verdict is Verdict.FAIL]
     assert away.subject == "decode http://127.0.0.1:9"
-    assert away.seen.startswith("the instance cannot be reached (")
+    assert away.seen.startswith("the instance is unreachable (")
     assert any(one.seen == "finds encoder outputs by their key alone" for one in found)
 
 

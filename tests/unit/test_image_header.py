@@ -163,6 +163,6 @@ def test_a_header_without_end_is_given_up(endless: bytes) -> None:
         reads += 1
         return endless[offset : offset + size]
 
-    with pytest.raises(ValueError, match=r"does not end|too many tags"):
+    with pytest.raises(ValueError, match=r"too long|too many tags"):
         image_size(read)
     assert reads < 4 * MAX_STEPS
