@@ -1,1 +1,1 @@
-"""Conversations: what a turn leaves for the next, so that its prefix is not computed again."""
+"""Conversations: KV blocks and instances that one turn leaves for the next one."""

@@ -1,4 +1,4 @@
-"""Which turn belongs to which conversation, and what of it may still be relied on."""
+"""The entries of conversations: lookup, validity, and results."""
 
 import hashlib
 import time
@@ -24,10 +24,11 @@ from epd.transfer.readback import engine_of, kept_params
 T = TypeVar("T")
 
 Result = Literal["hit", "miss", "stale", "changed", "failed", "rested", "unknown"]
-"""What became of what the last turn has left: prefill read it; there was nothing, or only who
-answered; it is too old, or decode was gone or another since; the prompt does not begin with it, or
-nobody can tell; prefill could not read it; it was told nothing, as it could not a while ago; the
-store gave no answer."""
+"""The fate of the previous turn's entry. `hit`: prefill read its blocks. `miss`: there was no
+entry, or one without blocks. `stale`: it expired, or decode was gone or restarted. `changed`: the
+prompt does not begin with its tokens, or that is unknown. `failed`: prefill could not read the
+blocks. `rested`: prefill was not asked, because of an earlier failure. `unknown`: the store did not
+answer."""
 
 RESULTS: tuple[Result, ...] = ("hit", "miss", "stale", "changed", "failed", "rested", "unknown")
 
@@ -35,12 +36,12 @@ logger = structlog.get_logger("epd")
 
 
 class Conversations:
-    """What turns leave for the next. A fault of it costs a turn its prefix, and never fails it.
+    """Entries that turns leave for the next ones.
 
-    Belongs to one event loop.
+    A failure costs a turn its prefix, but never fails it. Belongs to one event loop.
 
     Attributes:
-        results: how often what came of an entry.
+        results: number of entries by result.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Conversations:
 
     @classmethod
     def of(cls, live: LiveConfig) -> Self:
-        """Those of the configured store: a context, which closes it."""
+        """Return the conversations of the configured store: a context manager that closes it."""
         if (url := live.current.conversation_store) is None:
             return cls(InMemory(lambda: live.current.max_conversations), live)
         from epd.conversations.redis_store import InRedis  # noqa: PLC0415 - takes its time to load
@@ -68,7 +69,6 @@ class Conversations:
         return cls(InRedis(url), live)
 
     async def __aenter__(self) -> Self:
-        """They."""
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -77,19 +77,19 @@ class Conversations:
 
     @property
     def kept(self) -> int | None:
-        """How many there are; None: nobody has counted."""
+        """The number of entries; None if the store does not count them."""
         return self._store.kept
 
     @property
     def evicted(self) -> int:
-        """How many were dropped that no turn has found (`Store`)."""
+        """The number of entries dropped without use (`Store`)."""
         return self._store.evicted
 
     async def begin(self, turn: Turn, decodes: Collection[str]) -> None:
-        """Have a turn go on with what the last one of its conversation has left: it alone, once.
+        """Look up and take the entry of the previous turn. No other turn can use it.
 
         Args:
-            turn: it.
+            turn: the turn.
             decodes: URLs of the instances that may still hold its blocks.
         """
         if turn.begun:
@@ -99,7 +99,7 @@ class Conversations:
             self._warned = True
             logger.warning(
                 "each worker keeps conversations of its own",
-                next="set --conversation-store redis://…, or a turn finds the last one by chance",
+                next="set --conversation-store redis://…; else a turn may miss the previous one",
             )
         answered, before = await self._ask(lambda: self._store.take(turn.key))
         if before is None:
@@ -112,7 +112,7 @@ class Conversations:
                 self.results["miss"] += 1
 
     async def keep(self, turn: Turn) -> None:
-        """Keep what a turn leaves, whose answer has ended well."""
+        """Store the entry of a turn after its answer ended without an error."""
         if turn.decode is None:
             return
         held = self._held(turn, turn.decode)
@@ -126,15 +126,15 @@ class Conversations:
         )
 
     def common(self, held: Held, prompt: Sequence[int]) -> int:
-        """How many of a prompt's first tokens are those of what decode holds.
+        """Return how many tokens at the start of a prompt are those of decode's blocks.
 
         Raises:
-            ValueError: they are no tokens.
+            ValueError: the prompt is not a list of tokens.
         """
         return held.tokens.common(prompt, self._key)
 
     def lost(self, decode: str) -> None:
-        """A decode instance has gone, or another has come in its place: its blocks are no more."""
+        """Drop the entries of a removed or restarted decode instance: its blocks are lost."""
         now_s = self._clock()
         over = [
             url
@@ -148,7 +148,7 @@ class Conversations:
         self._store.forget(decode)
 
     def _held(self, turn: Turn, decode: str) -> Held | None:
-        """What decode holds of a turn; None where it has not said it, or nobody could use it."""
+        """Return the blocks that decode holds of a turn; None if unknown or unusable."""
         heard = turn.heard
         if turn.basis is None or heard is None or heard.params is None or not heard.prompt:
             return None
@@ -164,15 +164,16 @@ class Conversations:
         return Held({**params}, fingerprint, basis.media, basis.form, engine)
 
     def _know(self, decode: str, engine: str) -> None:
-        """An instance's engine, which is another after each start."""
+        """Record the engine of an instance. It differs after each start."""
         if self._engines.get(decode, engine) != engine:
             self.lost(decode)
         self._engines[decode] = engine
 
     def _is_void(self, entry: Entry) -> bool:
-        """Whether its time is over, or the instance that answered is not the same any more.
+        """Return whether an entry has expired, or its decode instance was lost.
 
-        A store keeps it as long as it was told to then, and Redis from when it got round to it.
+        The store's own expiry is not enough: it uses the time to live at the time of writing, and
+        Redis counts from the arrival of the write.
         """
         if entry.kept_s < self._clock() - self._live.current.conversation_ttl:
             return True
@@ -182,7 +183,7 @@ class Conversations:
         return entry.held is not None and known not in {None, entry.held.engine}
 
     async def _ask(self, call: Callable[[], Awaitable[T]]) -> tuple[bool, T | None]:
-        """Whether the store has answered, and what."""
+        """Return whether the store answered, and its answer."""
         if self._breaker.open:
             return False, None
         try:
@@ -196,5 +197,5 @@ class Conversations:
 
 
 def _warn(text: str) -> None:
-    """Log it, by what is configured then."""
+    """Log a message with the logger that is configured at that time."""
     logger.warning(text)

@@ -1,4 +1,4 @@
-"""What is kept of a conversation from one turn to the next."""
+"""The entry of a conversation between two turns."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,19 +9,19 @@ from epd.conversations.fingerprint import Fingerprint
 from epd.transfer.readback import kept_params
 
 MAX_BYTES = 1024**2
-"""Largest entry that is kept: blocks and fingerprint of some 200,000 tokens."""
+"""Maximum size of an entry: blocks and fingerprint of some 200,000 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """KV blocks that a decode instance holds for a while.
+    """KV blocks that a decode instance holds for a limited time.
 
     Attributes:
-        params: its `kv_transfer_params`, by which prefill reads them.
-        tokens: those that they are of.
-        media: the keys of the media items among them, in order.
-        form: the digest of what else the blocks depend on.
-        engine: the engine that has them; another is there after a restart.
+        params: `kv_transfer_params` of decode, by which prefill reads them.
+        tokens: fingerprint of the tokens in the blocks.
+        media: keys of the media items among them, in order.
+        form: digest of all other fields that the blocks depend on.
+        engine: id of the engine that holds them; it changes with a restart.
     """
 
     params: dict[str, Any]
@@ -33,13 +33,13 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A conversation after a turn.
+    """The state of a conversation after a turn.
 
     Attributes:
-        kept_s: when, as `time.time` has it: other proxies read it.
-        decode: URL of the instance that answered.
-        prefill: URL of the one that prefilled, where one did.
-        held: what decode holds, where it is known.
+        kept_s: time of storing, by `time.time`, because other proxies read it.
+        decode: URL of the decode instance.
+        prefill: URL of the prefill instance; None without prefill.
+        held: blocks that decode holds, if known.
     """
 
     kept_s: float
@@ -48,7 +48,7 @@ class Entry:
     held: Held | None = None
 
     def written(self) -> bytes:
-        """As JSON."""
+        """Return the entry as JSON."""
         return _ENTRY.dump_json(self)
 
 
@@ -56,7 +56,7 @@ _ENTRY = TypeAdapter(Entry)
 
 
 def read(written: bytes) -> Entry | None:
-    """The entry in JSON; None where it is none, as another version may have written it."""
+    """Parse an entry; return None for an invalid one, which another version may have written."""
     try:
         entry = _ENTRY.validate_json(written)
         held = entry.held

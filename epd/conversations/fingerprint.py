@@ -1,4 +1,4 @@
-"""Tokens, remembered without the tokens: enough to say how far a prompt begins with them. Pure."""
+"""Fingerprints of token sequences, which tell how long a prefix a prompt shares. Pure."""
 
 import hashlib
 from array import array
@@ -7,20 +7,21 @@ from dataclasses import dataclass
 from typing import Self
 
 CHUNK = 32
-"""Tokens from one digest to the next: half a byte is kept for each token."""
+"""Number of tokens between two digests: each token costs half a byte."""
 
 DIGEST_BYTES = 16
-"""A prompt that only seems to begin with the tokens would be answered wrongly: nobody can make
-one."""
+"""Size of a digest. A collision would cause a wrong answer, so it must be infeasible to
+construct."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Of a sequence of tokens.
+    """A fingerprint of a sequence of tokens.
 
     Attributes:
-        tokens: how many there are.
-        digests: of the first `CHUNK` of them, of twice as many and so on, and of all; hexadecimal.
+        tokens: number of tokens.
+        digests: hexadecimal digests of the first `CHUNK` tokens, the first 2 * `CHUNK` and so on,
+            and of all.
     """
 
     tokens: int
@@ -28,26 +29,26 @@ class Fingerprint:
 
     @classmethod
     def of(cls, tokens: Sequence[int], key: bytes = b"") -> Self:
-        """That of these tokens.
+        """Return the fingerprint of tokens.
 
         Args:
-            tokens: these.
-            key: without it nobody can try out what they are; 64 bytes at most, or empty.
+            tokens: the tokens.
+            key: secret that prevents guessing the tokens; at most 64 bytes, or empty.
 
         Raises:
-            ValueError: they are none.
+            ValueError: the values are not tokens.
         """
         return cls(len(tokens), "".join(_digests(tokens, len(tokens), key)))
 
     def common(self, prompt: Sequence[int], key: bytes = b"") -> int:
-        """How many of the first tokens a prompt shares: a multiple of `CHUNK`, or all.
+        """Return the length of the shared prefix: a multiple of `CHUNK`, or all tokens.
 
         Args:
-            prompt: its tokens.
-            key: that of the fingerprint.
+            prompt: tokens of the prompt.
+            key: key of the fingerprint.
 
         Raises:
-            ValueError: they are no tokens.
+            ValueError: the values are not tokens.
         """
         if len(prompt) < self.tokens:
             whole = len(prompt) // CHUNK * CHUNK
@@ -64,11 +65,11 @@ class Fingerprint:
 
 
 def _digests(tokens: Sequence[int], count: int, key: bytes) -> Iterator[str]:
-    """Of each beginning of the first so many tokens, shorter ones first."""
+    """Yield the digests of the prefixes of the first `count` tokens, in order of length."""
     try:
         packed = array("I", tokens[:count]).tobytes()
     except (OverflowError, TypeError) as error:
-        raise ValueError("not what tokens are") from error
+        raise ValueError("the values are not tokens") from error
     size = array("I").itemsize * CHUNK
     running = hashlib.blake2b(digest_size=DIGEST_BYTES, key=key)
     for start in range(0, len(packed), size):

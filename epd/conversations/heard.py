@@ -1,10 +1,10 @@
-"""What decode tells the proxy in an answer, and its client does not get. Pure.
+"""Extraction of the fields in decode's answer that are for the proxy, not for the client. Pure.
 
-vLLM tells the tokens where `return_token_ids` asks for them, in a stream's every chunk, and
-`kv_transfer_params` in a stream's last one (since 0.33) or at the end of an answer that is none
-(`vllm/entrypoints/openai/chat_completion/protocol.py`). The fields are found by their names and
-nothing else is parsed. What a model says cannot be taken for one: the quotation marks in a JSON
-string have backslashes.
+With `return_token_ids`, vLLM sends the tokens in every chunk of a stream. It sends
+`kv_transfer_params` in the last chunk of a stream (since 0.33), or at the end of another answer
+(`vllm/entrypoints/openai/chat_completion/protocol.py`). The fields are found by name, and nothing
+else is parsed. A model's text cannot imitate such a field, because quotation marks in a JSON string
+are escaped.
 """
 
 import json
@@ -22,19 +22,19 @@ _DECODER = json.JSONDecoder()
 
 
 class Heard:
-    """What one answer has told so far.
+    """The extracted fields of one answer.
 
     Attributes:
-        prompt: its tokens.
-        answer: the tokens of the answer, which is one choice.
-        params: decode's `kv_transfer_params`; None: it has told none yet.
+        prompt: tokens of the prompt.
+        answer: tokens of the answer, which has one choice.
+        params: `kv_transfer_params` of decode; None before they arrive.
     """
 
     def __init__(self, *, cut_tokens: bool) -> None:
-        """Nothing, as yet.
+        """Start without fields.
 
         Args:
-            cut_tokens: whether the client has not asked for them itself.
+            cut_tokens: whether to remove the tokens, because the client did not ask for them.
         """
         self.prompt: list[int] = []
         self.answer: list[int] = []
@@ -42,7 +42,7 @@ class Heard:
         self._cut_tokens = cut_tokens
 
     def hear(self, said: bytes) -> bytes:
-        """Events of a stream, or an answer that is none: with null for what is not the client's."""
+        """Return events of a stream, or another answer, with null for the proxy's fields."""
         if b"token_ids" in said:
             said = _TOKENS.sub(self._told_tokens, said)
         if b'"kv_transfer_params"' in said and (found := _PARAMS.search(said)):
@@ -65,6 +65,6 @@ class Heard:
         try:
             _, end = _DECODER.raw_decode(rest)
             self.params = parse_object(rest[:end].encode("utf-8", "surrogateescape"))
-        except (ValueError, RecursionError, BadRequest):  # what nobody could send on
+        except (ValueError, RecursionError, BadRequest):  # invalid JSON is passed on unchanged
             return said
         return said[: found.end()] + b"null" + rest[end:].encode("utf-8", "surrogateescape")

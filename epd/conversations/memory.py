@@ -1,4 +1,4 @@
-"""Conversations in this process."""
+"""Store of conversations in this process."""
 
 import time
 from collections import OrderedDict
@@ -8,16 +8,16 @@ from typing import NamedTuple
 from epd.conversations.entry import Entry
 
 MAX_TOTAL_BYTES = 256 * 1024**2
-"""Of all entries: few are larger than some kilobytes."""
+"""Maximum size of all entries. Few entries are larger than some kilobytes."""
 
 
 class Kept(NamedTuple):
-    """An entry, and until when.
+    """An entry with its expiry.
 
     Attributes:
-        until_s: on the store's clock.
-        entry: it.
-        size: in bytes, as it would be written.
+        until_s: time of expiry, on the store's clock.
+        entry: the entry.
+        size: size in bytes, as JSON.
     """
 
     until_s: float
@@ -26,7 +26,7 @@ class Kept(NamedTuple):
 
 
 class InMemory:
-    """See `Store`. What was put longest ago makes room: what is used is put anew."""
+    """Implements `Store`. The oldest entry is evicted first; its use rewrites it."""
 
     def __init__(
         self,
@@ -34,12 +34,12 @@ class InMemory:
         clock: Callable[[], float] = time.monotonic,
         max_bytes: int = MAX_TOTAL_BYTES,
     ) -> None:
-        """Begin empty.
+        """Create an empty store.
 
         Args:
-            most: how many there may be, asked each time.
-            clock: seconds of a clock that never jumps.
-            max_bytes: of all of them.
+            most: returns the maximum number of entries.
+            clock: monotonic clock, in seconds.
+            max_bytes: maximum size of all entries.
         """
         self._most = most
         self._clock = clock
@@ -50,23 +50,20 @@ class InMemory:
 
     @property
     def kept(self) -> int:
-        """How many there are, without those whose time is over."""
+        """The number of entries that have not expired."""
         self._expire()
         return len(self._held)
 
     @property
     def evicted(self) -> int:
-        """See `Store`."""
         return self._evicted
 
     async def take(self, key: str) -> Entry | None:
-        """See `Store`."""
         self._expire(key)
         kept = self._drop(key)
         return None if kept is None else kept.entry
 
     async def put(self, key: str, entry: Entry, ttl_s: float) -> None:
-        """See `Store`."""
         self._expire(key)
         self._drop(key)
         self._held[key] = kept = Kept(self._clock() + ttl_s, entry, len(entry.written()))
@@ -75,12 +72,11 @@ class InMemory:
             self._evict(next(iter(self._held)))
 
     def forget(self, decode: str) -> None:
-        """See `Store`."""
         for key in [key for key, kept in self._held.items() if kept.entry.decode == decode]:
             self._evict(key)
 
     async def close(self) -> None:
-        """See `Store`."""
+        """See `Store`. There is nothing to close."""
 
     def _drop(self, key: str) -> Kept | None:
         kept = self._held.pop(key, None)
@@ -93,9 +89,9 @@ class InMemory:
         self._evicted += 1
 
     def _expire(self, key: str | None = None) -> None:
-        """Evict what is over: this one, and the first ones.
+        """Evict expired entries: the one of this key, and those at the front.
 
-        Those that were put when the time to live was longer may stay behind others.
+        Entries with an earlier, longer time to live may remain behind others.
         """
         now_s = self._clock()
         if key is not None and key in self._held and self._held[key].until_s <= now_s:

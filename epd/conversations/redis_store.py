@@ -1,4 +1,4 @@
-"""Conversations in Redis, where several proxies find them: a key for each, which Redis expires."""
+"""Store of conversations in Redis, shared by several proxies: one key each, which Redis expires."""
 
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -9,30 +9,29 @@ from epd.conversations.stores import StoreAway
 from epd.redis_urls import close, redis_client
 
 KEY = "epd:conversation"
-"""What the keys begin with, unless the URL's `key` says otherwise."""
+"""Prefix of the keys; the `key` parameter of the URL replaces it."""
 
 
 class InRedis:
-    """See `Store`. It wants Redis 6.2 or newer, or what has its GETDEL.
+    """Implements `Store`. Needs GETDEL, as in Redis 6.2 or newer.
 
     Attributes:
-        kept: nobody counts them; Redis alone knows.
-        evicted: Redis expires them itself, and its own figures tell.
+        kept: None, because the proxy does not count them.
+        evicted: 0, because Redis expires them itself and has its own metrics.
     """
 
     kept = None
     evicted = 0
 
     def __init__(self, url: str) -> None:
-        """Connect when it is asked. The URL's `key` names other keys.
+        """Connect at the first call. The URL's `key` replaces the prefix of the keys.
 
-        Nothing is tried again: an entry that was put, taken and put once more would be used twice.
+        No command is retried: an entry that is put, taken and put again would be used twice.
         """
         once = Retry(NoBackoff(), 0)
         self._client, self._key = redis_client(url, KEY, once)
 
     async def take(self, key: str) -> Entry | None:
-        """See `Store`."""
         try:
             written = await self._client.getdel(f"{self._key}:{key}")
         except (RedisError, OSError) as error:
@@ -40,7 +39,6 @@ class InRedis:
         return None if written is None else read(written)
 
     async def put(self, key: str, entry: Entry, ttl_s: float) -> None:
-        """See `Store`."""
         ttl_ms = max(1, round(1000 * ttl_s))
         try:
             await self._client.set(f"{self._key}:{key}", entry.written(), px=ttl_ms)
@@ -48,8 +46,7 @@ class InRedis:
             raise StoreAway(type(error).__name__) from error
 
     def forget(self, decode: str) -> None:
-        """See `Store`: they are not looked for; whoever takes one knows that it is of no use."""
+        """See `Store`. Entries are not searched; the reader of an entry detects the lost decode."""
 
     async def close(self) -> None:
-        """See `Store`."""
         await close(self._client)

@@ -1,4 +1,4 @@
-"""Who reads nothing of whose blocks for a while, since it could not. No I/O."""
+"""Cooldowns of KV read-back: after a failure, a prefill instance skips an engine. No I/O."""
 
 import math
 import time
@@ -6,21 +6,21 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 REST_S = 60.0
-"""How long a prefill instance reads nothing of an engine whose blocks it has failed to read."""
+"""Cooldown of a prefill instance for the blocks of one engine after a failed read, in seconds."""
 
 HUNG_S = 600.0
-"""The same where it has not answered: that has cost a client all of `--prefill-timeout-s`."""
+"""Cooldown after a timeout, which costs a client all of `--prefill-timeout-s`, in seconds."""
 
 MOST = 1024
-"""Of what is remembered: instances come and go."""
+"""Upper bound of the remembered instances and pairs."""
 
 
 class Rest(NamedTuple):
-    """A rest that has just begun.
+    """A cooldown that has just begun.
 
     Attributes:
-        rest_s: how long it is.
-        engine: whose blocks are not read; None: nobody's are.
+        rest_s: length of the cooldown.
+        engine: the engine to skip; None for all engines.
     """
 
     rest_s: float
@@ -28,44 +28,45 @@ class Rest(NamedTuple):
 
 
 class Rests:
-    """Which prefill instance reads of which decode engine no more, for a while.
+    """The cooldowns, by prefill instance and decode engine.
 
     A prefill instance without `bidirectional_kv_xfer` waits for the blocks of any engine until its
-    request's end; one that has read from some can, and then it is this engine's fault.
+    request ends. For an instance that has read blocks before, a timeout is attributed to the
+    engine.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Nobody rests."""
+        """Start without cooldowns."""
         self._clock = clock
         self._until_s: dict[tuple[str, str | None], float] = {}
         self._able: dict[str, None] = {}
 
     def over(self, prefill: str, engine: str) -> bool:
-        """Whether an instance may be told of an engine's blocks.
+        """Return whether a prefill instance may read an engine's blocks.
 
         Args:
-            prefill: its URL.
-            engine: the id of decode's.
+            prefill: URL of the prefill instance.
+            engine: id of the decode engine.
         """
         now_s, until_s = self._clock(), self._until_s
         return all(until_s.get((prefill, one), -math.inf) <= now_s for one in (engine, None))
 
     def read(self, prefill: str) -> None:
-        """An instance has answered that was told of blocks."""
+        """Record an answer of an instance that was asked to read blocks."""
         self._able[prefill] = None
         while len(self._able) > MOST:
             del self._able[next(iter(self._able))]
 
     def failed(self, prefill: str, engine: str, *, hung: bool) -> Rest | None:
-        """An instance has failed that was told of an engine's blocks.
+        """Record a failure of an instance that was asked to read an engine's blocks.
 
         Args:
-            prefill: its URL.
-            engine: the id of decode's.
-            hung: whether it has not answered at all.
+            prefill: URL of the prefill instance.
+            engine: id of the decode engine.
+            hung: whether it timed out.
 
         Returns:
-            What begins; None: it has begun already, as several failed at once.
+            The new cooldown; None if one has begun already, as after concurrent failures.
         """
         now_s = self._clock()
         self._until_s = {pair: at_s for pair, at_s in self._until_s.items() if at_s > now_s}

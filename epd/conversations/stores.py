@@ -1,4 +1,4 @@
-"""Where conversations are kept: in this process, or in Redis."""
+"""Interface of the stores of conversations: in this process, or in Redis."""
 
 from typing import Protocol
 
@@ -6,39 +6,39 @@ from epd.conversations.entry import Entry
 
 
 class StoreAway(Exception):
-    """A store cannot be read or written. The message holds no secret."""
+    """A read or a write failed. The message contains no secret."""
 
 
 class Store(Protocol):
-    """Entries by key, each for a while, and each taken once."""
+    """Entries by key, with a time to live, each of which can be taken once."""
 
     async def take(self, key: str) -> Entry | None:
-        """The entry of a key, which nobody else gets any more; None: there is none.
+        """Remove and return the entry of a key; None if there is none.
 
         Raises:
-            StoreAway: nobody can tell.
+            StoreAway: the store did not answer.
         """
 
     async def put(self, key: str, entry: Entry, ttl_s: float) -> None:
-        """Keep an entry, in place of another of this key.
+        """Store an entry, and replace an earlier one of this key.
 
         Raises:
-            StoreAway: it may or may not have been kept.
+            StoreAway: the store did not answer; the entry may be stored or not.
         """
 
     def forget(self, decode: str) -> None:
-        """Drop the entries of a decode instance, as far as that can be done at once."""
+        """Drop the entries of a decode instance, if the store can do so without waiting."""
 
     async def close(self) -> None:
-        """Keep nothing more."""
+        """Close the store."""
 
     @property
     def kept(self) -> int | None:
-        """How many there are; None: nobody has counted."""
+        """The number of entries; None if the store does not count them."""
 
     @property
     def evicted(self) -> int:
-        """How many no turn has found: for want of room, over, or of a decode that is gone.
+        """The number of entries dropped without use: evicted, expired, or with lost blocks.
 
-        What is over counts once that is noticed; what only another store could count, never.
+        An expired entry counts when it is detected. Expiry by an external store does not count.
         """

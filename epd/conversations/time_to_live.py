@@ -1,4 +1,4 @@
-"""Whether conversations are kept for longer than decode keeps their blocks."""
+"""The warning about a time to live of conversations that exceeds that of decode's blocks."""
 
 import structlog
 
@@ -7,11 +7,11 @@ from epd.transfer.readback import BLOCKS_TTL_S
 
 
 def warn_of(config: ProxyConfig, before: ProxyConfig | None = None) -> None:
-    """Warn where they are.
+    """Warn if conversations live longer than decode's blocks by default.
 
     Args:
-        config: what is in force now.
-        before: what was: nobody is warned again of what has not changed. None: nothing was.
+        config: new configuration.
+        before: previous configuration, to avoid a repeated warning; None at the start.
     """
     ttl_s = config.conversation_ttl
     if ttl_s < BLOCKS_TTL_S or (before is not None and before.conversation_ttl == ttl_s):

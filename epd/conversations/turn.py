@@ -1,4 +1,4 @@
-"""One turn of a conversation: what the one before has left, and what this one leaves."""
+"""One turn of a conversation: what the previous turn left, and what this one leaves."""
 
 from typing import NamedTuple
 
@@ -8,32 +8,32 @@ from epd.conversations.heard import Heard
 
 
 class Basis(NamedTuple):
-    """What the blocks of a turn depend on beside their tokens.
+    """Everything beside the tokens that the blocks of a turn depend on.
 
     Attributes:
-        form: the digest of fields of its request.
-        media: the keys of its media items, in order.
+        form: digest of fields of the request.
+        media: keys of the media items, in order.
     """
 
     form: str
     media: tuple[str, ...]
 
     def continues(self, held: Held) -> bool:
-        """Whether blocks of an earlier turn may be of use."""
+        """Return whether blocks of an earlier turn may be usable."""
         return self.form == held.form and self.media[: len(held.media)] == held.media
 
 
 class Turn:
-    """Of one request, which belongs to a conversation.
+    """The turn of a request in a conversation.
 
     Attributes:
-        key: the conversation's.
-        begun: whether the last turn has been looked for.
-        before: what the last turn has left, unless nobody knows.
-        prefill: URL of the instance that prefilled this one.
-        decode: URL of the one that answers it.
-        basis: what its blocks depend on; None where nothing can be kept of them.
-        heard: what decode has told; None where it is not listened to.
+        key: key of the conversation.
+        begun: whether the previous turn has been looked up.
+        before: entry of the previous turn; None without one.
+        prefill: URL of the prefill instance of this turn.
+        decode: URL of the decode instance of this turn.
+        basis: dependencies of its blocks; None if they cannot be reused.
+        heard: fields extracted from decode's answer; None if they are not extracted.
     """
 
     __slots__ = ("_held", "basis", "before", "begun", "decode", "heard", "key", "prefill")
@@ -50,25 +50,25 @@ class Turn:
 
     @property
     def prefers_prefill(self) -> str | None:
-        """URL of the instance that prefilled the last turn: it may have the blocks itself."""
+        """URL of the previous turn's prefill instance, which may have the blocks itself."""
         return None if self.before is None else self.before.prefill
 
     @property
     def prefers_decode(self) -> str | None:
-        """URL of the one that answered it."""
+        """URL of the previous turn's decode instance."""
         return None if self.before is None else self.before.decode
 
     def follow(self, before: Entry) -> None:
-        """Go on with what the last turn has left."""
+        """Continue with the entry of the previous turn."""
         self.before, self._held = before, before.held
 
     def take(self) -> Held | None:
-        """What the last turn's decode instance holds: once, whatever becomes of it."""
+        """Return the blocks of the previous turn; only the first call returns them."""
         held, self._held = self._held, None
         return held
 
     def asking(self, body: Body) -> Body:
-        """The decode request, which asks for the tokens too where they are of use."""
+        """Return the decode request, which asks for the tokens if they are needed."""
         wanted = bool(body.get("return_token_ids"))
         self.heard = Heard(cut_tokens=not wanted)
         return body if self.basis is None or wanted else {**body, "return_token_ids": True}

@@ -1,1 +1,1 @@
-"""Where instances come from beside the configuration: registration, a file, names in the DNS."""
+"""Sources of instances in addition to the configuration: registration, a file, names in the DNS."""

@@ -1,13 +1,13 @@
-"""What goes wrong again and again, said once."""
+"""Logging of a repeating failure: once at its start, and once at its end."""
 
 import structlog
 
 
 class Complaint:
-    """Logs when something begins to fail, when it fails otherwise, and when it is well again."""
+    """Logs when something begins to fail, when the reason changes, and when it works again."""
 
     def __init__(
-        self, what: str, meanwhile: str = "what was known before stays", **fields: str
+        self, what: str, meanwhile: str = "the known instances stay in use", **fields: str
     ) -> None:
         self._what = what
         self._meanwhile = meanwhile
@@ -15,13 +15,13 @@ class Complaint:
         self._reason: str | None = None
 
     def failed(self, reason: str) -> None:
-        """It does not work."""
+        """Record a failure."""
         if reason != self._reason:
             self._reason = reason
             self._log.warning(f"{self._what}: {self._meanwhile}", reason=reason)
 
     def well(self) -> None:
-        """It works."""
+        """Record a success."""
         if self._reason is not None:
             self._reason = None
             self._log.info(f"{self._what} again")

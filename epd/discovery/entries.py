@@ -1,4 +1,4 @@
-"""Instances as they are written: in a file, in a store of registrations, in `POST /instances`."""
+"""Parsers of instances: in a file, in a store of registrations, in `POST /instances`."""
 
 from collections.abc import Iterable
 from typing import Annotated, Any, Self
@@ -13,31 +13,31 @@ from epd.routing.weights import check_weight
 from epd.transfer.flavours import EC_TRANSFERS, ECTransferName
 
 VERSION = 1
-"""Of what is written."""
+"""Version of the format."""
 
 MAX_INSTANCES = 1024
-"""More in one place are a mistake."""
+"""Maximum number of instances in one place. More are assumed to be a mistake."""
 
 MAX_RANKS = 1024
 
 ADDRESS = r"[!-~]*"
-"""What is sent to instances, and shown: no control characters, no spaces."""
+"""Valid addresses, which are sent to instances and displayed: no control characters, no spaces."""
 
-NOT_FOR_OTHERS = "ec_zmq_addrs is for consumers: roles prefill and prefill_decode"
+NOT_FOR_OTHERS = "ec_zmq_addrs is only for consumers: roles prefill and prefill_decode"
 
 ZmqAddress = Annotated[str, AfterValidator(zmq_address), Field(max_length=256)]
 
 
 class EntriesInvalid(ValueError):
-    """What is written is no list of instances. The message quotes no more than URLs of it."""
+    """The text is not a valid list of instances. The message quotes at most URLs."""
 
 
 class TransferMismatch(ValueError):
-    """An instance and the proxy do not mean the same encoder-cache transfer."""
+    """An instance and the proxy use different encoder-cache transfers."""
 
 
 class Entry(BaseModel):
-    """One instance."""
+    """One instance, as written."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -56,7 +56,7 @@ class Entry(BaseModel):
 
     @property
     def instance(self) -> Instance:
-        """What takes part."""
+        """The instance for the registry."""
         return Instance(
             self.role,
             self.url,
@@ -68,16 +68,16 @@ class Entry(BaseModel):
 
 
 class Registration(Entry):
-    """The body of `POST /instances`, as vLLM's `disagg_epd_proxy.py` takes it."""
+    """The body of `POST /instances`, in the format of vLLM's `disagg_epd_proxy.py`."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     def check_transfer(self, transfer: ECTransferName) -> None:
-        """Refuse an instance that would wait for what nobody sends, or get nothing.
+        """Reject an instance that would wait for outputs without a sender, or receive none.
 
         Raises:
-            TransferMismatch: it has addresses for pushes, and there are none, or the other way
-                round.
+            TransferMismatch: it has addresses for pushes but the transfer does not push, or the
+                opposite.
         """
         pushed = EC_TRANSFERS[transfer].pushed
         if self.role not in CONSUMERS:
@@ -85,8 +85,8 @@ class Registration(Entry):
                 raise TransferMismatch(NOT_FOR_OTHERS)
         elif self.ec_zmq_addrs and not pushed:
             raise TransferMismatch(
-                f"this proxy runs with --ec-transfer {transfer}: leave ec_zmq_addrs out, or start "
-                "it with --ec-transfer mooncake"
+                f"this proxy runs with --ec-transfer {transfer}: omit ec_zmq_addrs, or start the "
+                "proxy with --ec-transfer mooncake"
             )
         elif pushed and not self.ec_zmq_addrs:
             raise TransferMismatch(f"with --ec-transfer {transfer} a consumer needs ec_zmq_addrs")
@@ -100,10 +100,10 @@ class _Document(BaseModel):
 
 
 def registration(body: bytes | bytearray) -> Registration:
-    """What a request registers.
+    """Parse the body of a registration.
 
     Raises:
-        EntriesInvalid: nothing that could be.
+        EntriesInvalid: the body is invalid.
     """
     try:
         return Registration.model_validate_json(bytes(body))
@@ -112,40 +112,40 @@ def registration(body: bytes | bytearray) -> Registration:
 
 
 def read_yaml(raw: bytes) -> tuple[Instance, ...]:
-    """The instances of a file that people write; JSON is YAML too.
+    """Parse the instances in a file, in YAML or JSON.
 
     Raises:
-        EntriesInvalid: it is no such file.
+        EntriesInvalid: the file is invalid.
     """
     try:
-        # All scalars as text: what YAML takes for dates and numbers is no concern of this.
-        document = yaml.BaseLoader(raw).get_single_data()  # which makes strings of all
+        # BaseLoader keeps all scalars as text, so that YAML's dates and numbers are not converted.
+        document = yaml.BaseLoader(raw).get_single_data()
     except (yaml.YAMLError, ValueError, RecursionError):
-        raise EntriesInvalid("it is no YAML") from None
+        raise EntriesInvalid("it is not valid YAML") from None
     return _read(document)
 
 
 def read_json(raw: bytes) -> tuple[Instance, ...]:
-    """What `write_json` wrote.
+    """Parse the output of `write_json`.
 
     Raises:
-        EntriesInvalid: it did not write this.
+        EntriesInvalid: the text is something else.
     """
     try:
         return _read(orjson.loads(raw))
     except orjson.JSONDecodeError:
-        raise EntriesInvalid("it is no JSON") from None
+        raise EntriesInvalid("it is not valid JSON") from None
 
 
 def write_json(instances: Iterable[Instance]) -> bytes:
-    """Instances, to be read again."""
+    """Return instances as JSON for `read_json`."""
     document = {"version": VERSION, "instances": [_row(one) for one in instances]}
     return orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
 
 
 def _row(one: Instance) -> dict[str, Any]:
     row: dict[str, Any] = {"role": one.role, "url": one.url, "dp_size": one.dp_size}
-    # Proxies that do not know a field refuse it.
+    # Older proxies reject unknown fields, so defaults are omitted.
     if one.kv_addr:
         row["kv_addr"] = one.kv_addr
     if one.ec_zmq_addrs:
@@ -157,11 +157,11 @@ def _row(one: Instance) -> dict[str, Any]:
 
 def _read(document: Any) -> tuple[Instance, ...]:
     if not isinstance(document, dict):
-        raise EntriesInvalid("it has no list called instances")
+        raise EntriesInvalid("it has no list named instances")
     try:
         found = _Document.model_validate(document)
     except (ValidationError, RecursionError) as invalid:
-        said = _first(invalid) if isinstance(invalid, ValidationError) else "it is too deep"
+        said = _first(invalid) if isinstance(invalid, ValidationError) else "nested too deeply"
         raise EntriesInvalid(said) from None
     for entry in found.instances:
         if entry.ec_zmq_addrs and entry.role not in CONSUMERS:

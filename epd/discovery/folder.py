@@ -1,4 +1,4 @@
-"""A folder of small files that several processes share, each written whole or not at all."""
+"""A folder of small files that several processes share. Writes are atomic."""
 
 import fcntl
 import os
@@ -9,31 +9,31 @@ from contextlib import contextmanager
 from pathlib import Path
 
 LOCK_S = 5.0
-"""Whoever holds the lock for longer has stopped in the middle of it."""
+"""Maximum wait for the lock, in seconds. A holder that takes longer hangs."""
 
 MAX_BYTES = 1024**2
-"""What is larger is none of ours."""
+"""Maximum size of a file. A larger one was written by other software."""
 
 
 class Folder:
-    """The folder. Its calls wait for the disk: an event loop has threads make them."""
+    """The folder. Its calls block on the disk, so an event loop runs them on threads."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def read(self, name: str) -> bytes | None:
-        """A file's content; None where there is none.
+        """Return the content of a file; None if it does not exist.
 
         Raises:
-            OSError: it cannot be read.
+            OSError: the file cannot be read.
         """
         return read_file(self._path / name)
 
     def write(self, name: str, content: bytes) -> None:
-        """Have everyone read this from now on.
+        """Replace the content of a file atomically.
 
         Raises:
-            OSError: it cannot be written; what was there stays.
+            OSError: the file cannot be written; the old content remains.
         """
         self._path.mkdir(mode=0o750, parents=True, exist_ok=True)
         staging = self._path / f".{name}.{secrets.token_hex(8)}"
@@ -50,10 +50,10 @@ class Folder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Be the only one that is here; the lock ends with its holder, however that ends.
+        """Hold the folder's lock, which also ends with the process of its holder.
 
         Raises:
-            OSError: it cannot be had.
+            OSError: the lock is not available.
         """
         self._path.mkdir(mode=0o750, parents=True, exist_ok=True)
         descriptor = os.open(self._path / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o640)
@@ -65,10 +65,10 @@ class Folder:
 
 
 def read_file(path: Path) -> bytes | None:
-    """A small file's content; None where there is none.
+    """Return the content of a small file; None if it does not exist.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read, or is too large.
     """
     try:
         with path.open("rb") as file:

@@ -1,10 +1,10 @@
-"""What asks for the addresses of a name."""
+"""Interface of name lookups."""
 
 from collections.abc import Awaitable, Callable
 
 LookUp = Callable[[str], Awaitable[frozenset[str]]]
-"""All addresses of a name; none where it has none. Raises `LookUpFailed`."""
+"""Returns all addresses of a name; an empty set if it has none. Raises `LookUpFailed`."""
 
 
 class LookUpFailed(Exception):
-    """Nobody can tell what a name leads to."""
+    """A name lookup failed."""

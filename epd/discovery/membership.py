@@ -1,4 +1,4 @@
-"""All sources of instances of a proxy that runs."""
+"""All sources of instances of a running proxy."""
 
 import asyncio
 import tempfile
@@ -15,25 +15,27 @@ from epd.routing.registry import Registry
 from epd.upstream.client import Upstream
 
 BEGIN_S = 5.0
-"""What the sources have to say before the first request is answered without it."""
+"""Maximum wait for the sources before requests are served, in seconds."""
 
 
 @asynccontextmanager
 async def membership(
     config: ProxyConfig, registry: Registry, upstream: Upstream, background: Background
 ) -> AsyncIterator[Registrations]:
-    """Have a registry follow the sources of a configuration, beside the configuration itself.
+    """Keep a registry up to date with the sources outside the configuration.
 
-    Where there are none, nothing runs. Entered once each has said what it has to say.
+    The context starts after the first answer of every source, or after `BEGIN_S`. Without sources,
+    nothing runs.
 
     Args:
-        config: names the sources.
-        registry: told of the instances.
-        upstream: told whose certificate each address has to show.
-        background: runs each source; one that raises is restarted, and the instances stay.
+        config: configuration of the sources.
+        registry: registry to update.
+        upstream: client; receives the expected certificate name of each address.
+        background: runner of the sources. A source that raises is restarted, and its instances
+            stay.
 
     Returns:
-        What instances are registered with.
+        The registrations.
     """
     async with opened(config.registration_store if config.dynamic_registration else None) as store:
         registrations = Registrations(store, registry)
@@ -54,7 +56,7 @@ async def membership(
 
 
 async def _follow(source: Watch, begun: asyncio.Event) -> None:
-    """Follow a source, from its beginning where it has not been seen yet."""
+    """Follow a source. Only the first call begins with `begin`."""
     if not begun.is_set():
         await source.begin()
         begun.set()
@@ -63,7 +65,7 @@ async def _follow(source: Watch, begun: asyncio.Event) -> None:
 
 @asynccontextmanager
 async def opened(url: str | None) -> AsyncIterator[Store]:
-    """The store of a URL; without one, registrations end with the process."""
+    """Return the store of a URL; without a URL, one that ends with the process."""
     if url is None:
         yield InProcess()
     elif (folder := folder_of(url)) is not None:
@@ -91,12 +93,12 @@ def _watches(config: ProxyConfig, registry: Registry, upstream: Upstream) -> Ite
 
 @contextmanager
 def shared_store(config: ProxyConfig) -> Iterator[str | None]:
-    """What several workers share what is known of instances by; None where there is nothing to.
+    """Return the URL of the store that several workers share; None without dynamic instances.
 
-    Where nothing else is configured, a folder that is gone with them.
+    If none is configured, it is a temporary folder.
 
     Raises:
-        OSError: there is no room for one.
+        OSError: the folder cannot be created.
     """
     if config.registration_store is not None or not config.dynamic:
         yield config.registration_store

@@ -1,4 +1,4 @@
-"""Addresses of names, as the DNS gives them: all of them, and none where there are none."""
+"""DNS lookups that return all addresses of a name."""
 
 import dns.asyncresolver
 import dns.exception
@@ -8,24 +8,24 @@ from epd.discovery.look_ups import LookUpFailed
 from epd.routing.urls import is_address, name_server
 
 TIMEOUT_S = 3.0
-"""For an answer, with all that is tried for it."""
+"""Timeout of a lookup with all its retries."""
 
 
 class Names:
-    """Looks names up, in the domains the machine searches too."""
+    """Resolves names, with the search domains of the machine."""
 
     def __init__(self, server: str | None = None) -> None:
-        """Ask a server, `address` or `address:port`; by default those of the machine."""
+        """Use one server, `address` or `address:port`; without it those of the machine."""
         self._server = server
         self._made: dns.asyncresolver.Resolver | None = None
 
     async def addresses(self, host: str) -> frozenset[str]:
-        """All addresses of a name: of version 4, or where it has none of version 6.
+        """Return all IPv4 addresses of a name, or else all its IPv6 addresses.
 
-        Not both: an instance that has one of each would be two.
+        Not both: an instance with one of each would count twice.
 
         Raises:
-            LookUpFailed: the servers do not answer, or with an error.
+            LookUpFailed: the servers did not answer, or answered with an error.
         """
         if is_address(host):
             return frozenset({host})
@@ -43,10 +43,10 @@ class Names:
         return frozenset(str(record) for record in answer.rrset or ())
 
     def _resolver(self) -> dns.asyncresolver.Resolver:
-        """Made when it is needed: a machine may have no name servers yet.
+        """Return the resolver, created at first use: the machine may get name servers later.
 
         Raises:
-            NoResolverConfiguration: it has none.
+            NoResolverConfiguration: the machine has no name servers.
         """
         if self._made is None:
             made = dns.asyncresolver.Resolver(configure=self._server is None)

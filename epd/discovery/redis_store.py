@@ -1,4 +1,4 @@
-"""Registrations in Redis: a hash with a field for each, and one that says that it is there."""
+"""Registrations in Redis: a hash with one field for each, and a field that marks it as complete."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,17 +12,17 @@ from epd.discovery.stores import Edit, Instances, StoreFailed
 from epd.redis_urls import close, redis_client
 
 KEY = "epd:instances"
-"""The hash, unless the URL's `key` says otherwise."""
+"""Name of the hash; the `key` parameter of the URL replaces it."""
 
 MARK = b"version"
-"""The field of a hash that is whole: without it, Redis has lost it."""
+"""The field that marks a complete hash. Without it, Redis has lost the data."""
 
 TIMEOUT_S = 2.0
-"""Of a read, and of a write."""
+"""Timeout of a read, and of a write."""
 
 
 class InRedis:
-    """See `epd.discovery.stores.Store`. Each field is a URL; its value an instance in JSON."""
+    """Implements `epd.discovery.stores.Store`. Field: a URL; value: its instance in JSON."""
 
     def __init__(self, client: Any, key: str) -> None:
         self._client = client
@@ -31,7 +31,7 @@ class InRedis:
     @classmethod
     @asynccontextmanager
     async def connected(cls, url: str) -> AsyncIterator[Self]:
-        """A store that connects when it is asked. The URL's `key` names another hash."""
+        """Return a store that connects at the first call. The URL's `key` names another hash."""
         client, key = redis_client(url, KEY)
         try:
             yield cls(client, key)
@@ -39,7 +39,6 @@ class InRedis:
             await close(client)
 
     async def read(self) -> Instances | None:
-        """See `Store`."""
         try:
             with within(TIMEOUT_S):
                 found = await self._client.hgetall(self._key)
@@ -48,8 +47,6 @@ class InRedis:
         return _instances(found)
 
     async def write(self, known: Instances, edit: Edit | None = None) -> Instances:
-        """See `Store`."""
-
         async def change(pipe: Any) -> None:
             whole = await pipe.hexists(self._key, MARK)
             pipe.multi()
@@ -80,5 +77,5 @@ def _instances(found: dict[bytes, bytes]) -> Instances | None:
     try:
         rows = [read_json(value) for name, value in sorted(found.items()) if name != MARK]
     except EntriesInvalid as error:
-        raise StoreFailed(f"what it holds is none of ours: {error}") from error
+        raise StoreFailed(f"the hash was not written by this proxy: {error}") from error
     return tuple(instance for row in rows for instance in row)

@@ -1,4 +1,4 @@
-"""What has been registered: here, and by other processes that share the store."""
+"""Registrations of instances: by this process, and by others that share the store."""
 
 import asyncio
 
@@ -11,17 +11,17 @@ from epd.routing.instances import Instance
 from epd.routing.registry import Registry, Source
 
 POLL_S = 0.5
-"""How long it takes at most until what was registered elsewhere takes part here."""
+"""Interval of reading the store: the maximum delay of a registration by another process."""
 
 
 class Clash(Exception):
-    """An instance cannot take part beside those that do. The message says why."""
+    """An instance conflicts with registered ones. The message has the reason."""
 
 
 class Registrations:
-    """Registers instances, and takes over what others have registered.
+    """Registers instances, and takes over the registrations of other processes.
 
-    What cannot be read changes nothing. What cannot be written is not registered.
+    A failed read changes nothing. An instance that cannot be written is not registered.
     """
 
     def __init__(self, store: Store, registry: Registry) -> None:
@@ -32,11 +32,11 @@ class Registrations:
         self._complaint = Complaint("the store of registrations cannot be used")
 
     async def add(self, instance: Instance) -> bool:
-        """Register an instance, or other details of one; False where it was registered already.
+        """Register an instance or its new details; return False if its URL was known before.
 
         Raises:
-            Clash: it has another role, or one that does not go with others'.
-            StoreFailed: it could not be written down.
+            Clash: it was registered with another role, or conflicts with another instance.
+            StoreFailed: it could not be stored.
         """
         async with self._turn:
             await self._read()
@@ -50,10 +50,10 @@ class Registrations:
             return before is None
 
     async def remove(self, url: str) -> bool:
-        """Take a registration back; False where there is none.
+        """Remove a registration; return False if there is none.
 
         Raises:
-            StoreFailed: it could not be.
+            StoreFailed: it could not be removed.
         """
         async with self._turn:
             await self._read()
@@ -64,17 +64,17 @@ class Registrations:
             return True
 
     async def begin(self) -> None:
-        """Take over what others have registered."""
+        """Take over the registrations of other processes."""
         await self.refresh()
 
     async def follow(self) -> None:
-        """Do so again and again."""
+        """Do the same periodically."""
         while True:
             await asyncio.sleep(POLL_S)
             await self.refresh()
 
     async def refresh(self) -> None:
-        """Take over what there is now; where that cannot be read, all stays as it is."""
+        """Read the store; after a failure everything stays unchanged."""
         async with self._turn:
             try:
                 await self._read()
@@ -85,7 +85,7 @@ class Registrations:
 
     async def _read(self) -> None:
         found = await self._store.read()
-        if found is None:  # it has lost what it held, or never had anything
+        if found is None:  # the store has lost its data, or is new
             found = await self._store.write(self._known) if self._known else ()
         self._take(found)
 
@@ -98,6 +98,6 @@ class Registrations:
         if before is not None and before.role is not instance.role:
             raise Clash(f"it is registered as {before.role}: unregister it first")
         if (other := self._registry.clash(instance)) is not None:
-            raise Clash(f"{instance.role} does not go with {other.role}, which {other.url} is")
+            raise Clash(f"{instance.role} conflicts with the {other.role} instance {other.url}")
         if before is None and len(self._known) >= MAX_INSTANCES:
             raise Clash(f"{MAX_INSTANCES} instances are registered already")

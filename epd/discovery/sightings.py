@@ -1,27 +1,27 @@
-"""What a name leads to, while its answers fail and come back; pure."""
+"""The addresses of a name while its lookups fail and recover. Pure."""
 
 import math
 from collections.abc import Collection
 
 EMPTY_S = 60.0
-"""A name has to have no address for so long before its last ones are let go."""
+"""Time for which a name must have no address before its last addresses are dropped, in seconds."""
 
 
 class Sightings:
-    """The addresses of one name that count.
+    """The effective addresses of one name.
 
-    A resolver that fails says nothing of the instances: what it said before stays. One that says
-    that there are none may be right, as where all were taken away, and is believed in time.
+    A failing resolver says nothing about the instances: their addresses stay. An empty answer may
+    be true, as after scaling to zero, and takes effect after a delay.
     """
 
     def __init__(self, empty_s: float = EMPTY_S) -> None:
-        """Begin with none; `empty_s` is how long none are seen before they are let go."""
+        """Start without addresses. `empty_s` is the delay of an empty answer, in seconds."""
         self.current: frozenset[str] = frozenset()
         self._empty_s = empty_s
         self._empty_since_s = math.inf
 
     def saw(self, addresses: Collection[str], now_s: float) -> None:
-        """An answer has come."""
+        """Record an answer."""
         if addresses:
             self.current = frozenset(addresses)
             self._empty_since_s = math.inf
@@ -31,5 +31,5 @@ class Sightings:
             self.current = frozenset()
 
     def failed(self) -> None:
-        """None has come: the time in which there were none begins anew."""
+        """Record a failed lookup: it restarts the delay of an empty answer."""
         self._empty_since_s = math.inf

@@ -1,8 +1,7 @@
-"""Where registrations are kept: in this process, in a folder, in Redis.
+"""Stores of registrations: in this process, in a folder, in Redis.
 
-A store that has lost what it held is given back what its readers know: nobody's registration ends
-with a file that was deleted, or a Redis that came back empty. One that holds an empty list has not
-lost it.
+If a store has lost its data, its readers restore them: a deleted file or an empty Redis ends no
+registration. A store with an empty list has not lost its data.
 """
 
 import asyncio
@@ -20,77 +19,72 @@ T = TypeVar("T")
 Instances = tuple[Instance, ...]
 
 REGISTERED = "registered.json"
-"""The file of a folder that registrations are in."""
+"""Name of the file with the registrations."""
 
 
 class StoreFailed(Exception):
-    """A store cannot be read or written. The message holds no secret."""
+    """A read or a write failed. The message contains no secret."""
 
 
 class Edit(NamedTuple):
-    """A change: no instance has this URL any more, but for the one that is given."""
+    """A change: removes all instances with this URL, and adds the given one."""
 
     url: str
     instance: Instance | None = None
 
     def of(self, instances: Sequence[Instance]) -> Instances:
-        """The instances after it."""
+        """Return the instances after the change."""
         kept = tuple(one for one in instances if one.url != self.url)
         return kept if self.instance is None else (*kept, self.instance)
 
 
 class Store(Protocol):
-    """Registrations that outlive what registered them."""
+    """Registrations that outlive the process that registered them."""
 
     async def read(self) -> Instances | None:
-        """All of them; None where the store is new, or has lost them.
+        """Return all registrations; None if the store is new, or has lost its data.
 
         Raises:
-            StoreFailed: nobody can tell.
+            StoreFailed: the store did not answer.
         """
 
     async def write(self, known: Instances, edit: Edit | None = None) -> Instances:
-        """Make a change, and return what there is after it.
+        """Make a change, and return the result.
 
         Args:
-            known: what is put there first where the store has nothing.
-            edit: the change; None: nothing but that.
+            known: instances to write first if the store has lost its data.
+            edit: the change; None for no other change.
 
         Raises:
-            StoreFailed: it may or may not have been made.
+            StoreFailed: the store did not answer; the change may have been made or not.
         """
 
 
 class InProcess:
-    """Registrations that end with the process."""
+    """A store of registrations that ends with the process."""
 
     def __init__(self) -> None:
         self._held: Instances = ()
 
     async def read(self) -> Instances | None:
-        """See `Store`."""
         return self._held
 
     async def write(self, known: Instances, edit: Edit | None = None) -> Instances:
-        """See `Store`."""
         del known
         self._held = self._held if edit is None else edit.of(self._held)
         return self._held
 
 
 class InFolder:
-    """Registrations in a file, which all processes share that can reach it."""
+    """A store of registrations in a file, shared by all processes with access to it."""
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
 
     async def read(self) -> Instances | None:
-        """See `Store`."""
         return await self._in_thread(self._read)
 
     async def write(self, known: Instances, edit: Edit | None = None) -> Instances:
-        """See `Store`."""
-
         def write() -> Instances:
             with self._folder.locked():
                 try:
@@ -120,7 +114,7 @@ class InFolder:
 
 
 def folder_of(url: str | None) -> Folder | None:
-    """The folder that a store's URL names, where it names one."""
+    """Return the folder of a store's URL; None for another kind of URL."""
     if url is None or not url.startswith("file://"):
         return None
     return Folder(Path(urlsplit(url).path))

@@ -1,6 +1,6 @@
-"""The sources that are watched: a file of instances, names in the DNS.
+"""The watched sources: a file of instances, names in the DNS.
 
-Each remembers its last good answer, for the process that starts when there is none to be had.
+Each stores its last good answer, for a process that starts while the source is unavailable.
 """
 
 import asyncio
@@ -25,26 +25,26 @@ from epd.transfer.kv import KVTransfer
 from epd.upstream.client import Upstream
 
 FILE_POLL_S = 0.5
-"""Between two looks at the file. What is new has to be there twice: it may be half written."""
+"""Interval of reading the file. New content must be read twice, because it may be half written."""
 
 LAST_FILE, LAST_NAMES = "last-file.yaml", "last-names.json"
-"""Files of a shared folder: what was last found good."""
+"""Names of the files in a shared folder with the last good content."""
 
 
 class Memory:
-    """Where last good answers are kept: a folder, or nowhere. It is never needed, and may fail."""
+    """Storage of the last good answers: a folder, or none. Its failures are ignored."""
 
     def __init__(self, folder: Folder | None) -> None:
         self._folder = folder
 
     async def keep(self, name: str, content: bytes) -> None:
-        """Remember this in place of what was remembered."""
+        """Replace the stored content."""
         if self._folder is not None:
             with suppress(OSError):
                 await asyncio.to_thread(self._folder.write, name, content)
 
     async def recall(self, name: str) -> bytes | None:
-        """What was remembered."""
+        """Return the stored content; None without it."""
         if self._folder is not None:
             with suppress(OSError):
                 return await asyncio.to_thread(self._folder.read, name)
@@ -52,17 +52,17 @@ class Memory:
 
 
 class Watch(Protocol):
-    """A source that is looked at again and again."""
+    """A source that is polled."""
 
     async def begin(self) -> None:
-        """Look for the first time, and take what was remembered where there is nothing to see."""
+        """Poll for the first time; use the stored answer if the source is unavailable."""
 
     async def follow(self) -> None:
-        """Look for as long as the proxy runs."""
+        """Poll while the proxy runs."""
 
 
 class WatchedFile:
-    """A file of instances: `epd.discovery.entries.read_yaml` says what is in it."""
+    """A file of instances, in the format of `epd.discovery.entries.read_yaml`."""
 
     def __init__(self, path: Path, registry: Registry, memory: Memory) -> None:
         self._path = path
@@ -73,14 +73,12 @@ class WatchedFile:
         self._complaint = Complaint("the file of instances cannot be used", path=str(path))
 
     async def begin(self) -> None:
-        """See `Watch`."""
         await self._look(at_once=True)
         if self._taken is None and (last := await self._memory.recall(LAST_FILE)) is not None:
             with suppress(EntriesInvalid):
                 self._registry.replace(Source.FILE, read_yaml(last))
 
     async def follow(self) -> None:
-        """See `Watch`."""
         while True:
             await asyncio.sleep(FILE_POLL_S)
             await self._look()
@@ -93,7 +91,7 @@ class WatchedFile:
             return
         seen, self._seen = self._seen, raw
         if raw is None:
-            self._complaint.failed("it is gone")
+            self._complaint.failed("the file does not exist")
         elif raw == self._taken:
             self._complaint.well()
         elif raw == seen or at_once:
@@ -112,11 +110,10 @@ class WatchedFile:
 
 
 def check_file(path: Path, transfer: KVTransfer) -> None:
-    """Refuse a file that a proxy cannot start with.
+    """Reject a file with which a proxy cannot start.
 
     Raises:
-        EntriesInvalid: it is not there, is none of instances, or has one that the KV transfer
-            cannot do with.
+        EntriesInvalid: the file is missing or invalid, or the KV transfer rejects an instance.
     """
     try:
         raw = path.read_bytes()
@@ -130,18 +127,18 @@ def check_file(path: Path, transfer: KVTransfer) -> None:
 
 
 class WatchedNames:
-    """Names, each of whose addresses is an instance.
+    """Names in the DNS, each address of which is an instance.
 
     Args:
-        services: what is discovered, with the names as hosts of the URLs.
-        look_up: the addresses of a name.
-        interval_s: between two look-ups.
-        registry: told of the instances.
-        upstream: told whose certificate each address has to show.
-        memory: for the last good answers.
+        services: the discovered services, with names as hosts of the URLs.
+        look_up: function that returns the addresses of a name.
+        interval_s: interval of lookups.
+        registry: registry to update.
+        upstream: client; receives the expected certificate name of each address.
+        memory: storage of the last good answers.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917 - what it goes between
+    def __init__(  # noqa: PLR0913, PLR0917 - its collaborators
         self,
         services: Iterable[Instance],
         look_up: LookUp,
@@ -163,7 +160,6 @@ class WatchedNames:
         }
 
     async def begin(self) -> None:
-        """See `Watch`."""
         last = _addresses(await self._memory.recall(LAST_NAMES))
         now_s = asyncio.get_running_loop().time()
         for host, sighting in self._sightings.items():
@@ -171,7 +167,6 @@ class WatchedNames:
         await self._look()
 
     async def follow(self) -> None:
-        """See `Watch`."""
         while True:
             await asyncio.sleep(self._interval_s)
             await self._look()
@@ -211,14 +206,14 @@ class WatchedNames:
         if addresses:
             complaint.well()
         else:
-            complaint.failed("it has no address")
+            complaint.failed("the name has no address")
 
     def _current(self) -> Mapping[str, frozenset[str]]:
         return {host: sighting.current for host, sighting in self._sightings.items()}
 
 
 def _addresses(remembered: bytes | None) -> Mapping[str, Collection[str]]:
-    """Addresses by name, as they were remembered; none where that is something else."""
+    """Return the stored addresses by name; empty for invalid content."""
     try:
         held = orjson.loads(remembered or b"{}")
     except orjson.JSONDecodeError:

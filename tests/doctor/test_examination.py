@@ -528,7 +528,7 @@ async def test_sources_that_cannot_be_used_are_found(clinic: Clinic, tmp_path: P
 
     assert {
         (f"file {tmp_path}/nowhere", "it is gone"),
-        ("registration", "the store cannot be read: registered.json: it is no JSON"),
+        ("registration", "the store cannot be read: registered.json: it is not valid JSON"),
         ("encode empty.test", "it has no address"),
         ("instances", "none decodes: every request is answered 503"),
         ("instances", "none encodes"),

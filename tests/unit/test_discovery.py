@@ -83,16 +83,16 @@ def test_anything_is_read_or_refused(raw: bytes) -> None:
         ),
         (
             "instances: [{role: encode, url: 'http://e:1', ec_zmq_addrs: ['tcp://e:1']}]",
-            "is for consumers",
+            "is only for consumers",
         ),
         ("version: 2\ninstances: []", "version"),
-        ("a: &a [*a]\ninstances: *a", "no YAML"),
+        ("a: &a [*a]\ninstances: *a", "not valid YAML"),
         ("instances: [{role: encode, url: 'http://e'}, {url: 'http://e/', role: encode}]", "twice"),
-        ("\x00", "no YAML"),
+        ("\x00", "not valid YAML"),
         ("instances: 2001-99-99", "instances"),
         ("instances: !!timestamp x", "instances"),
         ("instances: [!!python/object:os.system {}]", "instances.0"),
-        ("{" * 5000, "no YAML"),
+        ("{" * 5000, "not valid YAML"),
     ],
 )
 def test_a_file_that_is_none_is_refused_and_the_message_says_where(raw: str, message: str) -> None:
