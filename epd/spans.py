@@ -51,7 +51,7 @@ class Span(Protocol):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End the span."""
+        """End the span, with the slug of the exception if there is one."""
 
 
 class RequestSpan(Protocol):

@@ -179,7 +179,7 @@ class Looking:
     __slots__ = ("_claims", "_first", "_held", "_look", "_patient")
 
     def __init__(self, claims: Claims, look: Look, *, first: bool, patient: bool) -> None:
-        """Use `Claims.look` instead."""
+        """Create the context; called by `Claims.look`."""
         self._claims = claims
         self._look = look
         self._first = first
@@ -198,7 +198,6 @@ class Looking:
         return self._look if answered else None
 
     def __exit__(self, *_: object) -> None:
-        """Release the claims."""
         first = self._claims.first
         for key in self._look.keys:
             if first.get(key) is self._look:
@@ -219,7 +218,7 @@ class Turn:
     __slots__ = ("_claims", "_held", "_keys", "_wait_s", "made")
 
     def __init__(self, claims: Claims, keys: Sequence[EntryKey], wait_s: float) -> None:
-        """Use `Claims.turn` instead."""
+        """Create the context; called by `Claims.turn`."""
         self._claims = claims
         self._keys = keys
         self._wait_s = wait_s

@@ -72,7 +72,6 @@ class Conversations:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Close the store."""
         await self._store.close()
 
     @property

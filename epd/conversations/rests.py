@@ -36,7 +36,6 @@ class Rests:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start without cooldowns."""
         self._clock = clock
         self._until_s: dict[tuple[str, str | None], float] = {}
         self._able: dict[str, None] = {}

@@ -30,7 +30,7 @@ class Store(Protocol):
         """Drop the entries of a decode instance, if the store can do so without waiting."""
 
     async def close(self) -> None:
-        """Close the store."""
+        """Close the connections of the store."""
 
     @property
     def kept(self) -> int | None:

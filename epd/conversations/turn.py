@@ -74,5 +74,5 @@ class Turn:
         return body if self.basis is None or wanted else {**body, "return_token_ids": True}
 
     def hear(self, said: bytes) -> bytes:
-        """See `Heard.hear`."""
+        """Pass events to `Heard.hear`, if their fields are extracted."""
         return said if self.heard is None else self.heard.hear(said)

@@ -15,13 +15,13 @@ class Complaint:
         self._reason: str | None = None
 
     def failed(self, reason: str) -> None:
-        """Record a failure."""
+        """Record a failure; log it if the reason is new."""
         if reason != self._reason:
             self._reason = reason
             self._log.warning(f"{self._what}: {self._meanwhile}", reason=reason)
 
     def well(self) -> None:
-        """Record a success."""
+        """Record a success; log the end of a failure."""
         if self._reason is not None:
             self._reason = None
             self._log.info(f"{self._what} again")

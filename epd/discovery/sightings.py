@@ -21,7 +21,7 @@ class Sightings:
         self._empty_since_s = math.inf
 
     def saw(self, addresses: Collection[str], now_s: float) -> None:
-        """Record an answer."""
+        """Record the answer of a lookup."""
         if addresses:
             self.current = frozenset(addresses)
             self._empty_since_s = math.inf

@@ -325,6 +325,6 @@ class Connection(asyncio.Protocol):
         self._writable = False
 
     def resume_writing(self) -> None:
-        """Continue writing."""
+        """Continue writing, and wake the writer."""
         self._writable = True
         self._wake()

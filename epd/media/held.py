@@ -31,7 +31,7 @@ class Uncounted:
         self.scope = scope
 
     def add(self, size: int) -> None:
-        """Ignore the bytes."""
+        """Ignore the bytes: there is no limit."""
 
     def beside(self) -> AbstractContextManager[Held]:
         return nullcontext(self)

@@ -36,7 +36,6 @@ class PDOnly:
             )
 
     def course(self, facts: Facts) -> Course | None:
-        """See `Policy`."""
         if facts.items or facts.roles.isdisjoint(ANSWERING):
             return None
         if self.skip_prefill_for_text or facts.prompt_tokens < self.skip_prefill_below_tokens:

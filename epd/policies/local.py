@@ -30,7 +30,6 @@ class PrefillLocalDecodeRemote:
             raise ValueError("needs local_prefill_url, or a prefill instance in the configuration")
 
     def course(self, facts: Facts) -> Course | None:
-        """See `Policy`."""
         if Role.DECODE not in facts.roles:
             return None
         encode = facts.prefills and Role.ENCODE in facts.roles

@@ -15,7 +15,6 @@ class EncodePrefillDecode:
     """
 
     def course(self, facts: Facts) -> Course | None:
-        """See `Policy`."""
         if Role.DECODE not in facts.roles:
             return None
         return Course(encode=facts.prefills, prefill=facts.prefills)
@@ -26,7 +25,6 @@ class EncodePD:
     """Sends media to encode instances; one instance prefills and decodes (E+PD)."""
 
     def course(self, facts: Facts) -> Course | None:
-        """See `Policy`."""
         return Course(prefill=False) if Role.PREFILL_DECODE in facts.roles else None
 
 
@@ -35,7 +33,6 @@ class PrefillDecode:
     """Skips the encode stage: prefill gets the media as received (P+D), or the PD instance does."""
 
     def course(self, facts: Facts) -> Course | None:
-        """See `Policy`."""
         if facts.roles.isdisjoint(ANSWERING):
             return None
         return Course(encode=False, prefill=facts.prefills and Role.DECODE in facts.roles)

@@ -37,7 +37,7 @@ class Table(Protocol):
     """Receives the resulting membership."""
 
     def add(self, instance: Instance) -> None:
-        """Add an instance."""
+        """Add an instance to the membership."""
 
     def remove(self, instance: Instance) -> None:
         """Stop sending new requests to an instance."""
@@ -122,7 +122,7 @@ class Registry:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """The registered instances."""
+        """The registered instances, with their sources."""
         named = {one.key: one for one in self._since_s}
         sources: dict[Instance, list[Source]] = {one: [] for one in self._since_s}
         for source in Source:

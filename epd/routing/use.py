@@ -31,7 +31,7 @@ class Place:
         return self
 
     def end(self, error: BaseException | None = None) -> None:  # noqa: ARG002 - of `Use`
-        """End the count."""
+        """Remove the request from the load."""
         self._load.end(self.rank)
 
     def __enter__(self) -> Self:

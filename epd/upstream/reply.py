@@ -1,4 +1,4 @@
-"""Answers of instances."""
+"""Answers of instances: complete ones, and ones that are still arriving."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -89,7 +89,6 @@ class Reply:
         self._release()
 
     def close(self) -> None:
-        """Release the connection."""
         self._release()
 
     @property
