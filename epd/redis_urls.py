@@ -12,8 +12,8 @@ CONNECT_S = 2.0
 """Timeout of a connect, and of closing a connection."""
 
 MAX_CONNECTIONS = 8
-"""Connections of one client. A command waits if all are in use: a new connect often takes longer
-than an answer."""
+"""Maximum number of connections of one client. A command waits for a free one: a new connect
+often takes longer than an answer."""
 
 
 def redis_client(url: str, key: str, retry: Retry | None = None) -> tuple[Any, str]:

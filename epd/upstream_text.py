@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 
 RETRY_AFTER = re.compile(r"[0-9]{1,6}")
-"""`Retry-After` in seconds. The other form, a date, is ignored: no instance sends it."""
+"""`Retry-After` in seconds. The other form, a date, is ignored."""
 
 MAX_UPSTREAM_TEXT = 500
 """Maximum length of an upstream's non-JSON error text in the client's answer, in characters."""

@@ -104,7 +104,11 @@ class Claims:
     async def wait_for_turn(
         self, key: EntryKey, wait_s: float, held: list[EntryKey]
     ) -> EntryInfo | None:
-        """Return the entry once it is stored; None if its key is claimed in `held`, or too late."""
+        """Return the entry of a key as soon as it is stored.
+
+        Returns:
+            None if the key is claimed and in `held`, the store did not answer, or after `wait_s`.
+        """
         clock = asyncio.get_running_loop().time
         deadline_s = clock() + wait_s
         waits = iter(POLL_S)

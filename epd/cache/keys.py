@@ -53,7 +53,7 @@ class Keys:
             items: the items of the request.
             tenant: tenant of the request.
             config: limits of media, and isolation of tenants.
-            cuts: byte ranges cut out of the body.
+            cuts: media cut out of the body.
 
         Raises:
             MediaFetchFailed: the file system did not answer.

@@ -91,7 +91,7 @@ class InMemory:
     def _expire(self, key: str | None = None) -> None:
         """Evict expired entries: the one of this key, and those at the front.
 
-        Entries with an earlier, longer time to live may remain behind others.
+        Expired entries remain for now behind one with a longer time to live.
         """
         now_s = self._clock()
         if key is not None and key in self._held and self._held[key].until_s <= now_s:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 LOCK_S = 5.0
-"""Maximum wait for the lock, in seconds. A holder that takes longer hangs."""
+"""Maximum wait for the lock, in seconds. A holder that takes longer is assumed to hang."""
 
 MAX_BYTES = 1024**2
 """Maximum size of a file. A larger one was written by other software."""

@@ -65,7 +65,7 @@ class Pool:
         try:
             async with limit:
                 return await self._connect(origin)
-        except (OSError, UnicodeError) as error:  # TimeoutError too; an invalid name
+        except (OSError, UnicodeError) as error:  # also timeouts, and invalid names
             if limit.expired() and until_s < within_s:
                 raise TimeoutError from error
             raise Unreachable from error

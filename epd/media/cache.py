@@ -151,8 +151,7 @@ def conditional(headers: Headers) -> dict[str, str]:
         return {"If-None-Match": etag}
     modified, date = (_date(headers.get(name)) for name in ("Last-Modified", "Date"))
     # Two versions can have the same second: a date is a validator only if that second had passed
-    # when
-    # the answer was made (RFC 9110, section 8.8.2.2).
+    # when the answer was made (RFC 9110, section 8.8.2.2).
     if modified and date and (date - modified).total_seconds() >= 1:
         return {"If-Modified-Since": headers["Last-Modified"]}
     return {}

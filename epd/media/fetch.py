@@ -115,7 +115,7 @@ class MediaFetcher:
             body: the request.
             items: media items of the request.
             config: configuration of the request.
-            cuts: byte ranges cut out of the body; the fetched media are added to them.
+            cuts: media cut out of the body; the fetched media are added to them.
             held: memory counter of the request. Its scope separates the cache entries of tenants.
 
         Raises:

@@ -74,7 +74,7 @@ def source(item: MMItem, cuts: Cuts = NO_CUTS) -> Inline | Remote | Known:
 
     Args:
         item: the item.
-        cuts: byte ranges cut out of the body.
+        cuts: media cut out of the body.
 
     Raises:
         BadRequest: the part has no media, or their location is not allowed.
@@ -200,8 +200,7 @@ def _from_url(url: str, param: str) -> Remote:
 def _from_data_url(url: str, cuts: Cuts, param: str) -> Inline:
     comma = url.find(",", 5, 5 + MAX_DATA_URL_HEAD)
     # The form that vLLM accepts (`vllm/multimodal/media/connector.py`, `_load_data_url`):
-    # parameters
-    # such as `codecs=opus` may be between the media type and `base64`.
+    # parameters such as `codecs=opus` may be between the media type and `base64`.
     media_type, semicolon, encoding = url[5 : max(5, comma)].rpartition(";")
     if not semicolon or encoding != "base64":
         raise BadRequest(

@@ -43,7 +43,7 @@ class RequestContext:
         clients_key: whether the instances receive the client's own key, and not the proxy's.
         observers: receivers of the events.
         record: the events so far.
-        cuts: byte ranges cut out of the body; the bodies for instances contain them again.
+        cuts: media cut out of the body; they are put back into the bodies for instances.
         held: counter of the request's bytes in memory.
         models: the instances' names of models.
         model: the client's name of the model.

@@ -321,11 +321,11 @@ class Handovers:
     def _release(self, sending: Sending, prefilled: Prefilled, error: BaseException) -> None:
         """Ask decode to release the KV blocks of a prefill after its decode failed.
 
-        No release is sent in three cases. If a decode instance may have died of the request, no
+        A release is skipped in three cases. If a decode instance may have died of the request, no
         other one receives it, and the blocks stay until their lease expires. After a 500, decode's
         engine has notified prefill itself (after a 4xx it has not, because it rejected the request
-        earlier). If decode has sent the head of its answer, its abort notifies prefill: reading the
-        blocks after that would be too late.
+        earlier). If decode has sent the head of its answer, aborting it notifies prefill, and a
+        release would then read blocks that prefill has freed.
         """
         failure = error if isinstance(error, ProxyError) else None
         told = sending.accepted or (failure is not None and failure.engine_failed)

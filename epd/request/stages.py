@@ -198,8 +198,7 @@ class Stages:
             if on_head is not None:
                 on_head()
             # The client has seen no byte before the first one of a stream, or the last one of any
-            # other answer.
-            # Until then another instance can serve the request.
+            # other answer. Until then another instance can serve the request.
             try:
                 if reply.is_stream:
                     await reply.begun(idle_s)

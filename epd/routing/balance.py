@@ -137,9 +137,9 @@ def _distances(loads: Sequence[Load], key: bytes) -> list[float]:
 def _most(loads: Sequence[Load]) -> Callable[[Load], int]:
     """Return the maximum load of an instance before its keys move. At least one is always below it.
 
-    A load that exceeds `OUTLIER` times the upper bound of the lower half, plus one request, counts
-    only up to that limit, as far as the instance reported it. The limit is above the lowest load,
-    which therefore stays below the maximum.
+    The part of a load that an instance only reported is capped: at `OUTLIER` times the lower
+    median, plus one request. This proxy's own requests always count in full. The cap is above the
+    lowest load, which therefore stays below the maximum.
     """
     shares, pressures = sum(map(_share, loads)), sorted(map(_pressure, loads))
     usual = OUTLIER * (pressures[(len(loads) - 1) // 2] + len(loads) / shares)

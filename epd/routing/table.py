@@ -164,10 +164,10 @@ class InstanceTable:
     def usable(self, *roles: Role) -> Sequence[Candidate]:
         """Return the instances that may get the next request; empty only if there are none.
 
-        Each rule applies only if it leaves at least one instance. Exclude instances that are down.
-        Exclude drained ones. Exclude failing ones, unless they are more than half: then the cause
-        is probably elsewhere, and the rest would be overloaded. Exclude those that sent a
-        `Retry-After`.
+        Exclude instances that are down. Exclude drained ones, if another one is fit. Exclude
+        failing ones, unless they are more than half: then the cause is probably elsewhere, and the
+        rest would be overloaded. Exclude those that sent a `Retry-After`. A rule that would exclude
+        all instances is skipped.
         """
         pool: Sequence[Candidate] = self.all(*roles)
         if len(pool) == 1:
