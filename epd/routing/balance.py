@@ -138,7 +138,7 @@ def _most(loads: Sequence[Load]) -> Callable[[Load], int]:
     """Return the maximum load of an instance before its keys move. At least one is always below it.
 
     The part of a load that an instance only reported is capped: at `OUTLIER` times the lower
-    median, plus one request. This proxy's own requests always count in full. The cap is above the
+    median, plus one request. Local requests always count in full. The cap is above the
     lowest load, which therefore stays below the maximum.
     """
     shares, pressures = sum(map(_share, loads)), sorted(map(_pressure, loads))

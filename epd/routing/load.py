@@ -1,15 +1,15 @@
 """The load of one instance, as far as a proxy can determine it. No I/O.
 
-An instance's report includes this proxy's requests, as of some moment between the question and the
-answer. The highest number of own requests in that time is therefore subtracted from the report. The
-rest comes from other proxies, or directly from clients:
+An instance's report includes local requests (those of this proxy), as of some moment between the
+question and the answer. The highest number of local requests in that time is therefore subtracted
+from the report. The rest comes from other proxies, or directly from clients:
 
-    load = own requests now + max(0, reported - highest number of own requests meanwhile)
+    load = local requests now + max(0, reported - highest number of local requests meanwhile)
 
-So no own request is counted twice, own requests count as soon as they begin or end, and new
+So no local request is counted twice, local requests count as soon as they begin or end, and new
 requests of others count from the next report on. A request that an instance splits into several
 (`n`, several prompts) counts as what it is split into. Without a recent report, the load is the
-number of own requests.
+number of local requests.
 """
 
 import math
@@ -48,7 +48,7 @@ class Load:
     """The load of one instance.
 
     Attributes:
-        under_way: number of this proxy's requests at the instance.
+        under_way: number of local requests at the instance.
         value: the load, in requests.
         pressure: the load divided by the share; comparable between instances.
         ranks: loads of its data-parallel ranks; None if the instance distributes requests itself.
@@ -99,7 +99,7 @@ class Load:
         self._weigh()
 
     def begin(self, rank: int | None = None) -> None:
-        """Count the start of an own request, for one of the ranks if given."""
+        """Count the start of a local request, for one of the ranks if given."""
         self.under_way += 1
         if asking := self._since_s == math.inf:  # the outstanding report may include it
             self._asked = max(self._asked, self.under_way)
@@ -108,7 +108,7 @@ class Load:
         self._weigh()
 
     def end(self, rank: int | None = None) -> None:
-        """Count the end of an own request."""
+        """Count the end of a local request."""
         self.under_way -= 1
         if self.ranks is not None and rank is not None:
             self.ranks.end(rank)

@@ -22,7 +22,7 @@ class Ranks:
         return self._last
 
     def begin(self, rank: int, *, asking: bool = False) -> None:
-        """Count the start of an own request, with or without an outstanding report."""
+        """Count the start of a local request, with or without an outstanding report."""
         self._under_way[rank] += 1
         if asking:
             self._asked[rank] = max(self._asked[rank], self._under_way[rank])
