@@ -1,1 +1,1 @@
-"""The side that clients see: connections, bodies, who may come in, and how many."""
+"""Downstream side: client connections, request bodies, access, and admission control."""

@@ -1,4 +1,4 @@
-"""Who may use a route: the class of access it is declared with, and what opens it."""
+"""Access to routes: the class of access that a route is declared with, and its checks."""
 
 import hashlib
 import hmac
@@ -14,28 +14,29 @@ from epd.errors import RequestRefused, Unauthorized
 Headers = CIMultiDictProxy[str]
 
 ON_BEHALF = ("Forwarded", "X-Forwarded-For", "X-Real-IP", "Via", "Origin")
-"""Headers of a request that a proxy or a web page makes: its sender is on this machine, and who
-wants it need not be."""
+"""Headers of requests that a proxy or a web page sends on behalf of another client. The sender of
+such a request is on this machine, but the client behind it may be on any other."""
 FROM = "Sec-Fetch-Site"
-"""Who has a browser send this; no web page can set it."""
+"""Header that a browser sets to the relation of the page's origin to this origin; scripts cannot
+forge it."""
 OWN_PAGE = "same-origin"
 
 
 class Access(Enum):
-    """Whom a route answers."""
+    """Classes of access: the clients that a route answers."""
 
     OPEN = "open"
-    """Everybody."""
+    """All clients, without a key."""
     TENANT = "tenant"
-    """Who has an API key, where such keys are configured; else everybody."""
+    """Clients with an API key; all clients if no API keys are configured."""
     ADMIN = "admin"
-    """Who has the admin key; where none is configured, clients on this machine."""
+    """Clients with the admin key; without a configured one, clients on this machine."""
     REGISTRAR = "registrar"
-    """Who has the admin key; where none is configured, nobody."""
+    """Clients with the admin key; without a configured one, no client."""
 
 
 def bearer(headers: Headers) -> str:
-    """The key of a request; an empty string, which is no key, where it has none or several."""
+    """Return the bearer key of a request; an empty string if it has no key or several."""
     match headers.getall("Authorization", ()):
         case [one]:
             scheme, _, key = one.partition(" ")
@@ -45,11 +46,11 @@ def bearer(headers: Headers) -> str:
 
 
 def client_key(headers: Headers, header: str) -> str:
-    """The key of a request where its clients present it; an empty string where there is none.
+    """Return the client's key of a request; an empty string if it has no key or several.
 
     Args:
-        headers: the request's.
-        header: where keys are looked for that are not in `Authorization`.
+        headers: headers of the request.
+        header: header that carries the key if there is no `Authorization`.
     """
     if "Authorization" in headers:
         return bearer(headers)
@@ -61,35 +62,36 @@ def client_key(headers: Headers, header: str) -> str:
 
 
 def check_admin(admin_key: SecretStr | None, headers: Headers, peer: str | None) -> None:
-    """Let a request pass that may change or look into the fleet.
+    """Raise an error unless a request may use the operator's routes.
 
     Args:
-        admin_key: the one that is configured.
-        headers: the request's.
-        peer: the address at the other end of its connection, which no header can change.
+        admin_key: configured admin key; None if there is none.
+        headers: headers of the request.
+        peer: address of the connection's other end, which no header can change.
 
     Raises:
-        Unauthorized: the admin key is not among its headers.
-        RequestRefused: 403, there is no admin key, and it does not come from this machine.
+        Unauthorized: the headers lack the configured admin key.
+        RequestRefused: no admin key is configured, and the request comes from another machine
+            (403).
     """
     if admin_key is not None:
         presented = headers.getall("X-API-Key", None) or [bearer(headers)]
         if len(presented) != 1 or not _same(presented[0], admin_key.get_secret_value()):
-            raise Unauthorized("the admin key is needed: X-API-Key: <key>")
+            raise Unauthorized("the admin key is required: X-API-Key: <key>")
     elif not is_local(headers, peer):
         raise RequestRefused(
             403,
-            "without EPD_ADMIN_API_KEY this answers clients on the proxy's own machine alone",
+            "without EPD_ADMIN_API_KEY this route answers only clients on the proxy's own machine",
             slug="admin_only",
         )
 
 
 def check_registrar(admin_key: SecretStr | None, headers: Headers) -> None:
-    """Let a request pass that may say which instances there are, and so who reads all requests.
+    """Raise an error unless a request may register instances, which then get clients' requests.
 
     Raises:
-        RequestRefused: 403, as vLLM's `disagg_epd_proxy.py` answers: the admin key is not among its
-            headers, or there is none.
+        RequestRefused: the headers lack the admin key, or none is configured (403, as vLLM's
+            `disagg_epd_proxy.py` answers).
     """
     try:
         if admin_key is not None:
@@ -97,14 +99,14 @@ def check_registrar(admin_key: SecretStr | None, headers: Headers) -> None:
             return
     except Unauthorized:
         pass
-    raise RequestRefused(403, "the admin key is needed: X-API-Key: <key>", slug="admin_only")
+    raise RequestRefused(403, "the admin key is required: X-API-Key: <key>", slug="admin_only")
 
 
 def is_local(headers: Headers, peer: str | None) -> bool:
-    """Whether a client on this machine asks, and for itself.
+    """Return whether a client on this machine sends the request on its own behalf.
 
-    A `Host` that is a name of somebody else's is how a web page reaches a loopback address (DNS
-    rebinding).
+    `Host` must be a loopback address or `localhost`: with DNS rebinding, a web page reaches a
+    loopback address under a foreign host name.
     """
     try:
         host = urlsplit(f"//{headers.get('Host', '')}").hostname
@@ -114,7 +116,7 @@ def is_local(headers: Headers, peer: str | None) -> bool:
         _is_loopback(peer)
         and (host == "localhost" or _is_loopback(host))
         and not any(name in headers for name in ON_BEHALF)
-        # The page `/ui` may ask: a browser adds no Origin to its GETs, and does to all else.
+        # The page `/ui` may send GET: a browser adds no Origin to GET of the same origin.
         and all(site == OWN_PAGE for site in headers.getall(FROM, ()))
     )
 
@@ -129,7 +131,7 @@ def _is_loopback(host: str | None) -> bool:
 
 
 def _same(presented: str, key: str) -> bool:
-    """Compare digests: how long it takes tells neither what the key is nor how long."""
+    """Compare keys by their digests, so that the time reveals neither the key nor its length."""
     one, other = (
         hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
         for text in (presented, key)

@@ -1,4 +1,4 @@
-"""Who comes in, who waits, and who is sent away, all before a body is read."""
+"""Admission control: admit a request, queue it, or reject it before its body is read."""
 
 import asyncio
 from collections import Counter
@@ -18,22 +18,26 @@ Reason = Literal[
 ]
 
 REFUSALS: Mapping[Reason, tuple[type[TryLater], str, str]] = {
-    "tenant_rate": (TooManyRequests, "rate_limited", "your key has had its requests per minute"),
+    "tenant_rate": (
+        TooManyRequests,
+        "rate_limited",
+        "your key has reached its limit of requests per minute",
+    ),
     "tenant_requests": (
         TooManyRequests,
         "rate_limited",
-        "your key has as many requests at once as it may have",
+        "your key has reached its limit of concurrent requests",
     ),
-    "queue_full": (TooManyRequests, "queue_full", "too many requests are waiting already"),
-    "queue_timeout": (Overloaded, "overloaded", "no place became free in time"),
-    "body_bytes": (Overloaded, "overloaded", "the bodies of other requests take all the memory"),
+    "queue_full": (TooManyRequests, "queue_full", "the queue of waiting requests is full"),
+    "queue_timeout": (Overloaded, "overloaded", "the request waited too long in the queue"),
+    "body_bytes": (Overloaded, "overloaded", "the bodies of other requests use all the memory"),
     "tenant_bytes": (
         TooManyRequests,
         "rate_limited",
-        "the bodies of your key's other requests take all the memory it may have",
+        "the bodies of your key's other requests use all of its memory",
     ),
 }
-"""What each is answered: the error, its slug, its message."""
+"""Error, slug and message of the response for each reason of a rejection."""
 
 
 @dataclass(slots=True)
@@ -41,8 +45,8 @@ class TenantUse:
     """Requests and bytes of one tenant in this process.
 
     Attributes:
-        requests: inside or waiting.
-        body_bytes: of their bodies.
+        requests: number of requests that are admitted or queued.
+        body_bytes: bytes of the bodies of these requests.
     """
 
     requests: int = 0
@@ -50,10 +54,10 @@ class TenantUse:
 
 
 class AdmittedRequest:
-    """One request: its place and the bytes counted for it, until the context is left.
+    """Place and bytes of one request. The end of the context releases both.
 
     Attributes:
-        size: bytes that its body, and media that were fetched for it, are counted with.
+        size: bytes counted for the request: its body, and the media fetched for it.
     """
 
     __slots__ = ("_admission", "_tenant", "_ticket", "_use", "size")
@@ -66,18 +70,16 @@ class AdmittedRequest:
         self.size = 0
 
     def __enter__(self) -> Self:
-        """Begin with nothing."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give back what it has."""
         self.release()
         if self._ticket is not None:
             self._use.requests -= 1
             self._admission.door.leave(self._ticket)
 
     def arrive(self) -> Ticket:
-        """Return a ticket, which may have to wait its `turn`.
+        """Return a ticket, which may have to wait for its `turn`.
 
         Raises:
             TooManyRequests: the tenant has too many requests, or the queue is full.
@@ -87,11 +89,10 @@ class AdmittedRequest:
 
     @property
     def scope(self) -> str:
-        """Name of the tenant."""
         return self._tenant.name
 
     def beside(self) -> "AdmittedRequest":
-        """Return what other bytes of the same tenant are counted with."""
+        """Return a separate count of bytes for the same tenant."""
         return AdmittedRequest(self._admission, self._tenant)
 
     def add(self, size: int) -> None:
@@ -106,15 +107,15 @@ class AdmittedRequest:
         """Count at least `size` bytes.
 
         Raises:
-            Overloaded: with those of all others they would be too many.
-            TooManyRequests: with the tenant's others they would be.
+            Overloaded: the bytes of all requests would exceed the limit.
+            TooManyRequests: the bytes of the tenant's requests would exceed its limit.
         """
         if size > self.size:
             self._admission.take_bytes(self._use, size - self.size)
             self.size = size
 
     def release(self) -> None:
-        """Stop counting the body, which is not in memory any more."""
+        """Stop counting the bytes: the body is no longer in memory."""
         if self.size:
             self._admission.body_bytes -= self.size
             self._use.body_bytes -= self.size
@@ -122,16 +123,16 @@ class AdmittedRequest:
 
 
 class Admission:
-    """The limits of one process, and what is in it. Belongs to one event loop.
+    """Admission control of one process: its limits and its current use. Bound to one event loop.
 
     Attributes:
-        door: who is inside and who waits.
-        body_bytes: of all bodies now.
-        refused: how many were sent away, and why.
+        door: admitted and queued requests.
+        body_bytes: bytes of all bodies in memory.
+        refused: number of rejected requests, by reason.
     """
 
     def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
-        """Begin empty; `clock` never goes back."""
+        """Start without requests. `clock` is monotonic, in seconds."""
         self._limits = limits
         self._clock = clock
         self._pace = _pace(limits)
@@ -141,17 +142,17 @@ class Admission:
         self.refused: Counter[Reason] = Counter()
 
     def adopt(self, limits: Limits) -> None:
-        """Have other limits from now on."""
+        """Replace the limits; admitted and queued requests stay."""
         if limits.tenant_per_minute != self._limits.tenant_per_minute:
             self._pace = _pace(limits)
         self._limits = limits
         self.door.resize(limits.requests, limits.queue)
 
     def keep_pace(self, tenant: Tenant) -> None:
-        """Count a request of this tenant.
+        """Count a request for the tenant's rate limit.
 
         Raises:
-            TooManyRequests: it has had its share of this minute.
+            TooManyRequests: the tenant has reached its requests per minute.
         """
         wait_s = 0.0 if self._pace is None else self._pace.take(tenant, self._clock())
         if wait_s:
@@ -162,14 +163,14 @@ class Admission:
         return AdmittedRequest(self, tenant)
 
     def use_of(self, tenant: Tenant) -> TenantUse:
-        """Return the use of a tenant. One is kept per tenant, so that the keys file bounds them."""
+        """Return the use of a tenant. One object is kept per tenant: the keys file bounds them."""
         use = self._uses.get(tenant.name)
         if use is None:
             use = self._uses[tenant.name] = TenantUse()
         return use
 
     def arrive(self, tenant: Tenant, use: TenantUse) -> Ticket:
-        """Count a request that has come, for `AdmittedRequest` alone."""
+        """Count a new request. Only `AdmittedRequest` calls this."""
         most = self._limits.tenant_requests
         if most is not None and use.requests >= most:
             raise self._refusal("tenant_requests")
@@ -181,11 +182,11 @@ class Admission:
         return ticket
 
     async def turn(self, ticket: Ticket) -> None:
-        """Wait for a place.
+        """Wait until the ticket has a place.
 
         Raises:
-            TooManyRequests: the ticket had to make room in the queue.
-            Overloaded: it waited too long.
+            TooManyRequests: the request was removed from the full queue for another tenant's.
+            Overloaded: the request waited longer than `queue_timeout_s`.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(self._limits.queue_timeout_s):
@@ -194,11 +195,11 @@ class Admission:
             raise self._refusal("queue_timeout" if ticket.where == "queue" else "queue_full")
 
     def take_bytes(self, use: TenantUse, size: int) -> None:
-        """Count more bytes of a tenant's bodies, for `AdmittedRequest` alone.
+        """Count more bytes of a tenant's bodies. Only `AdmittedRequest` calls this.
 
         Raises:
-            Overloaded: they would be too many.
-            TooManyRequests: they would be too many of this tenant's.
+            Overloaded: the bytes of all requests would exceed the limit.
+            TooManyRequests: the bytes of the tenant's requests would exceed its limit.
         """
         most = self._limits.tenant_body_bytes
         if most is not None and use.body_bytes + size > most:

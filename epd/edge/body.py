@@ -1,4 +1,4 @@
-"""A request's body, as far as it is accepted."""
+"""Reading of a request's body, within the limits of size, rate and time."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,27 +10,28 @@ from epd.errors import RequestRefused
 from epd.media.held import max_body_bytes
 
 GRACE_S = 5.0
-"""Before a body must have come at the least rate: clients make up what they send as they go."""
+"""Seconds before the minimum rate of a body applies: clients may create the body while they send.
+"""
 
 
 Grown = Callable[[int], None]
-"""Told how many bytes have come so far; what it raises ends the reading."""
+"""Function called with the number of bytes received so far. An exception of it ends the reading."""
 
 
 async def read_body(request: web.Request, config: ProxyConfig, grown: Grown) -> bytes | bytearray:
-    """The whole body, in time and within its limit.
+    """Return the whole body of a request.
 
     Raises:
-        RequestRefused: it is encoded (415), too large (413) or too slow (408).
+        RequestRefused: the body is encoded (415), too large (413) or too slow (408).
     """
-    # A few bytes can be made to unpack into any number, and nobody packs pictures twice.
+    # A few compressed bytes may unpack into any number, and images are compressed already.
     encoding = request.headers.get(hdrs.CONTENT_ENCODING)
     if encoding is not None and encoding.lower() != "identity":
         raise RequestRefused(
             415, "the body must have no Content-Encoding", slug="unsupported_encoding"
         )
     limit = max_body_bytes(config)
-    if request.content.is_eof():  # it came with its head
+    if request.content.is_eof():  # the body arrived with the head
         body = request.content.read_nowait()
         _count(len(body), limit, grown)
         return body
@@ -40,13 +41,13 @@ async def read_body(request: web.Request, config: ProxyConfig, grown: Grown) -> 
     try:
         return await _collect(request, config, grown)
     except TimeoutError:
-        raise RequestRefused(408, "the body did not come in time", slug="body_timeout") from None
+        raise RequestRefused(408, "the body did not arrive in time", slug="body_timeout") from None
 
 
 async def _collect(request: web.Request, config: ProxyConfig, grown: Grown) -> bytes | bytearray:
     started, limit = asyncio.get_running_loop().time(), max_body_bytes(config)
     latest = started + config.body_timeout_s
-    parts = bytearray()  # a list of parts would cost 40 times what a client sends byte by byte
+    parts = bytearray()  # a list of one-byte parts would need 40 times the memory
     async with asyncio.timeout_at(min(latest, started + GRACE_S)) as deadline:
         while chunk := await request.content.readany():
             parts += chunk
@@ -63,13 +64,13 @@ def _count(size: int, limit: int, grown: Grown) -> None:
 
 
 async def _ask_for(request: web.Request) -> None:
-    """Say `100 Continue` to a client that waits for it, now that all checks are passed."""
+    """Send `100 Continue` to a client that waits for it, once the request has passed all checks."""
     expected = request.headers.get(hdrs.EXPECT, "").lower()
     if expected == "100-continue" and request.version >= HttpVersion11:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0  # it is no part of the answer
+        request.writer.output_size = 0  # it is not part of the response
 
 
 def too_large(limit: int) -> RequestRefused:
-    """The answer to a body of more than `limit` bytes."""
+    """Return the error for a body of more than `limit` bytes."""
     return RequestRefused(413, f"the body is larger than {limit} bytes", slug="body_too_large")

@@ -1,24 +1,24 @@
-"""Which requests of web pages a browser lets through (CORS), by the rules of vLLM's server. Pure.
+"""Cross-origin rules (CORS) for requests of web pages, the same as those of vLLM's server. Pure.
 
-vLLM has starlette's `CORSMiddleware`. Status, headers and the text of a refusal are the same here.
+vLLM uses starlette's `CORSMiddleware`. Status, headers and text of a rejection are the same here.
 """
 
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 ANY = "*"
-"""Stands for every origin, method or header."""
+"""Wildcard for all origins, methods or headers."""
 
 METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 
 SAFELISTED = frozenset({"Accept", "Accept-Language", "Content-Language", "Content-Type"})
-"""Headers that a page may always set."""
+"""Request headers that a page may always set."""
 
 MAX_AGE_S = 600
-"""How long a browser may keep the answer to a preflight, in seconds."""
+"""Time for which a browser may cache the answer to a preflight, in seconds."""
 
 ASKED = "Access-Control-Request-Method"
-"""Header by which an OPTIONS request is a preflight."""
+"""Header that makes an OPTIONS request a preflight."""
 
 VARY = (
     "Origin, Access-Control-Request-Method, Access-Control-Request-Headers, "
@@ -27,11 +27,11 @@ VARY = (
 
 
 class Preflight(NamedTuple):
-    """The answer to a preflight.
+    """Answer to a preflight.
 
     Attributes:
-        refused: what the request has that is not allowed; empty where the browser may go on.
-        headers: of the answer, whether refused or not.
+        refused: parts of the request that are not allowed; empty if the browser may continue.
+        headers: headers of the answer, for both results.
     """
 
     refused: tuple[str, ...]
@@ -39,7 +39,7 @@ class Preflight(NamedTuple):
 
 
 class CrossOrigin:
-    """Origins, methods and headers that web pages may use."""
+    """Rules for the origins, methods and headers that web pages may use."""
 
     def __init__(
         self,
@@ -49,13 +49,13 @@ class CrossOrigin:
         *,
         credentials: bool,
     ) -> None:
-        """Allow these; `*` in a list is all of its kind.
+        """Allow these values; `*` in a collection allows all of its kind.
 
         Args:
-            origins: as browsers write them, such as `https://chat.example.com`.
+            origins: origins as browsers write them, such as `https://chat.example.com`.
             methods: HTTP methods.
-            headers: names of request headers, beside `SAFELISTED`.
-            credentials: whether a page may have cookies and client certificates sent along.
+            headers: names of request headers, in addition to `SAFELISTED`.
+            credentials: whether requests of a page may carry cookies and client certificates.
         """
         self._origins = frozenset(origins)
         self._methods = METHODS if ANY in methods else tuple(methods)
@@ -65,7 +65,7 @@ class CrossOrigin:
         self._credentials = {"Access-Control-Allow-Credentials": "true"} if credentials else {}
 
     def preflight(self, headers: Mapping[str, str]) -> Preflight | None:
-        """Answer a preflight; None: an OPTIONS request with these headers is not a preflight."""
+        """Return the answer to a preflight; None if the headers are not those of a preflight."""
         origin, method = headers.get("Origin"), headers.get(ASKED)
         if origin is None or method is None:
             return None
@@ -92,9 +92,9 @@ class CrossOrigin:
         return Preflight(refused, answer)
 
     def answer(self, origin: str | None) -> dict[str, str]:
-        """Headers of every other answer, by the request's `Origin`.
+        """Return the headers of every other response, for the request's `Origin`.
 
-        A cache keeps the answers to different origins apart (`Vary`).
+        `Vary` makes caches separate the responses to different origins.
         """
         if origin is None or not self._allows(origin):
             return {"Vary": "Origin"}
@@ -108,7 +108,7 @@ class CrossOrigin:
         return ANY if ANY in self._origins else origin
 
     def _takes(self, asked: str) -> bool:
-        # What is mirrored becomes a header of the answer.
+        # With all headers allowed, this value is copied into a header of the answer.
         if self._all_headers:
             return asked.isascii() and asked.isprintable()
         return all(name.strip().lower() in self._lower for name in asked.split(","))

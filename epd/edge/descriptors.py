@@ -1,21 +1,22 @@
-"""How many files and sockets this process may have open."""
+"""Limit of open files and sockets (descriptors) of this process."""
 
 import resource
 
 RESERVED = 64
-"""Descriptors for what is no connection: the listeners, logs, the event loop, the store."""
+"""Descriptors for other uses than connections: listeners, logs, the event loop, the store."""
 PER_CLIENT = 3
-"""A client's own, and two to instances: most requests have one there at a time, and idle ones are
-kept. One with many items has more (`encoding.AT_ONCE`) for as long as they are encoded."""
+"""Descriptors per client: its own connection, and two to instances. Most requests have one upstream
+connection at a time, and idle ones are kept open. A request with many items has more
+(`encoding.AT_ONCE`) while they are encoded."""
 
 
 def raise_limit() -> None:
-    """Allow as many as the system lets this process have, and those that it starts."""
+    """Raise the limit of descriptors to the hard limit, for this process and its children."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def client_connections() -> int:
-    """How many clients may be connected so that there is a descriptor for what they ask for."""
+    """Return how many clients may be connected so that each has `PER_CLIENT` descriptors."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(1, (soft - RESERVED) // PER_CLIENT)

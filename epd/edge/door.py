@@ -1,4 +1,4 @@
-"""Who is inside, who waits, and in which order."""
+"""Places for admitted requests, and the fair queue for the requests that wait for one."""
 
 import asyncio
 from dataclasses import dataclass
@@ -9,35 +9,35 @@ from epd.tenants import Tenant
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One request on its way in."""
+    """One request in the queue or with a place."""
 
     tenant: Tenant
     where: Literal["queue", "inside", "sent_away"] = "queue"
     _called: asyncio.Event | None = None
 
     def call(self, where: Literal["inside", "sent_away"]) -> None:
-        """End its wait."""
+        """End the wait of the ticket with this result."""
         self.where = where
         if self._called is not None:
             self._called.set()
 
     async def wait(self) -> None:
-        """Until it is called."""
+        """Wait until the ticket has a place or is removed from the queue."""
         if self.where == "queue":
             self._called = asyncio.Event()
             await self._called.wait()
 
 
 class QueueFull(Exception):
-    """There is no place, and none to wait for one."""
+    """Error: all places are taken, and the queue is full."""
 
 
 class Door:
-    """So many at once are inside; the others wait, first come, first served, tenants in turn.
+    """Bounded places and a bounded queue, fair between tenants.
 
-    A place that becomes free goes to the next tenant's first request. In a full queue a newcomer
-    takes the place of the last one of the tenant that has most waiting: no tenant's requests can
-    keep another's out, and none has places set aside that nobody uses.
+    A free place goes to the oldest request of the next tenant, in round robin. If the queue is
+    full, a new request replaces the newest request of the tenant with the most queued requests. So
+    no tenant can lock out another one, and no place is reserved and unused.
     """
 
     def __init__(self, places: int, queue: int) -> None:
@@ -46,15 +46,16 @@ class Door:
         self._places = places
         self._queue = queue
         self._lines: dict[Tenant, dict[Ticket, None]] = {}
-        """No line is empty; the first one's turn is next. Dicts, as those who wait may leave."""
+        """Queues per tenant, none of them empty; the first one is next. Each queue is a dict,
+        because a request may leave from any position."""
 
     def arrive(self, tenant: Tenant) -> Ticket:
-        """A ticket, inside or waiting, to be given to `leave` once.
+        """Return a ticket, with a place or in the queue. It must be passed to `leave` once.
 
         Raises:
-            QueueFull: it could not even wait.
+            QueueFull: all places are taken, and the queue has no room for this tenant.
         """
-        if self.inside < self._places:  # nobody waits then
+        if self.inside < self._places:  # then the queue is empty
             self.inside += 1
             return Ticket(tenant, "inside")
         ticket = Ticket(tenant)
@@ -65,7 +66,7 @@ class Door:
         return ticket
 
     def leave(self, ticket: Ticket) -> None:
-        """Give back its place, wherever it is."""
+        """Release the ticket's place, or remove it from the queue."""
         if ticket.where == "queue":
             self._unqueue(ticket)
         elif ticket.where == "inside":
@@ -74,7 +75,7 @@ class Door:
                 self._fill()
 
     def resize(self, places: int, queue: int) -> None:
-        """Have so many from now on. Who is inside or waits already, stays."""
+        """Set the numbers of places and of queued requests. Present requests stay."""
         self._places = places
         self._queue = queue
         self._fill()
@@ -97,7 +98,7 @@ class Door:
 
     def _make_room(self, tenant: Tenant) -> None:
         longest = max(self._lines.values(), key=len, default={})
-        # A line as long would only change places with the newcomer's.
+        # If the longest line exceeds the tenant's own by at most 1, a swap would gain nothing.
         if len(longest) <= len(self._lines.get(tenant, ())) + 1:
             raise QueueFull
         last = next(reversed(longest))

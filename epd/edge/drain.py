@@ -1,4 +1,4 @@
-"""How long a request may run: until its own time has passed, or the application's life ends."""
+"""End of requests: at their own deadlines, and when the application drains."""
 
 import asyncio
 import math
@@ -11,14 +11,14 @@ from epd.errors import Overloaded, ProxyError, UpstreamTimeout
 
 
 class Drain:
-    """Which requests run, and whether the application is about to stop.
+    """Running requests of an application, and the state of its drain.
 
-    One timer serves them all: it is set for the earliest end, and looks again from there.
+    One timer serves all requests: it is set for the earliest deadline, and then for the next one.
 
     Attributes:
-        began: it is, and whoever sends requests should send them elsewhere.
-        over: it has, and what still runs is ended.
-        running: the requests.
+        began: whether the drain has begun: clients should send requests to another process.
+        over: whether `cut` was called: running requests are ended.
+        running: running requests.
     """
 
     def __init__(self) -> None:
@@ -30,11 +30,11 @@ class Drain:
         self._timer_s = math.inf
 
     def begin(self) -> None:
-        """Say from now on that the application is about to stop. Requests are served as before."""
+        """Begin the drain. Requests are still served as before."""
         self.began = True
 
     def cut(self) -> None:
-        """End the requests that run: what they are in the middle of raises `Overloaded`."""
+        """End the running requests with `Overloaded`."""
         self.over = True
         self._end_late(math.inf)
 
@@ -45,7 +45,7 @@ class Drain:
             await self._none_runs.wait()
 
     def add(self, request: "Bounded") -> None:
-        """A request runs, for `Bounded` alone."""
+        """Register a running request. Only `Bounded` calls this."""
         self.running.add(request)
         if self.over:
             request.end_soon()
@@ -53,14 +53,18 @@ class Drain:
             self._set_timer(request.until_s)
 
     def ended(self, request: "Bounded") -> None:
-        """A request runs no longer, for `Bounded` alone."""
+        """Remove a request that has ended. Only `Bounded` calls this."""
         self.running.discard(request)
         if not self.running and self._none_runs is not None:
             self._none_runs.set()
             self._none_runs = None
 
     def bounded(self, until_s: float = math.inf) -> "Bounded":
-        """Run a request in this context, until `cut` or a time on the monotonic clock."""
+        """Return a context for one request, which ends at `cut` or at `until_s`.
+
+        Args:
+            until_s: deadline on the monotonic clock, in seconds.
+        """
         return Bounded(self, until_s)
 
     def _set_timer(self, when_s: float) -> None:
@@ -85,12 +89,12 @@ class Drain:
 
 
 class Bounded:
-    """The time that one request has, as `asyncio.timeout` would bound it without a timer each.
+    """Deadline of one request: `asyncio.timeout` without a timer per request.
 
     A task has one such context at a time.
 
     Attributes:
-        until_s: when the time has passed, on the monotonic clock.
+        until_s: deadline on the monotonic clock, in seconds.
     """
 
     __slots__ = ("_cancelled", "_cancels", "_drain", "_ending", "_task", "until_s")
@@ -105,7 +109,7 @@ class Bounded:
         self.until_s = until_s
 
     def end_soon(self) -> None:
-        """Cancel the task once the loop is back, if the context has not ended by then."""
+        """Cancel the task in the next iteration of the loop, unless the context ends first."""
         if self._ending is None:
             self._ending = self._task.get_loop().call_soon(self._end)
 
@@ -114,10 +118,10 @@ class Bounded:
         self._task.cancel()
 
     def __enter__(self) -> None:
-        """Begin.
+        """Start the deadline of the current task.
 
         Raises:
-            RuntimeError: there is no task to end.
+            RuntimeError: the code does not run in a task.
         """
         task = asyncio.current_task()
         if task is None:
@@ -128,11 +132,11 @@ class Bounded:
     def __exit__(
         self, kind: object, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End.
+        """Replace the cancellation by the error that caused it.
 
         Raises:
-            Overloaded: the application's time is over.
-            UpstreamTimeout: the request's has passed.
+            Overloaded: the application's drain ended the request.
+            UpstreamTimeout: the request reached its deadline.
         """
         self._drain.ended(self)
         if self._ending is None:

@@ -1,7 +1,7 @@
 """Headers of vLLM's server that clients and instances exchange through the proxy. Pure.
 
 The names are those of vLLM 0.32 (`entrypoints/generate/base/serving.py`,
-`entrypoints/serve/utils/orca_metrics.py`). All other headers of clients reach no instance.
+`entrypoints/serve/utils/orca_metrics.py`). No other header of a client is forwarded from here.
 """
 
 import re
@@ -10,36 +10,37 @@ from collections.abc import Mapping
 from multidict import CIMultiDictProxy
 
 SESSION = "X-Session-ID"
-"""Which session a request is one of. Instances are told it beside the field `session_id`."""
+"""Header with the session of a request. It is forwarded in addition to the field `session_id`."""
 
 PRIORITY = "X-Vllm-Priority"
-"""A request's place among those that wait; it goes before the field `priority`."""
+"""Header with a request's priority in the engine's queue. It overrides the field `priority`."""
 
 LOAD_FORMAT = "endpoint-load-metrics-format"
-"""How the client wants to be told the instance's load."""
+"""Request header with the format in which the client wants the instance's load."""
 
 LOAD = "endpoint-load-metrics"
-"""The instance's load, in an answer that is not a stream (ORCA)."""
+"""Response header with the instance's load, for responses that are not streams (ORCA)."""
 
 METADATA = "metadata"
-"""What is where in an answer of embeddings or pooled states as bytes (`encoding_format`)."""
+"""Response header that describes the layout of embeddings or pooled states sent as bytes
+(`encoding_format`)."""
 
 FORMATS = frozenset({"text", "json"})
 
 INTEGER = re.compile(r"[+-]?[0-9]{1,19}")
 PRIORITIES = range(-(2**63), 2**63)
-"""Values of the field `priority`. vLLM does not check those of the header."""
+"""Valid values of the field `priority`. vLLM does not check the range of the header."""
 
 MAX_CHARACTERS = 4096
-"""Length of a client's header that goes on. An instance's is bounded by its head."""
+"""Upper bound of the length of a forwarded header."""
 
 
 def sent_on(headers: CIMultiDictProxy[str], *, trusted: bool) -> dict[str, str]:
-    """Return the headers that instances are sent of a client's.
+    """Return the client's headers that are forwarded to instances.
 
     Args:
-        headers: the client's.
-        trusted: whether the client may learn an instance's load.
+        headers: headers of the client's request.
+        trusted: whether the client may see an instance's load.
     """
     kept = {}
     if session := _only(headers, SESSION):
@@ -50,9 +51,9 @@ def sent_on(headers: CIMultiDictProxy[str], *, trusted: bool) -> dict[str, str]:
 
 
 def priority_of(headers: CIMultiDictProxy[str]) -> int | None:
-    """Return the priority that the headers give a request.
+    """Return the priority in the headers of a request.
 
-    None without one, or where vLLM takes the field instead: the header is not an integer.
+    None if there is no header or it is not an integer: vLLM then uses the field `priority`.
     """
     if PRIORITY not in headers:
         return None
@@ -63,7 +64,7 @@ def priority_of(headers: CIMultiDictProxy[str]) -> int | None:
 
 
 def passed_back(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the headers that a client is sent of an instance's."""
+    """Return the instance's headers that are passed to the client."""
     return {
         name: value
         for name in (LOAD, METADATA)
@@ -72,7 +73,7 @@ def passed_back(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 def _only(headers: CIMultiDictProxy[str], name: str) -> str:
-    """The value of a header; an empty string where there is none, or several."""
+    """Return the value of a header; an empty string if it is missing, repeated or invalid."""
     if name not in headers:
         return ""
     match headers.getall(name, ()):

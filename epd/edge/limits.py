@@ -1,4 +1,4 @@
-"""How many requests and bytes one process lets in."""
+"""Limits of requests and bytes for the admission control of one process."""
 
 from dataclasses import dataclass
 
@@ -8,16 +8,16 @@ from epd.media.held import max_body_bytes
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one process lets in.
+    """Limits of one process.
 
     Attributes:
-        requests: so many at once.
-        queue: so many wait for a place.
-        queue_timeout_s: so long.
-        body_bytes: so many bytes of bodies at once.
-        tenant_requests: so many of a tenant at once, those that wait included.
-        tenant_per_minute: so many of a tenant in a minute.
-        tenant_body_bytes: so many bytes of a tenant's bodies at once.
+        requests: concurrent requests.
+        queue: requests that wait for a place.
+        queue_timeout_s: longest wait for a place, in seconds.
+        body_bytes: bytes of all bodies in memory.
+        tenant_requests: concurrent requests of one tenant, queued ones included; None: no limit.
+        tenant_per_minute: requests of one tenant per minute; None: no limit.
+        tenant_body_bytes: bytes of one tenant's bodies in memory; None: no limit.
     """
 
     requests: int
@@ -30,14 +30,18 @@ class Limits:
 
 
 def limits_of(config: ProxyConfig) -> Limits:
-    """Each worker's share: together they keep to what is configured, whoever gets which request."""
+    """Return one worker's share of the configured limits.
+
+    The workers together keep the configured limits, for any distribution of the requests.
+    """
     share, most, pace = (
         config.workers,
         config.tenant_max_requests,
         config.tenant_requests_per_minute,
     )
     body_bytes = max(1, config.max_inflight_bytes // share)
-    # Half, or what is announced and never sent could shut all others out; but one body always fits.
+    # A tenant gets half: bodies that it announces and never sends cannot lock out the other
+    # tenants. One body of the largest size always fits.
     tenants = max(body_bytes // 2, max_body_bytes(config))
     return Limits(
         requests=max(1, config.max_requests // share),

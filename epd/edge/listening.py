@@ -1,4 +1,4 @@
-"""Where clients connect, with TLS or without."""
+"""Listening sockets for clients, with TLS or without."""
 
 import asyncio
 import socket
@@ -17,22 +17,22 @@ from epd.edge.protocol import Runner, Server
 
 BACKLOG = 65535
 """Connections that the kernel holds until the event loop accepts them, per listening socket. Linux
-lowers it to `net.core.somaxconn`, which `epd doctor` looks at. Beyond it, the kernel drops the
+lowers it to `net.core.somaxconn`, which `epd doctor` checks. Beyond it, the kernel drops the
 packets of further clients, which send them again after 1 s."""
 ACCEPT_AGAIN_S = 0.5
-"""After a connection could not be accepted."""
+"""Delay after a failed accept, in seconds."""
 
 
 class CannotListen(Exception):
-    """Clients cannot connect where they should."""
+    """Error: the configured address cannot be listened on."""
 
 
 @contextmanager
 def binding(config: ProxyConfig) -> Iterator[None]:
-    """While sockets are bound to the configured address.
+    """Convert errors of binding sockets to the configured address.
 
     Raises:
-        CannotListen: the operating system refuses one.
+        CannotListen: the operating system rejects the address.
     """
     try:
         yield
@@ -42,12 +42,12 @@ def binding(config: ProxyConfig) -> Iterator[None]:
 
 
 class Handshakes:
-    """Accepts TLS connections, and counts those whose handshake has not ended.
+    """Server that accepts TLS connections and limits the number of unfinished handshakes.
 
-    A loop's own server says nothing of a connection before that, and takes as many as come.
+    asyncio's own server reports a connection only after its handshake, and accepts any number.
 
     Attributes:
-        sockets: what it listens on.
+        sockets: listening sockets.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class Handshakes:
         live: LiveConfig,
         background: Background,
     ) -> None:
-        """Begin to accept: handshakes may take as long as heads.
+        """Begin to accept. A handshake may take `header_timeout_s`, as a request's head may.
 
         Args:
-            server: makes a connection's protocol.
-            sockets: what it listens on.
-            tls: the context that clients are served with.
-            live: says what connections are limited by.
-            background: runs the loops that accept.
+            server: factory of a connection's protocol.
+            sockets: listening sockets.
+            tls: TLS context for clients.
+            live: configuration with the limits of connections.
+            background: runner of the tasks that accept.
         """
         self.sockets = sockets
         self._server = server
@@ -80,7 +80,7 @@ class Handshakes:
         self._accepting = [self._loop.create_task(self._listen(it)) for it in sockets]
 
     def close(self) -> None:
-        """Accept no more. Handshakes that have begun go on."""
+        """Stop accepting. Handshakes that have begun continue."""
         for accepting in self._accepting:
             accepting.cancel()
 
@@ -92,7 +92,7 @@ class Handshakes:
         while True:
             try:
                 client, _ = await self._loop.sock_accept(listener)
-            except OSError:  # no descriptor is left, or the client is gone
+            except OSError:  # out of descriptors, or the client disconnected
                 await asyncio.sleep(ACCEPT_AGAIN_S)
             else:
                 try:
@@ -110,7 +110,7 @@ class Handshakes:
         shaking.add_done_callback(self._begun.discard)
 
     async def _shake(self, client: socket.socket) -> None:
-        with suppress(OSError):  # what is wrong with a handshake; the loop has closed it
+        with suppress(OSError):  # the handshake failed; the loop has closed the socket
             await self._loop.connect_accepted_socket(
                 self._server,
                 client,
@@ -120,12 +120,19 @@ class Handshakes:
 
 
 class Site(web.BaseSite):
-    """Where clients connect. A TLS handshake has as long as a head, and not asyncio's 60 s."""
+    """Listening address. A TLS handshake may take `header_timeout_s` instead of asyncio's 60 s."""
 
     def __init__(
         self, runner: Runner, tls: ssl.SSLContext | None, background: Background, **where: Any
     ) -> None:
-        """Take what `loop.create_server` takes: `host` and `port`, or a `sock`, a Unix one too."""
+        """Set the address, as for `loop.create_server`.
+
+        Args:
+            runner: runner of the application.
+            tls: TLS context for clients; None for plain HTTP.
+            background: runner of the tasks that accept TLS connections.
+            where: `host` and `port`, or `sock`, which may be a Unix socket.
+        """
         super().__init__(runner, ssl_context=tls)
         self._background = background
         self._where = where
@@ -133,7 +140,6 @@ class Site(web.BaseSite):
 
     @property
     def name(self) -> str:
-        """What aiohttp calls it."""
         return f"epd {self._where}"
 
     @property
@@ -142,7 +148,7 @@ class Site(web.BaseSite):
         return listener is not None and listener.family == socket.AF_UNIX
 
     async def start(self) -> None:
-        """Listen.
+        """Listen on the address.
 
         Raises:
             OSError: the address cannot be listened on.

@@ -1,18 +1,18 @@
-"""The path that a reverse proxy has before those of this proxy's routes."""
+"""Path prefix that a reverse proxy puts before the paths of this proxy's routes."""
 
 from aiohttp.http_parser import RawRequestMessage
 from yarl import URL
 
 
 def without_prefix(message: RawRequestMessage, prefix: str) -> RawRequestMessage:
-    """Return a request for the path below a prefix; a request for another path as it is.
+    """Return a request's head with the prefix removed from its path.
 
-    A reverse proxy may have removed the prefix already. As in vLLM's server (starlette's
-    `root_path`), both forms are answered.
+    A path without the prefix is unchanged: a reverse proxy may have removed it already. As in
+    vLLM's server (starlette's `root_path`), both forms are answered.
 
     Args:
-        message: the request's head.
-        prefix: begins with a slash and does not end in one, such as `/vllm`.
+        message: head of the request.
+        prefix: prefix with a leading slash and no trailing one, such as `/vllm`.
     """
     path = message.url.raw_path
     if path != prefix and not path.startswith(f"{prefix}/"):

@@ -1,8 +1,9 @@
-"""A client's connection: what aiohttp leaves open to those who send bad HTTP, or send it slowly.
+"""Client connections: protection against invalid and slow HTTP, in addition to aiohttp's.
 
-aiohttp parses and answers. Added here are an end to waiting, for a request's head and for a client
-that does not read; a check of what its parser lets through; a limit on connections; and our shape
-for errors that no handler sees. Nothing of a request is logged or quoted: its headers hold keys.
+aiohttp parses requests and writes responses. This module adds timeouts for a request's head and for
+a client that does not read, a check of requests that aiohttp's parser accepts, a limit on
+connections, and OpenAI's shape for errors that reach no handler. No part of a request is logged or
+quoted: its headers hold keys.
 """
 
 import asyncio
@@ -27,25 +28,27 @@ from epd.errors import Overloaded, ProxyError, RequestRefused
 from epd.events import Observer, RequestRecord
 
 SERVER = "epd"
-"""Our `Server` header. aiohttp's own tells which holes to try."""
+"""Value of the `Server` header. aiohttp's own value would reveal its version to attackers."""
 WRITE_BUFFER_BYTES = 1024**2
-"""What a client has not taken yet; with more than that, decode is not read any further."""
+"""Upper bound of the bytes that wait for a client to read them. Above it, reading from decode
+pauses."""
 LINGER_S = 5.0
-"""How long we still read, and throw away, what a client sends that has had its final answer. A
-connection closed on unread bytes is reset, and the answer may be lost with it."""
+"""Seconds for which the proxy reads and discards a client's bytes after the final response. If a
+connection is closed with unread bytes, it is reset, and the client may lose the response."""
 MAX_REFUSALS = 64
-"""Connections above the limit that are told so at one time; others are closed without a word."""
+"""Upper bound of the connections above the limit that get an error response at one time. Further
+ones are closed without a response."""
 
 
 DIRECT = web.AppKey("direct", Mapping[str, Handler])
-"""Handlers of `POST` requests by path, which are called without aiohttp's router."""
+"""Handlers of `POST` requests by path, called without aiohttp's router."""
 
 
 class Connection(web.RequestHandler):
-    """One client's connection.
+    """Connection of one client.
 
     Attributes:
-        stalled: whether it was ended because the client did not read its answer.
+        stalled: whether the connection was aborted because the client did not read the response.
     """
 
     __slots__ = (
@@ -63,7 +66,7 @@ class Connection(web.RequestHandler):
         super().__init__(server, **kwargs)
         self._server = server
         self._live = live
-        self._begun = False  # has a byte come of the head that is waited for?
+        self._begun = False  # has a byte of the next head arrived?
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._last_payload: StreamReader = EMPTY_PAYLOAD
@@ -71,7 +74,7 @@ class Connection(web.RequestHandler):
         self.stalled = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin to wait for a head, or turn the client away where there are too many."""
+        """Begin to wait for a head, or reject the connection if too many are open."""
         opened = cast("asyncio.Transport", transport)
         if not self._server.admits(self):
             self._turn_away(opened)
@@ -81,7 +84,7 @@ class Connection(web.RequestHandler):
         super().connection_made(transport)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """Forget the timers."""
+        """Cancel the timers, and release the connection's place."""
         for timer in (self._head_timer, self._write_timer):
             if timer is not None:
                 timer.cancel()
@@ -89,14 +92,14 @@ class Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse, and see to it that a head that has begun ends in time."""
+        """Parse the bytes, and start the timer of a head that has begun."""
         if self._refused:
             return
         parsed, in_body = self._request_count, not self._last_payload.is_eof()
         super().data_received(data)
         if self._request_count > parsed:
             self._head_has_come()
-        elif not in_body and data.strip(b"\r\n"):  # empty lines before a head are none of it
+        elif not in_body and data.strip(b"\r\n"):  # empty lines may precede a head
             self._begun = True
             if self._waiter is not None:  # no request is being served
                 self._await_head()
@@ -108,7 +111,7 @@ class Connection(web.RequestHandler):
         self._begun = False
         message, payload = self._messages[-1]
         if isinstance(message, _ErrInfo) and not self._last_payload.is_eof():
-            # The parser lost its way in a body, whose reader it does not tell.
+            # The parser failed within a body and does not notify the body's reader.
             self._last_payload.set_exception(web.RequestPayloadError())
         self._last_payload = payload
 
@@ -126,21 +129,21 @@ class Connection(web.RequestHandler):
             return
         error = RequestRefused(
             408,
-            "the request's head did not come in time",
+            "the request's head did not arrive in time",
             slug="header_timeout",
         )
-        # As aiohttp does it with its parser's errors: answered when its turn has come.
+        # As with errors of aiohttp's parser, the error is answered after the requests before it.
         self._messages.append((_ErrInfo(error.status, error, error.message), EMPTY_PAYLOAD))
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def pause_writing(self) -> None:
-        """Begin to wait for the client to read."""
+        """Start the timer of a client that does not read."""
         super().pause_writing()
         self._write_timer = self._loop.call_later(self._live.current.write_timeout_s, self._stall)
 
     def resume_writing(self) -> None:
-        """It has read."""
+        """Stop the timer: the client has read."""
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
@@ -152,12 +155,12 @@ class Connection(web.RequestHandler):
             self.transport.abort()
 
     async def start(self) -> None:
-        """Serve the connection's requests. Afterwards it is closed."""
+        """Serve the connection's requests, then close the connection."""
         transport = self.transport
         try:
             await super().start()
         finally:
-            # Closing waits for the client to take what was written: not for ever.
+            # Closing waits until the client has read all bytes: this bounds the wait.
             if transport is not None and transport.get_write_buffer_size():
                 self._loop.call_later(self._live.current.write_timeout_s, transport.abort)
 
@@ -168,13 +171,16 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,  # noqa: ARG002
     ) -> web.StreamResponse:
-        """The answer to what no handler has answered, in OpenAI's shape; the last on this one."""
+        """Return an error response in OpenAI's shape, the last one on this connection.
+
+        aiohttp calls this for invalid requests and for exceptions that reach no middleware.
+        """
         if request.writer.output_size > 0:
-            raise ConnectionError("the answer has begun: it cannot become an error")
+            raise ConnectionError("the response has begun: it cannot become an error")
         error = _shown(exc)
         if error is None:
             structlog.get_logger("epd").error("bug", exc_info=exc)
-            error = ProxyError("the proxy failed; its log says why")
+            error = ProxyError("the proxy failed: see the error in its log")
         self._refused = True
         headers = self._server.refuse(error)
         response = web.Response(
@@ -189,16 +195,16 @@ class Connection(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Send the answer; after the last one, leave the client time to read it."""
+        """Send the response; after the last one, give the client time to read it."""
         parsed = self._request_count
         sent, lost = await super().finish_response(request, resp, start_time)
-        if self._request_count > parsed:  # requests behind one that asked for an upgrade
+        if self._request_count > parsed:  # requests after one that asked for an upgrade
             self._head_has_come()
         if self.transport is not None and not sent.keep_alive:
             _half_close(self.transport)
-            if self._refused:  # for the rest of a body, aiohttp waits
+            if self._refused:  # aiohttp itself waits for the rest of a body
                 await asyncio.sleep(LINGER_S)  # cancelled when the client closes
-        elif self._begun and not self._messages:  # its time begins when its turn has come
+        elif self._begun and not self._messages:  # the next head's time starts now
             self._await_head()
         return sent, lost
 
@@ -214,7 +220,7 @@ class Connection(web.RequestHandler):
 
 
 class Server(web.Server):
-    """Makes a `Connection` for each client, and counts them."""
+    """Factory of `Connection`s, which limits how many are open."""
 
     def __init__(
         self,
@@ -224,7 +230,7 @@ class Server(web.Server):
         direct: Mapping[str, Handler],
         **kwargs: Any,
     ) -> None:
-        """As `made`, which aiohttp has made for the application."""
+        """Configure the server as `made`, which aiohttp has created for the application."""
         super().__init__(
             self._checked,
             request_factory=_factory(made.request_factory, live.current.root_path),
@@ -240,7 +246,7 @@ class Server(web.Server):
         self._turned_away = set[Connection]()
 
     def __call__(self) -> Connection:
-        """A connection that is about to be made."""
+        """Return the protocol of a new connection."""
         kwargs = self._kwargs | {"keepalive_timeout": self._live.current.keep_alive_s}
         return Connection(self, self._live, loop=self._loop, **kwargs)
 
@@ -249,31 +255,31 @@ class Server(web.Server):
         return self._live.current.max_connections or self._descriptors
 
     def admits(self, connection: Connection) -> bool:
-        """Whether there is room for it, which it then has."""
+        """Return whether the connection gets a place; if so, count it as open."""
         if len(self._open) >= self._limit:
             return False
         self._open.add(connection)
         return True
 
     def has_room(self, handshakes: int) -> bool:
-        """Whether one more may begin a handshake, be it only to be told that there are too many."""
+        """Return whether one more handshake may begin, if only for the error response after it."""
         here = len(self._open) + len(self._turned_away) + handshakes
         return here < self._limit + MAX_REFUSALS
 
     def answers_refusal(self, connection: Connection) -> bool:
-        """Whether a client that is turned away is told so."""
+        """Return whether a rejected client gets an error response."""
         if len(self._turned_away) >= MAX_REFUSALS:
             return False
         self._turned_away.add(connection)
         return True
 
     def forget(self, connection: Connection) -> None:
-        """It is closed."""
+        """Release the place of a closed connection."""
         self._open.discard(connection)
         self._turned_away.discard(connection)
 
     def refuse(self, error: ProxyError) -> dict[str, str]:
-        """Tell the observers, and return the answer's headers."""
+        """Report an error to the observers, and return the headers of its response."""
         request_id = uuid.uuid4().hex
         event = RequestRecord(
             request_id=request_id,
@@ -298,17 +304,17 @@ class Server(web.Server):
 
 
 def _factory(make: Callable[..., Any], prefix: str | None) -> Callable[..., Any]:
-    """What makes requests of their heads, for paths with the prefix and without it."""
+    """Return the factory of requests, for paths with the prefix and without it."""
     if prefix is None:
         return make
     return lambda message, *args: make(without_prefix(message, prefix), *args)
 
 
 class Runner(web.AppRunner):
-    """Runs the application on `Connection`s; a client that leaves cancels what runs for it.
+    """Runner of the application on `Connection`s. A client's disconnect cancels its request.
 
     Attributes:
-        live: says what connections are limited by.
+        live: configuration with the limits of connections.
     """
 
     def __init__(
@@ -318,14 +324,21 @@ class Runner(web.AppRunner):
         observers: Sequence[Observer],
         **kwargs: Any,
     ) -> None:
-        """Take what `web.AppRunner` takes, and who is told of requests no handler sees."""
+        """Set the application to run.
+
+        Args:
+            app: application.
+            live: configuration with the limits of connections.
+            observers: receivers of the errors that reach no handler.
+            kwargs: further arguments of `web.AppRunner`.
+        """
         super().__init__(app, handler_cancellation=True, **kwargs)
         self.live = live
         self._observers = observers
 
     async def _make_server(self) -> Server:
         app, made = self.app, await super()._make_server()  # its start may add more
-        # What has been added to the application is for each of its requests.
+        # Added middlewares and signal handlers must see every request: no direct handlers then.
         changed = len(app.middlewares) > 1 or len(app.on_response_prepare) > 0
         return Server(
             made,
@@ -335,13 +348,13 @@ class Runner(web.AppRunner):
             lingering_time=LINGER_S,
             auto_decompress=False,
             access_log=None,
-            # aiohttp logs headers that it cannot parse as they came, keys and all.
+            # aiohttp logs headers that it cannot parse, with the keys in them.
             logger=_silent(),
         )
 
 
 def _shown(failure: BaseException | None) -> ProxyError | None:
-    """What a client is told; None for what is our own mistake."""
+    """Return the error for the client; None if the failure is a bug of the proxy."""
     match failure:
         case ProxyError():
             return failure

@@ -1,4 +1,4 @@
-"""The certificate that clients see, and what theirs are verified with."""
+"""TLS for clients: the proxy's certificate, and the verification of clients' certificates."""
 
 import ssl
 
@@ -7,10 +7,10 @@ from epd.http.tls import load_certificate, trust
 
 
 def server_context(config: ProxyConfig) -> ssl.SSLContext | None:
-    """What clients are served with; None where they are served plain HTTP.
+    """Return the TLS context for clients; None for plain HTTP.
 
     Raises:
-        TlsInvalid: a file cannot be read, is no PEM, or the key is not the certificate's.
+        TlsInvalid: a file cannot be read, is not PEM, or the key does not match the certificate.
     """
     if config.ssl_certfile is None or config.ssl_keyfile is None:
         return None
@@ -24,14 +24,14 @@ def server_context(config: ProxyConfig) -> ssl.SSLContext | None:
 
 
 def renew(context: ssl.SSLContext, config: ProxyConfig) -> None:
-    """Read certificate and key anew: connections from now on are served with them.
+    """Reload certificate and key into the context, for new connections.
 
     Raises:
-        TlsInvalid: they cannot be used. The context is as it was.
+        TlsInvalid: certificate or key is invalid. The context is unchanged.
     """
     if config.ssl_certfile is None or config.ssl_keyfile is None:
         return
-    # A context that is given a wrong key has lost the one it had.
+    # Check in a new context first: a failed load removes the old key from a context.
     load_certificate(
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), config.ssl_certfile, config.ssl_keyfile
     )

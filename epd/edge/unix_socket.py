@@ -1,4 +1,4 @@
-"""A Unix socket to listen on: its file is made, replaced where it is stale, and removed."""
+"""Unix socket to listen on: its file is created, replaced if it is stale, and removed."""
 
 import errno
 import fcntl
@@ -12,24 +12,24 @@ from pathlib import Path
 
 @contextmanager
 def listening_at(path: Path, backlog: int) -> Iterator[socket.socket]:
-    """Return a socket that listens at a path; its file is removed when the context is left.
+    """Return a socket that listens at a path; the end of the context removes its file.
 
-    A socket file that nothing listens on is replaced. The mode of the new one is the umask's: a
-    client needs permission to write.
+    A stale socket file, on which no process listens, is replaced. The umask sets the mode of the
+    new file: a client needs write permission.
 
     Args:
-        path: the file.
+        path: path of the socket file.
         backlog: connections that the kernel holds until they are accepted.
 
     Raises:
-        OSError: something listens there, the file is not a socket, or it cannot be made.
+        OSError: a process listens at the path, the file is not a socket, or it cannot be created.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         with _alone_in(path.parent):
             _remove_stale(path)
             listener.bind(str(path))
             own = path.stat()
-            # Until then, another process that starts would take it for stale.
+            # Within the lock: another process would find a file without a listener stale.
             listener.listen(backlog)
         try:
             yield listener
@@ -39,7 +39,7 @@ def listening_at(path: Path, backlog: int) -> Iterator[socket.socket]:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Keep other processes from replacing a socket of the folder meanwhile."""
+    """Lock the folder, so that no other process replaces a socket in it meanwhile."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -62,7 +62,7 @@ def _remove_stale(path: Path) -> None:
         except ConnectionRefusedError:
             path.unlink()
             return
-        except BlockingIOError:  # it listens, and its backlog is full
+        except BlockingIOError:  # a process listens, and its backlog is full
             pass
     raise OSError(errno.EADDRINUSE, "another process listens on it")
 

@@ -1,1 +1,1 @@
-"""The application and the processes that serve it."""
+"""Application of the proxy, and the processes that serve it."""

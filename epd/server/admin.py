@@ -1,4 +1,4 @@
-"""What is asked of all instances: health, versions, profiling; and the models they serve."""
+"""Requests that the proxy sends to all instances: health, versions, profiling, models."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -32,25 +32,25 @@ STAGE: Mapping[Role, Stage] = {role: stage for stage, roles in CLUSTERS.values()
 
 
 COUNTS: Mapping[str, Figure] = {"kept": CONVERSATIONS, "evicted": CONVERSATIONS_EVICTED}
-"""What `/health` says of conversations, by its name there."""
+"""Metrics of conversations that `/health` shows, by their name there."""
 
 MAX_VERSION = 64
-"""Characters of a version that are told."""
+"""Upper bound of the characters of an instance's version in `/version`."""
 
 MODELS_TRIES = 2
-"""Decode instances that are asked which models they serve."""
+"""Upper bound of the decode instances that one `/v1/models` request tries."""
 KEPT_S = 1.0
-"""How old what instances say of themselves may be. `GET /health` is open: without this, each who
-asks opens a connection to every instance."""
+"""Lifetime of a cached answer of all instances, in seconds. `GET /health` needs no key: without
+this cache, each request for it would open a connection to every instance."""
 
 Health = tuple[int, dict[str, Any]]
-"""Status and body."""
+"""Status and body of `GET /health`."""
 
 T = TypeVar("T")
 
 
 class Kept(Generic[T]):
-    """An answer of all instances, at most `KEPT_S` old, and asked for once at a time."""
+    """Cache of one answer of all instances, for `KEPT_S`. Concurrent misses share one look-up."""
 
     def __init__(self, ask: Callable[[], Awaitable[T]]) -> None:
         self._ask = ask
@@ -59,7 +59,6 @@ class Kept(Generic[T]):
         self._until_s = 0.0
 
     async def get(self) -> T:
-        """The answer."""
         if self._answer is not None and asyncio.get_running_loop().time() < self._until_s:
             return self._answer
         return await self._flights.join(None, self._anew)
@@ -71,7 +70,7 @@ class Kept(Generic[T]):
 
 
 class Admin:
-    """Fans requests out to the instances of a table."""
+    """Client that sends a request to every instance of a table."""
 
     def __init__(
         self,
@@ -80,35 +79,35 @@ class Admin:
         live: LiveConfig,
         metrics: MetricsObserver,
     ) -> None:
-        """Ask the instances of a table.
+        """Send requests to the instances of a table.
 
         Args:
-            table: of the instances.
-            upstream: how they are asked.
-            live: says how long they may take.
-            metrics: what all workers count.
+            table: instances that get the requests.
+            upstream: HTTP client for the requests.
+            live: configuration with the timeouts.
+            metrics: metrics of all workers.
         """
         self._table = table
         self._metrics = metrics
         self._upstream = upstream
         self._live = live
-        # A choice of its own: whose turn it is to decode is not for this to move.
+        # A separate choice: these requests must not advance the round robin of the decode stage.
         self._models = Choice(table, *ANSWERING)
         self._retries = Retries()
         self._health = Kept(self._ask_health)
         self._versions = Kept(self._ask_versions)
 
     async def health(self) -> Health:
-        """Status and body of `GET /health`.
+        """Return the status and the body of `GET /health`.
 
-        A stage is `healthy`, `degraded` (some of its instances are not), `unhealthy` (none
-        answers) or `empty`. 503 when a stage that has instances has none that answers. `routing`
-        is an instance's `Condition` by role, `state` the worst of them.
+        A stage is `healthy`, `degraded` (some of its instances are not healthy), `unhealthy` (no
+        instance answers) or `empty`. The status is 503 if a stage is `unhealthy`. `routing` is an
+        instance's `Condition` by role; `state` is the worst of these conditions.
         """
         return await self._health.get()
 
     async def versions(self) -> dict[str, str | None]:
-        """Of each instance, by URL, the version of vLLM that it says it is."""
+        """Return the vLLM version that each instance reports, by URL; None if it reports none."""
         return await self._versions.get()
 
     async def _ask_versions(self) -> dict[str, str | None]:
@@ -149,7 +148,7 @@ class Admin:
         }
 
     def _counts(self) -> dict[str, int | None]:
-        """How many conversations all workers have; None of what nobody counts."""
+        """Return the numbers of conversations of all workers; None for a metric without samples."""
         shown = {family.name: family.samples for family in self._metrics.shown.collect()}
         return {
             name: int(shown[figure.name][0].value) if shown[figure.name] else None
@@ -159,13 +158,13 @@ class Admin:
     async def profile(
         self, command: str, headers: Mapping[str, str], body: bytes
     ) -> dict[str, dict[str, Any]]:
-        """Tell every instance of every stage to start or to stop profiling.
+        """Send the command to start or to stop profiling to every instance of every stage.
 
         Returns:
-            By stage and URL, the status each instance answered, or its error.
+            Status or error of each instance, by stage and URL.
 
         Raises:
-            RequestRefused: 503, no instance has a profiler.
+            RequestRefused: no instance has a profiler (503).
         """
         results = await self._ask_all(
             f"/{command}_profile",
@@ -185,7 +184,7 @@ class Admin:
         }
 
     async def models(self, headers: Mapping[str, str]) -> Answer:
-        """The decode side's `/v1/models`.
+        """Return the answer of one decode instance to `/v1/models`.
 
         Raises:
             ProxyError: as `of_decode` does.
@@ -193,10 +192,10 @@ class Admin:
         return await self.of_decode("/v1/models", headers)
 
     async def of_decode(self, path: str, headers: Mapping[str, str]) -> Answer:
-        """What one decode instance says of itself at this path.
+        """Return the answer of one decode instance to `GET` of this path.
 
         Raises:
-            ProxyError: it failed, or answered anything but 2xx.
+            ProxyError: the instance failed, or its status was not 2xx.
         """
         tried: list[Instance] = []
 

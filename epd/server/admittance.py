@@ -1,4 +1,4 @@
-"""Who is let in: whose key opens what, and when there is a place."""
+"""Access of a request: check of its key, and its wait for a place."""
 
 import asyncio
 import math
@@ -24,19 +24,19 @@ from epd.server.slots import ADMISSION, KEYS
 from epd.server.visit import VISIT, Visit
 
 LOOK_S = 0.1
-"""Between two looks at whether a client that waits is still there."""
+"""Seconds between two checks whether the client of a queued request is still connected."""
 
 OTHER_HEADER = "X-API-Key"
-"""Where Anthropic's clients and operators present their keys."""
+"""Header in which Anthropic's clients and operators send their keys."""
 
 TIMEOUT = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
-"""A client's x-request-timeout, in seconds."""
+"""Form of a client's `x-request-timeout`, in seconds."""
 
 
 async def served(request: web.Request, handler: Handler, visit: Visit) -> web.StreamResponse:
-    """Let a request in that may come, when there is a place for it, for as long as it has.
+    """Authenticate a request, wait for a place if it needs one, and answer it before its deadline.
 
-    Health and metrics are asked for when it matters most: they need no place.
+    Only `POST` requests to the API need a place: health and metrics must answer under overload.
     """
     app, context, config = visit.app, visit.context, visit.context.config
     costly = visit.api and request.method == "POST"
@@ -62,7 +62,6 @@ async def served(request: web.Request, handler: Handler, visit: Visit) -> web.St
 async def _queued(
     request: web.Request, admission: Admission, ticket: Ticket, context: RequestContext
 ) -> None:
-    """Wait for the request's turn."""
     with context.timed("queue", "proxy"):
         async with _watched(request):
             await admission.turn(ticket)
@@ -70,7 +69,7 @@ async def _queued(
 
 
 def _authenticate(request: web.Request, visit: Visit) -> None:
-    """Let nobody further than a route's class of access says."""
+    """Raise an error if the request's key does not open a route of this class of access."""
     keys = visit.app.get(KEYS)
     if visit.access is Access.ADMIN:
         _check_admin(request)
@@ -86,11 +85,11 @@ def _authenticate(request: web.Request, visit: Visit) -> None:
 
 
 def _wanted(header: str, headers: Mapping[str, str]) -> str:
-    """Return what a client is told whose key is not accepted.
+    """Return the error message for a client whose key is not accepted.
 
     Args:
-        header: where its key is looked for.
-        headers: the request's.
+        header: header of this route that carries the key.
+        headers: headers of the request.
     """
     form = "Bearer <key>" if header == "Authorization" else "<key>"
     wanted = f"a valid API key is needed: {header}: {form}"
@@ -106,7 +105,7 @@ def _check_admin(request: web.Request) -> None:
 
 
 async def read(request: web.Request) -> bytes | bytearray:
-    """The body of a request that is served; it is counted as it comes.
+    """Return the body of an admitted request. Its bytes are counted as they arrive.
 
     Raises:
         ProxyError: see `epd.edge.body.read_body`.
@@ -116,10 +115,10 @@ async def read(request: web.Request) -> bytes | bytearray:
 
 
 async def read_json(request: web.Request) -> bytes | bytearray:
-    """The body of a request that must be JSON.
+    """Return the body of a request that must be JSON.
 
     Raises:
-        RequestRefused: 415, its client does not call it JSON.
+        RequestRefused: the `Content-Type` is not JSON (415).
         ProxyError: as `read` does.
     """
     check_json_type(request.headers.get("Content-Type", ""))
@@ -127,7 +126,7 @@ async def read_json(request: web.Request) -> bytes | bytearray:
 
 
 def may_administer(request: web.Request) -> bool:
-    """Whether it could use the operator's routes, whichever it uses."""
+    """Return whether the request's key and address open the operator's routes."""
     try:
         _check_admin(request)
     except (Unauthorized, RequestRefused):
@@ -136,7 +135,7 @@ def may_administer(request: web.Request) -> bool:
 
 
 def _limit_s(request: web.Request, config: ProxyConfig) -> float:
-    """How long the whole request may take, its wait for its turn included."""
+    """Return how long the whole request may take, in seconds, its wait in the queue included."""
     asked = request.headers.get("x-request-timeout")
     if asked is not None and TIMEOUT.fullmatch(asked):
         return min(config.request_timeout_s, float(asked))
@@ -145,9 +144,10 @@ def _limit_s(request: web.Request, config: ProxyConfig) -> float:
 
 @asynccontextmanager
 async def _watched(request: web.Request) -> AsyncIterator[None]:
-    """Notice that the client leaves, though nothing of its body is read.
+    """Detect that the client disconnects while the proxy does not read its body.
 
-    aiohttp stops reading where a body comes that nobody takes, and then does not see its end.
+    aiohttp stops reading from the socket while a body is not consumed, and then does not see that
+    the connection is closed.
     """
     watcher = asyncio.create_task(_watch(request))
     try:
@@ -157,10 +157,10 @@ async def _watched(request: web.Request) -> AsyncIterator[None]:
 
 
 async def _watch(request: web.Request) -> None:
-    if (transport := request.transport) is None:  # it has left
+    if (transport := request.transport) is None:  # the client has disconnected
         return
     peer = select.poll()
     peer.register(transport.get_extra_info("socket"), select.POLLRDHUP)
     while not peer.poll(0):  # noqa: ASYNC110 - the loop watches no socket twice
         await asyncio.sleep(LOOK_S)
-    transport.abort()  # at which aiohttp cancels the request
+    transport.abort()  # aiohttp then cancels the request

@@ -1,4 +1,4 @@
-"""What every answer has, and errors as answers."""
+"""Headers of every response of the proxy, and responses for errors."""
 
 import re
 from typing import get_args
@@ -14,30 +14,31 @@ from epd.server.keys import DENIED
 from epd.server.visit import Visit
 
 SAME_FOR_ALL = {"x-epd-stage": "decode", "x-epd-error": "decode_rejected"}
-"""How a key's refusal is told, whichever stage asked the instance that refused it."""
+"""Headers of the response to a rejected key, the same for every stage whose instance rejected it.
+"""
 
 ERROR_TYPE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
-"""An `error.type` of an instance that may be logged, such as `NotFoundError`."""
+"""Form of an instance's `error.type` that may be logged, such as `NotFoundError`."""
 
 FIELD = re.compile(
     r"(?=.{1,64}\Z)(?:body\.)?(?P<field>[A-Za-z_][A-Za-z0-9_]*(?:\.[0-9]+|\[[0-9]+\])*)"
     r"(?:[.\[][A-Za-z0-9_.\[\]]*)?"
 )
-"""A path of fields in a request, as `error.param` has it. Its first name and the indexes behind it
-may be logged: in vLLM's `body.logit_bias.cat` the second name is the client's."""
+"""Form of `error.param`: a path of fields in a request. Only its first name and the indexes after
+it are logged: in vLLM's `body.logit_bias.cat` the second name comes from the client."""
 
 ITEM_RESULTS: tuple[ItemResult, ...] = get_args(ItemResult)
-"""In the order of the header `x-epd-items`."""
+"""Results of items, in the order of the header `x-epd-items`."""
 
 MAX_PATH = 200
-"""Characters of a path that its client is told of."""
+"""Upper bound of the characters of an unknown path that the error message quotes."""
 
 
 class UnknownRoute(RequestRefused):
-    """There is no such route. The answer names the path; a log must not, as it is the client's.
+    """Error for a path without a route. The message quotes the path; a log must not quote it.
 
     Attributes:
-        reason: what a log says.
+        reason: text for the log, without the client's path.
     """
 
     reason = "there is no such route"
@@ -48,7 +49,7 @@ class UnknownRoute(RequestRefused):
 
 
 def _identity(context: RequestContext) -> dict[str, str]:
-    """Headers by which an answer is known."""
+    """Return the headers that identify a response."""
     own = {"X-Request-Id": context.record.request_id, "Server": SERVER}
     if context.record.trace_id is not None:
         own["X-Trace-Id"] = context.record.trace_id
@@ -56,7 +57,7 @@ def _identity(context: RequestContext) -> dict[str, str]:
 
 
 def own_headers(context: RequestContext) -> dict[str, str]:
-    """Headers of every answer but the refusal of a key."""
+    """Return the headers of a response. The response to a rejected key does not use them."""
     record, own = context.record, _identity(context)
     if record.stages:
         spans = stage_seconds(record.stages)
@@ -75,7 +76,7 @@ def own_headers(context: RequestContext) -> dict[str, str]:
 
 
 def as_json(body: object, context: RequestContext, status: int = 200) -> web.Response:
-    """An answer of our own, for people to read too."""
+    """Return a response that the proxy itself answers, as indented JSON."""
     return web.Response(
         status=status,
         body=orjson.dumps(body, option=orjson.OPT_INDENT_2),
@@ -85,7 +86,7 @@ def as_json(body: object, context: RequestContext, status: int = 200) -> web.Res
 
 
 async def broken(visit: Visit, stream: web.StreamResponse, error: ProxyError) -> web.StreamResponse:
-    """A stream whose status has gone out, ended by its error, unless it has ended already."""
+    """End a started stream with an error event, unless the stream has ended already."""
     if visit.answered is None:
         event = visit.context.endpoint.error_event(error)
         visit.context.record.answer_bytes += len(event)
@@ -97,11 +98,11 @@ async def broken(visit: Visit, stream: web.StreamResponse, error: ProxyError) ->
 def error_response(
     request: web.Request, error: ProxyError, context: RequestContext
 ) -> web.Response:
-    """An error in its endpoint's shape.
+    """Return an error in the shape of its endpoint.
 
-    No encode instance is asked about media that are stored. So which stage refused a key, at which
-    item, and what was done until then would tell a client without a key whether somebody has sent
-    them: it is told none of that.
+    The response to a rejected key hides the stage, the item and the work done so far. The proxy
+    sends no encode request for stored media, so these would tell a client without a valid key
+    whether another client has sent the same media.
     """
     if error.status in DENIED:
         headers = error.headers | _identity(context)
@@ -115,7 +116,7 @@ def error_response(
         content_type="application/json",
         headers=headers,
     )
-    if not request.content.is_eof():  # nobody reads the rest of its body
+    if not request.content.is_eof():  # the rest of the body is not read
         response.force_close()
     return response
 
@@ -131,7 +132,10 @@ def reason_of(error: ProxyError) -> str:
 
 
 def _refusal(error: UpstreamRejected) -> str:
-    """Return an instance's status, error type and field: its message may quote a prompt."""
+    """Return an instance's status, error type and field, without its message.
+
+    The message may quote a prompt.
+    """
     kind, param = str(error.detail["type"]), str(error.detail["param"] or "")
     named = f" {kind}" if ERROR_TYPE.fullmatch(kind) else ""
     said = f"the {error.stage} instance answered {error.status}{named}"
@@ -141,9 +145,9 @@ def _refusal(error: UpstreamRejected) -> str:
 
 
 def _kind(cause: BaseException) -> str:
-    """What can be logged of a library's error: its type, and the operating system's words.
+    """Return a library error's type, with the message if the error is an `OSError`.
 
-    Others hold whole requests and answers: headers with keys, URLs with queries, bytes.
+    Messages of other errors may hold whole requests and responses: keys, URLs with queries, bytes.
     """
     name = type(cause).__name__
     return f"{name}: {cause}" if isinstance(cause, OSError) else name

@@ -1,4 +1,4 @@
-"""What serves the application's routes: made when it starts, closed when it ends."""
+"""Components that serve the application's routes: created at its start, closed at its end."""
 
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -69,11 +69,11 @@ ROSTER = web.AppKey("roster", Roster)
 POLICIES = web.AppKey("policies", Policies)
 
 GONE = (State.DOWN, "removed")
-"""What an instance becomes that may come back as another engine, or not at all."""
+"""States of an instance after which its engine and its KV blocks may be lost."""
 
 
 async def connections(app: web.Application) -> AsyncIterator[None]:
-    """Everything that outlives a request, in the slots of the application (`cleanup_ctx`)."""
+    """Fill the application's slots with all that outlives a request (`cleanup_ctx`)."""
     live, background = app[CONFIG], app[BACKGROUND]
     config = live.current
     conversations = Conversations.of(live)
@@ -84,7 +84,7 @@ async def connections(app: web.Application) -> AsyncIterator[None]:
     namespaces = Namespaces(table)
     registry = Registry(table, config.instances, fits=transfer.fits, on_change=changed)
     async with (
-        tracing(config) as tracer,  # left last: what ends with the others is exported too
+        tracing(config) as tracer,  # closed last: it exports the spans of the other closes
         watched(app[METRICS].loop_lag, background),
         Upstream.connect(config.connect_timeout_s, config.upstream_ca_file) as upstream,
         MediaFetcher.open(live) as media,
@@ -138,7 +138,7 @@ def _fatal_requests(app: web.Application, table: InstanceTable) -> FatalRequests
     )
 
 
-def _adopt(  # noqa: PLR0913, PLR0917 - all that keeps something derived from it
+def _adopt(  # noqa: PLR0913, PLR0917 - every component with derived state
     app: web.Application,
     registry: Registry,
     table: InstanceTable,
@@ -147,7 +147,7 @@ def _adopt(  # noqa: PLR0913, PLR0917 - all that keeps something derived from it
     config: ProxyConfig,
     before: ProxyConfig,
 ) -> None:
-    """Have all that keeps something derived from the configuration derive it from the new one."""
+    """Update all state that is derived from the configuration."""
     set_level(config.log_level)
     app[LOG].adopt(config.kv_lease_s, tenants=config.log_tenants)
     app[ADMISSION].adopt(limits_of(config))

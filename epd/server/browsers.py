@@ -1,4 +1,4 @@
-"""Answers to web pages of other origins (CORS), where the configuration allows any."""
+"""Cross-origin responses (CORS) to web pages of the origins that the configuration allows."""
 
 from collections.abc import Callable, Collection, Container
 from functools import partial
@@ -14,11 +14,11 @@ from epd.server.answers import error_response, own_headers
 from epd.server.visit import VISIT
 
 CLIENTS = frozenset({Access.OPEN, Access.TENANT})
-"""Classes of access of the routes that pages may use."""
+"""Classes of access of the routes that web pages of other origins may use."""
 
 OWN_PAGE = "/ui"
-"""How the paths of the proxy's own page begin. `/ui/{file}` is the path of its state as well, which
-is the operator's."""
+"""Prefix of the paths of the proxy's own page. `/ui/{file}` also matches `/ui/state`, which is a
+route of the operator."""
 
 Route = tuple[Access, web.RouteDef]
 
@@ -29,18 +29,18 @@ def allow_origins(
     routes: Collection[Route],
     options: Callable[[str, Handler], web.RouteDef],
 ) -> list[Route]:
-    """Have pages of the configured origins use the clients' routes.
+    """Allow web pages of the configured origins to use the clients' routes.
 
-    A path that has a route of the operator's is left out, whatever else it has.
+    A path with at least one route for operators is excluded with all its routes.
 
     Args:
-        app: the application, whose answers get headers from now on.
-        config: which pages may do what.
+        app: application whose responses get the CORS headers.
+        config: allowed origins, methods and headers.
         routes: all routes.
-        options: declares a route for the method OPTIONS.
+        options: function that declares a route for the method OPTIONS.
 
     Returns:
-        The routes that answer preflights.
+        Routes that answer preflights.
     """
     if not config.allowed_origins:
         return []
@@ -71,13 +71,13 @@ async def _mark(
     request: web.Request,
     response: web.StreamResponse,
 ) -> None:
-    """Say on an answer whether the page that asked may read it."""
+    """Add the CORS headers that tell the browser whether the page may read the response."""
     if request.match_info.handler in handlers:
         response.headers.update(rules.answer(request.headers.get("Origin")))
 
 
 async def _preflight(rules: CrossOrigin, request: web.Request) -> web.Response:
-    """`OPTIONS`: what the page may send. A browser has no key here."""
+    """Answer a preflight (`OPTIONS`). A browser sends no key with it."""
     match rules.preflight(request.headers):
         case None:
             raise web.HTTPMethodNotAllowed(request.method, await _methods(request))
@@ -93,6 +93,6 @@ async def _preflight(rules: CrossOrigin, request: web.Request) -> web.Response:
 
 
 async def _methods(request: web.Request) -> set[str]:
-    """Methods of a path's other routes."""
+    """Return the methods of a path's other routes."""
     found = [(await it.resolve(request))[1] for it in request.app.router.resources()]
     return set().union(*found) - {"OPTIONS", "*"}

@@ -1,4 +1,4 @@
-"""What clients ask: media, models, and answers, which are relayed as decode gives them."""
+"""Client routes: the generation endpoints, media and models. Decode's responses are relayed."""
 
 import asyncio
 import secrets
@@ -28,21 +28,21 @@ from epd.tenants import ANONYMOUS
 from epd.upstream.reply import Reply
 
 SEED = secrets.randbits(64)
-"""Of the fingerprints of bodies, in this process."""
+"""Seed of this process for the fingerprints of bodies."""
 
 GUARDED = ("/v1/", "/v2/")
-"""How the paths begin for which an instance started with `--api-key` judges a client's key."""
+"""Prefixes of the paths at which an instance started with `--api-key` checks the client's key."""
 
 PRIORITY = "priority"
-"""Field of a request that says which of those that wait an engine takes first."""
+"""Field of a request: its priority among the requests that wait at an engine."""
 
 
 async def answer(request: web.Request) -> web.StreamResponse:
-    """`POST` to an endpoint, streaming and not."""
+    """Answer `POST` to a generation endpoint, streaming or not."""
     visit = request[VISIT]
     context = visit.context
     opened = await visit.app[PIPELINE].run(await _body(request, visit), context)
-    # Decode has the whole request, and it is not sent again: only the answer is left.
+    # Decode has the whole request and the proxy does not send it again: the body can be freed.
     context.cuts = NO_CUTS
     visit.admitted.release()
     with opened as reply:
@@ -58,10 +58,10 @@ async def answer(request: web.Request) -> web.StreamResponse:
 
 
 async def _body(request: web.Request, visit: Visit) -> Body:
-    """Return a request's body as it goes through the stages; note in its context what it says.
+    """Return a request's body as the stages get it, and set the fields of its context.
 
     Raises:
-        ProxyError: it is refused.
+        ProxyError: the request is rejected.
     """
     context = visit.context
     config, endpoint = context.config, context.endpoint
@@ -75,7 +75,7 @@ async def _body(request: web.Request, visit: Visit) -> Body:
     context.model = body.get("model")
     if context.span is not None:
         context.span.asks(endpoint.operation, context.model)
-    if endpoint.salted and context.tenant is not ANONYMOUS:  # whom all share with
+    if endpoint.salted and context.tenant is not ANONYMOUS:  # shares with all
         body = salted(body, config.scope_of(context.tenant))
     body = _for_engines(request.headers, context, body)
     if CONVERSATION in body:
@@ -88,7 +88,7 @@ async def _body(request: web.Request, visit: Visit) -> Body:
 async def _streamed(
     request: web.Request, visit: Visit, reply: Reply, headers: dict[str, str]
 ) -> web.StreamResponse:
-    """Relay decode's stream, up to its end."""
+    """Relay the stream of the decode instance to the client, up to its end."""
     app, context = visit.app, visit.context
     stream = visit.stream = web.StreamResponse(
         status=reply.status, headers={**headers, "Cache-Control": "no-cache"}
@@ -108,10 +108,10 @@ async def _streamed(
 
 
 def _for_engines(client_headers: Headers, context: RequestContext, body: Body) -> Body:
-    """Take over what the client's headers tell engines; return the body with its priority.
+    """Forward the client's headers for engines; return the body with the request's priority.
 
-    A priority puts a request before those of other tenants, and an instance's load tells what they
-    do: only a trusted tenant has either.
+    Only a trusted tenant may set a priority and see an instance's load: a priority puts a request
+    before those of other tenants, and the load shows their activity.
     """
     endpoint, trusted = context.endpoint, context.config.trusts(context.tenant)
     headers = engine_headers.sent_on(client_headers, trusted=trusted)
@@ -130,10 +130,10 @@ def _for_engines(client_headers: Headers, context: RequestContext, body: Body) -
 
 
 def _turn(context: RequestContext, body: Body) -> tuple[Body, Turn | None]:
-    """The request as it goes on, and which turn of a conversation it is; None: of none.
+    """Return the body without its conversation's name, and its turn; None without a conversation.
 
     Raises:
-        BadRequest: what it calls its conversation is no name.
+        BadRequest: the name of the conversation is invalid.
     """
     name = conversation_id(body)
     body = {key: value for key, value in body.items() if key != CONVERSATION}
@@ -143,13 +143,13 @@ def _turn(context: RequestContext, body: Body) -> tuple[Body, Turn | None]:
 
 
 def _transport(request: web.Request) -> asyncio.WriteTransport:
-    """The client's connection.
+    """Return the transport of the client's connection.
 
     Raises:
-        ConnectionResetError: the client has left.
+        ConnectionResetError: the client has disconnected.
     """
     if request.transport is None:
-        raise ConnectionResetError("the client has left")
+        raise ConnectionResetError("the client has disconnected")
     return request.transport
 
 
@@ -160,9 +160,9 @@ def _answer_headers(reply: Reply, context: RequestContext) -> dict[str, str]:
 
 
 async def push_media(request: web.Request) -> web.Response:
-    """`POST /v1/media`: has media encoded ahead of the request that asks about them."""
+    """Answer `POST /v1/media`: encode media before a request uses them."""
     context = request[VISIT].context
-    await check_key(request)  # no instance is asked about media that are stored
+    await check_key(request)  # for stored media, no instance would check the key
     raw = await read_json(request)
     context.watched = Watched(context.tenant.name, fingerprint(raw, SEED))
     body, context.cuts = cut_and_parsed(raw, warmup.parse, context.config.max_text_bytes)
@@ -172,7 +172,7 @@ async def push_media(request: web.Request) -> web.Response:
 
 
 async def forget_media(request: web.Request) -> web.Response:
-    """`DELETE /v1/media/{uuid}?model=…`: forgets what the client calls so."""
+    """Answer `DELETE /v1/media/{uuid}?model=…`: forget the name of the client's media."""
     context = request[VISIT].context
     await check_key(request)
     uuid, context.model = request.match_info["uuid"], request.query.get("model")
@@ -181,13 +181,13 @@ async def forget_media(request: web.Request) -> web.Response:
 
 
 async def models(request: web.Request) -> web.Response:
-    """`GET /v1/models`: the decode side's."""
+    """Answer `GET /v1/models` with the models of one decode instance."""
     return await _of_decode(request, "/v1/models")
 
 
 async def tokenizer_info(request: web.Request) -> web.Response:
-    """`GET /tokenizer_info`: the decode side's tokenizer, where its instances tell it."""
-    await check_key(request)  # at the instance it needs no key
+    """Answer `GET /tokenizer_info` as one decode instance does, if it has this route."""
+    await check_key(request)  # the instance does not check a key at this path
     return await _of_decode(request, "/tokenizer_info")
 
 
@@ -200,7 +200,11 @@ async def _of_decode(request: web.Request, path: str) -> web.Response:
 
 
 async def kept_response(_: web.Request) -> web.StreamResponse:
-    """`/v1/responses/{id}`: there is none, as no engine keeps any."""
+    """Answer `/v1/responses/{id}` with 404: engines do not store responses.
+
+    Raises:
+        RequestRefused: always (404).
+    """
     raise RequestRefused(
         404,
         "responses are not kept: send the whole conversation as input",

@@ -1,4 +1,4 @@
-"""What the configuration names, as it is at the start: files, and a library that may be missing."""
+"""Checks at the start of what the configuration names: files, and the optional tracing library."""
 
 import stat
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from epd.transfer.flavours import KV_TRANSFERS
 
 
 def read_keys(config: ProxyConfig) -> ApiKeys | None:
-    """The known API keys; None where clients need none.
+    """Return the API keys of the keys file; None if none is configured.
 
     Raises:
         KeysInvalid: the keys file cannot be used.
@@ -34,7 +34,7 @@ def read_keys(config: ProxyConfig) -> ApiKeys | None:
 
 
 def unusable_files(config: ProxyConfig) -> Iterator[str]:
-    """What is wrong with each that cannot be used."""
+    """Yield an error message for each file or library that cannot be used."""
     try:
         server_context(config)
     except TlsInvalid as error:
@@ -60,7 +60,7 @@ def unusable_files(config: ProxyConfig) -> Iterator[str]:
 
 
 def _keys_in(path: Path) -> tuple[ApiKeys, int]:
-    """The keys, and the file's mode."""
+    """Return the keys of a file, and the file's mode."""
     try:
         return parse_keys(path.read_bytes()), path.stat().st_mode
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The keys of clients where the proxy has no keys file: the instances judge them."""
+"""Check of clients' keys without a keys file: an instance accepts or rejects them."""
 
 import asyncio
 import hashlib
@@ -16,25 +16,25 @@ DENIED = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})
 """Statuses of a request whose key is not accepted."""
 
 ACCEPTED_S = 10.0
-"""How long it is remembered that an instance has accepted a key."""
+"""Time to live of a key's acceptance in the cache, in seconds."""
 
 MAX_KEYS = 1024
-"""Upper bound of the keys that are remembered."""
+"""Upper bound of the accepted keys in the cache."""
 
 
 class KeyJudge:
-    """Asks the instances whether they accept a client's key.
+    """Check of a client's key by a request to an instance.
 
-    That a key was accepted is remembered by the key's digest; a refusal is not. Instances
-    that need no key accept every request.
+    An acceptance is cached under the key's digest; a rejection is not cached. Instances without
+    `--api-key` accept every request.
     """
 
     def __init__(self, ask: Callable[[Mapping[str, str]], Awaitable[object]]) -> None:
-        """Judge keys by what an instance answers.
+        """Check keys by the answers of an instance.
 
         Args:
-            ask: sends an instance a request with these headers; raises `UpstreamRejected` where the
-                answer is an error.
+            ask: function that sends an instance a request with these headers. It raises
+                `UpstreamRejected` if the answer is an error.
         """
         self._ask = ask
         self._until_s: dict[bytes, float] = {}
@@ -44,8 +44,8 @@ class KeyJudge:
         """Return if the instances accept the key in these headers.
 
         Raises:
-            UpstreamRejected: 401 or 403, an instance does not accept it.
-            ProxyError: no instance could be asked.
+            UpstreamRejected: an instance rejects the key (401 or 403).
+            ProxyError: no instance could be reached.
         """
         key = hashlib.sha256(headers.get("Authorization", "").encode("utf-8", "surrogateescape"))
         digest = key.digest()
@@ -56,10 +56,10 @@ class KeyJudge:
         try:
             await self._ask(headers)
         except UpstreamRejected as error:
-            # vLLM looks at the key first: another 4xx is the answer to a request that it let in.
+            # vLLM checks the key first: any other 4xx means that it accepted the key.
             if error.status in DENIED or error.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
                 raise
-        self._until_s.pop(digest, None)  # to be the last again
+        self._until_s.pop(digest, None)  # so that it is inserted at the end
         self._until_s[digest] = asyncio.get_running_loop().time() + ACCEPTED_S
         if len(self._until_s) > MAX_KEYS:
             del self._until_s[next(iter(self._until_s))]
@@ -69,12 +69,13 @@ JUDGE = web.AppKey("judge", KeyJudge)
 
 
 async def check_key(request: web.Request) -> None:
-    """Have an instance judge the client's key before the proxy answers a request by itself.
+    """Check the client's key at an instance before the proxy answers a request by itself.
 
-    With a keys file the proxy has judged it already. What goes on to an instance is judged there.
+    With a keys file the proxy has checked the key already. A request that is forwarded to an
+    instance needs no such check: the instance checks the key.
 
     Raises:
-        ProxyError: the instance does not accept the key, or none could be asked.
+        ProxyError: the instance rejects the key, or no instance could be reached.
     """
     visit = request[VISIT]
     if visit.app.get(KEYS) is None:

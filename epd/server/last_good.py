@@ -1,7 +1,7 @@
-"""The configuration, and copies of files, as they were when last found good.
+"""Last valid configuration, with copies of the files that it names.
 
-The first of several processes holds them for the workers it starts: one that replaces another has
-what those beside it have, whatever has become of the files since.
+The first of several processes holds them for the workers that it starts. A worker that replaces
+another gets the same configuration as the other workers, even if the files have changed since.
 """
 
 import asyncio
@@ -22,20 +22,20 @@ from epd.server.files import read_keys
 from epd.tenants import KeysInvalid
 
 FILES = ("api_keys_file", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "upstream_ca_file")
-"""Fields of `ProxyConfig` that name a file whose content a process has from its start."""
+"""Fields of `ProxyConfig` that name a file that a process reads at its start."""
 
 CHECKS: Mapping[tuple[str, ...], Callable[[ProxyConfig], object]] = MappingProxyType(
     {("api_keys_file",): read_keys, ("ssl_certfile", "ssl_keyfile"): server_context}
 )
-"""What is read anew together, and what raises where it cannot be used."""
+"""Fields whose files are reloaded together, and the function that raises if they are invalid."""
 
 
 class LastGood:
-    """The copies: in memory alone, since a private key is among them.
+    """Copies of the last valid files, in memory only: a private key is among them.
 
     Attributes:
-        reloaded: set at the next `renew`, by which there is another event in its place.
-        said: what the workers are told of the configuration, once it has been read anew.
+        reloaded: event that the next `renew` sets and replaces by a new event.
+        said: message to the workers about the reloaded configuration; empty before a reload.
 
     Raises:
         OSError: a file cannot be read.
@@ -50,18 +50,17 @@ class LastGood:
 
     @property
     def config(self) -> ProxyConfig:
-        """What is in force."""
         return self._live.current
 
     @property
     def descriptors(self) -> Mapping[str, int]:
-        """The copies of this moment, by the fields that name the files."""
+        """Return the descriptors of the current copies, by the fields that name the files."""
         return dict(self._copies)
 
     def renew(self) -> None:
-        """Take what can be used of what is there now, and keep the rest as it was.
+        """Reload each file; keep the old copy of a file that is invalid.
 
-        It says nothing: the workers that run are told the same, and do.
+        Nothing is logged here: the running workers reload the same files and log it.
         """
         self.said = self._reconfigured()
         for fields, check in CHECKS.items():
@@ -90,12 +89,12 @@ class LastGood:
         self._copies.update(copies)
 
     def close(self) -> None:
-        """Let go of the copies. Workers that run have read theirs."""
+        """Close the copies. Running workers have read theirs."""
         _close(self._copies)
 
 
 def read_from(config: ProxyConfig, copies: Mapping[str, int]) -> ProxyConfig:
-    """The same configuration, but for its files: they are these copies."""
+    """Return the configuration with the paths of its files replaced by those of the copies."""
     paths = {field: Path(f"/proc/self/fd/{copy}") for field, copy in copies.items()}
     return config.model_copy(update=paths)
 

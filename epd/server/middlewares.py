@@ -1,4 +1,4 @@
-"""What every request passes: its id and its end, and errors as answers."""
+"""Middleware of every request: its id, its record for the observers, and errors as responses."""
 
 import re
 import time
@@ -35,23 +35,23 @@ from epd.server.visit import VISIT, Visit
 from epd.spans import RequestSpan, Tracer
 
 ADMINISTRATIVE = frozenset({Access.ADMIN, Access.REGISTRAR})
-"""Routes that the admin key opens."""
+"""Classes of access of the routes that the admin key opens."""
 
 TRACE_HEADERS = ("traceparent", "tracestate")
-"""Of W3C trace context: they go on as they are, where the proxy has no spans of its own."""
+"""Headers of W3C trace context. Without tracing, the proxy forwards them unchanged."""
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 @web.middleware
 async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Respond to a request whose route aiohttp has found."""
-    # What is no route is closed as most routes are.
+    # An unknown path has the class of access of most routes: it needs a key where these do.
     access = request.app[ACCESS].get(request.match_info.handler, Access.TENANT)
     return await respond(request, handler, request.app, access, _route(request))
 
 
 def direct(app: web.Application, handler: Handler) -> dict[str, Handler]:
-    """Return handlers of `POST` requests to the API's endpoints, by path (`DIRECT`)."""
+    """Return the handlers of `POST` requests to the API's endpoints, by path (`DIRECT`)."""
     ours = partial(respond, handler=handler, app=app, access=Access.TENANT)
     return {path: partial(ours, route=path) for path in ENDPOINTS}
 
@@ -59,14 +59,14 @@ def direct(app: web.Application, handler: Handler) -> dict[str, Handler]:
 async def respond(
     request: web.Request, handler: Handler, app: web.Application, access: Access, route: str
 ) -> web.StreamResponse:
-    """Give a request its id, answer it, and tell the observers how it ended.
+    """Set a request's id, answer the request, and report its end to the observers.
 
     Args:
-        request: the request.
-        handler: answers it, if it is let in.
-        app: the application.
-        access: whom the route answers.
-        route: its path, or `UNKNOWN`.
+        request: request to answer.
+        handler: function that answers the request once it is admitted.
+        app: application.
+        access: class of access of the route.
+        route: path of the route, or `UNKNOWN`.
     """
     visit = request[VISIT] = _visit(request, app, access, route)
     logged = LOGGED.set(visit.context.record.request_id)
@@ -75,7 +75,7 @@ async def respond(
         response = await served(request, handler, visit)
     except ConnectionError:  # the client's; an instance's is a ProxyError
         raise
-    except Exception as failure:  # noqa: BLE001 - the last resort: logged whole, answered like others
+    except Exception as failure:  # noqa: BLE001 - the last resort: logged with its trace, answered 500
         error = await _error_of(failure, request)
         if visit.stream is not None and visit.stream.prepared:
             response = await broken(visit, visit.stream, error)
@@ -116,7 +116,7 @@ def _tell(
 
 
 async def _error_of(failure: Exception, request: web.Request) -> ProxyError:
-    """Return the error that a request ends in, whatever was raised."""
+    """Return the error to answer a request with, for any exception."""
     match failure:
         case UnknownMedia():
             return await _if_key_is_accepted(request, failure)
@@ -129,16 +129,14 @@ async def _error_of(failure: Exception, request: web.Request) -> ProxyError:
         case web.HTTPException():
             return RequestRefused(failure.status, failure.reason, slug="unknown_route")
         case _:
-            structlog.get_logger("epd").error(
-                "bug", exc_info=failure, next="the client is answered 500"
-            )
-            return ProxyError("the proxy failed; its log says why")
+            structlog.get_logger("epd").error("bug", exc_info=failure, next="the client gets a 500")
+            return ProxyError("the proxy failed: see the error in its log")
 
 
 async def _if_key_is_accepted(request: web.Request, error: ProxyError) -> ProxyError:
-    """The error, or the refusal of a client's key that no instance has judged yet.
+    """Return the error, or the rejection of a client's key that no instance has checked yet.
 
-    Else a client without a key could find out which media names there are.
+    Without this check, a client without a valid key could find out which names of media exist.
     """
     try:
         await check_key(request)
@@ -162,7 +160,7 @@ def _visit(request: web.Request, app: web.Application, access: Access, route: st
         _forwarded(headers, config, span, endpoint.key_header, own_keys=own_keys),
         config,
         endpoint,
-        # Whether it is the client's own key, or none, that the instances see.
+        # True if the instances get the client's own key, or no key.
         clients_key=not keyed and (presented or config.openai_api_key is None),
         observers=app[OBSERVERS],
         record=RequestRecord(
@@ -182,7 +180,7 @@ def _visit(request: web.Request, app: web.Application, access: Access, route: st
 
 
 def _endpoint_above(path: str) -> Endpoint:
-    """Return the endpoint that a path is under: its clients read the error."""
+    """Return the endpoint whose path is a prefix of this path, for the shape of an error."""
     under = (one for one in ENDPOINTS.values() if f"{path}/".startswith(f"{one.path}/"))
     return next(under, CHAT)
 
@@ -211,26 +209,26 @@ def _forwarded(
     *,
     own_keys: bool,
 ) -> dict[str, str]:
-    # A key that opens this proxy is none of the instances' business.
+    # A key for this proxy is not forwarded to the instances.
     names = () if own_keys else ("Authorization",)
     if span is None:
         kept = _kept(headers, (*names, *TRACE_HEADERS))
     else:
         kept = {**_kept(headers, names), **span.headers}
     if not own_keys and "Authorization" not in headers and key_header in headers:
-        kept["Authorization"] = f"Bearer {client_key(headers, key_header)}"  # all that vLLM reads
+        kept["Authorization"] = f"Bearer {client_key(headers, key_header)}"  # vLLM reads no other
     if config.openai_api_key is not None:
         kept.setdefault("Authorization", f"Bearer {config.openai_api_key.get_secret_value()}")
     return kept
 
 
 def _kept(headers: Headers, names: Sequence[str]) -> dict[str, str]:
-    # W3C trace context allows several tracestate headers, which are one list.
+    # W3C trace context allows several tracestate headers: they form one list.
     return {name: ",".join(headers.getall(name)) for name in names if name in headers}
 
 
 def _route(request: web.Request) -> str:
-    """The route's path as it was declared: what a client asked for could be anything."""
+    """Return the route's declared path: the path of the request has unbounded values."""
     resource = request.match_info.route.resource
     return UNKNOWN if resource is None or resource.name == UNKNOWN else resource.canonical
 

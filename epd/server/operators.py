@@ -1,4 +1,4 @@
-"""What operators ask, and what asks for them: probes, figures, who takes part, what runs where."""
+"""Operator routes: health, readiness, metrics, `/instances`, `/policies`, profiling."""
 
 from functools import cache
 from pathlib import Path
@@ -21,20 +21,20 @@ OPENAPI = Path(__file__).with_name("openapi.json").read_bytes()
 
 
 async def health(request: web.Request) -> web.Response:
-    """`GET /health`: asks every instance."""
+    """Answer `GET /health` with the health of the proxy and of every instance."""
     status, body = await request.app[ADMIN].health()
     return as_json(body, request[VISIT].context, status)
 
 
 async def version(request: web.Request) -> web.Response:
-    """`GET /version`: the proxy's, and of each instance vLLM's."""
+    """Answer `GET /version` with the proxy's version and the vLLM version of each instance."""
     await check_key(request)
     instances = await request.app[ADMIN].versions()
     return as_json({"version": __version__, "instances": instances}, request[VISIT].context)
 
 
 async def openapi(request: web.Request) -> web.Response:
-    """`GET /openapi.json`: what there is to be asked."""
+    """Answer `GET /openapi.json` with the description of all routes."""
     context = request[VISIT].context
     headers, prefix = own_headers(context), context.config.root_path
     body = OPENAPI if prefix is None else _served_under(prefix)
@@ -43,12 +43,19 @@ async def openapi(request: web.Request) -> web.Response:
 
 @cache
 def _served_under(prefix: str) -> bytes:
-    """The document of a proxy whose routes are below a prefix."""
+    """Return the OpenAPI document of a proxy whose routes are below a prefix."""
     return orjson.dumps({**orjson.loads(OPENAPI), "servers": [{"url": prefix}]})
 
 
 async def ready(request: web.Request) -> web.Response:
-    """`/ready`, `/ping`: whether to send requests here. It asks nobody, and may be asked often."""
+    """Answer `/ready` and `/ping`: whether this proxy can serve requests.
+
+    The proxy sends no request to an instance for it, so frequent probes are cheap.
+
+    Raises:
+        Overloaded: the proxy is draining.
+        NoInstance: no decode instance is available.
+    """
     if request.app[DRAIN].began:
         raise Overloaded("the proxy is about to stop", slug="shutting_down")
     decodes = request.app[TABLE].met(*ANSWERING) or request.app[POLICIES].decodes_elsewhere
@@ -58,7 +65,7 @@ async def ready(request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    """`GET /metrics`, for Prometheus."""
+    """Answer `GET /metrics` in a text format of Prometheus, for all workers."""
     accept = request.headers.get("Accept", "")
     page, content_type = await request.app[METRICS].page_of_all(accept)
     headers = own_headers(request[VISIT].context) | {"Content-Type": content_type}
@@ -66,54 +73,57 @@ async def metrics(request: web.Request) -> web.Response:
 
 
 async def instances(request: web.Request) -> web.Response:
-    """`GET /instances`: who takes part; to who has the admin key, in detail."""
+    """Answer `GET /instances`. Only a client that may administer the proxy gets the details."""
     page = request.app[ROSTER].page(detailed=may_administer(request))
     return as_json(page, request[VISIT].context)
 
 
 async def register(request: web.Request) -> web.Response:
-    """`POST /instances`: lets an instance take part."""
+    """Answer `POST /instances`: register an instance."""
     body = await read_json(request)
     return as_json(await request.app[ROSTER].register(bytes(body)), request[VISIT].context)
 
 
 async def unregister(request: web.Request) -> web.Response:
-    """`DELETE /instances?url=…`: takes that back."""
+    """Answer `DELETE /instances?url=…`: remove the registration of an instance."""
     url = request.query.get("url")
     return as_json(await request.app[ROSTER].unregister(url), request[VISIT].context)
 
 
 async def policies(request: web.Request) -> web.Response:
-    """`GET /policies`: which are in force."""
+    """Answer `GET /policies` with the policies in force."""
     return as_json(request.app[POLICIES].page(), request[VISIT].context)
 
 
 async def set_policies(request: web.Request) -> web.Response:
-    """`PUT /policies`: has these in force, and no others."""
+    """Answer `PUT /policies`: replace all policies in force."""
     body = await read_json(request)
     return as_json(request.app[POLICIES].replace(bytes(body)), request[VISIT].context)
 
 
 async def add_policy(request: web.Request) -> web.Response:
-    """`POST /policies`: has one more in force, or one with other options."""
+    """Answer `POST /policies`: add one policy, or change the options of one."""
     body = await read_json(request)
     return as_json(request.app[POLICIES].add(bytes(body)), request[VISIT].context)
 
 
 async def remove_policy(request: web.Request) -> web.Response:
-    """`DELETE /policies?name=…`: has one in force no longer; without a name, undoes all."""
+    """Answer `DELETE /policies?name=…`: remove one policy.
+
+    Without a name, the configured policies apply again.
+    """
     match list(request.query.items()):
         case []:
             name = None
         case [("name", name)]:
             pass
-        case _:  # mistyped, it must not undo all
-            raise BadRequest("the query may be name=…, or empty", slug="invalid_policy")
+        case _:  # a mistyped query must not remove all policies
+            raise BadRequest("the query must be name=… or empty", slug="invalid_policy")
     return as_json(request.app[POLICIES].remove(name), request[VISIT].context)
 
 
 async def profile(command: str, request: web.Request) -> web.Response:
-    """`POST /start_profile` and `/stop_profile`: tells every instance."""
+    """Answer `POST /start_profile` and `/stop_profile`: send the command to every instance."""
     body = await read(request)
     if body:
         check_json_type(request.headers.get("Content-Type", ""))

@@ -1,4 +1,4 @@
-"""`/policies`: which coordination policies are in force, and which from now on."""
+"""Coordination policies in force, and their changes at `/policies`."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -23,64 +23,60 @@ SETTINGS = (
     "decode_choice",
     "decode_from",
 )
-"""What a reload says of policies. Where it says something else than before, that is the last word:
-what was set by then is gone."""
+"""Settings about policies. If a reload changes one of them, the policies that were set through the
+API are discarded."""
 
 UNREAD = -1
-"""No page's number."""
+"""Number that no page has."""
 
 Written = Sequence[str]
-"""Policies as they are written, in order of priority."""
+"""Policies in text form (`name?option=value`), in order of priority."""
 
 
 class Page(Protocol):
-    """Where what has been set is kept, and shared (`epd.observe.shared_page`)."""
+    """Memory for the policies that were set, shared by processes (`epd.observe.shared_page`)."""
 
     def number(self) -> int:
-        """Of what was written last; 0 where nothing was."""
+        """Return the number of the latest write; 0 before the first one."""
 
     def read(self) -> bytes | None:
-        """What was written last."""
+        """Return the content of the latest write."""
 
     def write(self, page: bytes) -> None:
-        """Have everyone read this from now on."""
+        """Replace the content for all processes."""
 
     def locked(self) -> AbstractContextManager[None]:
-        """Be the only one that writes.
+        """Hold the only right to write while the context lasts.
 
         Raises:
-            OSError: somebody else is.
+            OSError: another process holds it.
         """
 
 
 class OwnPage:
-    """For a process that shares nothing."""
+    """Page of a process that shares it with no other."""
 
     def __init__(self) -> None:
         self._number = 0
         self._content = b""
 
     def number(self) -> int:
-        """See `Page`."""
         return self._number
 
     def read(self) -> bytes | None:
-        """See `Page`."""
         return self._content
 
     def write(self, page: bytes) -> None:
-        """See `Page`."""
         self._number += 1
         self._content = page
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """See `Page`."""
         yield
 
 
 class Policies:
-    """The policies in force: the configuration's, until others have been set."""
+    """Policies in force: the configured ones, until others are set through the API."""
 
     def __init__(self, live: LiveConfig) -> None:
         self._live = live
@@ -91,33 +87,36 @@ class Policies:
         self._active: Sequence[Active] = ()
 
     def share(self, page: Page) -> None:
-        """Go by what is set there from now on, in whichever process."""
+        """Use the policies of this page from now on, which any process may write."""
         self._page, self._own = page, False
         self._active_for = (UNREAD, self._live.current)
 
     def follow(self, config: ProxyConfig, before: ProxyConfig) -> None:
-        """Take over what a reload has changed. What is shared is for who reads it first to undo."""
+        """Discard the policies that were set if a reload changed settings about policies.
+
+        A shared page is discarded by the first process (`epd.server.workers`), not here.
+        """
         if self._own and said_otherwise(before, config):
             self._page.write(b"")
 
     def decide(self, config: ProxyConfig, facts: Facts) -> tuple[str, Course] | None:
-        """What runs for a request, and by which policy; None: none says it.
+        """Return the deciding policy and the course of a request; None if no policy decides.
 
-        It is decided once for each request: what is set later does not change its course.
+        A request is decided once: policies that are set later do not change its course.
 
         Args:
-            config: the request's. Policies that were set go before its own.
-            facts: of the request.
+            config: configuration of the request. Policies set through the API replace its own.
+            facts: facts about the request.
         """
         return decide(self._in_force(config), facts)
 
     @property
     def decodes_elsewhere(self) -> bool:
-        """Whether one of them may name decode instances that the proxy does not know."""
+        """Return whether a policy in force may name decode instances outside the table."""
         return any(one.common.decode_from != "table" for one in self._in_force(self._live.current))
 
     def page(self) -> dict[str, Any]:
-        """What is in force, the first one's word before the next one's, and what could be."""
+        """Return the policies in force, in order of priority, and the known policies."""
         rows = [
             {"policy": one.written, "name": one.name, "options": one.options}
             for one in self._in_force(self._live.current)
@@ -126,12 +125,12 @@ class Policies:
         return {"policies": rows, "from": source, "known": known()}
 
     def replace(self, body: bytes) -> dict[str, Any]:
-        """Have these in force, and no others: `{"policies": [...]}`.
+        """Replace all policies in force. The body is `{"policies": [...]}`.
 
         Raises:
-            BadRequest: the body is no JSON.
-            RequestRefused: 422, they cannot be. Nothing has changed.
-            Overloaded: somebody else is changing them.
+            BadRequest: the body is not JSON.
+            RequestRefused: the policies are invalid (422). Nothing was changed.
+            Overloaded: another process is changing the policies.
         """
         match parse_object(body):
             case {"policies": [*written], **rest} if not rest and all(
@@ -141,30 +140,31 @@ class Policies:
         raise _invalid('the body must be {"policies": ["name?option=value", ...]}')
 
     def add(self, body: bytes) -> dict[str, Any]:
-        """Have one more in force, or one with other options: `{"policy": ..., "priority": 1}`.
+        """Add one policy, or change its options. The body is `{"policy": ..., "priority": 1}`.
 
-        A new one is the first, where nothing else is said; one with other options stays where it
-        is.
+        Without a priority, a new policy becomes the first, and one with other options keeps its
+        place.
 
         Raises:
-            BadRequest: the body is no JSON.
-            RequestRefused: 422, it cannot be. Nothing has changed.
-            Overloaded: somebody else is changing them.
+            BadRequest: the body is not JSON.
+            RequestRefused: the policy is invalid (422). Nothing was changed.
+            Overloaded: another process is changing the policies.
         """
         match parse_object(body):
             case {"policy": str() as written, **rest} if rest.keys() <= {"priority"}:
                 priority = rest.get("priority")
                 if priority is None or (type(priority) is int and priority > 0):
                     return self._write(lambda there: _with(there, written, priority))
-                raise _invalid("priority must be a whole number: 1 is the first")
+                raise _invalid("priority must be a whole number from 1, which is the first")
         raise _invalid('the body must be {"policy": "name?option=value", "priority": 1}')
 
     def remove(self, name: str | None) -> dict[str, Any]:
-        """Have one in force no longer; without a name, have the configuration's again.
+        """Remove one policy; without a name, return to the configured policies.
 
         Raises:
-            RequestRefused: 404, it is not in force; 422, it is the only one. Nothing has changed.
-            Overloaded: somebody else is changing them.
+            RequestRefused: the policy is not in force (404), or is the only one (422). Nothing
+                was changed.
+            Overloaded: another process is changing the policies.
         """
         if name is None:
             return self._write(lambda _: None)
@@ -187,7 +187,7 @@ class Policies:
                 self._page.write(b"" if written is None else orjson.dumps(written))
         except OSError as error:
             raise Overloaded(
-                "the policies cannot be changed at the moment: nothing has changed",
+                "the policies cannot be changed at the moment; nothing was changed: retry",
                 slug="policies_busy",
             ) from error
         page = self.page()
@@ -210,10 +210,10 @@ class Policies:
         if self._set is not None:
             try:
                 self._active = config.activated(self._set)
-            except ValueError as invalid:  # what they need is not configured any more
+            except ValueError as invalid:  # a setting that they need was removed
                 self._set = None
                 structlog.get_logger("epd").warning(
-                    "the policies that were set cannot be used: those configured are",
+                    "the policies that were set cannot be used: the configured ones apply",
                     reason=str(invalid),
                 )
         if self._set is None:
@@ -221,13 +221,13 @@ class Policies:
 
 
 class _Change(Protocol):
-    """Says what is to be in force; None: what is configured."""
+    """Function from the policies in force to the new ones; None stands for the configured ones."""
 
     def __call__(self, there: Written, /) -> Written | None: ...
 
 
 def said_otherwise(before: ProxyConfig, after: ProxyConfig) -> bool:
-    """Whether a reload has said something of policies that was not said before."""
+    """Return whether a reload has changed a setting about policies."""
     return any(getattr(before, name) != getattr(after, name) for name in SETTINGS)
 
 

@@ -1,6 +1,6 @@
-"""What is read anew while the process runs, at SIGHUP.
+"""Reload of the configuration and of files at SIGHUP.
 
-What cannot be used is logged, and what was there before stays in force.
+If one is invalid, the error is logged and the previous content stays in force.
 """
 
 from collections.abc import Callable
@@ -15,10 +15,10 @@ from epd.tenants import KeysInvalid
 
 
 class Reload:
-    """Reads the configuration and files anew.
+    """Steps of a reload: one for the configuration, and one per file.
 
     Args:
-        succeeded: told after each time whether all of them could be used.
+        succeeded: function called after each reload with whether all steps succeeded.
     """
 
     def __init__(self, succeeded: Callable[[bool], None]) -> None:
@@ -26,11 +26,11 @@ class Reload:
         self._steps: dict[str, Callable[[], object]] = {}
 
     def add(self, what: str, step: Callable[[], object]) -> None:
-        """Have `step` read a file: it changes nothing where it raises, and returns None."""
+        """Add a step that reloads a file. If it raises, it has changed nothing. It returns None."""
         self._steps[what] = step
 
     def add_config(self, live: LiveConfig, read: Callable[[], ProxyConfig]) -> None:
-        """Have the configuration read, and what has changed of it taken over."""
+        """Add the step that reads the configuration and adopts its changes."""
 
         def step() -> list[str]:
             change = live.adopt(read())
@@ -41,7 +41,6 @@ class Reload:
         self._steps["configuration"] = step
 
     def __call__(self) -> None:
-        """Read all of them."""
         log = structlog.get_logger("epd")
         failed = False
         for what, step in self._steps.items():

@@ -1,4 +1,4 @@
-"""`/instances`: who takes part, and who may from now on."""
+"""Instances of the proxy, and their registration at `/instances`."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -21,7 +21,7 @@ LIVE = frozenset({State.HEALTHY, State.TRIAL})
 
 
 class Roster:
-    """Answers as vLLM's `disagg_epd_proxy.py` does, and says more to the operator."""
+    """Content of `/instances`: that of vLLM's `disagg_epd_proxy.py`, and details for operators."""
 
     def __init__(
         self,
@@ -40,11 +40,11 @@ class Roster:
         self._ec_transfer = config.ec_transfer
 
     def page(self, *, detailed: bool) -> dict[str, Any]:
-        """By role, the URLs of the instances that requests go to, and of those that are left alone.
+        """Return the URLs of the live and of the ejected instances (`evicted`), by role.
 
         Args:
-            detailed: whether each is described, those among them that have requests to end and get
-                no new ones: `draining`.
+            detailed: whether the page describes each instance. It then includes removed instances
+                that still have running requests (`draining`).
         """
         page: dict[str, Any] = {
             role.value: {
@@ -56,13 +56,14 @@ class Roster:
         return page | {"instances": self._rows()} if detailed else page
 
     async def register(self, body: bytes) -> dict[str, Any]:
-        """Let the instance that a body describes take part.
+        """Register the instance that a body describes.
 
         Raises:
-            RequestRefused: 404 without `--dynamic-registration`; 422, the body describes none, or
-                one that the KV transfer cannot do with; 403, its host, or that of one of its
-                addresses, may not be registered; 409, it does not go with those that take part.
-            BadRequest: it uses another encoder-cache transfer than the proxy.
+            RequestRefused: 404 without `--dynamic-registration`; 422 if the body does not describe
+                an instance, or the KV transfer does not support it; 403 if its host, or the host
+                of one of its addresses, may not be registered; 409 if it conflicts with a
+                registered instance.
+            BadRequest: the instance uses another encoder-cache transfer than the proxy.
             Overloaded: the store of registrations cannot be used.
         """
         self._check_open()
@@ -86,10 +87,10 @@ class Roster:
             raise _unwritten() from error
 
     async def unregister(self, url: str | None) -> dict[str, Any]:
-        """Take back the registration of a URL.
+        """Remove the registration of a URL.
 
         Raises:
-            RequestRefused: 404 without `--dynamic-registration`; 422, it is no URL.
+            RequestRefused: 404 without `--dynamic-registration`; 422 if the URL is invalid.
             Overloaded: the store of registrations cannot be used.
         """
         self._check_open()
@@ -150,7 +151,7 @@ class Roster:
 
 
 def _speaks_at(one: Instance) -> list[str]:
-    """Wherever an instance is spoken to, as URLs: the proxy and other instances are sent there."""
+    """Return all addresses of an instance that the proxy or other instances connect to, as URLs."""
     kv_addr = one.kv_addr if "://" in one.kv_addr else f"//{one.kv_addr}"
     return [one.url, *([kv_addr] if one.kv_addr else ()), *one.ec_zmq_addrs]
 

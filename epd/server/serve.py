@@ -1,4 +1,4 @@
-"""A process that serves the application until it is told to stop."""
+"""Process that serves the application until a signal stops it."""
 
 import asyncio
 import gc
@@ -26,23 +26,23 @@ from epd.server.web import application
 from epd.tenants import ApiKeys
 
 CUT_S = 5.0
-"""For requests that were told to end to send their last words."""
+"""Time for cancelled requests to send the end of their responses, in seconds."""
 CLEANUP_S = 10.0
-"""For what the application still does upstream when no request runs any more."""
+"""Time for the application's upstream work after the last request, in seconds."""
 AT_ONCE_S = 0.01
-"""aiohttp takes 0 for no limit."""
+"""Shortest timeout for aiohttp, in seconds: 0 would mean no limit."""
 NOW_S = 1.0
-"""What cleaning up takes at most after a second signal."""
+"""Upper bound of the clean-up after a second signal, in seconds."""
 
 
 class Orders:
-    """What a process has been told, by signals or by the process that started it.
+    """Orders to a process, from signals or from the process that started it.
 
     Attributes:
-        drain: say that you are about to stop, and go on.
-        close: take no more connections, let requests end, and stop.
-        now: let nothing end.
-        reload: read the configuration and files anew; whoever does clears it.
+        drain: report in `/ready` that the process is about to stop, and serve as before.
+        close: close the listening sockets, wait for the running requests, and stop.
+        now: stop without waiting for the running requests.
+        reload: reload the configuration and files; the code that reloads clears the event.
     """
 
     def __init__(self) -> None:
@@ -52,12 +52,11 @@ class Orders:
         self.reload = asyncio.Event()
 
     def stop(self) -> None:
-        """Close without delay."""
         self.drain.set()
         self.close.set()
 
     def end(self, delay_s: float = 0) -> None:
-        """Drain, and close after a delay; told so once more, end now."""
+        """Drain, and close after a delay in seconds; at the second call, stop now."""
         if self.drain.is_set():
             self.now.set()
             self.stop()
@@ -67,26 +66,26 @@ class Orders:
 
 
 def orders_by_signal(live: LiveConfig) -> Orders:
-    """The orders of whoever sends this process signals."""
+    """Return orders that SIGTERM, SIGINT and SIGHUP to this process set."""
     orders = Orders()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, lambda: orders.end(live.current.drain_delay_s))
-    # Ctrl-C: no load balancer has to learn of it, and somebody waits.
+    # Ctrl-C: there is no load balancer to notify, and the operator waits at the terminal.
     loop.add_signal_handler(signal.SIGINT, orders.end)
     loop.add_signal_handler(signal.SIGHUP, orders.reload.set)
     return orders
 
 
 async def serve(live: LiveConfig, read: Callable[[], ProxyConfig]) -> None:
-    """Serve until SIGTERM or SIGINT, then let running requests end; at the second, stop at once.
+    """Serve until SIGTERM or SIGINT, then drain. At the second signal, stop at once.
 
     Args:
-        live: what is in force; what may change of it does at SIGHUP.
-        read: what is configured then.
+        live: configuration in force; SIGHUP reloads its reloadable settings.
+        read: function that reads the configuration for a reload.
 
     Raises:
-        CannotListen: the address cannot be had.
-        OSError: there is no memory, or no descriptor.
+        CannotListen: the address cannot be bound.
+        OSError: memory or descriptors are exhausted.
         KeysInvalid: the keys file cannot be used.
         TlsInvalid: a certificate or a key cannot be used.
     """
@@ -108,7 +107,7 @@ async def serve(live: LiveConfig, read: Callable[[], ProxyConfig]) -> None:
 
 
 def _where(config: ProxyConfig, stack: ExitStack) -> dict[str, Any]:
-    """Where to listen; what has to be undone afterwards is left to the stack."""
+    """Return the address to listen on, as arguments for `Site`; the stack closes a Unix socket."""
     if config.uds is None:
         return {"host": config.host, "port": config.port}
     return {"sock": stack.enter_context(listening_at(config.uds, BACKLOG))}
@@ -122,16 +121,17 @@ async def running(
     read: Callable[[], ProxyConfig],
     named: ProxyConfig | None = None,
 ) -> AsyncIterator[Runner]:
-    """The application, as yet without an address, that obeys orders to drain and to reload.
+    """Run the application without a listening address, and obey orders to drain and to reload.
 
-    Leaving waits for the requests that run, within limits.
+    The end of the context waits for the running requests, up to `drain_timeout_s`.
 
     Args:
-        live: what is in force.
-        orders: what to obey.
-        tls: the context that clients are served with.
-        read: what is configured by the time of a reload.
-        named: where files are read anew, if that is elsewhere than at the start.
+        live: configuration in force.
+        orders: orders to obey.
+        tls: TLS context for clients; None for plain HTTP.
+        read: function that reads the configuration for a reload.
+        named: configuration with the paths to reload files from, if they differ from those of
+            the start.
     """
     app = application(live)
     runner = Runner(app, live, app[OBSERVERS])
@@ -143,7 +143,7 @@ async def running(
     await runner.setup()
     if named is not None:
         live.current = named
-    gc.freeze()  # what is here now stays: each full collection would look at it, for 50 ms
+    gc.freeze()  # these objects live on: each full collection would spend 50 ms on them
     obeying = [
         asyncio.create_task(app[BACKGROUND].keep(order, partial(obey, app, orders)))
         for order, obey in (("drain", _drain), ("reload", _reload))
@@ -176,7 +176,7 @@ async def _reload(app: web.Application, orders: Orders) -> None:
 async def _end(runner: web.AppRunner, timeout_s: float, now: asyncio.Event) -> None:
     for site in runner.sites:
         await site.stop()
-    await asyncio.sleep(0)  # what has just been accepted is heard first
+    await asyncio.sleep(0)  # connections that were just accepted are read first
     await first_of(_finished(runner), asyncio.sleep(timeout_s), now.wait())
     if not now.is_set():
         runner.app[DRAIN].cut()
@@ -192,10 +192,10 @@ async def _end(runner: web.AppRunner, timeout_s: float, now: asyncio.Event) -> N
 
 
 async def _finished(runner: web.AppRunner) -> None:
-    """Wait until all requests have ended and their answers are sent."""
+    """Wait until all requests have ended and their responses are sent."""
     await runner.app[DRAIN].idle()
     if runner.server is not None:
-        # Not before, as `runner.cleanup` does: it deafens connections that are sending a body.
+        # `runner.cleanup` does this earlier, and then connections that send a body are not read.
         runner.server.pre_shutdown()
         await runner.server.shutdown(None)
 
@@ -206,7 +206,7 @@ async def _later(event: asyncio.Event, delay_s: float) -> None:
 
 
 async def first_of(*waits: Coroutine[Any, Any, object]) -> None:
-    """Wait until one of them has ended, and cancel the others."""
+    """Wait until one of the coroutines has ended, and cancel the others."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
@@ -215,7 +215,7 @@ async def first_of(*waits: Coroutine[Any, Any, object]) -> None:
 
 
 def url(config: ProxyConfig, address: Any) -> str:
-    """Where clients reach it, by the address of a socket that listens."""
+    """Return the URL for clients, from the address of a listening socket."""
     if config.uds is not None:
         return f"unix:{config.uds}"
     host, port, *_ = address
@@ -223,7 +223,7 @@ def url(config: ProxyConfig, address: Any) -> str:
 
 
 def topology(config: ProxyConfig) -> str:
-    """The instances in short, such as `2e1p1d`; `dynamic` where they come and go."""
+    """Return the number of instances per role, such as `2e1p1d`; `dynamic` if it may change."""
     if config.dynamic:
         return "dynamic"
     encode, decode = len(config.encode_servers_urls), len(config.decode_servers_urls)

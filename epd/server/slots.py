@@ -1,4 +1,4 @@
-"""What the application holds, by typed keys."""
+"""Typed keys of the objects that the application holds."""
 
 from collections.abc import Mapping, Sequence
 
@@ -15,14 +15,14 @@ from epd.tenants import ApiKeys
 
 CONFIG = web.AppKey("config", LiveConfig)
 KEYS = web.AppKey("keys", ApiKeys)
-"""There only where keys are configured."""
+"""Set only if API keys are configured."""
 ACCESS = web.AppKey("access", Mapping[object, Access])
-"""Whom each handler answers."""
+"""Class of access of each handler."""
 ADMISSION = web.AppKey("admission", Admission)
 BACKGROUND = web.AppKey("background", Background)
 OBSERVERS = web.AppKey("observers", Sequence[Observer])
 MODELS = web.AppKey("models", ModelNames)
 TRACER = web.AppKey("tracer", Tracer)
-"""There only where requests are traced."""
+"""Set only if requests are traced."""
 UNKNOWN = "unknown"
-"""The name of what is no route."""
+"""Name of the route for all unknown paths."""

@@ -1,4 +1,4 @@
-"""The operator's page, `/ui`: files that say nothing, and the state they ask for."""
+"""Operator's page `/ui`: static files without data of the fleet, and the state that they load."""
 
 from collections.abc import Mapping
 from importlib.resources import files
@@ -21,13 +21,13 @@ TYPES = {
     "js": "text/javascript",
     "svg": "image/svg+xml",
 }
-"""By the end of a file's name."""
+"""Media types of the page's files, by file extension."""
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-"""Nothing from elsewhere, nothing inline, in nobody's frame."""
+"""Content security policy: no content from other origins, no inline code, no embedding."""
 
 HEADERS = {
     "Content-Security-Policy": POLICY,
@@ -39,7 +39,7 @@ HEADERS = {
 
 
 class Asset(NamedTuple):
-    """One file of the page."""
+    """One static file of the page, with its media type."""
 
     body: bytes
     content_type: str
@@ -58,24 +58,24 @@ ASSETS = _assets()
 
 
 def store_kind(config: ProxyConfig) -> str | None:
-    """What kind of store the proxy asks; not where it is, which may hold a password."""
+    """Return the URL scheme of the encoder-cache store: the rest may hold a password."""
     return None if config.ec_store is None else urlsplit(config.ec_store).scheme
 
 
 async def page(request: web.Request) -> web.Response:
-    """`GET /ui`: the page, which says nothing of this fleet."""
+    """Answer `GET /ui` with the page, which holds no data of the fleet."""
     return _file("index.html", request)
 
 
 async def root(request: web.Request) -> web.Response:
-    """`GET /`: to the page, which a person who opens the address looks for."""
+    """Answer `GET /` with a redirect to the page."""
     context = request[VISIT].context
     headers = {"Location": f"{context.config.root_path or ''}/ui", **own_headers(context)}
     return web.Response(status=302, headers=headers)
 
 
 async def asset(request: web.Request) -> web.Response:
-    """`GET /ui/{file}`: what the page consists of."""
+    """Answer `GET /ui/{file}` with a static file of the page."""
     return _file(request.match_info["file"], request)
 
 
@@ -91,7 +91,7 @@ def _file(name: str, request: web.Request) -> web.Response:
 
 
 async def state(request: web.Request) -> web.Response:
-    """`GET /ui/state`: all that the page shows."""
+    """Answer `GET /ui/state` with the data that the page shows."""
     return web.Response(
         body=await request.app[BOARD].document(),
         content_type="application/json",

@@ -1,4 +1,4 @@
-"""A client's request while the server has it."""
+"""State of a client's request in the server."""
 
 from dataclasses import dataclass, field
 
@@ -11,16 +11,17 @@ from epd.request.context import RequestContext
 
 @dataclass(slots=True)
 class Visit:
-    """What the server knows of a request.
+    """State of one request in the server.
 
     Attributes:
-        app: the application that serves it.
-        context: what it carries through the stages.
-        access: whom its route answers.
-        api: whether it is a request that a client's limits are for.
-        admitted: what it has of this process; set when it is let in.
-        stream: its answer, where that is a stream.
-        answered: its status, set once the client has all of its answer and may leave.
+        app: application that serves the request.
+        context: context of the request in the stages.
+        access: class of access of its route.
+        api: whether the tenant's limits apply to the request.
+        admitted: place and bytes of the request in this process; set at its admission.
+        stream: response, if it is a stream.
+        answered: status; set once the client has the whole response, so that a later disconnect
+            is no error.
     """
 
     app: web.Application

@@ -1,4 +1,4 @@
-"""The aiohttp application, and its routes."""
+"""Creation of the aiohttp application, and the table of its routes."""
 
 import time
 from collections.abc import Sequence
@@ -42,16 +42,16 @@ from epd.ui.recent import Recent
 
 
 def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None) -> web.Application:
-    """The proxy as an aiohttp application, to be run or to be mounted in another.
+    """Return the proxy as an aiohttp application, to run or to mount in another application.
 
-    Run it with `handler_cancellation=True` (`web.run_app`, `web.AppRunner`): that is how a client
-    that leaves cancels what runs for it upstream. `epd.edge.protocol.Runner` does, and guards
-    against slow and malformed HTTP besides.
+    Run it with `handler_cancellation=True` (`web.run_app`, `web.AppRunner`): the upstream requests
+    of a client that disconnects are then cancelled. `epd.edge.protocol.Runner` sets it, and also
+    guards against slow and malformed HTTP.
 
     Args:
-        config: what `epd serve` makes of its flags.
-        observers: told of every event, beside what counts them for `/metrics`; by default they
-            are logged.
+        config: configuration, as `epd serve` makes it of its flags.
+        observers: receivers of all events, in addition to the observer for `/metrics`; by
+            default one that logs them.
 
     Raises:
         KeysInvalid: the keys file cannot be used.
@@ -60,7 +60,11 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
 
 
 def application(live: LiveConfig, observers: Sequence[Observer] | None = None) -> web.Application:
-    """The same, with a configuration that the caller may replace while it runs."""
+    """Return the application as `create_app` does, with a configuration that may be reloaded.
+
+    Raises:
+        KeysInvalid: the keys file cannot be used.
+    """
     hide_locals()
     app, config = web.Application(middlewares=(observe,)), live.current
     app[CONFIG] = live
@@ -88,11 +92,18 @@ def application(live: LiveConfig, observers: Sequence[Observer] | None = None) -
 
 
 async def _not_yet(_: web.Request) -> None:
-    """Leave a client that waits for `100 Continue` waiting: `read_body` says it in time."""
+    """Send no `100 Continue` before the checks of the request: `read_body` sends it later."""
 
 
 async def nothing(request: web.Request) -> web.StreamResponse:
-    """What is no route, or has other methods. aiohttp's own answer begins with `100 Continue`."""
+    """Answer a request for an unknown path, or with a method that its path does not have.
+
+    aiohttp's own handler would send `100 Continue` first.
+
+    Raises:
+        UnknownRoute: the path has no route.
+        HTTPMethodNotAllowed: the path has routes for other methods.
+    """
     methods = set[str]()
     for route in request.app.router.resources():
         if route.name != UNKNOWN and (own := (await route.resolve(request))[1]):
@@ -112,7 +123,7 @@ ROUTES = (
     (Access.OPEN, _get("/ready", operators.ready)),
     (Access.OPEN, _get("/ping", operators.ready)),  # SageMaker's name for it
     (Access.OPEN, _post("/ping", operators.ready)),
-    (Access.OPEN, _get("/openapi.json", operators.openapi)),  # it says nothing of this fleet
+    (Access.OPEN, _get("/openapi.json", operators.openapi)),  # it holds no data of this fleet
     (Access.OPEN, _get("/", ui.root)),
     (Access.OPEN, _get("/ui", ui.page)),  # nor do these
     (Access.OPEN, _get("/ui/{file}", ui.asset)),
@@ -136,5 +147,5 @@ ROUTES = (
     (Access.ADMIN, _post("/start_profile", partial(operators.profile, "start"))),
     (Access.ADMIN, _post("/stop_profile", partial(operators.profile, "stop"))),
 )
-"""All there is, and whom it answers. Nothing else reaches an instance: many of vLLM's routes, those
-that change its weights or let it sleep among them, want no key of their own."""
+"""All routes, with their classes of access. No other path is forwarded to an instance: many of
+vLLM's routes need no key, such as those that change its weights or put it to sleep."""

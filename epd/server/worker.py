@@ -1,7 +1,7 @@
-"""One of several processes that serve one address, as the first one of them starts it.
+"""Worker: one of several processes that serve one address. The first process starts it.
 
-Its standard input is a pipe from the first process: the configuration comes by it, then orders; and
-its end, however the first process ended, tells the worker to stop.
+Its standard input is a pipe from the first process, which sends the configuration and then orders.
+The worker stops when the pipe ends, so it also stops if the first process crashes.
 """
 
 import asyncio
@@ -33,22 +33,22 @@ from epd.server.ui import BOARD
 from epd.ui.board import Board
 
 DRAIN, RELOAD = b"drain", b"reload "
-"""How orders to a worker begin, by its pipe, a line each."""
+"""Prefixes of the orders that a worker reads from its pipe, one per line."""
 READ_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Inherited:
-    """What a worker has from the first process, beside the configuration: descriptors.
+    """Descriptors that a worker inherits from the first process.
 
     Attributes:
-        number: the worker's.
-        sockets: that it listens with.
-        files: copies of the files that a reload reads anew, by the names of their fields.
-        pages: of the metrics of all workers.
-        recents: of what they have seen of late.
-        registrations: the store of what is known of instances, which they share.
-        policies: the page of those that have been set.
+        number: number of the worker, from 1.
+        sockets: sockets to listen on.
+        files: copies of the files that a reload reads, by the names of their fields.
+        pages: shared pages with the metrics of each worker.
+        recents: shared pages with the recent events of each worker.
+        registrations: URL of the shared store of registrations; None without one.
+        policies: shared page with the policies that were set.
     """
 
     number: int
@@ -61,19 +61,18 @@ class Inherited:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """All of them."""
         files = self.files.values()
         return (*self.sockets, *files, *self.pages, *self.recents, self.policies)
 
 
 async def work(config: ProxyConfig, inherited: Inherited) -> None:
-    """Serve on sockets that are open already, until standard input ends.
+    """Serve on inherited sockets until standard input ends.
 
-    Files are read from their copies at the start, and from where they are at each reload.
+    Files are read from their copies at the start, and from their paths at each reload.
 
-    Signals to stop are for the first process, which tells the workers: a service manager may send
-    one to every process, and a worker that stopped alone would leave its connections waiting.
-    SIGUSR1 ends it at once.
+    A worker ignores the signals to stop; the first process handles them and sends orders to the
+    workers. A service manager may send the signal to every process, and the connections of a worker
+    that stopped alone would wait. SIGUSR1 ends a worker at once.
     """
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
@@ -111,14 +110,13 @@ def _shared_board(board: Board, inherited: Inherited) -> Board:
 
 
 class Pipe:
-    """What the first process says.
+    """Pipe from the first process on standard input.
 
     Attributes:
-        orders: to do.
+        orders: orders that have arrived.
     """
 
     def __init__(self) -> None:
-        """Listen from now on."""
         self.orders = Orders()
         self._rest = b""
         self._said: dict[str, Any] = {}
@@ -127,10 +125,10 @@ class Pipe:
         self._loop.add_reader(sys.stdin.fileno(), self._read)
 
     def configured(self) -> ProxyConfig:
-        """What it has read of the configuration.
+        """Return the configuration of the latest order to reload.
 
         Raises:
-            ConfigInvalid: it could not be used.
+            ConfigInvalid: the first process found it invalid.
         """
         if "refused" in self._said:
             raise ConfigInvalid(self._said["refused"])
@@ -156,7 +154,7 @@ class Pipe:
 
 def main() -> None:
     """Run the worker that standard input describes."""
-    # Unbuffered: what follows the line are orders.
+    # Unbuffered: the bytes after the first line are orders, which `Pipe` reads.
     with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as pipe:
         described = orjson.loads(pipe.readline())
     config = ProxyConfig.model_validate(described["config"])

@@ -1,12 +1,12 @@
-"""Several processes that serve one address, and the one that starts them.
+"""First process of several that serve one address: it starts the workers.
 
-The first process listens and serves nothing. Each worker has a listening socket of its own on the
-same port (`SO_REUSEPORT`): on one that all share, the first to wake takes every connection that
-waits, and keeps it. The first process holds all of them too, so that connections that wait at a
-worker that dies are served by the next one.
+The first process opens the listening sockets and serves no requests. Each worker has its own
+listening socket on the same port (`SO_REUSEPORT`): with one shared socket, the first worker to wake
+would accept all waiting connections. The first process keeps all sockets open, so that the
+connections that wait at a worker that dies are served by its replacement.
 
-Each worker has a page for its metrics and one for what it has seen of late, which all of them
-read.
+Each worker writes its metrics to one shared page and its recent events to another. All workers
+read all pages.
 """
 
 import asyncio
@@ -47,35 +47,36 @@ from epd.server.worker import DRAIN, RELOAD, Inherited
 from epd.ui.board import forget
 
 STEADY_S = 30.0
-"""A worker that lived so long, its start included, was not born broken."""
+"""Lifetime of a worker, in seconds and from its start, after which its death is not an early one.
+"""
 MAX_DEATHS = 5
-"""So many early deaths in a row end everything."""
+"""Number of early deaths in a row after which the proxy stops."""
 RESTART_S = 0.25
-"""Before a worker is replaced; doubled with each further early death."""
+"""Delay before a worker is replaced, in seconds; doubled for each further early death in a row."""
 GRACE_S = 2.0
-"""For a worker that was told to end by now."""
+"""Time for a worker to exit after its last order, in seconds."""
 
 LOCKED_S = 0.01
-"""Until a page that a worker is writing is tried again: it takes microseconds."""
+"""Delay before a locked page is tried again, in seconds. A write takes microseconds."""
 
 Sockets = tuple[socket.socket, ...]
 Address = tuple[Any, ...]
-"""As the socket functions take it: host, port, and for IPv6 flow and scope."""
+"""Address for the socket functions: host, port, and for IPv6 flow and scope."""
 
 
 class WorkersFailed(Exception):
-    """A worker died again and again, as soon as it was started."""
+    """Error: a worker died `MAX_DEATHS` times in a row soon after its start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What all workers have in common.
+    """Memory and stores that all workers share.
 
     Attributes:
-        pages: of their metrics, in the order of their numbers, which begin at 1.
-        recents: the same, of what they have seen of late.
-        registrations: the store of what is known of instances; None where there is none.
-        policies: the page of those that have been set.
+        pages: pages with the metrics of each worker, in the order of their numbers, from 1.
+        recents: pages with the recent events of each worker, in the same order.
+        registrations: URL of the store of registrations; None without one.
+        policies: page with the policies that were set.
     """
 
     pages: Sequence[SharedPage]
@@ -86,14 +87,14 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """What a worker and its replacements have in common."""
+    """Number, sockets and shared pages that a worker leaves to its replacement."""
 
     number: int
     sockets: Sockets
     shared: Shared
 
     def bury(self) -> None:
-        """Have nobody take its worker, which has died, for one that lives."""
+        """Mark the pages of the dead worker, so that the others do not read it as alive."""
         bury(self.shared.pages[self.number - 1])
         forget(self.shared.recents[self.number - 1])
 
@@ -102,13 +103,13 @@ async def supervise(live: LiveConfig, read: Callable[[], ProxyConfig]) -> None:
     """Keep the workers running until SIGTERM or SIGINT, as `server.serve` does for one process.
 
     Args:
-        live: what is in force; what may change of it does at SIGHUP, for the workers too.
-        read: what is configured then.
+        live: configuration in force; SIGHUP reloads its reloadable settings, in the workers too.
+        read: function that reads the configuration for a reload.
 
     Raises:
-        CannotListen: the address cannot be had.
-        OSError: there is no memory, or no descriptor.
-        WorkersFailed: they do not stay alive.
+        CannotListen: the address cannot be bound.
+        OSError: memory or descriptors are exhausted.
+        WorkersFailed: a worker keeps dying soon after its start.
     """
     config = live.current
     with (
@@ -124,7 +125,7 @@ async def _supervise(live: LiveConfig, read: Callable[[], ProxyConfig], shares: 
     log = structlog.get_logger("epd")
     orders, config = orders_by_signal(live), live.current
     with _listening(config) as groups, closing(LastGood(live, read)) as good:
-        # This process has no metrics of its own: what goes wrong here is in its log alone.
+        # This process has no metrics: its failures appear only in its log.
         background = Background(lambda *_: None)
         reload = partial(_reload, orders, good, shares.policies)
         reloading = asyncio.create_task(background.keep("reload", reload))
@@ -144,7 +145,7 @@ async def _supervise(live: LiveConfig, read: Callable[[], ProxyConfig], shares: 
         await orders.close.wait()
         log.info("stopping")
         reloading.cancel()
-    # Closed here too, the port takes no connection that no worker would serve.
+    # The sockets are closed here too, so the kernel accepts no connection that no worker serves.
     ends = await asyncio.gather(*keepers, return_exceptions=True)
     for failure in filter(None, ends):
         raise failure
@@ -161,7 +162,7 @@ async def _reload(orders: Orders, good: LastGood, policies: SharedPage) -> None:
 
 
 async def _forget(policies: SharedPage) -> None:
-    """Have what is configured in force again, whatever a worker may be writing at the moment."""
+    """Clear the policies that were set; wait for a worker that is writing the page."""
     while True:
         try:
             with policies.locked():
@@ -171,7 +172,7 @@ async def _forget(policies: SharedPage) -> None:
 
 
 async def _keep(seat: Seat, good: LastGood, orders: Orders) -> None:
-    """Run a worker, and another whenever it dies, until all are to close."""
+    """Run a worker, and replace it when it dies, until the order to close."""
     clock = asyncio.get_running_loop().time
     deaths = 0
     try:
@@ -195,11 +196,11 @@ async def _keep(seat: Seat, good: LastGood, orders: Orders) -> None:
 
 
 async def _run(seat: Seat, good: LastGood, orders: Orders) -> str:
-    """Run one worker to its end, and say what it died of."""
-    reloaded = good.reloaded  # a reload while it starts comes too late for what it starts with
+    """Run one worker to its end, and return the cause of its end."""
+    reloaded = good.reloaded  # a reload during the start must be passed on after it
     try:
         process, pipe = await _start(seat, good.config, good.descriptors)
-    except OSError as error:  # no process or no memory to be had at the moment
+    except OSError as error:  # processes or memory are exhausted
         return str(error)
     with closing(pipe):
         await first_of(process.wait(), orders.close.wait(), _pass_on(orders, good, reloaded, pipe))
@@ -218,7 +219,7 @@ async def _run(seat: Seat, good: LastGood, orders: Orders) -> str:
 async def _pass_on(
     orders: Orders, good: LastGood, reloaded: asyncio.Event, pipe: asyncio.StreamWriter
 ) -> None:
-    """Tell a worker what this process is told."""
+    """Forward the orders of this process to a worker."""
 
     async def drain() -> None:
         await orders.drain.wait()
@@ -250,7 +251,7 @@ async def _start(
         *(sys.executable, "-P", "-m", "epd.server.worker"),
         stdin=asyncio.subprocess.PIPE,
         pass_fds=inherited.descriptors,
-        # The modules of this process, wherever it was started.
+        # The worker imports the same modules as this process, whatever its working directory.
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         # A terminal sends SIGINT to a whole group; here only the first process acts on it.
         process_group=0,
@@ -263,10 +264,10 @@ async def _start(
 
 @contextmanager
 def _pages(count: int) -> Iterator[list[SharedPage]]:
-    """Pages for so many workers.
+    """Create this number of shared pages, and close them at the end of the context.
 
     Raises:
-        OSError: there is no memory or no descriptor for them.
+        OSError: memory or descriptors are exhausted.
     """
     with ExitStack() as stack:
         yield [stack.enter_context(closing(SharedPage.made())) for _ in range(count)]
@@ -274,12 +275,12 @@ def _pages(count: int) -> Iterator[list[SharedPage]]:
 
 @contextmanager
 def _listening(config: ProxyConfig) -> Iterator[list[Sockets]]:
-    """Sockets on one port: for each worker, one for each address of the host.
+    """Open sockets on one port: for each worker, one per address of the host.
 
-    A Unix socket is one for all workers: it has no `SO_REUSEPORT`.
+    All workers share one Unix socket: Unix sockets have no `SO_REUSEPORT`.
 
     Raises:
-        CannotListen: the address cannot be had.
+        CannotListen: the address cannot be bound.
     """
     with ExitStack() as stack:
         groups: list[Sockets]
@@ -295,7 +296,7 @@ def _listening(config: ProxyConfig) -> Iterator[list[Sockets]]:
 def _bound_to_one_port(config: ProxyConfig, stack: ExitStack) -> list[Sockets]:
     port, by_address = config.port, list[Sockets]()
     for family, (host, _, *scope) in _addresses(config.host):
-        # Bound without SO_REUSEPORT, the first one is refused where anyone listens already.
+        # The first socket is bound without SO_REUSEPORT: bind fails if another process listens.
         first = stack.enter_context(_bound(family, (host, port, *scope)))
         first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         bound = first.getsockname()

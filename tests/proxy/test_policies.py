@@ -115,10 +115,10 @@ CANNOT: list[tuple[str, object, int, str]] = [
     ("POST", {"policy": "pd_only"}, 422, "does nothing without"),
     ("POST", {"policy": SHORT.replace("20", "-1")}, 422, "greater than or equal to 0"),
     ("POST", {"policy": SHORT.replace("20", "9" * 30)}, 422, "less than or equal to"),
-    ("POST", {"policy": "prefill_decode", "priority": 0}, 422, "1 is the first"),
-    ("POST", {"policy": "prefill_decode", "priority": -1}, 422, "1 is the first"),
-    ("POST", {"policy": "prefill_decode", "priority": True}, 422, "1 is the first"),
-    ("POST", {"policy": "prefill_decode", "priority": "1"}, 422, "1 is the first"),
+    ("POST", {"policy": "prefill_decode", "priority": 0}, 422, "whole number from 1"),
+    ("POST", {"policy": "prefill_decode", "priority": -1}, 422, "whole number from 1"),
+    ("POST", {"policy": "prefill_decode", "priority": True}, 422, "whole number from 1"),
+    ("POST", {"policy": "prefill_decode", "priority": "1"}, 422, "whole number from 1"),
     ("POST", {"policy": "prefill_decode", "more": 1}, 422, "the body must be"),
     (
         *("POST", {"policy": "prefill_local_decode_remote?local_prefill_url=http://x:1"}, 422),
@@ -216,4 +216,6 @@ async def test_what_is_set_and_not_possible_any_more_gives_way(
             assert await in_force(running.url) == [asks]
             await running.reload(**urls)
             assert await in_force(running.url) == USUAL
-            assert running.logged("the policies that were set cannot be used: those configured are")
+            assert running.logged(
+                "the policies that were set cannot be used: the configured ones apply"
+            )
