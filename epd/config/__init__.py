@@ -1,4 +1,4 @@
-"""Settings: what there is to set, where each is set, and what is in force."""
+"""Settings: their fields, their sources, and the configuration in force."""
 
 from epd.config.invalid import ConfigInvalid
 from epd.config.model import ProxyConfig

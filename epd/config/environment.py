@@ -11,17 +11,18 @@ from epd.config.invalid import unknown
 from epd.config.settings import PREFIX, Settings, variables_of
 
 OTHERS = ("EPD_UP_", "EPD_BENCH_", "EPD_PYTHON")
-"""How variables begin that are for other commands."""
+"""Prefixes of variables that configure other commands."""
 SERVICE_LINK = re.compile(
     r"EPD_(.+_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
 )
-"""What Kubernetes sets in every pod for each Service whose name begins with `epd`."""
+"""Variables that Kubernetes sets in every pod for each Service with a name that begins with `epd`.
+"""
 LINK = re.compile(r"(tcp|udp|sctp)://")
-"""How the value of `EPD_PORT` begins where Kubernetes has set it for a Service named `epd`."""
+"""Prefix of the value of `EPD_PORT` if Kubernetes has set it for a Service named `epd`."""
 
 
 def from_environment() -> dict[str, Given]:
-    """What is set there, by the names of `Settings`."""
+    """Return the settings of the environment, by the names of `Settings`."""
     present = {variable.upper() for variable in os.environ}
     names = {variables_of(name)[0]: name for name in Settings.model_fields}
     found = {}
@@ -34,7 +35,7 @@ def from_environment() -> dict[str, Given]:
 
 
 def unknown_variables() -> Iterator[str]:
-    """What is wrong with each that is named as a setting and is none."""
+    """Yield an error message for each variable that has the prefix of settings and is unknown."""
     known = [variable for name in Settings.model_fields for variable in variables_of(name)]
     for name, value in os.environ.items():
         variable = name.upper()

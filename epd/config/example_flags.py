@@ -1,7 +1,7 @@
-"""Flags of vLLM's example proxies that are called something else here, or nothing.
+"""Flags of vLLM's example proxies that have another name here, or no effect.
 
 A script written for `disagg_epd_proxy.py` or `disagg_proxy_multiturn.py` runs unchanged. The help
-does not list them.
+does not list these flags.
 """
 
 import argparse
@@ -14,46 +14,47 @@ from typing import Any, NamedTuple
 from epd.routing.urls import is_address
 
 HOST = re.compile(r"[A-Za-z0-9._-]+")
-"""A name of one, or an IPv4 address."""
+"""Name of a host, or an IPv4 address."""
 
 RENAMED: Mapping[str, str] = MappingProxyType(
     {
         "--probe-interval": "probe_interval_s",
         "--probe-timeout": "health_timeout_s",
         "--fail-threshold": "eject_after",
-        "--encode-policy": "encode_balance",  # its name until balance had one
+        "--encode-policy": "encode_balance",  # the former name of the setting
     }
 )
-"""The settings that such flags set."""
+"""Settings that these flags set."""
 
 SWITCHES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {"--no-rewrite": ("decode_media", "raw"), "--log-requests": ("log_level", "debug")}
 )
-"""The values that such flags give to settings."""
+"""Settings and values that these flags stand for."""
 
 IDLE: Mapping[str, str] = MappingProxyType(
     {
-        "--decode-retries": "does nothing here: what can be tried again is, without it",
-        "--evicted-ttl": "does nothing here: no registration ends by itself",
+        "--decode-retries": "does nothing here: the proxy retries without it",
+        "--evicted-ttl": "does nothing here: registrations do not expire",
     }
 )
-"""Why such flags are not needed."""
+"""Reasons why these flags have no effect."""
 
 SERVERS: Mapping[str, tuple[str, int]] = MappingProxyType(
     {"prefill_servers_urls": ("prefiller", 8100), "decode_servers_urls": ("decoder", 8200)}
 )
-"""The settings that hosts and ports set: what such flags call the servers, and the default port."""
+"""Settings that flags with hosts and ports set: the server's name in these flags, and its default
+port."""
 
 
 class Listed(NamedTuple):
-    """What a flag with several values has: the flag as it was written, and they."""
+    """Values of a flag that takes several, with the flag as it was written."""
 
     flag: str
     values: Sequence[Any]
 
 
 class _Named(argparse.Action):
-    """Keeps by which of its names a flag was given."""
+    """Action that stores the name under which a flag was given."""
 
     def __call__(
         self,
@@ -67,7 +68,7 @@ class _Named(argparse.Action):
 
 
 class _Idle(argparse.Action):
-    """Says that a flag does nothing."""
+    """Action that warns that a flag has no effect."""
 
     def __call__(
         self,
@@ -81,7 +82,7 @@ class _Idle(argparse.Action):
 
 
 def add_example_flags(parser: argparse.ArgumentParser) -> None:
-    """Have a parser take them. Parsed, there are the settings that they set alone."""
+    """Add the flags to a parser. The parsed namespace has only the settings of given flags."""
     hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     for flag, name in RENAMED.items():
         parser.add_argument(flag, dest=name, **hidden)
@@ -99,13 +100,14 @@ def add_example_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def with_urls(flags: Mapping[str, Any], reasons: list[str]) -> Mapping[str, Any]:
-    """The flags, with URLs in the place of hosts and ports; there are no encode instances then.
+    """Return the flags with hosts and ports replaced by URLs, and without encode instances.
 
-    What only one of the two servers is named by has the other at its default, as in vLLM's proxy.
+    If only hosts or only ports are given, the others have their default, as in vLLM's proxy.
 
     Args:
-        flags: as they were parsed.
-        reasons: what is wrong with them is added here; of such there are no URLs.
+        flags: parsed flags.
+        reasons: list to which an error message is added for each invalid flag. Invalid hosts and
+            ports become no URLs.
     """
     named = {f"{server}_{what}" for server, _ in SERVERS.values() for what in ("hosts", "ports")}
     if named.isdisjoint(flags):
@@ -117,7 +119,7 @@ def with_urls(flags: Mapping[str, Any], reasons: list[str]) -> Mapping[str, Any]
         if setting in kept:
             if one := hosts or ports:
                 flag = "--" + setting.replace("_", "-")
-                reasons.append(f"{flag} and {one.flag} are one too many: keep either")
+                reasons.append(f"{flag} and {one.flag} exclude each other: keep one")
             continue
         hosts = hosts or Listed(f"--{server}-hosts", ["localhost"])
         ports = ports or Listed(f"--{server}-ports", [port])
@@ -133,13 +135,13 @@ def _wrong(hosts: Listed, ports: Listed) -> Iterator[str]:
         if "/" in host:
             yield f"{hosts.flag} {host!r} is a URL: name a host"
         elif not (HOST.fullmatch(host) or is_address(host.strip("[]"))):
-            yield f"{hosts.flag} {host!r} is no host: name each by itself, and ports apart"
+            yield f"{hosts.flag} {host!r} is not a host: separate hosts by spaces, without ports"
     for port in ports.values:
         if not 0 < port < 2**16:
-            yield f"{ports.flag} {port} is no port: one is from 1 to 65535"
+            yield f"{ports.flag} {port} is not a port: use a number from 1 to 65535"
     found, wanted = len(ports.values), len(hosts.values)
     if found != wanted:
-        yield f"{hosts.flag} names {wanted}, {ports.flag} {found}: name a port for each host"
+        yield f"{hosts.flag} names {wanted}, {ports.flag} {found}: name one port per host"
 
 
 def _url(host: str, port: int) -> str:

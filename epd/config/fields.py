@@ -1,4 +1,4 @@
-"""The kinds of values that settings have: how each is written, and what it must be."""
+"""Types of the settings' values: how each is parsed and validated."""
 
 import re
 from typing import Annotated, Any
@@ -25,16 +25,16 @@ NO_INSTANCES = frozenset({"", "disable", "none"})
 """Spellings of an empty URL list, as in vLLM's `disagg_epd_proxy.py`."""
 
 TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}")
-"""A header's name."""
+"""Name of a header or a method (RFC 9110, token), up to 64 characters."""
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@*,\"]+")
-"""A web page's origin as browsers write it: scheme, host and port alone."""
+"""Origin of a web page as browsers write it: only scheme, host and port."""
 
 ROOT_PATH = re.compile(r"(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)+")
-"""A path that has one spelling only, and no `.` or `..`."""
+"""Path with only one spelling: no percent-encoding, and no segment that begins with a dot."""
 
 MIN_SECRET = 16
-"""Characters of a secret: who can list the store could try all the shorter ones."""
+"""Minimum length of a secret in characters. A reader of the store could try all shorter ones."""
 
 
 def _split_urls(value: Any) -> Any:
@@ -75,7 +75,7 @@ Urls = Annotated[
     tuple[str, ...], NoDecode, BeforeValidator(_split_urls), AfterValidator(_check_urls)
 ]
 Addresses = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_addresses)]
-"""As many as there are instances; an empty one is that of an instance that needs none."""
+"""Addresses, one per instance; an empty one stands for an instance that needs no address."""
 StoreUrl = Annotated[
     str | None,
     BeforeValidator(lambda url: None if url in NO_INSTANCES else url),
@@ -100,7 +100,7 @@ def _split_domains(value: Any) -> Any:
 
 
 def _check_domain(domain: str) -> str:
-    """The host as `yarl.URL.raw_host` spells it."""
+    """Return the host as `yarl.URL.raw_host` spells it."""
     name = domain.strip()
     try:
         host = URL.build(scheme="https", host=name.strip("[]")).raw_host
@@ -113,12 +113,12 @@ def _check_domain(domain: str) -> str:
 
 def _check_header_name(name: str) -> str:
     if TOKEN.fullmatch(name) is None:
-        raise ValueError(f"{name!r} is no name of a header")
+        raise ValueError(f"{name!r} is not the name of a header")
     return name.lower()
 
 
 def _json_list(value: Any) -> Any:
-    """A JSON list, as vLLM's flags take it; what comes from a YAML file is a list already."""
+    """Return the items of a JSON list, as in vLLM's flags. A YAML list is already parsed."""
     if not isinstance(value, str):
         return value
     if not value.strip():
@@ -133,7 +133,7 @@ def _json_list(value: Any) -> Any:
 
 
 def _check_origin(origin: str) -> str:
-    # A page in a sandbox, of any site, has the origin "null".
+    # "null" is invalid: every sandboxed page, of any site, has this origin.
     if origin != "*" and ORIGIN.fullmatch(origin) is None:
         raise ValueError(
             f"{origin!r} is not an origin such as https://chat.example.com, in lower case and "

@@ -1,4 +1,4 @@
-"""Settings as flags of a command."""
+"""Command-line flags of the settings."""
 
 import argparse
 from collections.abc import Mapping
@@ -41,14 +41,17 @@ METAVARS: Mapping[str, str] = MappingProxyType(
         "_headers": "LIST",
     }
 )
-"""What stands for a value, by how the setting's name ends."""
+"""Placeholders of values in the help, by the end of the setting's name."""
 
 NUMBERS: Mapping[object, str] = MappingProxyType({int: "N", int | None: "N"})
-"""The same by type, where the name says nothing."""
+"""Placeholders of values by type, if the name has none."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """One flag for each setting, but for secrets. Parsed, it has those alone that were given."""
+    """Add a flag for each setting that is not a secret.
+
+    The parsed namespace has only the settings of given flags.
+    """
     groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(GROUPS.values())}
     for name, field in Settings.model_fields.items():
         if name in SECRETS:
@@ -73,10 +76,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def metavar_of(name: str, field: FieldInfo) -> str:
-    """What stands for a value.
+    """Return the placeholder of a setting's value.
 
     Raises:
-        KeyError: nobody has said what: `METAVARS` should.
+        KeyError: the setting has no placeholder; add one to `METAVARS`.
     """
     for ending, metavar in METAVARS.items():
         if name.endswith(ending):
@@ -87,10 +90,10 @@ def metavar_of(name: str, field: FieldInfo) -> str:
 def _help(field: FieldInfo) -> str:
     if field.is_required() or field.default in (None, ()):
         return f"{field.description}"
-    return f"{field.description} ({shown_default(field)})"
+    return f"{field.description} (default: {shown_default(field)})"
 
 
 def shown_default(field: FieldInfo) -> str:
-    """A default as it would be written: a list as JSON."""
+    """Return a default as an operator would write it: a list as JSON."""
     default = field.default
     return orjson.dumps(default).decode() if isinstance(default, tuple) else str(default)

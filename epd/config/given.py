@@ -1,4 +1,4 @@
-"""One value, and who has set it."""
+"""Value of a setting, with its source."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -8,13 +8,13 @@ Source = Literal["flag", "environment", "file"]
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A value that was set.
+    """Value that an operator has set.
 
     Attributes:
-        value: as it was written.
-        source: by what.
-        where: what to look for there: `--port`, `EPD_PORT`, `epd.yaml:3`.
-        label: how a message about it begins.
+        value: value as it was written.
+        source: kind of the source.
+        where: place in the source: `--port`, `EPD_PORT`, `epd.yaml:3`.
+        label: prefix of messages about the value.
     """
 
     value: Any

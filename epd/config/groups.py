@@ -1,4 +1,4 @@
-"""What belongs together among the settings, as the help and the documents show it."""
+"""Groups of settings, as the help and the documents show them."""
 
 from collections.abc import Mapping
 from fnmatch import fnmatch
@@ -54,9 +54,9 @@ GROUPS: Mapping[str, str] = MappingProxyType(
         "*": "server",
     }
 )
-"""Where a setting stands: under the first pattern that fits its name."""
+"""Group of a setting by pattern: the first pattern that matches its name applies."""
 
 
 def group_of(name: str) -> str:
-    """The group of a setting."""
+    """Return the title of a setting's group."""
     return next(title for pattern, title in GROUPS.items() if fnmatch(name, pattern))

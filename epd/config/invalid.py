@@ -1,14 +1,14 @@
-"""What is wrong with settings, said so that it can be mended."""
+"""Errors in settings, with the place of each error and a correction."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 
 class ConfigInvalid(ValueError):
-    """Settings cannot be used.
+    """Error for invalid settings.
 
     Attributes:
-        reasons: all of them, a line each, with where it stands; no secret is in them.
+        reasons: all errors, one line each, with the place of the setting and without secrets.
     """
 
     def __init__(self, reasons: Iterable[str]) -> None:
@@ -17,6 +17,6 @@ class ConfigInvalid(ValueError):
 
 
 def unknown(name: str, known: Iterable[str]) -> str:
-    """That there is no such name, and which one may be meant."""
+    """Return the message for an unknown name, with the nearest known name."""
     nearest = get_close_matches(name, known, n=1)
     return f"{name} is unknown" + (f"; is {nearest[0]} meant?" if nearest else "")

@@ -1,4 +1,4 @@
-"""The configuration in force: an immutable value, which a reload replaces as a whole."""
+"""Configuration in force: an immutable value, which a reload replaces as a whole."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,20 +46,20 @@ FIXED = frozenset(
         "ec_transfer",
     }
 )
-"""Fields that are read at the start alone."""
+"""Fields that are read only at the start: a change needs a restart."""
 
 Follower = Callable[[ProxyConfig, ProxyConfig], None]
-"""Told the new configuration and the one before it."""
+"""Function called with the new configuration and the previous one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a reload has done.
+    """Result of a reload.
 
     Attributes:
-        before: what was in force.
-        changed: fields that have another value now.
-        kept: fields that would, and need a restart for it.
+        before: previous configuration.
+        changed: fields with a new value.
+        kept: fields whose new value needs a restart; the old value stays in force.
     """
 
     before: ProxyConfig
@@ -68,14 +68,14 @@ class Change:
 
 
 class LiveConfig:
-    """Holds the configuration in force.
+    """Holder of the configuration in force.
 
-    A request reads `current` once, at its start, and goes by that value to its end
-    (`RequestContext.config`). Objects that several requests share read it whenever they need a
-    value; those that keep something derived from it are followers.
+    A request reads `current` once, at its start, and uses that value to its end
+    (`RequestContext.config`). Objects that requests share read it whenever they need a value.
+    Objects with state derived from it are followers.
 
     Attributes:
-        current: the configuration in force.
+        current: configuration in force.
     """
 
     def __init__(self, config: ProxyConfig) -> None:
@@ -83,14 +83,15 @@ class LiveConfig:
         self._followers: list[Follower] = []
 
     def follow(self, follower: Follower) -> None:
-        """Have a follower told of each change, once the new configuration is in force."""
+        """Call a follower at each change, once the new configuration is in force."""
         self._followers.append(follower)
 
     def adopt(self, wanted: ProxyConfig) -> Change:
-        """Put a configuration in force, as far as that needs no restart.
+        """Put the reloadable fields of a configuration in force.
 
         Raises:
-            ConfigInvalid: it does not go together with what needs a restart. Nothing has changed.
+            ConfigInvalid: the new values conflict with old values that need a restart. Nothing
+                was changed.
         """
         before = self.current
         differing = {name for name, value in wanted if value != getattr(before, name)}

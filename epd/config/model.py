@@ -1,4 +1,4 @@
-"""What can be set, all of it."""
+"""Model of all settings."""
 
 from typing import Self
 
@@ -21,23 +21,23 @@ class ProxyConfig(
     CrossOriginSettings,
     ServingSettings,
 ):
-    """Everything `create_app` needs to know.
+    """Configuration of the proxy: the settings that `create_app` takes.
 
-    Each field is a flag of `epd serve` and an environment variable `EPD_<FIELD>`; its
-    description is the flag's help.
+    Each field is a flag of `epd serve` and an environment variable `EPD_<FIELD>`. Its description
+    is the flag's help.
     """
 
     @model_validator(mode="after")
     def _check_sources(self) -> Self:
         if self.dynamic_registration and self.admin_api_key is None:
             raise ValueError(
-                "--dynamic-registration needs EPD_ADMIN_API_KEY or ADMIN_API_KEY: who registers an "
-                "instance reads what it is sent"
+                "--dynamic-registration needs EPD_ADMIN_API_KEY or ADMIN_API_KEY: a registered "
+                "instance gets clients' requests"
             )
         return self
 
     def to_json(self) -> bytes:
-        """All of it, secrets in plain text: for another process of the same proxy alone."""
+        """Return all settings as JSON, secrets in plain text: for worker processes only."""
         values = {
             name: value.get_secret_value() if isinstance(value, SecretStr) else value
             for name, value in self

@@ -1,4 +1,4 @@
-"""What an operator can set: the configuration's fields, and the files where more of it stands."""
+"""Settings of an operator: the configuration's fields, and the files that hold further settings."""
 
 from pathlib import Path
 
@@ -12,22 +12,20 @@ PREFIX = "EPD_"
 
 
 class Settings(ProxyConfig, BaseSettings):
-    """`ProxyConfig`'s fields, by the names that they have in the environment too."""
+    """Fields of `ProxyConfig`, with their names in the environment."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, populate_by_name=True)
 
     config: Path | None = Field(
         default=None,
-        description="YAML file of settings by their names; flags and the environment go before it",
+        description="YAML file with settings by their names; flags and the environment override it",
     )
     key_secret_file: Path | None = Field(
-        default=None, description="file of what keys and salts are derived with"
+        default=None, description="file with the secret for store keys and cache salts"
     )
-    admin_api_key_file: Path | None = Field(
-        default=None, description="file of the key that opens /metrics and profiling"
-    )
+    admin_api_key_file: Path | None = Field(default=None, description="file with the admin key")
     openai_api_key_file: Path | None = Field(
-        default=None, description="file of the key sent to the instances"
+        default=None, description="file with the API key sent to the instances"
     )
 
     openai_api_key: Secret = Field(
@@ -47,16 +45,16 @@ SECRETS = tuple(
     for name, field in ProxyConfig.model_fields.items()
     if SecretStr in getattr(field.annotation, "__args__", ())
 )
-"""Fields that have no flag and no place in a file of settings, which others can read."""
+"""Fields without a flag and not allowed in the YAML file: other users may read both."""
 
 
 def flag_of(name: str) -> str:
-    """What a setting is called on the command line."""
+    """Return the flag of a setting."""
     return "--" + name.replace("_", "-")
 
 
 def variables_of(name: str) -> list[str]:
-    """What a setting is called in the environment; the first goes before the others."""
+    """Return the environment variables of a setting; the first one overrides the others."""
     alias = Settings.model_fields[name].validation_alias
     if isinstance(alias, AliasChoices):
         return [str(choice) for choice in alias.choices]
@@ -64,5 +62,5 @@ def variables_of(name: str) -> list[str]:
 
 
 def name_of(name: str) -> str:
-    """What to set: the flag, or the variable of what has none."""
+    """Return the flag of a setting, or the variable of a secret, for error messages."""
     return variables_of(name)[0] if name in SECRETS else flag_of(name)

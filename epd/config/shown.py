@@ -1,4 +1,4 @@
-"""The configuration in force, for people and machines to read: no secret is in it."""
+"""Output of the configuration in force, as YAML or JSON and without secrets."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +15,7 @@ HIDDEN = "**********"
 
 
 def as_yaml(loaded: Loaded) -> str:
-    """A file for `--config` that makes the same; what cannot be in one is a comment."""
+    """Return a file for `--config` with the same settings; secrets and passwords are comments."""
     lines, groups = list[str](), dict[str, list[str]]()
     for name, shown in _settings(loaded):
         hidden = "# " if shown["hidden"] else ""
@@ -27,7 +27,7 @@ def as_yaml(loaded: Loaded) -> str:
 
 
 def as_json(loaded: Loaded) -> str:
-    """`{name: {"value": …, "from": …, "where": …}}`."""
+    """Return the settings as JSON: `{name: {"value": …, "from": …, "where": …}}`."""
     shown = {
         name: {key: value for key, value in one.items() if key != "hidden"}
         for name, one in _settings(loaded)

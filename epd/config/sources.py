@@ -1,4 +1,4 @@
-"""The configuration, out of flags, then the environment, then a file, then defaults."""
+"""Loading of the configuration from flags, the environment, a file and defaults, in this order."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,19 +18,19 @@ from epd.config.yaml_file import read_yaml
 
 MAX_SECRET_BYTES = 64 * 1024
 NO_TEXT = re.compile(r"[\ud800-\udfff]")
-"""What Python makes of bytes that are not UTF-8, in flags and in the environment."""
+"""Characters that Python decodes from invalid UTF-8 in flags and in the environment."""
 
 Layer = Mapping[str, Given]
-"""What one source has set, by the names of `Settings`."""
+"""Settings of one source, by the names of `Settings`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A configuration, and where it comes from.
+    """Configuration, with the sources of its values.
 
     Attributes:
-        config: all of it.
-        given: what was set, by the names of `Settings`; the rest are defaults.
+        config: complete configuration.
+        given: settings with a given value, by the names of `Settings`; the others have defaults.
     """
 
     config: ProxyConfig
@@ -38,13 +38,13 @@ class Loaded:
 
 
 def load(flags: Mapping[str, Any]) -> Loaded:
-    """What these flags make, with the environment and the file as they are now.
+    """Return the configuration from these flags, the current environment and the current file.
 
     Args:
-        flags: those that were given, by the names of `Settings` or of vLLM's example proxies.
+        flags: given flags, by the names of `Settings` or of vLLM's example proxies.
 
     Raises:
-        ConfigInvalid: with all that is wrong.
+        ConfigInvalid: settings are invalid; the error lists all of them.
     """
     reasons = list(unknown_variables())
     flags = with_urls(flags, reasons)
@@ -79,13 +79,13 @@ def _file(layers: Iterable[Layer], reasons: list[str]) -> Layer:
 
 
 def _first(layers: Sequence[Layer], reasons: list[str]) -> dict[str, Given]:
-    """Each setting by the first source that has it; a secret, itself or as a file."""
+    """Return each setting from the first source that has it; a secret and its file are one."""
     given: dict[str, Given] = {}
     for layer in reversed(layers):
         for name in SECRETS:
             here = [layer[one] for one in (name, f"{name}_file") if one in layer]
             if len(here) > 1:
-                reasons.append(f"{here[0].where} and {here[1].where} are one too many: keep either")
+                reasons.append(f"{here[0].where} and {here[1].where} exclude each other: keep one")
             if here:
                 given.pop(name, None)
                 given.pop(f"{name}_file", None)
@@ -94,7 +94,7 @@ def _first(layers: Sequence[Layer], reasons: list[str]) -> dict[str, Given]:
 
 
 def _texts(given: Layer, reasons: list[str]) -> Layer:
-    """Those that can be written down, for other processes too."""
+    """Return the settings that are valid UTF-8: others cannot be sent to other processes."""
     texts = {}
     for name, one in given.items():
         values = one.value if isinstance(one.value, tuple | list) else (one.value,)
@@ -106,7 +106,7 @@ def _texts(given: Layer, reasons: list[str]) -> Layer:
 
 
 def _secrets(given: Layer, reasons: list[str]) -> dict[str, str]:
-    """What stands in the files of secrets, but for white space around it."""
+    """Return the secrets from their files, without surrounding white space."""
     found = {}
     for name in SECRETS:
         if (file := given.get(f"{name}_file")) is None:
@@ -117,7 +117,7 @@ def _secrets(given: Layer, reasons: list[str]) -> dict[str, str]:
         except OSError as error:
             reasons.append(f"{file.label} {file.value}: {error.strerror}")
         except UnicodeDecodeError:
-            reasons.append(f"{file.label} {file.value}: is no text")
+            reasons.append(f"{file.label} {file.value}: is not UTF-8 text")
         else:
             if text:
                 found[name] = text
@@ -127,9 +127,10 @@ def _secrets(given: Layer, reasons: list[str]) -> dict[str, str]:
 
 
 def _wrong(invalid: ValidationError, given: Layer, *, complete: bool) -> list[str]:
-    """A line for each error.
+    """Return a line for each error.
 
-    What is missing, or does not go together, may be otherwise once all could be read.
+    If a source could not be read, missing and conflicting settings are not reported: the unread
+    source may resolve them.
     """
     lines = []
     for error in invalid.errors(include_url=False, include_context=False, include_input=False):

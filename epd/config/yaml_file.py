@@ -1,7 +1,7 @@
-"""Settings from a YAML file.
+"""Reading of settings from a YAML file.
 
-Values are taken as they are written, as those of the environment are: `no`, `1e3` and `0x10` mean
-what they mean there, whatever a version of YAML makes of them.
+Values are taken as text, like those of the environment: `no`, `1e3` and `0x10` have the same
+meaning in both, independent of the version of YAML.
 """
 
 import re
@@ -20,23 +20,23 @@ STANDARD = "tag:yaml.org,2002:"
 NULL = STANDARD + "null"
 PLAIN = {f"{STANDARD}{kind}" for kind in ("str", "int", "float", "bool", "timestamp", "null")}
 OCTAL = re.compile(r"[-+]?0[0-9_]+")
-"""Eight times less in YAML 1.1 than in YAML 1.2."""
+"""Number with a leading 0: octal in YAML 1.1, decimal in YAML 1.2."""
 
 Say = Callable[[yaml.Node, str], None]
-"""Told what is wrong with a node."""
+"""Function called with a node and its error message."""
 
 
 def read_yaml(path: Path, names: Collection[str]) -> tuple[dict[str, Given], list[str]]:
-    """What a file sets, and what is wrong with the rest of it, with its lines.
+    """Return the settings of a file, and the error messages for its invalid lines.
 
     A key without a value sets nothing.
 
     Args:
-        path: the file.
-        names: what can be set in it.
+        path: path of the file.
+        names: names of the settings that the file may have.
 
     Raises:
-        ConfigInvalid: it cannot be read, or is no YAML.
+        ConfigInvalid: the file cannot be read, or is not YAML.
     """
     root, reasons = _parsed(path), list[str]()
     if root is None:
@@ -70,35 +70,35 @@ def _parsed(path: Path) -> yaml.Node | None:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigInvalid([f"{path}{line}: {error.problem}"]) from None
     except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigInvalid([f"{path}: {type(error).__name__}: is no YAML"]) from None
+        raise ConfigInvalid([f"{path}: {type(error).__name__}: is not YAML"]) from None
     return node
 
 
 def _entries(
     root: yaml.MappingNode, names: Collection[str], say: Say
 ) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
-    """Each key that can be set, once."""
+    """Yield each valid key once, with its value."""
     lines: dict[str, int] = {}
     for key, node in root.value:
         if not isinstance(key, yaml.ScalarNode):
-            say(key, "a setting's name must be a word")
+            say(key, "the name of a setting must be a word")
         elif key.value in SECRETS:
             say(
                 key,
-                f"{key.value} is a secret, which others could read here: set "
+                f"{key.value} is a secret and not allowed in this file: set "
                 f"{variables_of(key.value)[0]}, or {key.value}_file",
             )
         elif key.value not in names:
             say(key, unknown(key.value, names))
         elif key.value in lines:
-            say(key, f"{key.value} is set in line {lines[key.value]} already")
+            say(key, f"{key.value} is already set in line {lines[key.value]}")
         else:
             lines[key.value] = _line(key)
             yield key, node
 
 
 def _value(name: str, node: yaml.Node, say: Say) -> Any:
-    """A text, or several; None for nothing."""
+    """Return the value as text, or as a tuple of texts; None if there is no value."""
     if isinstance(node, yaml.SequenceNode):
         return tuple(_text(f"an item of {name}", one, say) or "" for one in node.value)
     return _text(name, node, say)
@@ -109,9 +109,9 @@ def _text(name: str, node: yaml.Node, say: Say) -> str | None:
         say(node, f"{name} must be a value" + ("" if " " in name else ", or a list of values"))
         return None
     if node.tag not in PLAIN:
-        say(node, f"{name} has a tag, {node.tag}, which means nothing here")
+        say(node, f"{name} has the tag {node.tag}, which is not supported: remove it")
     if node.style is None and OCTAL.fullmatch(node.value):
-        say(node, f"{name} begins with a 0, which YAML takes for an octal number: leave it out")
+        say(node, f"{name} begins with a 0, which YAML reads as an octal number: remove the 0")
     return None if node.tag == NULL else str(node.value)
 
 

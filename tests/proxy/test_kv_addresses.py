@@ -46,7 +46,7 @@ def test_several_instances_may_have_none() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"prefill_kv_addrs": "p1:9"}, "--prefill-kv-addrs needs one address for each of"),
+        ({"prefill_kv_addrs": "p1:9"}, "--prefill-kv-addrs needs one address per URL of"),
         ({"decode_kv_addrs": "d:1:2,d:1:2"}, "it has 2 for 1"),
         (
             {

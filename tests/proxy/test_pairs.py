@@ -44,7 +44,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "conversation": (False, True),
 }
 REFUSALS = (
-    "--ec-transfer mooncake goes with --prefill-servers-urls disable (E+PD)",
+    "--ec-transfer mooncake needs --prefill-servers-urls disable (E+PD)",
     "prefill_local_decode_remote: needs local_prefill_url, or a prefill instance",
     "pd_only lets decode instances prefill, but with this --kv-transfer they wait for",
     "prefill_decode skips the encode stage, but with this --ec-transfer consumers wait for",

@@ -125,8 +125,8 @@ CANNOT: list[tuple[str, object, int, str]] = [
         "must be one of --prefill-servers-urls",
     ),
     ("DELETE", "?name=pd_only", 404, "not in force"),
-    ("DELETE", "?nam=encode_pd", 400, "the query may be"),
-    ("DELETE", "?name=encode_pd&name=pd_only", 400, "the query may be"),
+    ("DELETE", "?nam=encode_pd", 400, "the query must be"),
+    ("DELETE", "?name=encode_pd&name=pd_only", 400, "the query must be"),
 ]
 
 

@@ -72,7 +72,7 @@ def serving(
         (["serve", *INSTANCES, "--port", "x"], "--port"),
         (["serve", *INSTANCES, "--workers", "0"], "--workers"),
         (["serve", *INSTANCES, "--workers", "many"], "--workers"),
-        (["serve", *INSTANCES, "--prefill-servers-urls", "http://d:1"], "named as prefill and"),
+        (["serve", *INSTANCES, "--prefill-servers-urls", "http://d:1"], "listed as prefill and"),
         (["serve", *INSTANCES, "--dynamic-registration"], "needs EPD_ADMIN_API_KEY"),
         (["serve", *INSTANCES, "--registration-hosts", "a"], "needs --dynamic-registration"),
         (
@@ -83,7 +83,7 @@ def serving(
         (["serve", *INSTANCES, "--discover-decode", "d:1"], "needs prefill instances"),
         (
             ["serve", "--discover-prefill", "p:1", "--discover-prefill-decode", "d:1", *INSTANCES],
-            "do not go with",
+            "cannot be combined with",
         ),
         (["serve", "--discover-encode", "e:1"], "--decode-servers-urls is required"),
         (["serve", *INSTANCES, "--discover-encode", "e:port"], "--discover-encode"),

@@ -258,7 +258,7 @@ async def test_top_prints_one_frame_where_it_is_no_terminal(
         assert part.replace("1e1d", "1e1pd") in shown.stdout
     assert "\x1b" not in shown.stdout
     assert (refused.returncode, refused.stdout) == (1, "")
-    assert "the admin key is needed" in refused.stderr
+    assert "the admin key is required" in refused.stderr
     assert ADMIN not in shown.stdout + refused.stderr
 
 

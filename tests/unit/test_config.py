@@ -116,11 +116,11 @@ zzz: 1
     assert reasons == [
         "epd.yaml:2: max_itemz is unknown; is max_items meant?",
         "epd.yaml:3: max_queue should be a valid integer, unable to parse string as an integer",
-        "epd.yaml:5: max_items is set in line 4 already",
-        "epd.yaml:6: port begins with a 0, which YAML takes for an octal number: leave it out",
+        "epd.yaml:5: max_items is already set in line 4",
+        "epd.yaml:6: port begins with a 0, which YAML reads as an octal number: remove the 0",
         "epd.yaml:7: log_level should be 'debug', 'info', 'warning' or 'error'",
         (
-            "epd.yaml:8: key_secret is a secret, which others could read here: set "
+            "epd.yaml:8: key_secret is a secret and not allowed in this file: set "
             "EPD_KEY_SECRET, or key_secret_file"
         ),
         "epd.yaml:9: host must be a value, or a list of values",
@@ -139,9 +139,9 @@ zzz: 1
         ("allow_http_media: 3", "epd.yaml:1: allow_http_media should be a valid boolean"),
         ("max_items: [1, 2]", "epd.yaml:1: max_items should be a valid integer"),
         ("ec_store: [[a]]", "epd.yaml:1: an item of ec_store must be a value"),
-        ("host: !!python/name:os.system x", "epd.yaml:1: host has a tag"),
+        ("host: !!python/name:os.system x", "epd.yaml:1: host has the tag"),
         ("- max_items", "epd.yaml:1: must be lines"),
-        ("? [a]\n: b", "epd.yaml:1: a setting's name must be a word"),
+        ("? [a]\n: b", "epd.yaml:1: the name of a setting must be a word"),
         ("a: 'b", "epd.yaml:1: "),
         ("a: b\n---\nc: d", "epd.yaml:2: "),
         ("<<: {max_items: 3}", "epd.yaml:1: << is unknown"),
@@ -253,7 +253,12 @@ def test_a_secret_goes_before_a_file_of_it_that_is_named_further_down(
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [(b"", "is empty"), (b"\xff", "is no text"), (None, "No such file"), (b"short", "at least 16")],
+    [
+        (b"", "is empty"),
+        (b"\xff", "is not UTF-8 text"),
+        (None, "No such file"),
+        (b"short", "at least 16"),
+    ],
 )
 def test_what_is_wrong_with_a_file_of_a_secret(
     content: bytes | None, reason: str, tmp_path: Path
@@ -274,7 +279,7 @@ def test_a_secret_and_its_file_from_one_source_are_one_too_many(
     monkeypatch.setenv("EPD_KEY_SECRET", SECRET)
     monkeypatch.setenv("EPD_KEY_SECRET_FILE", "/nowhere")
 
-    with pytest.raises(ConfigInvalid, match="EPD_KEY_SECRET and EPD_KEY_SECRET_FILE are one too"):
+    with pytest.raises(ConfigInvalid, match="EPD_KEY_SECRET and EPD_KEY_SECRET_FILE exclude each"):
         load(INSTANCES)
 
 
@@ -380,7 +385,7 @@ def test_weights_are_of_instances_that_are_named() -> None:
         ("http://e:1=nan", "a weight is 0, or from"),
         ("http://e:1=1e9", "a weight is 0, or from"),
         ("http://e:1=1,http://e:1/=2", "'http://e:1' is named twice"),
-        ("http://other:1=2", "names 'http://other:1', which no other flag does"),
+        ("http://other:1=2", "names 'http://other:1', which no other flag names"),
         ("http://u:p@e:1=2", "without a user and a password"),
         ("http://u:secret@e:1=x", "--instance-weights is not URL=WEIGHT, such as"),
     ],
@@ -446,7 +451,7 @@ def test_no_addresses_are_no_transfer(none: str) -> None:
         ({"ec_transfer": "mooncake", "ec_store": "file:///tmp/x"}, "--ec-store needs"),
         (
             {"ec_consumer_zmq_addrs": ZMQ, "discover_prefill_decode": "pd:1"},
-            "does not say where encoder outputs are taken",
+            "does not give the addresses that receive encoder outputs",
         ),
         ({"ec_transfer": "post"}, "post|store"),
     ],
@@ -501,22 +506,25 @@ def test_with_encode_urls_there_is_an_encode_stage_beside_them() -> None:
             "--prefiller-hosts a b --prefiller-ports 1",
             "--prefiller-hosts names 2, --prefiller-ports 1",
         ),
-        ("--decoder-ports 1 2", "--decoder-hosts names 1, --decoder-ports 2: name a port"),
+        ("--decoder-ports 1 2", "--decoder-hosts names 1, --decoder-ports 2: name one port"),
         (
             "--decoder-host d --decode-servers-urls http://d:1",
-            "and --decoder-host are one too many",
+            "and --decoder-host exclude each other",
         ),
-        ("--prefiller-hosts a,b", "--prefiller-hosts 'a,b' is no host: name each by itself"),
+        ("--prefiller-hosts a,b", "--prefiller-hosts 'a,b' is not a host: separate hosts"),
         ("--prefiller-host http://p", "--prefiller-host 'http://p' is a URL: name a host"),
         ("--prefiller-hosts http://a --prefiller-ports 1", "--prefiller-hosts 'http://a' is a URL"),
-        ("--decoder-hosts a:8200", "--decoder-hosts 'a:8200' is no host: name each by itself"),
-        ("--decoder-hosts u@d", "--decoder-hosts 'u@d' is no host"),
-        ("--decoder-hosts a?b", r"--decoder-hosts 'a\?b' is no host"),
-        ("--decoder-hosts []", r"--decoder-hosts '\[\]' is no host"),
-        ("--prefiller-port 70000", "--prefiller-port 70000 is no port: one is from 1 to 65535"),
-        ("--prefiller-ports 0", "--prefiller-ports 0 is no port"),
-        ("--decoder-port=-4", "--decoder-port -4 is no port"),
-        ("--decoder-port 2 --prefiller-port 99999", "--prefiller-port 99999 is no port"),
+        ("--decoder-hosts a:8200", "--decoder-hosts 'a:8200' is not a host: separate hosts"),
+        ("--decoder-hosts u@d", "--decoder-hosts 'u@d' is not a host"),
+        ("--decoder-hosts a?b", r"--decoder-hosts 'a\?b' is not a host"),
+        ("--decoder-hosts []", r"--decoder-hosts '\[\]' is not a host"),
+        (
+            "--prefiller-port 70000",
+            "--prefiller-port 70000 is not a port: use a number from 1 to 65535",
+        ),
+        ("--prefiller-ports 0", "--prefiller-ports 0 is not a port"),
+        ("--decoder-port=-4", "--decoder-port -4 is not a port"),
+        ("--decoder-port 2 --prefiller-port 99999", "--prefiller-port 99999 is not a port"),
         ("--prefiller-ports 8200", "prefill and as decode instance"),
     ],
 )
@@ -564,7 +572,7 @@ def test_conversations_are_kept_apart_only_where_prefill_can_read_them(transfer:
 
 @pytest.mark.parametrize("interval", ["1e-9", "0.01"])
 def test_instances_are_not_asked_without_a_pause(interval: str) -> None:
-    with pytest.raises(ConfigInvalid, match="--load-interval-s must be 0, or"):
+    with pytest.raises(ConfigInvalid, match="--load-interval-s must be 0 or"):
         load({**INSTANCES, "load_interval_s": interval})
 
 

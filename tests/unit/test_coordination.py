@@ -275,7 +275,7 @@ def test_the_local_prefill_instance_is_the_first_one_by_default() -> None:
         ({"policies": "pd_only"}, "does nothing without"),
         ({"decode_from": "picker"}, "needs --decode-picker-url"),
         ({"local_prefill_url": "http://x:1"}, "must be one of --prefill-servers-urls"),
-        ({"decode_header": "a b"}, "is no name of a header"),
+        ({"decode_header": "a b"}, "is not the name of a header"),
         ({"skip_prefill_below_tokens": 2**31}, "less than or equal to 2147483647"),
         ({"conversation_ttl": 1e17}, "less than or equal to 2592000"),
         ({"decode_hosts": "10.0.0.0/99"}, "is not a host name"),

@@ -1,1 +1,1 @@
-"""What can be set, by what it is about: fields with their limits, and what excludes what."""
+"""Settings by topic: their fields, bounds and mutual exclusions."""

@@ -1,4 +1,4 @@
-"""Settings of what web pages of other origins may do (CORS)."""
+"""Settings of cross-origin requests (CORS): the web pages that may use the proxy."""
 
 from typing import Self
 
@@ -8,26 +8,27 @@ from epd.config.fields import HeaderNames, Methods, Origins
 
 
 class CrossOriginSettings(BaseModel):
-    """Settings of what web pages of other origins may do (CORS)."""
+    """Fields for cross-origin requests (CORS), with their validation."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     allowed_origins: Origins = Field(
         default=(),
-        description="web pages that browsers let use the proxy, by their origins: a JSON list "
-        'such as ["https://chat.example.com"], or ["*"] for every page; default: none',
+        description="origins of web pages that may use the proxy from a browser, as a JSON list "
+        'such as ["https://chat.example.com"], or ["*"] for all; default: none',
     )
     allowed_methods: Methods = Field(
-        default=("*",), description="methods of such requests, as a JSON list; * is all"
+        default=("*",),
+        description="HTTP methods that these web pages may use, as a JSON list; * allows all",
     )
     allowed_headers: HeaderNames = Field(
         default=("*",),
-        description="request headers that such pages may set, as a JSON list; * is all",
+        description="request headers that these web pages may set, as a JSON list; * allows all",
     )
     allow_credentials: bool = Field(
         default=False,
-        description="let browsers send cookies and client certificates along; not with the "
-        "origin *",
+        description="allow requests of these web pages to carry cookies and client certificates; "
+        "invalid with the origin *",
     )
 
     @model_validator(mode="after")
@@ -36,7 +37,7 @@ class CrossOriginSettings(BaseModel):
             raise ValueError("--allow-credentials needs --allowed-origins")
         if self.allow_credentials and "*" in self.allowed_origins:
             raise ValueError(
-                "--allow-credentials needs origins by name: with the origin *, every web page "
+                "--allow-credentials needs explicit origins: with the origin *, every web page "
                 "could use the client certificates of its visitors"
             )
         return self

@@ -1,4 +1,4 @@
-"""Settings that say which instances there are, and the instances that they name."""
+"""Settings of the instances: their URLs, discovery and registration."""
 
 from dataclasses import replace
 from itertools import zip_longest
@@ -27,81 +27,94 @@ ENCODE_SOURCES = (
     "dynamic_registration",
     "instances_file",
 )
-"""Fields by which there are encode instances, or may be some day."""
+"""Fields that name encode instances, or allow them to join later."""
 
 
 class InstanceSettings(BaseModel):
-    """Settings that say which instances there are, and the instances that they name."""
+    """Fields for the instances, with their validation and the instances that they name."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     encode_servers_urls: Urls = Field(
         default=(),
-        description="encode instances, comma-separated; 'disable', 'none' or empty: no encode "
-        "stage, media go to prefill or decode as they came (P+D)",
+        description="URLs of the encode instances, comma-separated; 'disable', 'none' or empty: no "
+        "encode stage, prefill or decode gets the media unchanged (P+D)",
     )
     prefill_servers_urls: Urls = Field(
         default=(),
-        description="prefill instances; 'disable', 'none' or empty: no prefill stage (E+PD)",
+        description="URLs of the prefill instances, comma-separated; 'disable', 'none' or empty: "
+        "no prefill stage (E+PD)",
     )
     decode_servers_urls: Urls = Field(
-        default=(), description="decode instances; without prefill instances they prefill too"
+        default=(),
+        description="URLs of the decode instances, comma-separated; without prefill instances, "
+        "they prefill too",
     )
     ec_consumer_dp_size: int = Field(
         default=1,
         ge=1,
-        description="data-parallel ranks behind each prefill instance, or without any each decode "
-        "instance; the proxy names the rank",
+        description="data-parallel ranks of each prefill instance, or of each decode instance if "
+        "there is no prefill stage; the proxy selects the rank of each request",
     )
     ec_consumer_zmq_addrs: ZmqAddresses = Field(
         default=(),
-        description="where decode instances, which prefill too, take encoder outputs with "
-        "Mooncake: tcp://host:port for each, in the order of --decode-servers-urls, "
-        "comma-separated; with --ec-consumer-dp-size all ranks of one before the next",
+        description="addresses at which decode instances that also prefill receive encoder outputs "
+        "with Mooncake: tcp://host:port, comma-separated, one per instance in the order of "
+        "--decode-servers-urls; with --ec-consumer-dp-size, one per rank, all ranks of an instance "
+        "in a row",
     )
     prefill_kv_addrs: Addresses = Field(
         default=(),
-        description="where the prefill instances' KV connectors are spoken to, one for each URL, "
-        "comma-separated; for --kv-transfer mooncake (host:port of the bootstrap server, where it "
-        "is not 8998 of the instance's host) and p2p-nccl (host:port)",
+        description="addresses of the prefill instances' KV connectors, comma-separated, one per "
+        "URL; for --kv-transfer mooncake (host:port of the bootstrap server; default: port 8998 of "
+        "the instance's host) and p2p-nccl (host:port)",
     )
     decode_kv_addrs: Addresses = Field(
         default=(),
-        description="the same of the decode instances; for --kv-transfer lmcache (host:init:alloc, "
-        "the ports of its pd_peer_...) and p2p-nccl (host:port)",
+        description="addresses of the decode instances' KV connectors, comma-separated, one per "
+        "URL; for --kv-transfer lmcache (host:init:alloc, the ports of its pd_peer_...) and "
+        "p2p-nccl (host:port)",
     )
     instance_weights: Weights = Field(
         default=(),
-        description="how much is for an instance beside others, 1 unless it is said: URL=WEIGHT, "
-        "comma-separated; 0: nothing new, unless nobody else can",
+        description="relative weight per instance, URL=WEIGHT, comma-separated; default: 1 each; "
+        "0 drains an instance: no new requests unless no other instance is available",
     )
     dynamic_registration: bool = Field(
         default=False,
-        description="let launchers register instances (POST /instances); needs the admin key",
+        description="allow launchers to register instances (POST /instances); needs the admin key",
     )
     registration_store: RegistrationStore = Field(
         default=None,
-        description="where registrations outlive the proxy, and other proxies find them: "
-        "file:///a/folder or redis://host",
+        description="store for registrations, file:///a/folder or redis://host: they survive a "
+        "restart and are shared with other proxies; default: memory of this proxy",
     )
     registration_hosts: HostPatterns = Field(
         default=(),
-        description="hosts that may be registered, comma-separated: names, *.domain, networks",
+        description="hosts that may be registered, comma-separated: names, *.domain, networks; "
+        "default: all",
     )
     instances_file: Path | None = Field(
-        default=None, description="YAML file of instances that is watched"
+        default=None,
+        description="YAML file with instances; the proxy adopts changes of the file at once",
     )
     discover_encode: Services = Field(
         default=(),
-        description="encode instances: all addresses of a name, as host:port or https://host:port",
+        description="DNS names of encode instances, comma-separated, as host:port or "
+        "https://host:port; each address of a name is an instance",
     )
-    discover_prefill: Services = Field(default=(), description="the same for prefill instances")
-    discover_decode: Services = Field(default=(), description="the same for decode instances")
+    discover_prefill: Services = Field(
+        default=(), description="DNS names of prefill instances, as for --discover-encode"
+    )
+    discover_decode: Services = Field(
+        default=(), description="DNS names of decode instances, as for --discover-encode"
+    )
     discover_prefill_decode: Services = Field(
-        default=(), description="the same for instances that prefill and decode"
+        default=(),
+        description="DNS names of instances that prefill and decode, as for --discover-encode",
     )
     discovery_interval_s: Seconds = Field(
-        default=5.0, description="between two look-ups of such a name"
+        default=5.0, description="seconds between two look-ups of a DNS name (--discover-...)"
     )
     discovery_dns_server: DnsServer = Field(
         default=None, description="address or address:port of the DNS server; default: the system's"
@@ -112,8 +125,8 @@ class InstanceSettings(BaseModel):
         both = set(self.prefill_servers_urls) & set(self.decode_servers_urls)
         if both:
             raise ValueError(
-                f"{min(both)!r} is named as prefill and as decode instance; an instance that does "
-                "both belongs in --decode-servers-urls alone"
+                f"{min(both)!r} is listed as prefill and as decode instance; list an instance that "
+                "does both only in --decode-servers-urls"
             )
         if self.registration_hosts and not self.dynamic_registration:
             raise ValueError("--registration-hosts needs --dynamic-registration")
@@ -124,11 +137,15 @@ class InstanceSettings(BaseModel):
         roles = {one.role for one in (*self.instances, *self.discovered)}
         if Role.PREFILL_DECODE in roles and roles & {Role.PREFILL, Role.DECODE}:
             raise ValueError(
-                "instances that prefill and decode do not go with those that do one of both"
+                "instances that prefill and decode cannot be combined with instances that do only "
+                "one of them"
             )
         awaited = self.dynamic_registration or self.instances_file
         if Role.DECODE in roles and Role.PREFILL not in roles and not awaited:
-            raise ValueError("--discover-decode needs prefill instances to go with")
+            raise ValueError(
+                "--discover-decode needs prefill instances; for instances that do "
+                "both, use --discover-prefill-decode"
+            )
         return self
 
     @model_validator(mode="after")
@@ -137,14 +154,14 @@ class InstanceSettings(BaseModel):
         for url, _ in map(weight_of, self.instance_weights):
             if url not in urls:
                 raise ValueError(
-                    f"--instance-weights names {url!r}, which no other flag does; instances that "
-                    "are registered or in a file have a weight there"
+                    f"--instance-weights names {url!r}, which no other flag names; set the weight "
+                    "of registered instances and of those in a file there"
                 )
         return self
 
     @property
     def instances(self) -> tuple[Instance, ...]:
-        """The instances the URL lists name, with the roles the topology gives them."""
+        """Return the instances of the URL lists, with their roles in the topology."""
         size = self.ec_consumer_dp_size
         apart = self.prefill_servers_urls or self.discover_prefill or self.discover_decode
         role, ranks = (Role.DECODE, 1) if apart else (Role.PREFILL_DECODE, size)
@@ -168,13 +185,13 @@ class InstanceSettings(BaseModel):
         return tuple(map(self._weighed, found))
 
     def _addresses_of(self, position: int) -> tuple[str, ...]:
-        """Those of the decode instance in this place, by rank."""
+        """Return the encoder-output addresses of the decode instance at this position, by rank."""
         size = self.ec_consumer_dp_size
         return self.ec_consumer_zmq_addrs[position * size : (position + 1) * size]
 
     @property
     def discovered(self) -> tuple[Instance, ...]:
-        """Those that names are looked up for, which are the hosts of the URLs."""
+        """Return one instance per DNS name to look up; the host of its URL is the name."""
         size = self.ec_consumer_dp_size
         found = (
             *(Instance(Role.ENCODE, url) for url in self.discover_encode),
@@ -190,10 +207,10 @@ class InstanceSettings(BaseModel):
 
     @property
     def encodes(self) -> bool:
-        """Whether there are encode instances, or may be some day."""
+        """Return whether there are encode instances, or may be later."""
         return any(getattr(self, name) for name in ENCODE_SOURCES)
 
     @property
     def dynamic(self) -> bool:
-        """Whether instances come and go while the proxy runs."""
+        """Return whether instances may join and leave while the proxy runs."""
         return bool(self.dynamic_registration or self.instances_file or self.discovered)

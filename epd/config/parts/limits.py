@@ -1,4 +1,4 @@
-"""Settings of how much is served at once, and how long anything may take."""
+"""Settings of limits and deadlines."""
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -10,120 +10,155 @@ from epd.routing.health import HealthPolicy
 
 
 class LimitSettings(BaseModel):
-    """Settings of how much is served at once, and how long anything may take."""
+    """Fields for limits, deadlines and the health of instances."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_requests: int = Field(
         default=1024,
         ge=1,
-        description="requests served at once, all workers together; more wait in a queue",
+        description="maximum of concurrent requests, over all workers; further ones are queued",
     )
     max_queue: int = Field(
-        default=256, ge=0, description="requests that wait for their turn; 429 above"
+        default=256,
+        ge=0,
+        description="maximum of queued requests, over all workers; further ones get 429",
     )
     max_inflight_bytes: int = Field(
         default=1024**3,
         ge=1024,
-        description="request bodies in memory at once, all workers together; 503 above",
+        description="maximum of bytes of request bodies in memory, over all workers; further "
+        "bodies get 503",
     )
     max_body_bytes: int = Field(
-        default=128 * 1024**2, ge=1024, description="size of a request body"
+        default=128 * 1024**2,
+        ge=1024,
+        description="maximum size of a request body, in bytes; a larger one gets 413",
     )
     max_text_bytes: int = Field(
         default=16 * 1024**2,
         ge=1024,
-        description="a JSON request body without its media (data: URLs in base64, input_audio); "
-        "nothing else runs while it is parsed",
+        description="maximum size of a JSON request body without its media (data: URLs in base64, "
+        "input_audio), in bytes; parsing it blocks the process",
     )
     max_connections: int = Field(
         default=0,
         ge=0,
-        description="clients' connections to one process; 0: what its file descriptors allow",
+        description="maximum of client connections to one process; 0: as many as its file "
+        "descriptors allow",
     )
     stream_interval: int = Field(
         default=1,
         ge=1,
-        description="tokens in each chunk of a stream, after the first token, unless the request "
-        "has a stream_interval; vLLM takes it for chat and text completions, and its own "
-        "--stream-interval (1) is the least",
+        description="tokens per chunk of a stream, after the first token, unless the request has a "
+        "stream_interval; vLLM applies it to chat and text completions, and its own "
+        "--stream-interval (1) is the minimum",
     )
     body_min_rate_bytes: int = Field(
-        default=64 * 1024, ge=1, description="of a request body, each second, after the first 5"
+        default=64 * 1024,
+        ge=1,
+        description="minimum rate of a request body after its first 5 s, in bytes per second; a "
+        "slower one gets 408",
     )
-    header_timeout_s: Seconds = Field(default=10.0, description="a request head's arrival")
+    header_timeout_s: Seconds = Field(
+        default=10.0, description="maximum time for a request's head to arrive, in seconds"
+    )
     keep_alive_s: Seconds = Field(
-        default=75.0, description="a client's connection that waits for another request"
+        default=75.0,
+        description="seconds until a client connection without a request is closed",
     )
     write_timeout_s: Seconds = Field(
-        default=60.0, description="a client that does not read its answer"
+        default=60.0,
+        description="seconds until the connection of a client that does not read is closed",
     )
     queue_timeout_s: Seconds = Field(
-        default=10.0, description="a request's wait for its turn; 503 after it"
+        default=10.0,
+        description="maximum time of a request in the queue, in seconds; then it gets 503",
     )
-    body_timeout_s: Seconds = Field(default=60.0, description="a request body's arrival")
-    connect_timeout_s: Seconds = Field(default=2.0, description="connecting to an instance")
-    media_timeout_s: Seconds = Field(default=30.0, description="fetching one item")
-    encode_timeout_s: Seconds = Field(default=30.0, description="encoding one item")
-    prefill_timeout_s: Seconds = Field(default=120.0, description="the prefill stage")
+    body_timeout_s: Seconds = Field(
+        default=60.0,
+        description="maximum time for a request's body to arrive, in seconds; then it gets 408",
+    )
+    connect_timeout_s: Seconds = Field(
+        default=2.0, description="maximum time to connect to an instance, in seconds"
+    )
+    media_timeout_s: Seconds = Field(
+        default=30.0,
+        description="maximum time for the proxy to fetch one media item, in seconds",
+    )
+    encode_timeout_s: Seconds = Field(
+        default=30.0, description="maximum time to encode one media item, in seconds"
+    )
+    prefill_timeout_s: Seconds = Field(
+        default=120.0, description="maximum time of the prefill stage, in seconds"
+    )
     kv_lease_s: Seconds = Field(
         default=30.0,
-        description="how long prefill keeps its blocks for decode (vLLM's kv_lease_duration); a "
-        "request that takes half of it is logged as a warning",
+        description="seconds for which prefill keeps its KV blocks for decode (set it to vLLM's "
+        "kv_lease_duration); a request that uses half of them is logged as a warning",
     )
     first_byte_timeout_s: Seconds = Field(
         default=300.0,
-        description="from a streaming decode request to the first byte of its answer; an answer "
-        "without a stream is limited by request_timeout_s alone",
+        description="maximum time from a streaming decode request to the first byte of its "
+        "response, in seconds; only request_timeout_s limits responses that are not streams",
     )
     idle_timeout_s: Seconds = Field(
         default=600.0,
-        description="silence between two chunks of a decode answer; vLLM sends nothing while "
-        "reasoning is hidden, unless it runs with --sse-keep-alive-interval",
+        description="maximum time between two chunks of a decode response, in seconds; vLLM sends "
+        "nothing while reasoning is hidden, unless it runs with --sse-keep-alive-interval",
     )
     request_timeout_s: Seconds = Field(
         default=1800.0,
-        description="a request from its body to its end; a client's x-request-timeout, in seconds, "
-        "can only shorten it",
+        description="maximum time of a request from its head to its end, in seconds; a client's "
+        "x-request-timeout, in seconds, can only shorten it",
     )
     health_timeout_s: Seconds = Field(
-        default=5.0, description="an instance's answer to /health and /v1/models"
+        default=5.0,
+        description="maximum time for an instance's response to /health and /v1/models, in seconds",
     )
     probe_interval_s: Seconds = Field(
         default=5.0,
-        description="between two probes (GET /health) of an instance that is up; all delays "
-        "between probes vary by up to a tenth, so that probes of several instances spread",
+        description="seconds between two probes (GET /health) of an instance that is up; each "
+        "delay between probes varies by up to a tenth, to spread the probes of several instances",
     )
     probe_backoff_s: Seconds = Field(
         default=1.0,
-        description="until an instance that is down is probed again; doubled each time",
+        description="seconds until an instance that is down is probed again; doubled each time",
     )
-    probe_backoff_max_s: Seconds = Field(default=30.0, description="the longest such wait")
+    probe_backoff_max_s: Seconds = Field(
+        default=30.0, description="maximum of this delay (probe_backoff_s), in seconds"
+    )
     eject_after: int = Field(
-        default=5, ge=1, description="failures in a row after which an instance is left alone"
+        default=5, ge=1, description="failures in a row after which an instance is ejected"
     )
     eject_s: Seconds = Field(
-        default=30.0, description="for how long, times how often it had to be of late"
+        default=30.0,
+        description="seconds of an ejection, times the number of the instance's recent ejections",
     )
-    eject_max_s: Seconds = Field(default=300.0, description="the longest such time")
+    eject_max_s: Seconds = Field(default=300.0, description="maximum of an ejection, in seconds")
     suspect_s: SecondsOrNone = Field(
         default=300.0,
-        description="how long a request, or one with the same media, is rejected after two "
-        "instances died while they served it (503 suspected_fatal); 0: not at all",
+        description="seconds for which a request, or one with the same media, is rejected after "
+        "two instances died while they served it (503 suspected_fatal); 0: no rejection",
     )
     drain_delay_s: SecondsOrNone = Field(
-        default=5.0, description="from SIGTERM, and /ready's 503, until no connection is taken"
+        default=5.0,
+        description="seconds from SIGTERM, when /ready turns to 503, until the proxy accepts no "
+        "more connections",
     )
     drain_timeout_s: SecondsOrNone = Field(
-        default=300.0, description="from then until the requests that still run are ended"
+        default=300.0,
+        description="seconds from then until requests that still run are cancelled",
     )
     profile_timeout_s: Seconds = Field(
-        default=300.0, description="an instance's answer to /start_profile and /stop_profile"
+        default=300.0,
+        description="maximum time for an instance's response to /start_profile and /stop_profile, "
+        "in seconds",
     )
 
     @property
     def health(self) -> HealthPolicy:
-        """When an instance is left alone, and when it is looked at again."""
+        """Return the policy for ejections and probes of instances."""
         return HealthPolicy(
             eject_after=self.eject_after,
             eject_s=self.eject_s,

@@ -1,4 +1,4 @@
-"""Settings of the media in requests."""
+"""Settings of the media in requests: their sources and limits."""
 
 from pathlib import Path
 from typing import Literal, Self
@@ -12,62 +12,68 @@ from epd.config.parts.named import flag_of
 
 
 class MediaSettings(BaseModel):
-    """Settings of the media in requests."""
+    """Fields for the media in requests, with their validation."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     allowed_local_media_path: Path | None = Field(
         default=None,
-        description="folder that file:// media may come from, the same as the encode instances'; "
-        "without it they are refused",
+        description="folder from which file:// media are allowed, the same as on the encode "
+        "instances; default: file:// media are rejected",
     )
     media_fetch: Literal["engine", "proxy"] = Field(
         default="engine",
-        description="who fetches http(s) media: each engine, or the proxy, once and keyed by "
-        "content",
+        description="component that fetches http(s) media: each engine, or the proxy, once and "
+        "keyed by content",
     )
     allowed_media_domains: Domains = Field(
         default=(),
-        description="hosts that the proxy fetches media from, comma-separated; without it any "
+        description="hosts from which the proxy fetches media, comma-separated; default: all hosts "
         "with a public address",
     )
     allow_http_media: bool = Field(
-        default=False, description="let the proxy fetch over http too, not https alone"
+        default=False, description="allow the proxy to fetch media over http too, not only https"
     )
     allow_private_media: bool = Field(
         default=False,
-        description="let the hosts of --allowed-media-domains have private addresses",
+        description="allow private addresses for the hosts of --allowed-media-domains",
     )
     trust_request_mm_kwargs: bool = Field(
         default=False,
-        description="let requests have mm_processor_kwargs and media_io_kwargs; the instances "
-        "need the same flag",
+        description="allow mm_processor_kwargs and media_io_kwargs in requests; the instances need "
+        "the same flag",
     )
     media_cache_bytes: int = Field(
-        default=256 * 1024**2, ge=0, description="memory for media that the proxy has fetched"
+        default=256 * 1024**2,
+        ge=0,
+        description="size of each process's cache of fetched media, in bytes; 0: no cache",
     )
-    max_items: int = Field(default=64, ge=1, description="media items in one request")
+    max_items: int = Field(default=64, ge=1, description="maximum of media items in one request")
     max_media_bytes: int = Field(
-        default=64 * 1024**2, ge=1, description="size of one item that the proxy fetches"
+        default=64 * 1024**2,
+        ge=1,
+        description="maximum size of one media item that the proxy fetches, in bytes",
     )
     max_image_pixels: int = Field(
-        default=178_956_970, ge=1, description="pixels of one picture; the default is vLLM's"
+        default=178_956_970,
+        ge=1,
+        description="maximum of pixels in one image; the default is vLLM's",
     )
     min_image_side: int = Field(
-        default=2, ge=0, description="width and height of one picture, in pixels"
+        default=2, ge=0, description="minimum width and height of one image, in pixels"
     )
 
     @model_validator(mode="after")
     def _check_media(self) -> Self:
-        # A policy that is set and does nothing would be taken for one that protects.
+        # A rule without effect would give the operator a false sense of protection.
         for flag in ("allowed_media_domains", "allow_http_media", "allow_private_media"):
             if getattr(self, flag) and self.media_fetch == "engine":
                 raise ValueError(
-                    f"{flag_of(flag)} needs --media-fetch proxy; engines have flags of their own"
+                    f"{flag_of(flag)} needs --media-fetch proxy; engines have their own flags"
                 )
         if self.allow_private_media and not self.allowed_media_domains:
             raise ValueError(
-                "--allow-private-media needs --allowed-media-domains: without it a request could "
-                "reach every host inside"
+                "--allow-private-media needs --allowed-media-domains: without it, a request could "
+                "reach every internal host"
             )
         return self

@@ -1,6 +1,6 @@
-"""How errors name settings."""
+"""Names of settings in error messages."""
 
 
 def flag_of(field: str) -> str:
-    """The flag of a setting."""
+    """Return the flag of a setting."""
     return "--" + field.replace("_", "-")

@@ -1,4 +1,4 @@
-"""Settings that say what runs where for a request: coordination policies and balance."""
+"""Settings of routing: coordination policies and load balancing."""
 
 from collections.abc import Mapping, Sequence
 from typing import Self
@@ -24,78 +24,83 @@ from epd.routing.instances import Instance, Role
 from epd.transfer.flavours import EC_TRANSFERS, KV_TRANSFERS
 
 MIN_LOAD_INTERVAL_S = 0.05
-"""Asked more often, an instance would have more to do for questions than for requests."""
+"""Minimum of `load_interval_s`, in seconds: more frequent load reports would slow the instance."""
 
 
 class RouteSettings(TransferSettings):
-    """Settings that say what runs where for a request: coordination policies and balance."""
+    """Fields for coordination policies and load balancing, with their validation."""
 
     skip_prefill_below_tokens: int = Field(
         default=0,
         ge=0,
         le=MAX_TOKENS,
-        description="prompts of text, of fewer tokens by estimate, that decode prefills itself "
-        "(policy pd_only); 0: none",
+        description="text prompts with fewer estimated tokens are prefilled by decode itself "
+        "(policy pd_only); 0: no prompts",
     )
     skip_prefill_for_text: bool = Field(
-        default=False, description="let decode prefill all prompts without media (policy pd_only)"
+        default=False,
+        description="decode itself prefills all prompts without media (policy pd_only)",
     )
     local_prefill_url: EndpointUrl = Field(
         default=None,
-        description="prefill instance beside the proxy (policy prefill_local_decode_remote); "
-        "with that policy the first one by default",
+        description="URL of the prefill instance next to the proxy (policy "
+        "prefill_local_decode_remote); default: the first one of --prefill-servers-urls",
     )
     policies: PolicyNames = Field(
         default=(),
         validate_default=True,
-        description="what runs where for a request: policies by name, comma-separated, the first "
-        "one that has something to say of a request decides; with options of their own as in "
-        "'pd_only?decode_choice=early'; default: as the instances suggest",
+        description="coordination policies by name, comma-separated: the first one that applies to "
+        "a request decides which stages run on which instances; options as in "
+        "'pd_only?decode_choice=early'; default: derived from the other settings and the instances",
     )
     decode_choice: DecodeChoice = Field(
         default="late",
-        description="when the decode instance is chosen: once prefill has answered, or before it "
-        "is asked",
+        description="time at which the decode instance is chosen: after the prefill response "
+        "(late), or before the prefill request (early)",
     )
     decode_from: DecodeFrom = Field(
         default="table",
-        description="who names the decode instance: the proxy of those it knows, the client by "
-        "--decode-header where it sends one, or the service at --decode-picker-url",
+        description="source of the decode instance: the proxy's table of instances, the client's "
+        "--decode-header if it is sent, or the endpoint picker at --decode-picker-url",
     )
     decode_header: HeaderName = Field(
         default="x-decoder-host-port",
-        description="header by which a client names the decode instance, as host:port, with "
-        "--decode-from header",
+        description="request header in which a client names the decode instance, as host:port, "
+        "with --decode-from header",
     )
     decode_hosts: HostPatterns = Field(
         default=(),
-        description="hosts that a header or a picker may name beside the instances that the proxy "
-        "knows, comma-separated: names, *.domain, networks",
+        description="hosts that the header or the picker may name in addition to the known "
+        "instances, comma-separated: names, *.domain, networks",
     )
     decode_picker_url: EndpointUrl = Field(
-        default=None, description="endpoint picker that is asked, with --decode-from picker"
+        default=None, description="URL of the endpoint picker, with --decode-from picker"
     )
-    decode_picker_timeout_s: Seconds = Field(default=0.5, description="the picker's answer")
+    decode_picker_timeout_s: Seconds = Field(
+        default=0.5, description="maximum time for the picker's response, in seconds"
+    )
     encode_balance: ItemBalanceName = Field(
         default="affinity",
-        description="which encode instance an item goes to: always the same one within a bounded "
-        "load (affinity: for each item, session: for each session), each in turn, the one with the "
-        "least to do, or of two at random the one with less",
+        description="choice of the encode instance of a media item: the same one per item "
+        "(affinity) or per session (session) while its load is within a bound, round robin, the "
+        "least loaded one, or the less loaded one of two random ones (power_of_two)",
     )
     prefill_balance: BalanceName = Field(
-        default="least_load", description="the same of prefill instances"
+        default="least_load",
+        description="choice of the prefill instance of a request, as for --encode-balance",
     )
     decode_balance: BalanceName = Field(
-        default="least_load", description="the same of decode instances"
+        default="least_load",
+        description="choice of the decode instance of a request, as for --encode-balance",
     )
     load_interval_s: SecondsOrNone = Field(
         default=1.0,
-        description="between two questions to an instance how many requests are waiting and "
-        "running (its /metrics); 0: it is not asked, nor for its namespace",
+        description="seconds between two reads of an instance's waiting and running requests (its "
+        "/metrics); 0: neither its load nor its namespace is read",
     )
     session_header: HeaderName = Field(
         default="x-session-id",
-        description="the request header that says which session a request is one of",
+        description="request header with the name of the request's session",
     )
 
     @model_validator(mode="after")
@@ -114,8 +119,8 @@ class RouteSettings(TransferSettings):
                 raise ValueError(f"--decode-servers-urls is required, or {sources}")
             if not self.decode_hosts:
                 raise ValueError(
-                    "without --decode-servers-urls, --decode-hosts is required: which hosts may be "
-                    "named to decode"
+                    "without --decode-servers-urls, --decode-hosts is required: the hosts that may "
+                    "be named to decode"
                 )
         return self
 
@@ -133,13 +138,13 @@ class RouteSettings(TransferSettings):
     @model_validator(mode="after")
     def _check_interval(self) -> Self:
         if 0 < self.load_interval_s < MIN_LOAD_INTERVAL_S:
-            raise ValueError(f"--load-interval-s must be 0, or {MIN_LOAD_INTERVAL_S} at least")
+            raise ValueError(f"--load-interval-s must be 0 or at least {MIN_LOAD_INTERVAL_S}")
         return self
 
     @field_validator("policies")
     @classmethod
     def _usual(cls, policies: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
-        """Those that the settings above ask for, then what the instances can do."""
+        """Return the policies of the settings above, then those that the instances allow."""
         if policies:
             return policies
         above = info.data.get
@@ -157,10 +162,10 @@ class RouteSettings(TransferSettings):
         return self
 
     def activated(self, policies: Sequence[str]) -> tuple[Active, ...]:
-        """Policies, as they are written, with the settings that are their options.
+        """Return the active policies of their text forms; settings are their default options.
 
         Raises:
-            ValueError: one of them is none, or cannot be used.
+            ValueError: a policy is unknown or cannot be used.
         """
         local = self.local_prefill_url or next(iter(self.prefill_servers_urls), None)
         settings: Mapping[str, object] = {
@@ -187,7 +192,7 @@ class RouteSettings(TransferSettings):
 
     @property
     def _decode_is_named(self) -> bool:
-        """Whether somebody else names decode instances, who may know those that nobody lists."""
+        """Return whether a client or a picker may name decode instances outside the table."""
         return self.decode_from != "table" or any(
             f"decode_from={other}" in one for one in self.policies for other in ("header", "picker")
         )

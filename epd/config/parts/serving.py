@@ -1,4 +1,4 @@
-"""Settings of the address that clients speak to, of processes and of what is said of them."""
+"""Settings of the listening address, TLS, processes, logs and traces."""
 
 from pathlib import Path
 from typing import Literal, Self
@@ -12,7 +12,7 @@ from epd.config.fields import (
 
 
 class ServingSettings(BaseModel):
-    """Settings of the address that clients speak to, of processes and of what is said of them."""
+    """Fields for the listening address, TLS, processes, logs and traces."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -20,53 +20,54 @@ class ServingSettings(BaseModel):
     port: int = Field(default=8000, ge=0, le=65535, description="port to listen on")
     uds: Path | None = Field(
         default=None,
-        description="Unix socket to listen on in place of address and port; a file that nothing "
-        "listens on is replaced",
+        description="path of a Unix socket to listen on instead of address and port; a stale "
+        "socket file is replaced",
     )
     root_path: RootPath = Field(
         default=None,
-        description="path under which a reverse proxy has this one, such as /vllm; every route is "
-        "answered with it and without it",
+        description="path prefix that a reverse proxy puts before the routes, such as /vllm; every "
+        "route is answered with and without it",
     )
     workers: int = Field(
-        default=1, ge=1, description="processes that serve it; one uses one core at most"
+        default=1, ge=1, description="number of serving processes; each uses at most one core"
     )
     ssl_certfile: Path | None = Field(
         default=None,
-        description="certificate, and its chain, that clients are served over TLS with",
+        description="file with the TLS certificate for clients, and its chain; default: no TLS",
     )
     ssl_keyfile: Path | None = Field(
-        default=None, description="its private key, without passphrase"
+        default=None,
+        description="file with the private key of the certificate, without passphrase",
     )
     ssl_ca_certs: Path | None = Field(
-        default=None, description="CAs that clients' own certificates must be from"
+        default=None, description="file with the CAs that verify clients' certificates"
     )
     ssl_cert_reqs: int = Field(
         default=0,
         ge=0,
         le=2,
-        description="clients' own certificates: 0 none, 1 optional, 2 required",
+        description="clients' certificates: 0 none, 1 optional, 2 required",
     )
     upstream_ca_file: Path | None = Field(
         default=None,
-        description="CAs that the certificates of https instances must be from; without it the "
-        "system's",
+        description="file with the CAs that verify https instances; default: the system's CAs",
     )
     log_format: Literal["console", "json"] = Field(
-        default="console", description="log lines for people or for machines"
+        default="console", description="format of log lines: console text, or JSON"
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="least level that is logged"
+        default="info", description="minimum level of log lines"
     )
     log_tenants: bool = Field(
         default=False,
-        description="name the tenant, as in --api-keys-file, in the log line of a request",
+        description="add the tenant's name, as in --api-keys-file, to the log line of a request",
     )
     otlp_traces_endpoint: EndpointUrl = Field(
         default=None,
-        description="OpenTelemetry collector that each request's spans are exported to, such as "
+        description="URL of the OpenTelemetry collector for each request's spans, such as "
         "http://host:4317 (gRPC), or http://host:4318/v1/traces with "
-        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL=http/protobuf; OTEL_... variables say the rest",
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL=http/protobuf; OTEL_... variables set the rest; "
+        "default: no traces",
     )
 
     @model_validator(mode="after")
@@ -75,8 +76,8 @@ class ServingSettings(BaseModel):
             raise ValueError("--ssl-certfile and --ssl-keyfile need each other")
         if (self.ssl_ca_certs is None) != (self.ssl_cert_reqs == 0):
             raise ValueError(
-                "--ssl-ca-certs needs --ssl-cert-reqs 1 or 2, and they need it: one without the "
-                "other would verify nobody"
+                "--ssl-ca-certs and --ssl-cert-reqs 1 or 2 need each other: one alone would not "
+                "verify clients"
             )
         if self.ssl_ca_certs is not None and self.ssl_certfile is None:
             raise ValueError("--ssl-ca-certs needs --ssl-certfile")

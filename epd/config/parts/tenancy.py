@@ -1,4 +1,4 @@
-"""Settings of whose requests are served, with whose keys, and what each has to itself."""
+"""Settings of tenants: their API keys, limits and isolation."""
 
 from pathlib import Path
 from typing import Literal, Self
@@ -16,49 +16,55 @@ from epd.tenants import ANONYMOUS, Scope, Tenant
 
 
 class TenancySettings(BaseModel):
-    """Settings of whose requests are served, with whose keys, and what each has to itself."""
+    """Fields for tenants, their API keys, limits and isolation."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     api_keys_file: Path | None = Field(
         default=None,
-        description="file of lines tenant:sha256, as `epd hash-key` prints them; with it, "
-        "clients need a key, and theirs do not go on to the instances",
+        description="file with lines tenant:sha256, as `epd hash-key` prints them; with it, "
+        "clients need a key, which is not forwarded to the instances",
     )
     isolation: Literal["tenant", "shared"] = Field(
         default="tenant",
-        description="whether each tenant has cache entries of its own or all share theirs; "
-        "it matters with --api-keys-file alone",
+        description="cache entries: separate ones per tenant, or shared by all tenants; applies "
+        "only with --api-keys-file",
     )
     key_secret: KeySecret = Field(
         default=None,
-        description="what keys and salts are derived with, beside the tenant's name",
+        description="secret for store keys and cache salts, in addition to the tenant's name",
     )
     admin_api_key: AdminKey = Field(
         default=None,
-        description="what opens /metrics, /ui/state, /policies, /start_profile and /stop_profile; "
-        "without it they answer clients on this machine alone",
+        description="key for /metrics, /ui/state, /policies, /start_profile and /stop_profile; "
+        "default: they answer only clients on this machine",
     )
     trusted_tenants: TenantNames = Field(
         default=(),
-        description="tenants, comma-separated, whose requests may have a priority, and may ask for "
-        "the load of the decode instance; the others' priorities are dropped. Without "
-        "--api-keys-file every client may",
+        description="tenants, comma-separated, that may set a request's priority and get the load "
+        "of the decode instance; priorities of other tenants are dropped. Without --api-keys-file, "
+        "every client may",
     )
     openai_api_key: Secret = Field(
         default=None,
-        description="key sent to the instances where the client sends no Authorization",
+        description="API key sent to the instances if the client sends no Authorization",
     )
     tenant_max_requests: int | None = Field(
-        default=None, ge=1, description="requests of one tenant at once, waiting ones included"
+        default=None,
+        ge=1,
+        description="maximum of concurrent requests of one tenant, queued ones included; further "
+        "ones get 429; default: no limit",
     )
     tenant_requests_per_minute: int | None = Field(
-        default=None, ge=1, description="requests of one tenant in a minute"
+        default=None,
+        ge=1,
+        description="maximum of requests of one tenant per minute; further ones get 429; default: "
+        "no limit",
     )
 
     @model_validator(mode="after")
     def _check_tenants(self) -> Self:
-        # Without keys all clients are one tenant, and any of them could shut out the others.
+        # Without keys all clients are one tenant, and any client could lock out the others.
         for flag in ("tenant_max_requests", "tenant_requests_per_minute"):
             if getattr(self, flag) is not None and self.api_keys_file is None:
                 raise ValueError(f"{flag_of(flag)} needs --api-keys-file")
@@ -71,12 +77,12 @@ class TenancySettings(BaseModel):
         return tenant is ANONYMOUS or tenant.name in self.trusted_tenants
 
     def scope_of(self, tenant: Tenant) -> Scope:
-        """What a tenant's keys and salts are derived under."""
+        """Return the scope for the keys and salts of a tenant's cache entries."""
         alone = self.isolation == "tenant" and tenant != ANONYMOUS
         return Scope(tenant if alone else None, self._secret)
 
     def name_scope_of(self, tenant: Tenant) -> Scope:
-        """What the keys of a tenant's names are derived under: its own, whatever else is shared."""
+        """Return the scope for the keys of a tenant's names, which no other tenant shares."""
         return Scope(tenant, self._secret)
 
     @property
