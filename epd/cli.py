@@ -1,4 +1,4 @@
-"""The `epd` command."""
+"""Entry point of the `epd` command, with its subcommands."""
 
 import asyncio
 import os
@@ -31,7 +31,7 @@ from epd.version import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command. Exits with 2 where its flags are wrong, with 1 where it fails."""
+    """Run the command. The exit code is 2 for invalid flags and 1 for a failure."""
     flags = vars(make_parser().parse_args(argv))
     del flags["command"]
     run = flags.pop("run")
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 @contextmanager
 def _read_by_somebody() -> Iterator[None]:
-    """End quietly, with 1, once nobody reads what is printed: `epd check | head`."""
+    """Exit with 1 and without a traceback if standard output is closed: `epd check | head`."""
     try:
         try:
             yield
@@ -50,14 +50,14 @@ def _read_by_somebody() -> Iterator[None]:
     except BrokenPipeError:
         output = select.poll()
         output.register(sys.stdout, 0)
-        if not output.poll(0):  # it is another pipe
+        if not output.poll(0):  # another pipe is broken
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the rest
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         sys.exit(1)
 
 
 def make_parser() -> Parser:
-    """The parser of all commands."""
+    """Return the parser of all commands."""
     parser = Parser(prog="epd", description="Multimodal EPD proxy for vLLM.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"epd {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -67,13 +67,15 @@ def make_parser() -> Parser:
     key_parser = commands.add_parser(
         "hash-key",
         help="make an API key, or hash one",
-        description="Print a line for --api-keys-file. The file holds hashes alone: a new key is "
-        "shown on stderr, this once.",
+        description="Print a line for --api-keys-file. The file holds only hashes: a new key is "
+        "shown once, on stderr.",
         epilog="example: epd hash-key alice >> keys",
         allow_abbrev=False,
     )
-    key_parser.add_argument("tenant", metavar="TENANT", help="whose key it is")
-    key_parser.add_argument("--stdin", action="store_true", help="hash the key in stdin's line")
+    key_parser.add_argument("tenant", metavar="TENANT", help="tenant of the key")
+    key_parser.add_argument(
+        "--stdin", action="store_true", help="hash the key in the first line of stdin"
+    )
     key_parser.set_defaults(run=partial(_hash_key, key_parser))
     fleet.command.add_parser(commands)
     bench.command.add_parser(commands)
@@ -86,9 +88,9 @@ def _add_serve(commands: Commands) -> None:
         "serve",
         help="run the proxy",
         description="Run an OpenAI-compatible proxy that sends media to encode instances, then "
-        "the request to prefill and decode instances. Every flag can be set as EPD_<FLAG> in the "
-        "environment or by name in the file of --config too; OPENAI_API_KEY is sent to the "
-        "instances where a client sends no key, ADMIN_API_KEY opens /metrics and profiling.",
+        "the request to prefill and decode instances. Every flag can also be set as EPD_<FLAG> in "
+        "the environment or by name in the file of --config. OPENAI_API_KEY is sent to the "
+        "instances if a client sends no key; ADMIN_API_KEY opens /metrics and profiling.",
         epilog="example: epd serve --encode-servers-urls http://e1:8001,http://e2:8001 "
         "--decode-servers-urls http://pd:8002",
         usage="epd serve --encode-servers-urls URLS --decode-servers-urls URLS [FLAG ...]",
@@ -100,39 +102,51 @@ def _add_serve(commands: Commands) -> None:
 def _add_check(commands: Commands) -> None:
     parser = commands.add_parser(
         "check",
-        help="say what `epd serve` would do with the same flags",
+        help="check the settings of `epd serve` with the same flags",
         description="Check flags, environment, the file of --config and the files that they name, "
-        "and print all settings, as a file for --config, each with where it comes from. "
-        "Secrets are hidden. Nothing is started.",
+        "and print all settings with their sources, as a file for --config. Secrets are hidden. "
+        "Nothing is started.",
         epilog="example: epd check --config epd.yaml",
         usage="epd check [--format yaml|json] [FLAG of epd serve ...]",
         allow_abbrev=False,
     )
-    parser.add_argument("--format", choices=("yaml", "json"), default="yaml", help="of the output")
+    parser.add_argument(
+        "--format",
+        choices=("yaml", "json"),
+        default="yaml",
+        help="format of the output (default: yaml)",
+    )
     _runs(parser, _check)
 
 
 def _add_doctor(commands: Commands) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="look at the fleet that `epd serve` would use with the same flags",
-        description="Look at every instance, the store and this machine as the proxy would use "
-        "them, and say what to change. Each stage is sent a request of some bytes and one token, "
-        "to see that it does its part; a picture that nobody has seen goes into the store. Exits "
-        "with 1 where requests would suffer.",
+        help="examine the fleet that `epd serve` would use with the same flags",
+        description="Examine every instance, the store and this machine as the proxy would use "
+        "them, and report what to change. Each stage gets a small request for one token, to verify "
+        "its work; a new picture is written to the store. The exit code is 1 if requests would "
+        "fail or be slow.",
         epilog="example: epd doctor --config epd.yaml",
         usage="epd doctor [--no-requests] [--format text|json] [FLAG of epd serve ...]",
         allow_abbrev=False,
     )
-    parser.add_argument("--format", choices=("text", "json"), default="text", help="of the output")
     parser.add_argument(
-        "--no-requests", action="store_true", help="ask instances for what they say alone"
+        "--format",
+        choices=("text", "json"),
+        default="text",
+        help="format of the output (default: text)",
+    )
+    parser.add_argument(
+        "--no-requests",
+        action="store_true",
+        help="read only what instances report; send no generation requests",
     )
     _runs(parser, _doctor)
 
 
 def _runs(parser: Parser, run: Callable[..., None]) -> None:
-    """What a command does that every setting is a flag of."""
+    """Add the flags of all settings to a command, and set its function."""
     add_flags(parser)
     parser.set_defaults(run=partial(run, parser))
 
@@ -163,7 +177,7 @@ def _serve(parser: Parser, **flags: Any) -> None:
             uvloop.run(serve(live, read))
         else:
             asyncio.run(supervise(live, read))  # uvloop's processes have no process_group
-    except (KeysInvalid, TlsInvalid) as error:  # changed since it was checked
+    except (KeysInvalid, TlsInvalid) as error:  # a file changed after its check
         parser.errors([str(error)])
     except (CannotListen, WorkersFailed, OSError) as failure:
         sys.exit(f"epd serve: {failure}")
@@ -186,7 +200,7 @@ def _doctor(
 
 
 def _loaded(parser: Parser, flags: dict[str, Any]) -> Loaded:
-    """The configuration, once the files that it names can be used too."""
+    """Return the configuration, or exit with the errors of settings and of the files they name."""
     try:
         loaded = load(flags)
     except ConfigInvalid as invalid:

@@ -1,4 +1,4 @@
-"""Measures: what the proxy costs, and what a fleet behind it does."""
+"""Benchmarks of the proxy's own cost and of a fleet behind it."""
 
 from epd.bench import command
 

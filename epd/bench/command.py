@@ -1,11 +1,11 @@
-"""The `epd bench` command."""
+"""Parser of the `epd bench` command."""
 
 from epd.bench import overhead, plot, serve
 from epd.parser import Commands
 
 
 def add_parser(commands: Commands) -> None:
-    """Add `bench`, with commands of its own."""
+    """Add `bench`, with its subcommands."""
     parser = commands.add_parser("bench", help="measure the proxy, or a fleet", allow_abbrev=False)
     benchmarks = parser.add_subparsers(dest="command", metavar="BENCHMARK", required=True)
     overhead.add_parser(benchmarks)

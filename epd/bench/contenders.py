@@ -1,4 +1,4 @@
-"""Proxies that are measured: a command line each, run as a process beside the others."""
+"""Proxies to measure: each is a command line, run as a process."""
 
 import os
 import re
@@ -27,11 +27,11 @@ PLACES = ("port", "encode_urls", "prefill_urls", "decode_urls", "ec_store")
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A proxy's name and command line.
+    """Name and command line of a proxy.
 
     Attributes:
-        name: what results call it.
-        command: its words, with places such as `{port}` in them.
+        name: name in the results.
+        command: words of the command line, with placeholders such as `{port}`.
     """
 
     name: str
@@ -42,8 +42,8 @@ class Contender:
         """Read `name=command line`.
 
         Raises:
-            ValueError: it is no such text, its name is none for a file, or it has another place
-                than those there are.
+            ValueError: the text has another form, the name is not valid in a file name, or a
+                placeholder is unknown.
         """
         name, equals, command = text.partition("=")
         words = tuple(shlex.split(command))
@@ -55,44 +55,51 @@ class Contender:
                 word.format(**with_places)
             except (AttributeError, LookupError, ValueError):
                 known = ", ".join(f"{{{place}}}" for place in PLACES)
-                raise ValueError(f"{word!r} has a place that is none of {known}") from None
+                raise ValueError(f"{word!r} has a placeholder other than {known}") from None
         return cls(name, words)
 
     def argv(self, places: Mapping[str, str]) -> list[str]:
-        """Its command line, with its places filled."""
+        """Return the command line with its placeholders filled."""
         return [word.format(**places) for word in self.command]
 
 
 class Measured:
-    """A contender that runs, on the cores that it was given."""
+    """Running contender, bound to its own cores."""
 
     def __init__(
         self, contender: Contender, places: Mapping[str, str], log: Path, cores: set[int]
     ) -> None:
-        """Start it."""
+        """Start the contender, and bind it to the cores.
+
+        Args:
+            contender: proxy to start.
+            places: values of the placeholders.
+            log: file for its output.
+            cores: numbers of the cores.
+        """
         self.name = contender.name
         self.url = f"http://127.0.0.1:{places['port']}"
         self.process = Process(self.name, self.url, contender.argv(places), {}, log)
-        with suppress(ProcessLookupError):  # it has ended, as whoever waits for it finds out
+        with suppress(ProcessLookupError):  # the process has ended; `wait_until_ready` reports it
             os.sched_setaffinity(self.process.pid, cores)
 
     def cpu_s(self) -> float:
-        """What it and its children have used so far, those that have ended too."""
+        """Return the CPU time of the process and its children so far, in seconds."""
         return sum(map(_cpu_s, self._tree()))
 
     def resident_bytes(self) -> int:
-        """The most that each of them has had in memory, added up; those that run."""
+        """Return the sum of the peak memory of the running processes, in bytes."""
         return sum(map(_peak_bytes, self._tree()))
 
     def _tree(self) -> list[psutil.Process]:
-        # Children first: what one has used that ends meanwhile is then among what its parent has.
+        # Children first: the time of a child that ends meanwhile is then counted in its parent's.
         root = psutil.Process(self.process.pid)
         return [*reversed(root.children(recursive=True)), root]
 
 
 def _cpu_s(process: psutil.Process) -> float:
     with suppress(psutil.NoSuchProcess):
-        return sum(process.cpu_times()[:4])  # its own, and of children that it has waited for
+        return sum(process.cpu_times()[:4])  # its own time, and that of children it has waited for
     return 0.0
 
 

@@ -1,4 +1,4 @@
-"""The data sets that `vllm bench serve` reads: VisionArena-Chat, and folders in its schema."""
+"""Data sets for `vllm bench serve`: VisionArena-Chat, and folders in its schema."""
 
 import hashlib
 import logging
@@ -19,17 +19,17 @@ VISION_ARENA = "visionarena"
 
 
 class DatasetUnavailable(Exception):
-    """VisionArena-Chat cannot be read. Its message says why."""
+    """Error: VisionArena-Chat cannot be read. The message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """What one run asks about.
+    """Data set of one run.
 
     Attributes:
-        name: what results call it.
-        path: a folder, or its name on the hub.
-        trace: the picture of each conversation, in the order in which they are sent.
+        name: name in the results.
+        path: folder, or name on the hub.
+        trace: picture of each conversation, in the order of the requests.
     """
 
     name: str
@@ -38,18 +38,18 @@ class Dataset:
 
     @property
     def distinct(self) -> int:
-        """How many pictures there are."""
+        """Return the number of distinct pictures."""
         return len(set(self.trace))
 
 
 def local(data_dir: Path, name: str, prompts: int, seed: int) -> Dataset:
-    """A folder with the conversations of a replay; pictures that it has already are kept.
+    """Write a folder with the conversations of a replay; present pictures are kept.
 
-    It is what Hugging Face calls an image folder: `load_dataset(folder)` gives the columns that
-    VisionArena-Chat has, of which vLLM reads `images[0]` and the first message of `conversation`.
+    The folder is an image folder of Hugging Face: `load_dataset(folder)` returns the columns of
+    VisionArena-Chat. vLLM reads `images[0]` and the first message of `conversation`.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the folder cannot be written.
     """
     trace = REPLAYS[name](rng(seed, name), prompts)
     folder = data_dir / f"{name}-{seed}"
@@ -65,15 +65,15 @@ def local(data_dir: Path, name: str, prompts: int, seed: int) -> Dataset:
 
 
 def vision_arena(prompts: int) -> Dataset:
-    """The first conversations of VisionArena-Chat; their pictures are read, to tell them apart.
+    """Return the first conversations of VisionArena-Chat, with the digests of their pictures.
 
     Raises:
-        DatasetUnavailable: the hub cannot be reached, or does not let us read it.
+        DatasetUnavailable: the hub cannot be reached, or denies access.
     """
     try:
         _check_access()
         trace = tuple(islice(digests(HUB_NAME), prompts))
-    except Exception as error:  # what a library's HTTP library raises changes with its version
+    except Exception as error:  # the type depends on the version of the HTTP library
         lines = str(error).strip().splitlines()
         reason = lines[-1] if lines else type(error).__name__
         raise DatasetUnavailable(f"VisionArena-Chat cannot be read: {reason}") from error
@@ -81,15 +81,15 @@ def vision_arena(prompts: int) -> Dataset:
 
 
 def _check_access() -> None:
-    """Ask once: whoever loads a data set asks for half a minute before they believe it."""
+    """Check the access with one request: `load_dataset` would retry for half a minute."""
     from huggingface_hub import HfApi  # noqa: PLC0415 - as below
 
     HfApi().auth_check(HUB_NAME, repo_type="dataset")
 
 
 def digests(path: str) -> Iterator[str]:
-    """The pictures that vLLM sends of a data set, by their content."""
-    # Only environments that run vLLM's benchmark have it.
+    """Yield the SHA-256 of each picture that vLLM sends from a data set."""
+    # Installed only in environments that run vLLM's benchmark.
     from datasets import load_dataset  # noqa: PLC0415
 
     logging.getLogger("datasets").setLevel(logging.ERROR)
@@ -115,7 +115,7 @@ def _file(number: int) -> str:
 
 
 def _publish(path: Path, content: bytes) -> None:
-    """Write a file that another run may be reading or writing."""
+    """Write a file atomically: another run may read or write it at the same time."""
     staging = path.with_name(f".{path.name}.{os.getpid()}")
     staging.write_bytes(content)
     staging.replace(path)

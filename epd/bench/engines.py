@@ -1,6 +1,6 @@
-"""Fake engines: they answer as vLLM does, at once, whatever they are asked.
+"""Fake engines, which answer any request at once in vLLM's format.
 
-Run as a process of their own: `python -m epd.bench.engines encode:8001 decode:8002`.
+They run as a separate process: `python -m epd.bench.engines encode:8001 decode:8002`.
 """
 
 import argparse
@@ -27,7 +27,7 @@ MAX_TOKENS = re.compile(rb'"max_tokens":\s*(\d+)')
 STREAM = re.compile(rb'"stream":\s*true')
 GAP_MS = re.compile(rb'"%b":\s*([\d.]+)' % GAP.encode())
 TAIL = 4096
-"""Where in a body, from either end, its short fields are looked for."""
+"""Bytes at either end of a body that are searched for short fields."""
 
 EVENT = {
     "id": "chatcmpl-measured",
@@ -67,21 +67,19 @@ Answer = Callable[["Connection", bytearray], None]
 
 
 class Connection(asyncio.Protocol):
-    """One connection of a proxy."""
+    """Connection of a proxy to a fake engine."""
 
     def __init__(self, answer: Answer) -> None:
-        """Answer each request so."""
         self._answer = answer
         self._request = http.Message()
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Remember where answers go."""
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        """Answer what is complete."""
+        """Answer a request once it is complete."""
         self._request.feed(data)
         if not self._request.complete:
             return
@@ -92,12 +90,12 @@ class Connection(asyncio.Protocol):
             self.json({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
 
     def json(self, document: object) -> None:
-        """Answer with one document."""
+        """Answer with one JSON document."""
         body = orjson.dumps(document)
         self._transport.write(http.head(OK, body) + body)
 
     def stream(self, chunks: int, gap_s: float) -> None:
-        """Answer with events, each written by itself."""
+        """Answer with a number of events, each written separately, `gap_s` seconds apart."""
         self._transport.write(http.head(OK, None, "text/event-stream; charset=utf-8"))
         self._next(chunks, gap_s, self._loop.time())
 
@@ -114,7 +112,7 @@ class Connection(asyncio.Protocol):
 
 
 def encode(store: Store | None, to: Connection, body: bytearray) -> None:
-    """Write an entry for each item, and say so."""
+    """Write a store entry for each item, and answer with `ec_transfer_params`."""
     uuids = [found.decode() for found in UUID.findall(body)]
     for uuid in uuids:
         entry = Entry(
@@ -135,12 +133,12 @@ def encode(store: Store | None, to: Connection, body: bytearray) -> None:
 
 
 def prefill(to: Connection, _: bytearray) -> None:
-    """Say where the KV cache is."""
+    """Answer with the `kv_transfer_params` of a finished prefill."""
     to.json({**ANSWER, "kv_transfer_params": KV})
 
 
 def decode(to: Connection, body: bytearray) -> None:
-    """Answer as it is asked to: a document, or so many events at such a pace."""
+    """Answer with a document or a stream; the request sets the number and the gap of the events."""
     fields = body if len(body) < 2 * TAIL else body[:TAIL] + body[-TAIL:]
     if not STREAM.search(fields):
         to.json(ANSWER)
@@ -150,7 +148,7 @@ def decode(to: Connection, body: bytearray) -> None:
 
 
 async def serve(roles: list[tuple[str, int]], store: Store | None) -> None:
-    """Serve until the process is ended."""
+    """Serve these roles and ports until the process is stopped."""
     answers: dict[str, Answer] = {
         "encode": partial(encode, store),
         "prefill": prefill,
@@ -165,10 +163,10 @@ async def serve(roles: list[tuple[str, int]], store: Store | None) -> None:
 
 
 def main() -> None:
-    """Run the command."""
+    """Run the fake engines that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("instances", nargs="+", metavar="ROLE:PORT")
-    parser.add_argument("--ec-store", metavar="URL", help="where encoder outputs go")
+    parser.add_argument("--ec-store", metavar="URL", help="store for encoder outputs")
     args = parser.parse_args()
     roles = [(role, int(port)) for role, _, port in (it.partition(":") for it in args.instances)]
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""The figures of `epd bench overhead`: samples, and what they come to. Pure."""
+"""Measurements of `epd bench overhead`: samples, medians, ratios and tables. Pure."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,23 +10,23 @@ from epd.bench.load import Load
 from epd.bench.scenarios import Scenario
 
 DIRECT = "direct"
-"""The load without a proxy."""
+"""Name of the load without a proxy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What one contender did in one turn, or the medians of its turns.
+    """Measurements of one turn of a contender, or the medians of its turns.
 
     Attributes:
-        cpu_ms: CPU time of its processes for each request, in milliseconds.
-        cpu_chunk_us: the same for each event of a stream, in microseconds; 0 without streams.
-        rps: requests a second.
-        first_p50_ms: until the first byte of an answer's body, the median.
-        first_p99_ms: the same, of the slowest hundredth.
-        gap_ms: the longest time between two arrivals of one answer.
-        resident_bytes: the most it has had in memory so far.
-        done: requests answered in full.
-        failed: others.
+        cpu_ms: CPU time of its processes per request, in milliseconds.
+        cpu_chunk_us: CPU time per event of a stream, in microseconds; 0 without streams.
+        rps: requests per second.
+        first_p50_ms: median time to the first byte of a response's body, in milliseconds.
+        first_p99_ms: 99th percentile of the same time.
+        gap_ms: longest time between two arrivals of one response, in milliseconds.
+        resident_bytes: peak memory so far, in bytes.
+        done: number of complete responses.
+        failed: number of other requests.
     """
 
     cpu_ms: float
@@ -41,7 +41,7 @@ class Sample:
 
 
 def sample(load: Load, cpu_s: float, resident_bytes: int) -> Sample:
-    """A turn's figures."""
+    """Return the measurements of one turn."""
     first = sorted(one.first_s for one in load.done) or [0.0]
     events = sum(one.events for one in load.done)
     return Sample(
@@ -59,37 +59,37 @@ def sample(load: Load, cpu_s: float, resident_bytes: int) -> Sample:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A scenario's outcome.
+    """Result of a scenario.
 
     Attributes:
-        scenario: the scenario.
-        turns: by contender, its turns in order; those of all were taken in turns. `DIRECT` is one.
+        scenario: scenario that was measured.
+        turns: turns of each contender, in order; the contenders alternate. `DIRECT` is one of them.
     """
 
     scenario: Scenario
     turns: Mapping[str, Sequence[Sample]]
 
     def median(self, name: str) -> Sample:
-        """The median of each of its figures, but all that failed."""
+        """Return the median of each measurement over the turns; `failed` is the sum."""
         columns = [asdict(turn) for turn in self.turns[name]]
         medians = {field: statistics.median(it[field] for it in columns) for field in columns[0]}
         return Sample(**{**medians, "failed": sum(it["failed"] for it in columns)})
 
     def ratio(self, one: str, other: str) -> float:
-        """How much CPU time one needs of what another does: the median over rounds.
+        """Return the ratio of one contender's CPU time to another's: the median over rounds.
 
-        It is no number where the other has needed none that the kernel has counted.
+        The result is NaN if the kernel has counted no CPU time for the other contender.
         """
         rounds = zip(self.turns[one], self.turns[other], strict=True)
         return statistics.median([a.cpu_ms / b.cpu_ms for a, b in rounds if b.cpu_ms] or [nan])
 
     def added_ms(self, name: str) -> tuple[float, float]:
-        """What it adds to the time to the first byte, at the median and at the 99th percentile."""
+        """Return the time added to the first byte, in ms: median and 99th percentile."""
         it, direct = self.median(name), self.median(DIRECT)
         return it.first_p50_ms - direct.first_p50_ms, it.first_p99_ms - direct.first_p99_ms
 
     def json(self, reference: str) -> dict[str, Any]:
-        """All of it, with each contender's ratio: what `reference` needs of it."""
+        """Return the result as JSON, with the ratio of `reference` to each contender."""
         contenders = {}
         for name in self.turns:
             p50_ms, p99_ms = self.added_ms(name)
@@ -102,11 +102,11 @@ class Result:
 
 
 def table(results: Sequence[Result], reference: str) -> Iterator[str]:
-    """The lines of a table in Markdown: CPU milliseconds, and the ratio to each other."""
+    """Yield the lines of a Markdown table: CPU milliseconds, and ratios to other contenders."""
     others = [name for name in results[0].turns if name not in {reference, DIRECT}]
     ratios = [f"/ {name}" for name in others]
     names = [reference, *others]
-    yield _row("CPU ms a request", *names, *ratios)
+    yield _row("CPU ms per request", *names, *ratios)
     yield _row(*["---"] * (1 + len(names) + len(ratios)))
     for result in results:
         cpu = (f"{result.median(name).cpu_ms:.3f}" for name in names)
@@ -115,12 +115,12 @@ def table(results: Sequence[Result], reference: str) -> Iterator[str]:
 
 
 def details(results: Sequence[Result]) -> Iterator[str]:
-    """The lines of a table with all other figures."""
+    """Yield the lines of a Markdown table with all other measurements."""
     yield _row(
         "scenario",
         "proxy",
         "requests/s",
-        "CPU us a chunk",
+        "CPU us per chunk",
         "first byte p50, ms",
         "p99, ms",
         "added p50, ms",

@@ -1,6 +1,6 @@
-"""HTTP/1.1 as bytes, as far as a load client and a fake engine need it.
+"""Minimal HTTP/1.1 for the load client and the fake engines.
 
-A library would cost more than what is measured: both ends of the load share one core.
+A library would cost more than the proxy that is measured: both ends of the load share one core.
 """
 
 HEAD_END = b"\r\n\r\n"
@@ -10,12 +10,12 @@ LAST_CHUNK = b"0\r\n\r\n"
 
 
 class Message:
-    """A request or an answer that is on its way in.
+    """Request or response that is being received.
 
     Attributes:
-        head: its first line and headers, in lower case; empty until it has come.
-        body: what has come of the rest: framing included, where it is chunked.
-        complete: whether all of it has come.
+        head: first line and headers, in lower case; empty until they are complete.
+        body: bytes of the body so far, with the framing of chunks.
+        complete: whether the whole message has arrived.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Message:
         self._length: int | None = None
 
     def feed(self, data: bytes) -> None:
-        """Take what has come next; nothing may follow a message before it is answered."""
+        """Add received bytes. The peer sends its next message only after the answer."""
         self.body += data
         if not self.head:
             end = self.body.find(HEAD_END)
@@ -40,7 +40,7 @@ class Message:
             self.complete = len(self.body) >= self._length
 
     def content(self) -> bytes:
-        """The body of a complete message, without its framing."""
+        """Return the body of a complete message, without the framing of chunks."""
         if self._length is not None:
             return bytes(self.body)
         parts, place = list[bytes](), 0
@@ -54,12 +54,12 @@ class Message:
 
     @property
     def status(self) -> int:
-        """An answer's."""
+        """Return the HTTP status of a response."""
         return int(self.head[9:12])
 
 
 def _length(head: bytes) -> int | None:
-    """The body's bytes; None where it is chunked."""
+    """Return the length of the body in bytes; None if it is chunked."""
     start = head.find(LENGTH)
     if start >= 0:
         return int(head[start + len(LENGTH) :].split(b"\r\n", 1)[0])
@@ -67,12 +67,12 @@ def _length(head: bytes) -> int | None:
 
 
 def head(first_line: str, body: bytes | None, content_type: str = "application/json") -> bytes:
-    """A head; without a body it says that chunks follow."""
+    """Return the head of a message; without a body, it announces chunks."""
     framing = "Transfer-Encoding: chunked" if body is None else f"Content-Length: {len(body)}"
     lines = (first_line, "Host: measured", f"Content-Type: {content_type}", framing, "", "")
     return "\r\n".join(lines).encode()
 
 
 def chunk(data: bytes) -> bytes:
-    """One chunk of a chunked body."""
+    """Return one chunk of a chunked body."""
     return b"%x\r\n%b\r\n" % (len(data), data)

@@ -1,7 +1,7 @@
-"""The least that a proxy of encode, prefill and decode does, with aiohttp's server and our client.
+"""Minimal EPD proxy with aiohttp's server and the proxy's own client: the lower bound of the cost.
 
-It asks no store, gives no picture a key, checks, counts, limits, logs and retries nothing: what it
-costs is what no proxy made of the same parts can be below. Run as a process of its own:
+It has no store, keys, checks, metrics, limits, logs or retries. Its cost is a lower bound for any
+proxy made of the same parts. It runs as a separate process:
 `python -m epd.bench.least PORT ENCODE_URL PREFILL_URL DECODE_URL`, each URL or `disable`.
 """
 
@@ -28,7 +28,7 @@ ONE_TOKEN = {"max_tokens": 1, "stream": False}
 
 @dataclass(frozen=True, slots=True)
 class Instances:
-    """One of each role; None: there is none."""
+    """URLs of one instance per role; None for a role without an instance."""
 
     encode: str | None
     prefill: str | None
@@ -40,7 +40,7 @@ UPSTREAM = web.AppKey("upstream", Upstream)
 
 
 async def answer(request: web.Request) -> web.StreamResponse:
-    """Each picture to encode, the rest to prefill, and decode's answer back."""
+    """Send each picture to encode, the request to prefill, and relay decode's response."""
     raw = await request.read()
     upstream, to = request.app[UPSTREAM], request.app[INSTANCES]
     headers = {"Content-Type": "application/json", "X-Request-Id": secrets.token_hex(16)}
@@ -60,7 +60,7 @@ async def answer(request: web.Request) -> web.StreamResponse:
             for part in pictures
         ]
         await asyncio.gather(*[fetched(to.encode, "encode", one) for one in alone])
-        for part in pictures:  # without its media, as long as it would be with a key
+        for part in pictures:  # without its media, with an id of the length of a key
             part |= {"image_url": None, "uuid": secrets.token_hex(32)}
         raw = orjson.dumps(body)
     if to.prefill:
@@ -106,7 +106,7 @@ async def _connected(app: web.Application) -> AsyncIterator[None]:
 
 
 def create_app(instances: Instances) -> web.Application:
-    """The proxy."""
+    """Return the application of the minimal proxy."""
     app = web.Application(client_max_size=2**30)
     app[INSTANCES] = instances
     app.cleanup_ctx.append(_connected)
@@ -116,7 +116,7 @@ def create_app(instances: Instances) -> web.Application:
 
 
 def main() -> None:
-    """Run the command."""
+    """Run the minimal proxy on the port of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("port", type=int)
     for role in ("encode", "prefill", "decode"):

@@ -1,4 +1,4 @@
-"""The load client: so many requests under way at a time, each timed."""
+"""Load client: a number of concurrent requests, each with its times."""
 
 import asyncio
 import time
@@ -17,14 +17,14 @@ TIMEOUT_S = 120.0
 
 @dataclass(slots=True)
 class Done:
-    """One request that was answered in full.
+    """Request with a complete response.
 
     Attributes:
-        first_s: until the first byte after the answer's head; from before the connection is made,
-            where the client makes it for this request.
-        total_s: until its last one.
-        gap_s: the longest time between two arrivals of its body.
-        events: how many it held, if it was a stream.
+        first_s: time to the first byte of the response's body, in seconds; it includes the
+            connection if the client opens one for this request.
+        total_s: time to the last byte, in seconds.
+        gap_s: longest time between two arrivals of the body, in seconds.
+        events: number of events if the response is a stream.
     """
 
     first_s: float
@@ -35,12 +35,12 @@ class Done:
 
 @dataclass(slots=True)
 class Load:
-    """What a load has come to.
+    """Result of a load.
 
     Attributes:
-        done: requests that were answered in full.
-        failed: others, by what became of them.
-        seconds: how long it took.
+        done: requests with a complete response.
+        failed: failures of the other requests, as text.
+        seconds: duration of the load, in seconds.
     """
 
     done: list[Done] = field(default_factory=list)
@@ -49,10 +49,10 @@ class Load:
 
 
 class Client(asyncio.Protocol):
-    """One connection, over which one request goes after the other."""
+    """Connection of the load client, with one request at a time."""
 
     def __init__(self, events: int) -> None:
-        """Expect so many events in each answer; none: it is no stream."""
+        """Expect this number of events in each response; 0: the response is not a stream."""
         self._events = events
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
@@ -61,15 +61,14 @@ class Client(asyncio.Protocol):
         self._sent_s = self._first_s = self._last_s = self._gap_s = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Remember where requests go."""
         self._transport = cast("asyncio.Transport", transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Whoever waits for an answer gets none."""
+        """End the pending request with a failure."""
         self._end(f"closed: {exc}" if exc else "closed")
 
     def data_received(self, data: bytes) -> None:
-        """Time it, and look whether it is the last."""
+        """Record the time of the arrival, and end the request if the response is complete."""
         now = time.perf_counter()
         answer = self._answer
         answer.feed(data)
@@ -96,11 +95,11 @@ class Client(asyncio.Protocol):
             self._ended.set_result(how)
 
     async def ask(self, body: bytes, began_s: float | None = None) -> str | Done:
-        """Send a request and wait for all of its answer; a text says what went wrong.
+        """Send a request and wait for its whole response; return a text if it failed.
 
         Args:
-            body: what is sent.
-            began_s: since when it is timed, on the clock of `time.perf_counter`; None: now.
+            body: body of the request.
+            began_s: start of its times, on the clock of `time.perf_counter`; None: now.
         """
         self._ended = self._loop.create_future()
         self._answer = http.Message()
@@ -111,11 +110,10 @@ class Client(asyncio.Protocol):
         return await self._ended
 
     def close(self) -> None:
-        """Close the connection."""
         self._transport.abort()
 
 
-async def run(  # noqa: PLR0913 - a load
+async def run(  # noqa: PLR0913 - parameters of a load
     url: str,
     bodies: Iterator[bytes],
     clients: int,
@@ -127,16 +125,16 @@ async def run(  # noqa: PLR0913 - a load
     """Put a load on a server.
 
     Args:
-        url: its base URL.
-        bodies: what is sent.
-        clients: how many at a time.
-        events: how many an answer must hold; 0: it must be no stream.
-        seconds: for how long; None: each client sends one request, all at the same moment.
-        connect: whether each client makes its connection only then.
+        url: base URL of the server.
+        bodies: bodies of the requests.
+        clients: number of concurrent clients.
+        events: expected events per response; 0: the response must not be a stream.
+        seconds: duration in seconds; None: each client sends one request, all at the same time.
+        connect: whether each client connects only when it sends its request.
 
     Raises:
-        TimeoutError: answers were not complete `TIMEOUT_S` seconds after the last request.
-        OSError: it cannot be reached.
+        TimeoutError: responses were not complete `TIMEOUT_S` seconds after the last request.
+        OSError: the server cannot be reached.
     """
     parts = urlsplit(url)
     host, port = parts.hostname or "", parts.port or 80

@@ -1,4 +1,4 @@
-"""The machine that figures come from."""
+"""Description of the machine of a measurement."""
 
 import os
 import platform
@@ -8,7 +8,7 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def machine() -> dict[str, str | int]:
-    """Its processor, how many cores this process may use, its kernel and Python."""
+    """Return the processor, the cores of this process, the kernel and the Python version."""
     models = [
         line.partition(":")[2].strip()
         for line in CPUINFO.read_text().splitlines()

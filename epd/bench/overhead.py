@@ -1,4 +1,4 @@
-"""`epd bench overhead`: what a proxy itself costs, beside others, in one run."""
+"""Command `epd bench overhead`: the cost of the proxy itself, compared with others in one run."""
 
 import shlex
 import sys
@@ -22,21 +22,21 @@ from epd.version import __version__
 REFERENCE = "epd"
 BASELINE = "relay"
 TOLERANCE = 1.5
-"""Upper bound of a ratio to the relay's, as a multiple of the recorded one."""
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the folder in it has a name of its own
+"""Upper bound of the ratio to the relay's CPU time, as a multiple of the recorded ratio."""
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the folder in it has a unique name
 DESCRIPTION = """Start fake engines that answer at once, this proxy, a bare aiohttp relay and any
-other proxy, and put the same load on one after the other. Each proxy has a core of its own; CPU
-time is that of its processes, as the kernel counts it."""
+other proxy, and put the same load on one after the other. Each proxy runs on its own core. CPU time
+is that of the proxy's processes, as the kernel counts it."""
 EXAMPLE = """example: epd bench overhead --against 'example=python disagg_epd_proxy.py --port {port}
 --encode-servers-urls {encode_urls} --prefill-servers-urls {prefill_urls} --decode-servers-urls
 {decode_urls}'"""
 
 
 def add_parser(benchmarks: Commands) -> None:
-    """Add `overhead`."""
+    """Add `overhead` to the benchmarks."""
     parser = benchmarks.add_parser(
         "overhead",
-        help="measure what the proxy itself costs",
+        help="measure the cost of the proxy itself",
         description=DESCRIPTION,
         epilog=EXAMPLE,
         allow_abbrev=False,
@@ -48,41 +48,47 @@ def add_parser(benchmarks: Commands) -> None:
         choices=[one.name for one in SCENARIOS],
         default=[one.name for one in SCENARIOS],
         metavar="NAME",
-        help=f"of {', '.join(one.name for one in SCENARIOS)} (all)",
+        help=f"scenarios to run: {', '.join(one.name for one in SCENARIOS)} (default: all)",
     )
     parser.add_argument(
         "--against",
         action="append",
         default=[],
         metavar="NAME=COMMAND",
-        help="another proxy; {port}, {encode_urls}, {prefill_urls}, {decode_urls} and {ec_store} "
-        "are filled in; /health must answer 200",
-    )
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns of each (5)")
-    parser.add_argument(
-        "--seconds", type=float, default=3.0, metavar="S", help="how long a turn takes (3)"
-    )
-    parser.add_argument("--epd-flags", default="", metavar="FLAGS", help="more for `epd serve`")
-    parser.add_argument(
-        "--ec-store", metavar="URL", help="of the encoder cache (a directory in shared memory)"
+        help="another proxy to measure; {port}, {encode_urls}, {prefill_urls}, {decode_urls} and "
+        "{ec_store} are replaced; its /health must answer 200",
     )
     parser.add_argument(
-        "--proxy-cores", type=int, default=1, metavar="N", help="cores of each proxy (1)"
+        "--rounds", type=int, default=5, metavar="N", help="turns of each proxy (default: 5)"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where results go, as JSON")
+    parser.add_argument(
+        "--seconds", type=float, default=3.0, metavar="S", help="seconds per turn (default: 3)"
+    )
+    parser.add_argument(
+        "--epd-flags", default="", metavar="FLAGS", help="additional flags for `epd serve`"
+    )
+    parser.add_argument(
+        "--ec-store",
+        metavar="URL",
+        help="URL of the encoder-cache store (default: a folder in shared memory)",
+    )
+    parser.add_argument(
+        "--proxy-cores", type=int, default=1, metavar="N", help="cores per proxy (default: 1)"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file for the results, as JSON")
     parser.add_argument(
         "--check",
         type=Path,
         nargs="+",
         metavar="FILE",
-        help="earlier results: exit with 1 where the CPU time, as a ratio to the relay's, is more "
-        f"than {TOLERANCE} times theirs; of several files those count that this machine's "
-        "processor made, or all if it made none",
+        help="earlier results: exit with 1 if the ratio of the CPU time to the relay's is more "
+        f"than {TOLERANCE} times the recorded one; of several files, those of this machine's "
+        "processor are used, or all if there are none",
     )
     parser.set_defaults(run=lambda **flags: _run(parser, **flags))
 
 
-def _run(  # noqa: PLR0913 - its flags
+def _run(  # noqa: PLR0913 - one parameter per flag
     parser: Parser,
     *,
     scenarios: Sequence[str],
@@ -103,7 +109,7 @@ def _run(  # noqa: PLR0913 - its flags
     except ValueError as error:
         parser.error(f"--against {error}")
     if len({one.name for one in contenders} | {DIRECT}) <= len(contenders):
-        parser.error(f"--against needs names that differ, and not {DIRECT}")
+        parser.error(f"--against needs distinct names other than {DIRECT}")
     recorded = None if check is None else _recorded(parser, check, scenarios)
     _check_writable(parser, out)
     chosen = [one for one in SCENARIOS if one.name in scenarios]
@@ -128,7 +134,7 @@ def _run(  # noqa: PLR0913 - its flags
 
 @contextmanager
 def _folder() -> Iterator[Path]:
-    """A folder for logs and for the store; no second signal keeps it from being deleted."""
+    """Create a folder for logs and the store; a second signal does not prevent its deletion."""
     memory = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
     made = tempfile.TemporaryDirectory(prefix="epd-bench-", dir=memory)
     try:
@@ -139,7 +145,7 @@ def _folder() -> Iterator[Path]:
 
 
 def _check_writable(parser: Parser, out: Path | None) -> None:
-    """Where results cannot be written, it is said before they are made; what is there stays."""
+    """Exit before the measurement if the results cannot be written; keep the present content."""
     if out is not None:
         try:
             out.open("ab").close()
@@ -150,7 +156,7 @@ def _check_writable(parser: Parser, out: Path | None) -> None:
 def _results(
     rig: Rig, scenarios: Sequence[Scenario], rounds: int, seconds: float
 ) -> Iterator[Result]:
-    """One after the other, those together that need the same processes."""
+    """Yield the result of each scenario; scenarios that share processes run in a row."""
     for prefill in (False, True):
         some = [one for one in scenarios if one.prefill is prefill and not one.fresh]
         if some:
@@ -178,7 +184,7 @@ def _result(rig: Rig, scenario: Scenario, running: Running, rounds: int, seconds
 
 
 def _rotated(contenders: Sequence[Measured], by: int) -> Sequence[Measured]:
-    """Another one begins each round: whoever is first may find another machine than the last."""
+    """Return the contenders rotated, so that each round starts with another one."""
     start = by % len(contenders)
     return [*contenders[start:], *contenders[:start]]
 
@@ -197,11 +203,11 @@ def _document(results: Sequence[Result]) -> bytes:
 def _recorded(
     parser: Parser, paths: Sequence[Path], scenarios: Sequence[str]
 ) -> Mapping[str, float]:
-    """Read the ratios to the relay by scenario, at least one of `scenarios`.
+    """Read the recorded ratios to the relay by scenario, at least one of `scenarios`.
 
-    A ratio depends on the processor: one commit had 1.03 and 1.52 times the relay's CPU time for a
-    stream on two of them. So files that another processor made count only where this one made
-    none. Of several files that count, the largest ratio does.
+    A ratio depends on the processor: one commit needed 1.03 and 1.52 times the relay's CPU time for
+    a stream on two processors. So files of other processors are used only if there is none of this
+    one. Of several files, the largest ratio applies.
     """
     by_processor: dict[bool, dict[str, float]] = {True: {}, False: {}}
     for path in paths:
@@ -216,12 +222,12 @@ def _recorded(
             parser.error(f"--check {path}: {error}")
     recorded = by_processor[True] or by_processor[False]
     if not recorded.keys() & set(scenarios):
-        parser.error(f"--check {shlex.join(map(str, paths))}: no scenario that is measured")
+        parser.error(f"--check {shlex.join(map(str, paths))}: has no scenario of this run")
     return recorded
 
 
 def _compare(results: Sequence[Result], recorded: Mapping[str, float]) -> None:
-    """Exit with 1 where it has become slower."""
+    """Exit with 1 if a scenario is slower than recorded."""
     slower = []
     print()
     for result in results:
@@ -230,7 +236,7 @@ def _compare(results: Sequence[Result], recorded: Mapping[str, float]) -> None:
         if before is None:
             continue
         print(f"{name}: {now:.2f} times the relay's CPU time, recorded {before:.2f}")
-        if not now <= before * TOLERANCE:  # so it is where `now` is no number
+        if not now <= before * TOLERANCE:  # true if `now` is NaN, too
             slower.append(name)
     if slower:
         sys.exit(f"epd bench overhead: slower than recorded: {', '.join(slower)}")

@@ -1,4 +1,4 @@
-"""Pictures and conversations such as VisionArena-Chat has, out of a seed."""
+"""Generator of pictures and conversations like those of VisionArena-Chat, from a seed."""
 
 import math
 import random
@@ -9,14 +9,14 @@ from PIL import Image
 MEDIAN_PIXELS, SPREAD = 1_000_000, 0.4
 MIN_PIXELS, MAX_PIXELS = 250_000, 2_000_000
 SHAPES = ((4, 3), (3, 4), (3, 2), (2, 3), (16, 9), (9, 16), (1, 1))
-"""Of phones, cameras, screens and what is cut for the web."""
+"""Aspect ratios of phones, cameras, screens and web images."""
 
 GROUND = (8, 8)
-"""Of how many patches of colour a picture is."""
+"""Columns and rows of colour patches in a picture."""
 GRAIN = 0.65
-"""How much of it is noise: at JPEG's quality of 75 this makes half a byte of a pixel."""
+"""Share of noise in a picture: with JPEG quality 75, a pixel then takes half a byte."""
 QUALITY = 75
-"""PIL's own, with which `vllm bench serve` writes each picture anew before it sends it."""
+"""JPEG quality: PIL's default, with which `vllm bench serve` re-encodes each picture."""
 
 ANOTHER_TURN = 0.5
 MAX_TURNS = 6
@@ -35,7 +35,7 @@ Turn = list[dict[str, str]]
 
 
 def size(draw: random.Random) -> tuple[int, int]:
-    """Width and height: around a megapixel, of a usual shape."""
+    """Return width and height of a picture, in pixels: about a megapixel, of a usual shape."""
     pixels = draw.lognormvariate(math.log(MEDIAN_PIXELS), SPREAD)
     pixels = min(MAX_PIXELS, max(MIN_PIXELS, pixels))
     across, down = draw.choice(SHAPES)
@@ -43,7 +43,7 @@ def size(draw: random.Random) -> tuple[int, int]:
 
 
 def jpeg(draw: random.Random) -> bytes:
-    """A picture that is no other's: patches of colour under noise."""
+    """Return a unique picture as JPEG: patches of colour under noise."""
     width, height = size(draw)
     ground = Image.frombytes("RGB", GROUND, draw.randbytes(3 * math.prod(GROUND)))
     grain = Image.frombytes("RGB", (width, height), draw.randbytes(3 * width * height))
@@ -54,9 +54,9 @@ def jpeg(draw: random.Random) -> bytes:
 
 
 def conversation(draw: random.Random) -> list[Turn]:
-    """Turns of a user and a model, one message in each, as VisionArena-Chat has them.
+    """Return the turns of a user and a model, one message in each, as in VisionArena-Chat.
 
-    Questions differ: a prefix cache that knows the picture from another question is of no use.
+    All questions differ, so a prefix cache cannot reuse a picture from another question.
     """
     turns: list[Turn] = []
     for _ in range(MAX_TURNS):

@@ -1,4 +1,4 @@
-"""`epd bench plot`: pictures of what the other benchmarks have written, light and dark."""
+"""Command `epd bench plot`: charts of results of the other benchmarks, light and dark."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -23,13 +23,13 @@ WIDTH_INCHES = 8.0
 
 @dataclass(frozen=True, slots=True)
 class Theme:
-    """Colours, as pages that are light or dark want them.
+    """Colours for light or dark pages.
 
     Attributes:
-        name: how pictures' files end.
-        text: of labels and lines.
-        bars: of the contenders, in order. They can be told apart without red and green (Okabe and
-            Ito, https://jfly.uni-koeln.de/color/).
+        name: suffix of the chart's file.
+        text: colour of labels and lines.
+        bars: colours of the contenders, in order. They can be distinguished without red and green
+            (Okabe and Ito, https://jfly.uni-koeln.de/color/).
     """
 
     name: str
@@ -45,12 +45,12 @@ THEMES = (
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """A picture of horizontal bars.
+    """Chart of horizontal bars.
 
     Attributes:
-        title: what is shown, and its unit.
-        rows: what is compared in each group.
-        series: by contender, its value in each row, and what is written beside it.
+        title: title of the chart.
+        rows: name of each group of bars.
+        series: value and label of each contender in each row.
     """
 
     title: str
@@ -59,7 +59,7 @@ class Bars:
 
 
 def add_parser(benchmarks: Commands) -> None:
-    """Add `plot`."""
+    """Add `plot` to the benchmarks."""
     parser = benchmarks.add_parser(
         "plot",
         help="draw results",
@@ -67,9 +67,14 @@ def add_parser(benchmarks: Commands) -> None:
         "light pages and for dark ones.",
         allow_abbrev=False,
     )
-    parser.add_argument("results", nargs="+", type=Path, metavar="FILE", help="written by --out")
     parser.add_argument(
-        "--folder", type=Path, default=Path(), help="where pictures go (the current one)"
+        "results", nargs="+", type=Path, metavar="FILE", help="result files of --out"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path(),
+        help="folder for the charts (default: the current one)",
     )
     parser.set_defaults(run=lambda **flags: _run(parser, **flags))
 
@@ -94,7 +99,7 @@ def _run(parser: Parser, *, results: Sequence[Path], folder: Path) -> None:
 
 
 def overhead_pictures(document: Document) -> dict[str, Bars]:
-    """What the proxies cost: each as a share of the one that costs most."""
+    """Return the charts of the proxies' cost, each as a share of the most expensive one."""
     pictures = {}
     for name, title, field, unit, fresh in (
         ("overhead", "CPU time of the proxy for a request", "cpu_ms", "{:.2f} ms", False),
@@ -117,7 +122,7 @@ def _values(result: Mapping[str, Any], field: str) -> dict[str, float]:
 def _shares(
     rows: Sequence[Mapping[str, float]], unit: str
 ) -> Mapping[str, Sequence[tuple[float, str]]]:
-    """Each value as a share of the most in its row."""
+    """Return each value as a share of the largest in its row, with its label."""
     most = [max(row.values()) or 1.0 for row in rows]
     return {
         name: [
@@ -128,7 +133,7 @@ def _shares(
 
 
 def serve_pictures(document: Document) -> dict[str, Bars]:
-    """What a fleet does: time to the first token, and the hit rate beside the ideal one."""
+    """Return the charts of a fleet: time to the first token, and measured and ideal hit rate."""
     runs = document["runs"]
     most = max(run["ttft_ms"]["p99"] for run in runs) or 1.0
     first = {
@@ -155,20 +160,20 @@ PICTURES: Mapping[str, Callable[[Document], dict[str, Bars]]] = {
     "overhead": overhead_pictures,
     "serve": serve_pictures,
 }
-"""By the kind of results, what is drawn of them."""
+"""Function that makes the charts, by the kind of results."""
 
 
 def draw(bars: Bars, theme: Theme, path: Path) -> None:
-    """Write a picture: the same bytes for the same bars.
+    """Write a chart as SVG. The same bars give the same bytes.
 
     Raises:
         ImportError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
-    import matplotlib as mpl  # noqa: PLC0415 - an extra, which only this needs
+    import matplotlib as mpl  # noqa: PLC0415 - an optional dependency
     from matplotlib.figure import Figure  # noqa: PLC0415
 
-    # Text stays text: it can be read aloud and searched.
+    # Text stays text in the SVG, for screen readers and search.
     with mpl.rc_context({"svg.hashsalt": "epd", "svg.fonttype": "none", "font.size": 9}):
         height = 0.9 + ROW_INCHES * len(bars.rows) * (len(bars.series) + 0.6)
         figure = Figure(figsize=(WIDTH_INCHES, height), layout="constrained")
@@ -179,7 +184,7 @@ def draw(bars: Bars, theme: Theme, path: Path) -> None:
 
 
 def _draw_bars(axes: "Axes", bars: Bars, theme: Theme) -> None:
-    """A group of bars for each row, and what each stands for beside it."""
+    """Draw a group of bars per row, with the value beside each bar."""
     height = BAR_HEIGHT / len(bars.series)
     for number, (name, values) in enumerate(bars.series.items()):
         middle = (number - (len(bars.series) - 1) / 2) * height
@@ -195,7 +200,7 @@ def _draw_bars(axes: "Axes", bars: Bars, theme: Theme) -> None:
 
 
 def _label(axes: "Axes", bars: Bars, theme: Theme) -> None:
-    """A title, the rows' names and a legend; no frame, and no scale: each bar has its figure."""
+    """Add a title, the rows' names and a legend. There is no scale: each bar shows its value."""
     axes.set_title(bars.title, loc="left", color=theme.text)
     axes.set_yticks(range(len(bars.rows)), bars.rows, color=theme.text)
     axes.invert_yaxis()

@@ -1,6 +1,6 @@
-"""A relay made of aiohttp alone: what its server and its client cost without any EPD.
+"""Bare aiohttp relay: the cost of its server and its client without EPD.
 
-Run as a process of its own: `python -m epd.bench.relay PORT URL`.
+It runs as a separate process: `python -m epd.bench.relay PORT URL`.
 """
 
 import argparse
@@ -15,7 +15,7 @@ INSTANCE = web.AppKey("instance", str)
 
 
 async def relay(request: web.Request) -> web.StreamResponse:
-    """Pass the body on and the answer back, as they come."""
+    """Forward the request's body, and relay the response."""
     body = await request.read()
     url = request.app[INSTANCE] + request.path
     async with request.app[SESSION].request(request.method, url, data=body) as answer:
@@ -44,7 +44,7 @@ async def _session(app: web.Application) -> AsyncIterator[None]:
 
 
 def main() -> None:
-    """Run the command."""
+    """Run the relay on the port of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("port", type=int)
     parser.add_argument("url")

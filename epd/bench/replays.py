@@ -1,4 +1,4 @@
-"""In which order pictures come back, and what an ideal cache makes of it."""
+"""Orders in which requests repeat pictures, and the hit rate of an ideal cache for them."""
 
 import random
 from collections import OrderedDict
@@ -6,28 +6,27 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 NEW_IN_ARENA = 43 / 200
-"""VisionArena-Chat has some 43,000 pictures in 200,000 conversations."""
+"""Share of new pictures: VisionArena-Chat has some 43,000 in 200,000 conversations."""
 LOCAL = "local"
 POOL, POOL_REUSE = 200, 0.8
 WINDOW, WINDOW_ROUND = 50, 5
 
 Trace = list[int]
-"""The number of the picture that each conversation is about; numbers say nothing but same or not.
-The traces of a replay begin alike, however long they are."""
+"""Number of the picture of each conversation; equal numbers mean equal pictures. A longer trace of
+a replay begins with the shorter one."""
 
 
 def rng(*names: object) -> random.Random:
-    """A generator for what is called so: what it draws depends on nothing that others drew."""
-    return random.Random("/".join(map(str, names)))  # noqa: S311 - repeatable is what is wanted
+    """Return a random generator for these names, independent of all other generators."""
+    return random.Random("/".join(map(str, names)))  # noqa: S311 - it must be repeatable
 
 
 def arena(draw: random.Random, length: int) -> Trace:
-    """New pictures as often as in VisionArena-Chat; else the picture of any earlier conversation.
+    """Return a trace with as many new pictures as VisionArena-Chat; the others are repeated ones.
 
-    What was asked about often is asked about again more often (Simon's model): the picture of rank
-    n has a share of about n ** -(1 - NEW_IN_ARENA), near Zipf's law. The rate is the same in a
-    short trace as in all of the data set, from whose 200,000 conversations a small sample would
-    hold hardly a picture twice.
+    A frequent picture is repeated more often (Simon's model): the picture of rank n has a share of
+    about n ** -(1 - NEW_IN_ARENA), near Zipf's law. A short trace has the same rate as the whole
+    data set. A small sample of the 200,000 conversations would repeat hardly any picture.
     """
     trace: Trace = []
     for number in range(length):
@@ -37,7 +36,7 @@ def arena(draw: random.Random, length: int) -> Trace:
 
 
 def pool(draw: random.Random, length: int) -> Trace:
-    """A pool of 200 pictures at 80% reuse: 1 in 5 conversations brings one that nobody else has."""
+    """Return a trace of 200 pictures at 80% reuse: 1 of 5 conversations has a unique picture."""
     return [
         draw.randrange(POOL) if draw.random() < POOL_REUSE else POOL + number
         for number in range(length)
@@ -45,7 +44,7 @@ def pool(draw: random.Random, length: int) -> Trace:
 
 
 def window(draw: random.Random, length: int) -> Trace:
-    """A sliding window: 4 of 5 pictures were among the last 50."""
+    """Return a trace with a sliding window: 4 of 5 pictures were among the last 50."""
     trace: Trace = []
     for number in range(length):
         trace.append(draw.choice(trace[-WINDOW:]) if number % WINDOW_ROUND else number)
@@ -55,17 +54,17 @@ def window(draw: random.Random, length: int) -> Trace:
 REPLAYS: Mapping[str, Callable[[random.Random, int], Trace]] = MappingProxyType(
     {LOCAL: arena, "pool": pool, "window": window}
 )
-"""By the name of the data set that follows it."""
+"""Function that makes the trace, by the name of the data set."""
 
 
 def ideal_hit_rate(trace: Sequence[Hashable], entries: int | None = None) -> float:
-    """The hits that a cache has which keeps everything, or the most recently used `entries`.
+    """Return the hit rate of a cache of all pictures, or of the `entries` most recently used ones.
 
     Raises:
         ValueError: the trace is empty.
     """
     if not trace:
-        raise ValueError("a trace of nothing has no hit rate")
+        raise ValueError("an empty trace has no hit rate")
     held: OrderedDict[Hashable, None] = OrderedDict()
     hits = 0
     for picture in trace:
@@ -78,7 +77,7 @@ def ideal_hit_rate(trace: Sequence[Hashable], entries: int | None = None) -> flo
 
 
 def seen_before(trace: Iterable[Hashable]) -> list[bool]:
-    """Of each picture, whether it came before."""
+    """Return for each picture of the trace whether it occurred before."""
     seen: set[Hashable] = set()
     before = []
     for picture in trace:

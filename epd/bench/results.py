@@ -1,4 +1,4 @@
-"""What `epd bench serve` found: as JSON, and as a table."""
+"""Results of `epd bench serve`, as JSON and as tables."""
 
 import os
 import platform
@@ -21,15 +21,15 @@ from epd.version import __version__
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A data set sent to a target.
+    """Run of one data set against one target.
 
     Attributes:
-        target: what was measured.
-        dataset: what it was asked.
-        figures: what the client saw.
-        items: what the proxy counted meanwhile; None where that is not known.
-        store_entries: how many pictures the encoder cache holds; None where that is not known.
-        notes: what whoever reads the figures must know.
+        target: server that was measured.
+        dataset: data set that was sent.
+        figures: measurements of the client.
+        items: counts of the proxy for this run; None if they are unknown.
+        store_entries: capacity of the encoder cache, in pictures; None if it is unknown.
+        notes: remarks that a reader of the results needs.
     """
 
     target: Target
@@ -41,30 +41,30 @@ class Run:
 
     @property
     def hit_rate(self) -> float | None:
-        """The share of pictures that were not encoded again."""
+        """Return the share of pictures that were not encoded again."""
         return None if self.items is None else self.items.hits / self.items.total
 
     @property
     def ideal_hit_rate(self) -> float:
-        """That of a cache that was empty and keeps everything."""
+        """Return the hit rate of an initially empty cache of unlimited size."""
         return ideal_hit_rate(self.dataset.trace)
 
     @property
     def lru_hit_rate(self) -> float | None:
-        """That of one that holds as many entries as the store."""
+        """Return the hit rate of an LRU cache with as many entries as the store."""
         if self.store_entries is None:
             return None
         return ideal_hit_rate(self.dataset.trace, self.store_entries)
 
     @property
     def encodes_per_picture(self) -> float | None:
-        """How often each distinct picture was encoded, wherever that was."""
+        """Return the average number of encodes per distinct picture, in all stages."""
         if self.items is None:
             return None
         return (self.items.encodes + self.items.local) / self.dataset.distinct
 
     def as_json(self) -> dict[str, Any]:
-        """One of the `runs` of a result file."""
+        """Return the run as an item of `runs` in a result file."""
         return {
             "name": self.target.name,
             "url": self.target.url,
@@ -87,18 +87,26 @@ def run_of(
     counted: tuple[Items | str, Items | str],
     store_entries: int | None,
 ) -> Run:
-    """A run, by what the proxy had counted before it and after it, or why that is not known."""
+    """Return a run from its figures and the proxy's counts before and after it.
+
+    Args:
+        target: server that was measured.
+        dataset: data set that was sent.
+        figures: measurements of the client.
+        counted: counts before and after the run, or the reason why they are unknown.
+        store_entries: capacity of the encoder cache, in pictures; None if it is unknown.
+    """
     items, note = _counted(*counted, figures, dataset)
     notes = [note] if note else []
     if figures.cut:
-        notes.append(f"{figures.cut} answers have fewer tokens than were asked for")
+        notes.append(f"{figures.cut} responses have fewer tokens than requested")
     return Run(target, dataset, figures, items, store_entries, (*notes, *figures.errors))
 
 
 def _counted(
     before: Items | str, after: Items | str, figures: Figures, dataset: Dataset
 ) -> tuple[Items | None, str | None]:
-    """What the proxy counted of a run, and what is to be said of it."""
+    """Return the proxy's counts for a run, and a note about them."""
     if isinstance(before, str) or isinstance(after, str):
         return None, f"without hit rate and encodes: {after if isinstance(after, str) else before}"
     items = after.since(before)
@@ -106,15 +114,15 @@ def _counted(
     if not figures.completed <= items.total <= sent:
         return None, (
             f"without hit rate and encodes: the proxy counted {items.total} pictures, {sent} were "
-            "sent: others use it, or several workers, whose figures come a second late"
+            "sent: it has other clients, or several workers with metrics a second late"
         )
     if items.hits / items.total > ideal_hit_rate(dataset.trace):
-        return items, "pictures were in the cache before: another --seed makes others"
+        return items, "pictures were in the cache before: use another --seed for new ones"
     return items, None
 
 
 def document(runs: Sequence[Run], started_at: datetime, arguments: Sequence[str]) -> bytes:
-    """The result file."""
+    """Return the content of the result file."""
     content = {
         "kind": "serve",
         "epd_version": __version__,
@@ -135,7 +143,7 @@ def _version(package: str) -> str | None:
 
 
 def machine() -> dict[str, Any]:
-    """This machine, by what its speed depends on."""
+    """Return the processor and the number of cores of this machine."""
     lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return {"cpu": next(models, platform.processor()), "cores": len(os.sched_getaffinity(0))}
@@ -150,22 +158,22 @@ ROWS: Sequence[tuple[str, str, Callable[[Run], float | None]]] = (
     ("TPOT mean", "{:.1f} ms", lambda run: run.figures.tpot_ms.mean),
     ("TPOT median", "{:.1f} ms", lambda run: run.figures.tpot_ms.p50),
     ("TPOT 99th percentile", "{:.1f} ms", lambda run: run.figures.tpot_ms.p99),
-    ("requests a second", "{:.2f}", lambda run: run.figures.request_throughput_rps),
-    ("output tokens a second", "{:.1f}", lambda run: run.figures.output_throughput_tps),
+    ("requests per second", "{:.2f}", lambda run: run.figures.request_throughput_rps),
+    ("output tokens per second", "{:.1f}", lambda run: run.figures.output_throughput_tps),
     ("failed", "{:.0f}", lambda run: run.figures.failed),
-    ("answers cut short", "{:.0f}", lambda run: run.figures.cut),
+    ("responses cut short", "{:.0f}", lambda run: run.figures.cut),
     ("hit rate", "{:.3f}", lambda run: run.hit_rate),
     ("ideal", "{:.3f}", lambda run: run.ideal_hit_rate),
     ("ideal, LRU of the store's size", "{:.3f}", lambda run: run.lru_hit_rate),
-    ("encodes for each picture", "{:.3f}", lambda run: run.encodes_per_picture),
+    ("encodes per picture", "{:.3f}", lambda run: run.encodes_per_picture),
 )
 """Name, format and value of each row of a table."""
 
 
 def tables(runs: Sequence[Run]) -> Iterator[str]:
-    """Markdown: a table for each data set, a column for each target.
+    """Yield the lines of Markdown tables, one per data set with a column per target.
 
-    In brackets: how many times the first target's figure it is.
+    A number in brackets is the ratio to the first target's value.
     """
     by_dataset = sorted(runs, key=lambda run: run.dataset.name)
     for _, group in groupby(by_dataset, key=lambda run: run.dataset.name):

@@ -1,4 +1,4 @@
-"""Fake engines, contenders in front of them, and a load on one after the other."""
+"""Test rig: fake engines, contenders in front of them, and a load on each contender in turn."""
 
 import asyncio
 import gc
@@ -26,11 +26,11 @@ WARM_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """What is up.
+    """Running engines and contenders.
 
     Attributes:
-        url: where the engines answer without a proxy.
-        contenders: the proxies.
+        url: base URL of the decode engine, for the load without a proxy.
+        contenders: running proxies.
     """
 
     url: str
@@ -38,7 +38,7 @@ class Running:
 
 
 class _Started:
-    """Processes, none of which outlives the context, nor this process, as little as the folder."""
+    """Started processes, stopped with the context; if this process dies, the folder goes too."""
 
     def __init__(self, folder: Path) -> None:
         self.processes: list[Process] = []
@@ -46,7 +46,7 @@ class _Started:
         self._guard.delete(folder)
 
     def take(self, process: Process) -> None:
-        """Have it end with the others."""
+        """Add a process to stop with the others."""
         self.processes.append(process)
         self._guard.watch(process.pid)
 
@@ -59,18 +59,18 @@ class _Started:
 
 
 class Rig:
-    """Starts what is measured, and measures it. The proxies have cores of their own."""
+    """Test rig that starts the proxies on their own cores, and measures them."""
 
     def __init__(
         self, contenders: Sequence[Contender], folder: Path, store: str, *, proxy_cores: int
     ) -> None:
-        """Start nothing yet.
+        """Prepare the rig without starting a process.
 
         Args:
-            contenders: who is measured.
-            folder: where logs go, an absolute path; it is deleted should this process be killed.
-            store: URL of the encoder cache.
-            proxy_cores: how many cores a proxy may use; the load has the others, if there are any.
+            contenders: proxies to measure.
+            folder: folder for logs, an absolute path; it is deleted if this process is killed.
+            store: URL of the encoder-cache store.
+            proxy_cores: number of cores of a proxy; the load uses the others, if there are any.
         """
         cores = sorted(os.sched_getaffinity(0))
         self._theirs = set(cores[:proxy_cores])
@@ -82,12 +82,12 @@ class Rig:
 
     @contextmanager
     def running(self, *, prefill: bool) -> Iterator[Running]:
-        """Engines and contenders, fresh ones, until the context is left.
+        """Start new engines and contenders, and stop them at the end of the context.
 
         Raises:
-            ProcessDied: one ended meanwhile.
-            TimeoutError: one did not serve in time.
-            OSError: one could not be started.
+            ProcessDied: a process ended early.
+            TimeoutError: a process did not serve within `READY_S`.
+            OSError: a process could not be started.
         """
         ports = dict(zip(ROLES, free_ports(len(ROLES)), strict=True))
         urls = {role: f"http://127.0.0.1:{port}" for role, port in ports.items()}
@@ -127,20 +127,20 @@ class Rig:
         return Measured(contender, places, self._folder / f"{contender.name}.log", self._theirs)
 
     def warm(self, scenario: Scenario, one: Measured) -> None:
-        """Have it make its connections, and whatever it makes but once.
+        """Put a short load on a contender, so that it opens its connections and fills its caches.
 
         Raises:
-            ProcessDied: it has ended.
-            TimeoutError: it left requests without an answer.
+            ProcessDied: the contender has ended.
+            TimeoutError: requests got no response.
         """
         self._turn(one, scenario, WARM_S)
 
     def measure(self, scenario: Scenario, one: Measured, seconds: float) -> Sample:
-        """A contender's turn.
+        """Measure one turn of a contender.
 
         Raises:
-            ProcessDied: it has ended.
-            TimeoutError: it left requests without an answer.
+            ProcessDied: the contender has ended.
+            TimeoutError: requests got no response.
         """
         before_s = one.cpu_s()
         outcome = self._turn(one, scenario, seconds)
@@ -159,15 +159,15 @@ class Rig:
             one.process.check_alive()
 
     def measure_direct(self, scenario: Scenario, url: str, seconds: float) -> Sample:
-        """The same load without a proxy."""
+        """Measure the same load without a proxy."""
         return sample(self._put(url, scenario, seconds), 0.0, 0)
 
     def _put(self, url: str, scenario: Scenario, seconds: float) -> Load:
-        self._seed += 1  # no picture is the same as one of another turn
+        self._seed += 1  # the pictures of all turns differ
         bodies = iter(Bodies(scenario, self._seed))
         limit_s = None if scenario.once else seconds
         gc.collect()
-        gc.disable()  # its pauses would be taken for the proxy's
+        gc.disable()  # its pauses would be counted as the proxy's
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 return runner.run(
@@ -185,4 +185,4 @@ class Rig:
 
 
 def _silently(_: str) -> None:
-    """Report no progress: what is measured starts within a second."""
+    """Report no progress: the processes start within a second."""

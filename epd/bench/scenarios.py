@@ -1,4 +1,4 @@
-"""What a proxy is asked while it is measured. Pure: bodies are made, nothing is sent."""
+"""Scenarios of the load on a proxy, and the bodies of their requests. Pure."""
 
 import struct
 import zlib
@@ -15,30 +15,30 @@ MODEL = "measured"
 PICTURE_SIDE = 1000
 QUESTION = "What is in this picture? " * 4
 MARK = 512
-"""Where in the base64 text of a picture stands what makes it another picture."""
+"""Distance of a picture's mark from the end of its base64 text. The mark makes it unique."""
 MARK_LENGTH = 12
 GAP = "gap_ms"
-"""The argument, in `vllm_xargs`, that tells a fake engine how long to wait between two chunks."""
+"""Argument in `vllm_xargs` with the delay between two chunks of a fake engine, in milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One kind of load.
+    """Kind of load.
 
     Attributes:
-        name: on the command line and in results.
-        title: what tables call it.
-        clients: how many requests are under way at a time.
-        pictures: how many a request has.
-        picture_bytes: the size of each, before base64.
-        reuse: the share of requests whose pictures were sent before.
-        chunks: events of the streamed answer; 0: it is one JSON document.
-        gap_s: time between two of them.
+        name: name on the command line and in results.
+        title: name in tables.
+        clients: number of concurrent requests.
+        pictures: number of pictures per request.
+        picture_bytes: size of each picture before base64, in bytes.
+        reuse: share of requests with pictures that were sent before.
+        chunks: events of the streamed response; 0: the response is one JSON document.
+        gap_s: time between two events, in seconds.
         prefill: whether there is a prefill instance.
-        once: whether each client sends one request, all at the same moment.
-        connect: whether each client makes its connection at that moment too, and not before; the
-            time to the first byte then includes it.
-        fresh: whether each proxy is started for it alone, as its memory is looked at.
+        once: whether each client sends one request, all at the same time.
+        connect: whether each client connects only at that time; the time to the first byte then
+            includes the connection.
+        fresh: whether each proxy is started only for this scenario, to measure its memory.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Scenario:
 
     @property
     def events(self) -> int:
-        """How many a whole answer holds: its chunks and `[DONE]`."""
+        """Return the number of events of a complete response: its chunks and `[DONE]`."""
         return self.chunks and self.chunks + 1
 
 
@@ -97,15 +97,15 @@ SCENARIOS = (
         fresh=True,
     ),
 )
-"""All that there is; each is measured by itself."""
+"""All scenarios; each is measured separately."""
 
 
 class Bodies:
-    """The bodies of a scenario's requests, no two with the same picture but where it is reused."""
+    """Bodies of a scenario's requests. All pictures differ, except reused ones."""
 
     def __init__(self, scenario: Scenario, seed: int) -> None:
-        """Build the one that all others are copies of; other seeds make other pictures."""
-        self._random = Random(seed)  # noqa: S311 - a load, no secret
+        """Build the template of all bodies; each seed gives other pictures."""
+        self._random = Random(seed)  # noqa: S311 - a load, not a secret
         self._scenario = scenario
         self._prefix = f"{seed:06x}"
         body, self._marks = _template(scenario)
@@ -113,7 +113,7 @@ class Bodies:
         self._made = 0
 
     def __iter__(self) -> Iterator[bytes]:
-        """One body after the other, without end."""
+        """Yield bodies without end."""
         while True:
             reused = self._made and self._random.random() < self._scenario.reuse
             number = self._random.randrange(self._made) if reused else self._made
@@ -125,7 +125,7 @@ class Bodies:
 
 
 def _template(scenario: Scenario) -> tuple[bytes, list[int]]:
-    """A body, and where in it each picture's mark stands."""
+    """Return a body, and the offset of each picture's mark in it."""
     url = b"data:image/png;base64," + b64encode(png(scenario.picture_bytes))
     parts = [
         {"type": "image_url", "image_url": {"url": f"@{n}@"}} for n in range(scenario.pictures)
@@ -149,7 +149,7 @@ def _template(scenario: Scenario) -> tuple[bytes, list[int]]:
 
 
 def png(size_bytes: int) -> bytes:
-    """A PNG of noise whose header says how large it is, and that has so many bytes in all."""
+    """Return a PNG of this size in bytes: a valid header, and noise in place of pixels."""
     header = struct.pack(">IIBBBBB", PICTURE_SIDE, PICTURE_SIDE, 8, 2, 0, 0, 0)
     noise = Random(0).randbytes(max(MARK, size_bytes - 57))  # noqa: S311
     chunks = ((b"IHDR", header), (b"IDAT", noise), (b"IEND", b""))

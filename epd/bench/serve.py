@@ -1,4 +1,4 @@
-"""`epd bench serve`: what a fleet does, by vLLM's own benchmark and by what the proxy counts."""
+"""Command `epd bench serve`: a fleet measured by vLLM's own benchmark and the proxy's metrics."""
 
 import argparse
 import os
@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is measured; its fields are the command's flags."""
+    """Plan of a benchmark; its fields are the command's flags."""
 
     url: Sequence[Target]
     topology: Sequence[str]
@@ -48,7 +48,7 @@ class Plan:
 
     @property
     def load(self) -> Load:
-        """How much is asked of each target."""
+        """Return the load on each target."""
         return Load(self.request_rate, self.max_concurrency, self.output_len)
 
 
@@ -57,17 +57,17 @@ def add_parser(benchmarks: Commands) -> None:
     parser = benchmarks.add_parser(
         "serve",
         help="measure a fleet with `vllm bench serve`",
-        description="Run `vllm bench serve` on a fleet, and say how often it encoded pictures "
-        "that it had encoded before. OPENAI_API_KEY is sent with the requests, EPD_ADMIN_API_KEY "
+        description="Run `vllm bench serve` on a fleet, and report how often it encoded pictures "
+        "that it had encoded before. OPENAI_API_KEY is sent with the requests; EPD_ADMIN_API_KEY "
         "opens the proxy's /metrics.",
         epilog="example: epd bench serve --url epd=http://localhost:8000 "
         "--url plain=http://localhost:9000 --dataset all --out results.json",
         usage="epd bench serve (--url [NAME=]URL | --topology NAME --model FOLDER) [FLAG ...]",
         allow_abbrev=False,
     )
-    _add_target_flags(parser.add_argument_group("what is measured"))
-    _add_load_flags(parser.add_argument_group("what it is asked"))
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where results go, as JSON")
+    _add_target_flags(parser.add_argument_group("targets"))
+    _add_load_flags(parser.add_argument_group("load"))
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file for the results, as JSON")
     parser.set_defaults(run=partial(_run, parser))
 
 
@@ -79,7 +79,7 @@ def _add_target_flags(group: "argparse._ArgumentGroup") -> None:
         action="append",
         default=[],
         metavar="[NAME=]URL",
-        help="a proxy, or another OpenAI server to compare it with; one run for each",
+        help="URL of a proxy, or of another OpenAI server to compare it with; repeatable",
     )
     add(
         "--topology",
@@ -87,16 +87,26 @@ def _add_target_flags(group: "argparse._ArgumentGroup") -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="such a stack, 1e1pd or 1e1p1d, which is started on this machine; one run for each",
+        help="start a stack of this topology on this machine, such as 1e1pd or 1e1p1d; repeatable",
     )
-    add("--model", help="its served name (the only one); with --topology, its folder")
-    add("--tokenizer", help="its tokenizer's folder or hub name (what the server has it from)")
-    add("--ec-store", metavar="URL", help="encoder cache of a --topology (a new folder)")
+    add(
+        "--model",
+        help="served name of the model (default: the only one); with --topology, its folder",
+    )
+    add(
+        "--tokenizer",
+        help="folder or hub name of the tokenizer (default: the server's model)",
+    )
+    add(
+        "--ec-store",
+        metavar="URL",
+        help="encoder-cache store of a --topology (default: a new folder)",
+    )
     add(
         "--store-entries",
         type=_checked(_count),
         metavar="N",
-        help="how many pictures the encoder cache holds, for an LRU cache to compare it with",
+        help="capacity of the encoder cache in pictures, to compare it with an LRU cache",
     )
 
 
@@ -106,41 +116,41 @@ def _add_load_flags(group: "argparse._ArgumentGroup") -> None:
         "--dataset",
         default=AUTO,
         choices=(AUTO, VISION_ARENA, *REPLAYS, ALL),
-        help="visionarena: VisionArena-Chat; local: one like it, made here; pool: 200 pictures at "
-        "80%% reuse; window: 4 of 5 pictures were among the last 50; auto (the default): "
-        "visionarena where its hub can be reached, else local; all: auto, pool and window",
+        help="visionarena: VisionArena-Chat; local: a similar one, generated here; pool: 200 "
+        "pictures at 80%% reuse; window: 4 of 5 pictures were among the last 50; auto (default): "
+        "visionarena if its hub can be reached, else local; all: auto, pool and window",
     )
     number = partial(add, type=_checked(_count), metavar="N")
-    number("--num-prompts", default=100, help="requests of each run (100)")
-    number("--max-concurrency", help="requests at a time (any number)")
-    number("--output-len", default=128, help="tokens of each answer (128)")
+    number("--num-prompts", default=100, help="requests per run (default: 100)")
+    number("--max-concurrency", help="maximum of concurrent requests (default: no limit)")
+    number("--output-len", default=128, help="tokens per response (default: 128)")
     add(
         "--request-rate",
         type=_checked(_rate),
         default=float("inf"),
         metavar="R",
-        help="requests a second, on average (inf: all at once)",
+        help="requests per second, on average (default: inf, all at once)",
     )
     add(
         "--warmups",
         type=int,
         default=3,
         metavar="N",
-        help="requests about other pictures, before all others (3)",
+        help="requests with other pictures before the measurement (default: 3)",
     )
     add(
         "--seed",
         type=int,
         default=0,
         metavar="N",
-        help="of pictures and questions: another seed makes others (0)",
+        help="seed of pictures and questions (default: 0)",
     )
     add(
         "--data-dir",
         type=Path,
         default=_cache_dir(),
         metavar="FOLDER",
-        help="where the pictures that are made are kept (%(default)s)",
+        help="folder for generated pictures (default: %(default)s)",
     )
 
 
@@ -149,7 +159,7 @@ def _run(parser: Parser, **flags: Any) -> None:
     if not plan.url and not plan.topology:
         parser.error("--url or --topology is required")
     if plan.topology and not (plan.model and Path(plan.model, "config.json").is_file()):
-        parser.error("--topology needs --model FOLDER, of a model that vLLM can load")
+        parser.error("--topology needs --model FOLDER with a model that vLLM can load")
     if missing := vllm_bench.missing():
         sys.exit(f"epd bench serve: needs {', '.join(missing)}: pip install '.[vllm,bench]'")
     leave_contexts_on_signals()
@@ -163,7 +173,7 @@ def _run(parser: Parser, **flags: Any) -> None:
 
 
 def _measure(plan: Plan) -> list[Run]:
-    """All runs, one target after the other; each is in the file when the next begins."""
+    """Return all runs, one target after the other; each run is written before the next begins."""
     started_at = datetime.now(UTC)
     datasets = list(_datasets(plan))
     places: list[AbstractContextManager[Target]] = [
@@ -171,7 +181,7 @@ def _measure(plan: Plan) -> list[Run]:
         *(_started(plan, name) for name in plan.topology),
     ]
     runs: list[Run] = []
-    _write(plan, runs, started_at)  # where that fails, it fails now
+    _write(plan, runs, started_at)  # fail before the measurement if the file is not writable
     for place in places:
         with place as target:
             model = targets.find_model(target, plan.model)
@@ -191,7 +201,7 @@ def _write(plan: Plan, runs: Sequence[Run], started_at: datetime) -> None:
 
 
 def _one(plan: Plan, target: Target, model: Model, dataset: Dataset) -> Run:
-    """One data set, sent to one target."""
+    """Send one data set to one target, and return the run."""
     _report(f"{target.name}: {len(dataset.trace)} requests of {dataset.name}")
     before = _items(target)
     with TemporaryDirectory(prefix="epd-bench-") as folder:
@@ -203,7 +213,7 @@ def _one(plan: Plan, target: Target, model: Model, dataset: Dataset) -> Run:
 
 
 def _items(target: Target) -> Items | str:
-    """What the proxy has counted, or why that is not known."""
+    """Return the proxy's counts, or the reason why they are unknown."""
     try:
         return targets.read_items(target)
     except NoFigures as reason:
@@ -211,7 +221,7 @@ def _items(target: Target) -> Items | str:
 
 
 def _datasets(plan: Plan) -> Iterator[Dataset]:
-    """What each target is asked, made where it is missing."""
+    """Yield the data sets of the plan; generate missing ones."""
     names = [AUTO, *(one for one in REPLAYS if one != LOCAL)]
     for name in names if plan.dataset == ALL else [plan.dataset]:
         if name in {AUTO, VISION_ARENA}:
@@ -221,7 +231,7 @@ def _datasets(plan: Plan) -> Iterator[Dataset]:
             except DatasetUnavailable as reason:
                 if name == VISION_ARENA:
                     raise
-                _report(f"{reason}; the local data set takes its place")
+                _report(f"{reason}; using the local data set")
         replay = LOCAL if name == AUTO else name
         _report(f"pictures of {replay} are in {plan.data_dir}")
         yield local(plan.data_dir, replay, plan.num_prompts, plan.seed)
@@ -229,7 +239,7 @@ def _datasets(plan: Plan) -> Iterator[Dataset]:
 
 @contextmanager
 def _started(plan: Plan, topology: str) -> Iterator[Target]:
-    """A stack on this machine."""
+    """Start a stack on this machine, and stop it at the end of the context."""
     with TemporaryDirectory(prefix="epd-bench-") as folder:
         stack = Stack(
             Path(plan.model or ""),
@@ -248,7 +258,7 @@ def _report(line: str) -> None:
 
 
 def _checked(read: Callable[[str], _T]) -> Callable[[str], _T]:
-    """A flag's type: what it says of a wrong value is what the user sees."""
+    """Return a flag's type that shows the message of a `ValueError` to the user."""
 
     def convert(text: str) -> _T:
         try:

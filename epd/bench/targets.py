@@ -1,4 +1,4 @@
-"""What is measured: servers by their URLs, and what they tell of themselves."""
+"""Servers to measure: their URLs, models and metrics."""
 
 import asyncio
 import base64
@@ -18,26 +18,26 @@ from prometheus_client.parser import text_string_to_metric_families
 
 TIMEOUT_S = 30.0
 FIRST_ANSWER_TIMEOUT_S = 300.0
-"""Engines compile and connect when they are first asked."""
+"""Timeout of the first request, in seconds: engines compile and connect then."""
 
 _NAMED = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<url>https?://.+)")
 
 
 class TargetFailed(Exception):
-    """A server cannot be measured. The message says why."""
+    """Error: a server cannot be measured. The message has the reason."""
 
 
 class NoFigures(Exception):
-    """A server has no figures of items. The message says why."""
+    """Error: a server has no metrics of items. The message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server that speaks OpenAI's protocol.
+    """Server with OpenAI's API.
 
     Attributes:
-        name: what results call it.
-        url: its base URL.
+        name: name in the results.
+        url: base URL.
     """
 
     name: str
@@ -45,13 +45,13 @@ class Target:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read `URL` or `NAME=URL`; one that has no name is called by its host and port.
+        """Read `URL` or `NAME=URL`; the default name is host and port.
 
         Raises:
-            ValueError: it is neither.
+            ValueError: the text has another form.
         """
         match = _NAMED.fullmatch(text)
-        # A password in it would be in every result file.
+        # A password in the URL would be written to every result file.
         if match is None or not (parts := urlsplit(match["url"])).hostname or parts.username:
             raise ValueError(f"{text!r} is not [NAME=]http://HOST:PORT")
         return cls(match["name"] or parts.netloc, match["url"].rstrip("/").removesuffix("/v1"))
@@ -59,11 +59,11 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model that a server has.
+    """Model of a server.
 
     Attributes:
-        id: what requests call it.
-        tokenizer: a folder or a hub's name; by default where the server says it has the model from.
+        id: name in requests.
+        tokenizer: folder or hub name; by default the model's source that the server reports.
     """
 
     id: str
@@ -72,13 +72,13 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """What a proxy has counted of the media items of requests.
+    """Counts of a proxy for the media items of requests.
 
     Attributes:
-        hits: those whose encoder outputs were there, or on their way.
-        encoded: those that encode instances encoded.
-        local: those that were left to prefill or decode.
-        encodes: what encode instances were asked for and did.
+        hits: items with encoder outputs that were stored or being encoded.
+        encoded: items that encode instances encoded.
+        local: items that prefill or decode encoded.
+        encodes: successful requests to encode instances.
     """
 
     hits: int
@@ -87,7 +87,7 @@ class Items:
     encodes: int
 
     def since(self, before: Self) -> "Items":
-        """What has been counted after `before`."""
+        """Return the counts since `before`."""
         return Items(
             self.hits - before.hits,
             self.encoded - before.encoded,
@@ -97,15 +97,15 @@ class Items:
 
     @property
     def total(self) -> int:
-        """All items."""
+        """Return the number of all items."""
         return self.hits + self.encoded + self.local
 
 
 def find_model(target: Target, wanted: str | None) -> Model:
-    """The model of that name, or of a folder of that name; without one, the server's only one.
+    """Return the model of this name or folder name; without a name, the server's only model.
 
     Raises:
-        TargetFailed: it has no such model, or does not answer.
+        TargetFailed: the server has no such model, or does not answer.
     """
     status, body = asyncio.run(_request("GET", f"{target.url}/v1/models", _client_key()))
     if status != HTTPStatus.OK:
@@ -116,15 +116,15 @@ def find_model(target: Target, wanted: str | None) -> Model:
     if len(found) != 1:
         has = ", ".join(one.id for one in models) or "none"
         what = "no --model is given" if wanted is None else f"no model {wanted!r}"
-        raise TargetFailed(f"{target.url}: {what}, it has: {has}")
+        raise TargetFailed(f"{target.url}: {what}; its models: {has}")
     return found[0]
 
 
 def ask(target: Target, model: Model, jpeg: bytes) -> None:
-    """Ask about a picture, as whoever comes first must wait for engines to get ready.
+    """Send a request with a picture, to warm up the engines.
 
     Raises:
-        TargetFailed: there is no answer.
+        TargetFailed: the server does not answer with 200.
     """
     url = f"data:image/jpeg;base64,{base64.b64encode(jpeg).decode()}"
     picture = {"type": "image_url", "image_url": {"url": url}}
@@ -141,15 +141,15 @@ def ask(target: Target, model: Model, jpeg: bytes) -> None:
         )
     )
     if status != HTTPStatus.OK:
-        raise TargetFailed(f"{target.url} does not answer about a picture: {_said(status, said)}")
+        raise TargetFailed(f"{target.url} failed a request with a picture: {_said(status, said)}")
 
 
 def read_items(target: Target) -> Items:
-    """What the proxy at `target` has counted.
+    """Return the counts of the proxy at `target`.
 
     Raises:
-        NoFigures: it is no EPD proxy, or does not tell.
-        TargetFailed: it cannot be reached.
+        NoFigures: the target is not an EPD proxy, or rejects the request.
+        TargetFailed: the target cannot be reached.
     """
     key = os.environ.get("EPD_ADMIN_API_KEY") or os.environ.get("ADMIN_API_KEY")
     headers = {"X-API-Key": key} if key else {}
@@ -161,19 +161,19 @@ def read_items(target: Target) -> Items:
     try:
         return parse_items(body.decode())
     except ValueError as error:
-        raise NoFigures("its /metrics are not Prometheus'") from error
+        raise NoFigures("its /metrics are not in Prometheus' format") from error
 
 
 def parse_items(page: str) -> Items:
-    """The figures of items on a page of `/metrics`.
+    """Return the counts of items on a page of `/metrics`.
 
     Raises:
-        NoFigures: it is not an EPD proxy's.
-        ValueError: it is no such page.
+        NoFigures: the page is not that of an EPD proxy.
+        ValueError: the page is not in Prometheus' format.
     """
     families = {family.name: family for family in text_string_to_metric_families(page)}
     if "epd_items" not in families:
-        raise NoFigures("it is no EPD proxy")
+        raise NoFigures("it is not an EPD proxy")
 
     def count(result: str) -> int:
         return _sum([families["epd_items"]], "epd_items_total", result=result)
@@ -224,12 +224,12 @@ def _json(body: bytes) -> dict[str, Any]:
     try:
         loaded = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise TargetFailed(f"it answers what is no JSON: {body[:80]!r}") from error
+        raise TargetFailed(f"its answer is not JSON: {body[:80]!r}") from error
     return loaded if isinstance(loaded, dict) else {}
 
 
 def _said(status: int, body: bytes) -> str:
-    """Status and message of an error."""
+    """Return status and message of an error response."""
     try:
         error = orjson.loads(body)["error"]
         return f"{status}, {error['message']}"

@@ -1,4 +1,4 @@
-"""Runs the real `vllm bench serve`, and reads what it measured."""
+"""Execution of the real `vllm bench serve`, and reading of its measurements."""
 
 import os
 import statistics
@@ -21,17 +21,17 @@ NEEDED = ("vllm", "datasets", "pandas")
 
 
 class BenchFailed(Exception):
-    """There is no result. The message says why."""
+    """Error: `vllm bench serve` gave no result. The message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How much is asked, and for how much.
+    """Load of a run.
 
     Attributes:
-        request_rate: requests a second, on average, as a Poisson process; infinity: all at once.
-        max_concurrency: how many may run at a time; None: any number.
-        output_len: tokens of every answer.
+        request_rate: average requests per second of a Poisson process; infinity: all at once.
+        max_concurrency: maximum of concurrent requests; None: no limit.
+        output_len: tokens per response.
     """
 
     request_rate: float
@@ -41,7 +41,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """A distribution, in milliseconds."""
+    """Distribution of a latency, in milliseconds."""
 
     mean: float
     p50: float
@@ -50,19 +50,20 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What `vllm bench serve` measured.
+    """Measurements of `vllm bench serve`.
 
     Attributes:
         ttft_ms: time to the first token.
-        tpot_ms: time for each token after it.
-        ttft_new_ms: median of the answered conversations whose picture came for the first time.
-        ttft_seen_ms: median of the others; either is None where there are none.
-        request_throughput_rps: answered requests a second.
-        output_throughput_tps: their tokens a second.
-        completed: answered requests.
-        failed: the others.
-        cut: how many of the answered ones have fewer tokens than were asked for.
-        errors: what became of those that failed, each once.
+        tpot_ms: time per token after the first one.
+        ttft_new_ms: median time to the first token of conversations with a new picture; None
+            without such conversations.
+        ttft_seen_ms: the same for conversations with a repeated picture.
+        request_throughput_rps: completed requests per second.
+        output_throughput_tps: output tokens per second.
+        completed: number of completed requests.
+        failed: number of failed requests.
+        cut: number of completed requests with fewer tokens than requested.
+        errors: distinct errors of the failed requests.
     """
 
     ttft_ms: Latency
@@ -78,12 +79,12 @@ class Figures:
 
 
 def missing() -> list[str]:
-    """The packages that it needs and that are not installed."""
+    """Return the required packages that are not installed."""
     return [name for name in NEEDED if find_spec(name) is None]
 
 
 def command(target: Target, model: Model, dataset: Dataset, load: Load, result: Path) -> list[str]:
-    """Its command line; requests leave in the data set's order."""
+    """Return the command line; requests are sent in the data set's order."""
     limit = load.max_concurrency
     flags = {
         "--backend": "openai-chat",
@@ -98,7 +99,7 @@ def command(target: Target, model: Model, dataset: Dataset, load: Load, result: 
         "--num-prompts": len(dataset.trace),
         "--request-rate": load.request_rate,
         **({} if limit is None else {"--max-concurrency": limit}),
-        # Its test request would be about the first picture, which would be no new one then.
+        # The test request would use the first picture, which would then no longer be new.
         "--ready-check-timeout-sec": 0,
         "--percentile-metrics": "ttft,tpot",
         "--metric-percentiles": "50,99",
@@ -114,10 +115,10 @@ def command(target: Target, model: Model, dataset: Dataset, load: Load, result: 
 
 
 def run(words: Sequence[str], result: Path) -> Mapping[str, Any]:
-    """Run that command line, and load the result file it was told to write.
+    """Run a command line, and load its result file.
 
     Raises:
-        BenchFailed: it failed, or no request was answered.
+        BenchFailed: the command failed, or no request was completed.
     """
     done = subprocess.run(
         words,
@@ -137,9 +138,9 @@ def run(words: Sequence[str], result: Path) -> Mapping[str, Any]:
 
 
 def read(result: Mapping[str, Any], trace: Sequence[str], output_len: int) -> Figures:
-    """The figures in a result of `vllm bench serve --save-detailed`."""
+    """Return the measurements in a result of `vllm bench serve --save-detailed`."""
     requests = zip(result["ttfts"], seen_before(trace), result["output_lens"], strict=True)
-    # Of a request that failed it has neither a first token nor any other.
+    # A failed request has no tokens.
     answered = [(ttft * 1000, seen, tokens) for ttft, seen, tokens in requests if tokens]
     return Figures(
         ttft_ms=_latency(result, "ttft"),
@@ -156,7 +157,7 @@ def read(result: Mapping[str, Any], trace: Sequence[str], output_len: int) -> Fi
 
 
 def _errors(result: Mapping[str, Any]) -> tuple[str, ...]:
-    """Each once, without what led there."""
+    """Return the distinct errors, without their tracebacks."""
     ends = (error.strip().splitlines()[-1] for error in result["errors"] if error.strip())
     return tuple(dict.fromkeys(ends))
 

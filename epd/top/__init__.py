@@ -1,4 +1,4 @@
-"""`epd top`: what the page `/ui` shows, in a terminal."""
+"""Command `epd top`: the content of the page `/ui` in a terminal."""
 
 from epd.top import command
 

@@ -1,4 +1,4 @@
-"""The `epd top` command: asks a proxy for its state again and again, and draws it."""
+"""Command `epd top`: read a proxy's state at an interval, and draw it."""
 
 import asyncio
 import os
@@ -23,25 +23,25 @@ from epd.ui.state import State
 TIMEOUT_S = 5.0
 MAX_BYTES = 16 * 1024**2
 KEYS = ("EPD_ADMIN_API_KEY", "ADMIN_API_KEY")
-"""Variables that hold the admin key: those of `epd serve`."""
+"""Environment variables with the admin key, the same as for `epd serve`."""
 
 
 class NoState(Exception):
-    """The proxy cannot be asked, or does not say; in words for the operator."""
+    """Error: the proxy's state cannot be read. The message is for the operator."""
 
 
 class Refused(NoState):
-    """It does not say without a key, and will not the next time either."""
+    """Error: the proxy rejects the key. A retry would fail too."""
 
 
 def add_parser(commands: Commands) -> None:
-    """Add `top`."""
+    """Add `top` to the commands of `epd`."""
     parser = commands.add_parser(
         "top",
-        help="watch a proxy: instances, latencies, what was saved, the last requests",
-        description="Show in a terminal what a proxy's page /ui shows. q ends it. "
-        "EPD_ADMIN_API_KEY or ADMIN_API_KEY is the proxy's admin key; one that has none answers "
-        "its own machine.",
+        help="watch a proxy: instances, latencies, saved work, latest requests",
+        description="Show the content of a proxy's page /ui in a terminal. Press q to quit. "
+        "EPD_ADMIN_API_KEY or ADMIN_API_KEY is the proxy's admin key; a proxy without one answers "
+        "only its own machine.",
         epilog="example: epd top --url http://localhost:8000",
         allow_abbrev=False,
     )
@@ -50,15 +50,19 @@ def add_parser(commands: Commands) -> None:
         type=_url,
         default="http://127.0.0.1:8000",
         metavar="URL",
-        help="the proxy (%(default)s)",
+        help="URL of the proxy (default: %(default)s)",
     )
     parser.add_argument(
-        "--interval", type=_interval, default=1.0, metavar="SECONDS", help="between two looks (1)"
+        "--interval",
+        type=_interval,
+        default=1.0,
+        metavar="SECONDS",
+        help="seconds between updates (default: 1)",
     )
     parser.add_argument(
         "--once",
         action="store_true",
-        help="print one frame, of any length, as it does where its output is no terminal",
+        help="print one frame of any length and exit, as without a terminal",
     )
     parser.set_defaults(run=_run)
 
@@ -66,21 +70,21 @@ def add_parser(commands: Commands) -> None:
 def _url(text: str) -> str:
     parts = urlsplit(text)
     if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise ArgumentTypeError(f"{text!r} is no http(s) URL")
+        raise ArgumentTypeError(f"{text!r} is not an http(s) URL")
     return text.rstrip("/")
 
 
 def _interval(text: str) -> float:
     with suppress(ValueError):
-        if (seconds := float(text)) >= 0.1:  # noqa: PLR2004 - a proxy says nothing new before
+        if (seconds := float(text)) >= 0.1:  # noqa: PLR2004 - the state changes no faster
             return seconds
-    raise ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 on")
+    raise ArgumentTypeError(f"{text!r} is not a number of seconds of at least 0.1")
 
 
 def _run(url: str, interval: float, *, once: bool) -> None:
     key = next(filter(None, map(os.environ.get, KEYS)), None)
     console = Console()
-    # A file or a pipe takes no frame over another.
+    # In a file or a pipe, a frame cannot replace the previous one.
     watching = (
         _watch(console, url, key, interval)
         if console.is_terminal and not once
@@ -127,11 +131,11 @@ def _session(key: str | None) -> aiohttp.ClientSession:
 
 
 async def _ask(http: aiohttp.ClientSession, url: str) -> State:
-    """The proxy's state.
+    """Return the proxy's state.
 
     Raises:
-        Refused: it wants another key.
-        NoState: it does not answer, or is no such proxy.
+        Refused: the proxy rejects the key.
+        NoState: the proxy does not answer, or has another version.
     """
     try:
         async with http.get(f"{url}/ui/state", allow_redirects=False) as answer:
@@ -146,15 +150,15 @@ async def _ask(http: aiohttp.ClientSession, url: str) -> State:
         said = None
     if answer.status in {401, 403}:
         reason = said["error"]["message"] if isinstance(said, dict) and "error" in said else ""
-        raise Refused(f"{url} refuses: {reason or answer.status} (set {KEYS[0]})")
+        raise Refused(f"{url} rejects the request: {reason or answer.status} (set {KEYS[0]})")
     if not isinstance(said, dict) or not said.keys() >= State.__required_keys__:
-        raise NoState(f"{url} answers {answer.status}, and not as a proxy of this version does")
+        raise NoState(f"{url} answers {answer.status} and is not a proxy of this version")
     return cast("State", said)
 
 
 @contextmanager
 def _quit_key(ended: asyncio.Event) -> Iterator[None]:
-    """Have q end it, where there is a keyboard."""
+    """Set the event when q is pressed, if standard input is a terminal."""
     if not sys.stdin.isatty():
         yield
         return

@@ -1,4 +1,4 @@
-"""A frame of `epd top`, for a terminal of any size. Pure."""
+"""Layout of a frame of `epd top`, for a terminal of any size. Pure."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ from epd.ui.state import WORST, InstanceShown, StageShown, State
 from epd.ui.totals import ConversationsShown, Totals
 
 SHOWN = 20
-"""Requests, errors and changes where there is no end to the page."""
+"""Number of requests, and of errors and changes, in a frame without a height."""
 LETTERS = {"encode": "E", "prefill": "P", "decode": "D", "prefill_decode": "PD"}
 STATES = {
     "healthy": ("●", "green", "healthy"),
@@ -35,11 +35,11 @@ OUTCOMES: Mapping[Outcome, str] = {"ok": "", "rejected": "yellow", "left": "dim"
 BAR = 6
 MIN_BARS = 10
 BUSY = 4
-"""A scale of requests under way goes up to this at least."""
+"""Minimum upper end of the scale for running requests."""
 
 
 class Room(NamedTuple):
-    """How many lines each part may have, its title included."""
+    """Number of lines of each part of a frame, its title included."""
 
     instances: int
     stages: int
@@ -48,13 +48,13 @@ class Room(NamedTuple):
 
 
 def frame(state: State | None, width: int, height: int | None, failure: str = "") -> RenderableType:
-    """All of it.
+    """Return a whole frame.
 
     Args:
-        state: what the proxy said last.
-        width: columns.
-        height: lines; None: as many as there are.
-        failure: why it has not answered now.
+        state: latest state of the proxy; None before the first one.
+        width: width in columns.
+        height: height in lines; None: no limit.
+        failure: reason why the proxy did not answer the latest request.
     """
     if state is None:
         return Text(printed(failure) or "waiting", "red" if failure else "")
@@ -92,7 +92,7 @@ def _head(state: State, failure: str) -> Iterable[Text]:
     yield line
     if counts["e"] or sum(totals["items"].values()):
         yield _saved(totals)
-    if "conversations" in totals:  # an older proxy tells nothing of them
+    if "conversations" in totals:  # an older proxy does not report them
         yield from _conversations(totals["conversations"])
     yield _now(state, last)
 
@@ -148,7 +148,7 @@ def _instances(
     instances: Sequence[InstanceShown], room: int, width: int
 ) -> Iterable[RenderableType]:
     names = _names(instances)
-    # Where not all have a place: those that something is wrong with, then those with most to do.
+    # If the lines do not suffice: unhealthy instances first, then those with the most requests.
     chosen = sorted(instances, key=lambda one: (-WORST.index(one["state"]), -one["requests"]))
     hidden = len(chosen) > room - 1
     shown = {id(one) for one in (chosen[: room - 2] if hidden else chosen)}
@@ -241,7 +241,7 @@ def _requests(requests: Sequence[Request], room: int, width: int) -> Iterable[Re
 
 
 def _bars(request: Request, longest_s: float, cells: int) -> Text:
-    """A cell for each part of the time, in the colour of the stage that ran then."""
+    """Return a timeline of cells, each in the colour of the stage that ran at its time."""
     line = Text(no_wrap=True)
     for cell in range(max(1, round(request["seconds"] / longest_s * cells))):
         at_s = (cell + 0.5) * longest_s / cells
@@ -260,7 +260,7 @@ def _bars(request: Request, longest_s: float, cells: int) -> Text:
 
 
 def _outcome(one: Request | Span) -> Outcome:
-    """Return how it ended; an older proxy tells its error alone."""
+    """Return the outcome of a request or a span; an older proxy reports only its error."""
     return one.get("outcome") or ("failed" if one["error"] else "ok")
 
 

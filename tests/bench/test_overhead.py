@@ -150,7 +150,7 @@ def test_a_contender_that_refuses_requests_is_no_success(tmp_path: Path) -> None
         (("--scenario", "nonsense"), "invalid choice"),
         (("--against", "x"), "not of the form"),
         (("--against", "a/b=x"), "not of the form"),
-        (("--against", "a=x {port.y}"), "has a place that is none"),
+        (("--against", "a=x {port.y}"), "has a placeholder other"),
         (("--out", "/nonexistent/x"), "No such file"),
         (("--against", "epd=x"), "names that differ"),
         (("--check", "/nonexistent"), "No such file"),
@@ -165,7 +165,7 @@ def test_wrong_flags_are_said_in_a_line(
 @pytest.mark.parametrize(
     ("recorded", "message"),
     [
-        ({"machine": {"cpu": OURS}, "results": []}, "no scenario that is measured"),
+        ({"machine": {"cpu": OURS}, "results": []}, "has no scenario of this run"),
         ({"machine": {"cpu": OURS}, "kind": "serve", "runs": []}, "'results'"),
         ({"results": []}, "'machine'"),
         ([], "list indices"),
@@ -182,7 +182,7 @@ def test_a_check_that_checks_nothing_is_an_error(
 
 @pytest.mark.parametrize(
     ("written", "message"),
-    [(("x",), "could not convert"), ((1.0, OURS, "a"), "no scenario that is measured")],
+    [(("x",), "could not convert"), ((1.0, OURS, "a"), "has no scenario of this run")],
 )
 def test_a_record_that_says_nothing_of_what_is_measured_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], written: tuple[Any, ...], message: str

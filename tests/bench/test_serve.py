@@ -100,7 +100,7 @@ async def test_a_fleet_that_answers_nothing_is_an_error_with_its_reason(
         code, _, err = await bench(*flags)
 
         assert code == 1
-        assert "does not answer about a picture: 400, no pictures today" in err
+        assert "failed a request with a picture: 400, no pictures today" in err
 
         code, _, err = await bench(*flags, "--warmups", "0")
 
@@ -217,7 +217,7 @@ class TestBeforeItBegins:
             code, _, err = await bench("--url", fleet.url, "--model", "other", *flags)
 
         assert code == 1
-        assert "no model 'other', it has: m" in err
+        assert "no model 'other'; its models: m" in err
 
     async def test_a_key_that_is_missing(
         self, launch: Launch, keys: Path, flags: list[str | Path]
@@ -262,7 +262,7 @@ class TestBeforeItBegins:
 
         assert code == 1
         first, second, third = err.splitlines()
-        assert "the local data set takes its place" in first
+        assert "using the local data set" in first
         assert "pictures of local" in second
         assert "cannot be reached" in third
 

@@ -265,7 +265,7 @@ async def test_top_prints_one_frame_where_it_is_no_terminal(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--url", "localhost:8000"], "is no http(s) URL"),
+        (["--url", "localhost:8000"], "is not an http(s) URL"),
         (["--interval", "0"], "is not a number of seconds"),
         (["--interval", "often"], "is not a number of seconds"),
         (["--url", "http://127.0.0.1:1", "--once"], "does not answer"),
@@ -284,7 +284,7 @@ async def test_top_says_so_where_there_is_no_proxy() -> None:
         ended = await asyncio.to_thread(top, engine.url, "--once")
 
     assert ended.returncode == 1
-    assert "not as a proxy of this version does" in ended.stderr
+    assert "is not a proxy of this version" in ended.stderr
 
 
 async def test_top_redraws_in_a_terminal_until_q_is_pressed(launch: Launch) -> None:

@@ -149,7 +149,7 @@ def test_what_was_encoded_twice_and_elsewhere_is_counted() -> None:
 @pytest.mark.parametrize(
     ("items", "figures", "note"),
     [
-        ("it is no EPD proxy", {}, "it is no EPD proxy"),
+        ("it is not an EPD proxy", {}, "it is not an EPD proxy"),
         (Items(9, 9, 0, 9), {}, "others use it"),
         (Items(1, 1, 0, 1), {}, "several workers"),
     ],
@@ -206,13 +206,13 @@ def test_the_file_has_all_that_is_known() -> None:
 
 
 def test_a_table_has_a_column_for_each_target_and_its_share_of_the_first() -> None:
-    plain = replace(run("it is no EPD proxy"), target=Target("plain", "http://h:2"))
+    plain = replace(run("it is not an EPD proxy"), target=Target("plain", "http://h:2"))
     slower = replace(plain.figures, request_throughput_rps=2.0)
     lines = list(results.tables([run(), replace(plain, figures=slower)]))
 
     assert "local: 4 prompts, 2 pictures" in lines
     assert "| | epd | plain |" in lines
-    assert "| requests a second | 4.00 | 2.00 (0.50) |" in lines
+    assert "| requests per second | 4.00 | 2.00 (0.50) |" in lines
     assert "| hit rate | 0.500 |  |" in lines
     assert lines[-1].startswith("plain: without hit rate")
 
