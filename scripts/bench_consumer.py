@@ -1,4 +1,4 @@
-r"""What the scheduler's side of a consumer costs: a burst, its memory, a step, a store that hangs.
+r"""Cost of a consumer's scheduler side: a burst, its memory, a step, and a store that hangs.
 
     .venv/bin/python scripts/bench_consumer.py burst
     .venv/bin/python scripts/bench_consumer.py memory
@@ -6,10 +6,10 @@ r"""What the scheduler's side of a consumer costs: a burst, its memory, a step, 
     .venv/bin/python scripts/bench_consumer.py hang --store redis://127.0.0.1:6379 \
         --pause $(pidof redis-server)
 
-Prints a row of docs/benchmarks/store.md each, or a table. Run them one by one: `memory` reads the
-peak of its own process. `hang` stops the store's process, makes the calls that vLLM's scheduler
-makes for requests with a picture, prints the time of each, and lets the process go on. Needs vLLM,
-but no engine.
+Each prints a row of docs/benchmarks/store.md, or a table. Run them one by one: `memory` reads the
+peak memory of its own process. `hang` stops the store's process, makes the calls of vLLM's
+scheduler for requests with a picture, prints the time of each call, and continues the process. It
+needs vLLM, but no engine.
 """
 
 import argparse
@@ -45,15 +45,15 @@ from ec_store.vllm_connector import ECStoreConnector
 MODEL = Path(__file__).resolve().parents[1] / ".run" / "models" / "tiny-qwen2.5-vl"
 COLUMNS = 256
 STEPS = 20
-"""In which a request waits for a store that hangs."""
+"""Number of steps for which a request waits for a store that hangs."""
 ANSWER_S = 0.02
 STEP_S = 0.05
-"""Between two steps of an engine."""
+"""Time between two steps of an engine, in seconds."""
 MIB = 2**20
 
 
 class Step:
-    """What vLLM's scheduler says of a step, as far as the connector reads it."""
+    """Scheduler output of a step, with the fields that the connector reads."""
 
     def __init__(self, *new: Request) -> None:
         """Describe the step in which these requests are new."""
@@ -61,7 +61,7 @@ class Step:
 
 
 class Slow:
-    """A store that has everything and answers after 20 ms."""
+    """Store that has every entry and answers after 20 ms."""
 
     def get(self, _: EntryKey) -> Entry:
         """Return an entry of four tokens."""
@@ -70,7 +70,7 @@ class Slow:
 
 
 class Few:
-    """A store of twenty entries that are read under any name, each into memory of its own."""
+    """Store of twenty entries that stand for all names; each read allocates new memory."""
 
     number = 20
 
@@ -82,17 +82,17 @@ class Few:
             store.put(key, entries[number % 10 == 0])
 
     def get(self, key: EntryKey) -> Entry | None:
-        """Return the entry that a picture's name ends up at."""
+        """Return the entry that stands for a picture's name."""
         return self._store.get(self._keys[int(key.identifier.split("-")[1]) % self.number])
 
 
 def main() -> None:
-    """Print one of them."""
+    """Print the measurement that the command line selects."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("what", choices=["burst", "memory", "step", "hang"])
     parser.add_argument("--model", type=Path, default=MODEL)
-    parser.add_argument("--store", default="redis://127.0.0.1:6379", help="that `hang` asks")
-    parser.add_argument("--pause", type=int, help="the process that `hang` stops")
+    parser.add_argument("--store", default="redis://127.0.0.1:6379", help="store for `hang`")
+    parser.add_argument("--pause", type=int, help="id of the process that `hang` stops")
     args = parser.parse_args()
     if args.what == "hang":
         _hang(args.model, args.store, args.pause)
@@ -118,7 +118,7 @@ def _burst(model: Path, requests: int = 2000) -> None:
 
 
 def _memory(model: Path, requests: int = 1000) -> None:
-    """Nine entries of 10 MB to one of 3 MB; requests decode on after their prefill."""
+    """Measure memory with nine entries of 10 MB to one of 3 MB; requests decode after prefill."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         budget = 512 * MIB
         connector = _connector(model, f"file://{folder}", memory_bytes=budget)
@@ -197,7 +197,7 @@ def _hang(model: Path, url: str, pause: int | None, requests: int = 200) -> None
 
 
 def _late(times: Sequence[float]) -> float:
-    """Return the 99th percentile."""
+    """Return the 99th percentile of these times, in seconds."""
     return statistics.quantiles(times, n=100)[98]
 
 
@@ -214,14 +214,14 @@ def _stopped(process: int | None) -> Iterator[None]:
 
 
 def _timed(call: Callable[[], object]) -> float:
-    """Return the time that this thread has computed: other processes do not count."""
+    """Return the CPU time of this thread for the call, in seconds, without other processes."""
     started = time.thread_time()
     call()
     return time.thread_time() - started
 
 
 def _pass(connector: Any, requests: Sequence[Request]) -> set[str]:
-    """Ask as `schedule()` does; the names of those that may be scheduled."""
+    """Call the connector as `schedule()` does; return the ids of schedulable requests."""
     ready = {
         one.request_id
         for one in requests

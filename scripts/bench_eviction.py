@@ -1,9 +1,9 @@
-"""Count the system calls and the processor time of eviction and of `put`, by strace.
+"""Count the system calls and the CPU time of eviction and of `put`, with strace.
 
     .venv/bin/python scripts/bench_eviction.py --entries 10000 100000 --writers 1 64
 
-Each step runs in a store of its own on tmpfs, in a process under strace; its processor time is
-measured in another run without strace, since strace takes most of it.
+Each step runs on a separate store on tmpfs, in a process under strace. Its CPU time is measured in
+another run without strace, because strace takes most of the time.
 """
 
 import argparse
@@ -34,7 +34,7 @@ STEPS: dict[str, tuple[float, int]] = {
     "put, nothing to do": (2.0, TIMES),
     "put into a full store": (1.0, TIMES),
 }
-"""Of each step the quota, in times of what the store takes, and how often the step is done."""
+"""Quota of each step, as a multiple of the store's size, and the number of repetitions."""
 
 
 def main() -> None:
@@ -47,7 +47,7 @@ def main() -> None:
     if args.step:
         _step(*args.step)
         return
-    print("| step | entries | writers | system calls | processor time, ms |")
+    print("| step | entries | writers | system calls | CPU time, ms |")
     print("| --- | --- | --- | --- | --- |")
     for entries in args.entries:
         for writers in args.writers:
@@ -77,7 +77,7 @@ def _fill(root: Path, entries: int, writers: int) -> None:
 
 
 def _measured(root: Path, name: str) -> tuple[float, float]:
-    """System calls and milliseconds of processor time of one step, for each time it is done."""
+    """Return the system calls and the CPU time in milliseconds of one repetition of a step."""
     command = [sys.executable, __file__, "--step", str(root), name]
     log = root / "strace"
     subprocess.run([STRACE, "-f", "-o", str(log), *command], check=True, stdout=subprocess.DEVNULL)

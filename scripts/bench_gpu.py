@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Entries from the device to a store and back, beside plain copies to and from pinned memory.
+"""Copies of entries between a device and a store, compared with plain copies of pinned memory.
 
     python scripts/bench_gpu.py [--store file:///dev/shm/bench?max_bytes=8GiB]
 
-Needs PyTorch with CUDA, numpy and this repository. Where the packages of a real store are missing
-(orjson, xxhash, redis), or without `--store`, files take its place, without checksums: on /dev/shm,
-or in the folder of temporary files where that is too small. Every figure is the median of its
-rounds, the ways in turns.
+It needs PyTorch with CUDA, numpy and this repository. If the packages of a real store are missing
+(orjson, xxhash, redis), or without `--store`, it uses files without checksums: on /dev/shm, or in
+the folder for temporary files if that is too small. Each number is the median over the rounds; the
+measured ways alternate.
 """
 
 import argparse
@@ -31,35 +31,33 @@ from ec_store.device.region import Region
 
 SIZES_MB = (1, 8, 64)
 ROOM_BYTES = 256 * 2**20
-"""For files of all sizes: /dev/shm of a container has 64 MB by default."""
+"""Free bytes that the files of all sizes need: /dev/shm of a container has 64 MB by default."""
 
 
 class Kept(Protocol):
-    """What entries are written to and read from."""
+    """Storage that entries are written to and read from."""
 
     def put(self, name: str, data: memoryview) -> None:
-        """Write an entry."""
+        """Write the data of an entry under a name."""
 
     def get(self, name: str) -> memoryview:
-        """Read one."""
+        """Return the data of an entry by its name."""
 
 
 class Folder:
-    """Files, without checksums; memory to read into is used again."""
+    """Storage in files, without checksums; memory for reads is reused."""
 
     def __init__(self, path: Path) -> None:
-        """Write there."""
         self._path = path
         self._memory: dict[str, memoryview] = {}
 
     def put(self, name: str, data: memoryview) -> None:
-        """Write a file in one go, and rename it."""
+        """Write a file with one call, and rename it."""
         with (self._path / "new").open("wb", buffering=0) as file:
             file.write(data)
         (self._path / "new").rename(self._path / name)
 
     def get(self, name: str) -> memoryview:
-        """Read a whole file."""
         path = self._path / name
         into = self._memory.setdefault(name, memoryview(bytearray(path.stat().st_size)))
         with path.open("rb", buffering=0) as file:
@@ -68,22 +66,25 @@ class Folder:
 
 
 class RealStore:
-    """A store of this package."""
+    """Storage in a store of this package."""
 
     def __init__(self, url: str) -> None:
-        """Open it."""
         import ec_store  # noqa: PLC0415 - its packages may be missing
 
         self._package, self._store = ec_store, ec_store.open_store(url)
 
     def put(self, name: str, data: memoryview) -> None:
-        """Write an entry of this name anew."""
+        """Delete the entry of this name, and write a new one."""
         key = self._package.EntryKey("bench", name)
         self._store.delete([key])
         self._store.put(key, self._package.Entry(data, "BF16", (data.nbytes // 2,), "image"))
 
     def get(self, name: str) -> memoryview:
-        """Read and verify it."""
+        """Return the verified data of an entry.
+
+        Raises:
+            LookupError: the store has no entry of this name.
+        """
         entry = self._store.get(self._package.EntryKey("bench", name))
         if entry is None:
             raise LookupError(name)
@@ -91,7 +92,7 @@ class RealStore:
 
 
 def main() -> int:
-    """Print a table."""
+    """Print a table with the throughput of each way; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--store", help="URL of a store")
     parser.add_argument("--rounds", type=int, default=30)
@@ -115,13 +116,13 @@ def main() -> int:
 
 
 def _open(url: str | None, running: ExitStack) -> tuple[Kept, str]:
-    """Open the store, or files in its place, and say what it is."""
+    """Open the store, or files instead; return the storage and its description."""
     if url is not None:
         try:
             return RealStore(url), url
         except ModuleNotFoundError as error:
-            print(f"the package {error.name} is missing: files take the store's place")
-    memory = Path("/dev/shm")  # noqa: S108 - the fastest there is
+            print(f"the package {error.name} is missing: using files instead of the store")
+    memory = Path("/dev/shm")  # noqa: S108 - the fastest file system
     roomy = memory.is_dir() and shutil.disk_usage(memory).free > ROOM_BYTES
     folder = tempfile.TemporaryDirectory(dir=memory if roomy else None)
     path = Path(running.enter_context(folder))

@@ -1,9 +1,9 @@
-"""What looking at several workers costs them: `GET /metrics`, and the page of `GET /ui`.
+"""Cost of monitoring several workers with `GET /metrics` and with the page of `GET /ui`.
 
     PYTHONPATH=. .venv/bin/python scripts/bench_looks.py --workers 1 4 8 --seconds 30
 
-Starts `epd serve` before fake instances, asks it until every worker has something to tell, and then
-asks nothing. CPU time is that of all threads, as the kernel counts it, a second and a worker.
+It starts `epd serve` in front of fake instances and sends requests until every worker has metrics;
+then it sends none. CPU time is that of all threads, as the kernel counts it, per second and worker.
 """
 
 import argparse
@@ -27,24 +27,24 @@ from scripts.chaos_load import Clients, Line, Questions, ask
 from scripts.chaos_proxy import FIRST_PROCESS, Proxy
 
 SCRAPE_S, LOOK_S = 5.0, 1.0
-"""How often Prometheus scrapes, and how often the page looks."""
+"""Intervals of Prometheus and of the page, in seconds."""
 
 QUESTIONS = 40
-"""For each worker, so that each has metrics of every stage."""
+"""Number of requests per worker, so that each worker has metrics of every stage."""
 
 FADES_S = 8.0
-"""After the last look, workers go on writing for a while."""
+"""Time for which workers write pages after the last look, in seconds."""
 
 Look = Callable[[aiohttp.ClientSession], Coroutine[Any, Any, None]]
 
 
 async def nobody(_: aiohttp.ClientSession) -> None:
-    """Look at nothing."""
+    """Wait without sending a request: the cost without monitoring."""
     await asyncio.Event().wait()
 
 
 def getter(url: str, every_s: float, took_ms: list[float], length: list[int]) -> Look:
-    """Something that is looked at again and again."""
+    """Return a function that reads a URL at an interval and records times and sizes."""
 
     async def look(http: aiohttp.ClientSession) -> None:
         while True:
@@ -58,7 +58,7 @@ def getter(url: str, every_s: float, took_ms: list[float], length: list[int]) ->
 
 
 def cpu_ms(pid: int) -> float:
-    """CPU time of all threads of a process so far."""
+    """Return the CPU time of all threads of a process so far, in milliseconds."""
     total = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         with suppress(OSError):  # a thread that has just ended
@@ -67,10 +67,10 @@ def cpu_ms(pid: int) -> float:
 
 
 async def cost(proxy: Proxy, look: Look, seconds: float) -> tuple[float, float]:
-    """CPU milliseconds a second: the mean of the workers, and the first process."""
+    """Return CPU milliseconds per second: the mean of the workers, and the first process."""
     async with Line().session() as http:
         looking = asyncio.create_task(look(http))
-        await asyncio.sleep(FADES_S)  # into the pace of it, and out of the one before
+        await asyncio.sleep(FADES_S)  # until the previous way has no more effect
         before = {name: cpu_ms(pid) for name, pid in proxy.processes.items()}
         await asyncio.sleep(seconds)
         spent = {
@@ -85,7 +85,7 @@ async def cost(proxy: Proxy, look: Look, seconds: float) -> tuple[float, float]:
 
 
 async def measured(workers: int, seconds: float, folder: Path) -> Mapping[str, Any]:
-    """A row: so many workers, looked at in each way."""
+    """Return a row of the table: the cost of each way for this number of workers."""
     roles = Topology.parse("2e2p2d").roles
     port, *ports = free_ports(1 + len(roles))
     async with AsyncExitStack() as stack:
@@ -106,21 +106,21 @@ async def measured(workers: int, seconds: float, folder: Path) -> Mapping[str, A
 
 
 def started(role: Role, port: int, store: str, folder: Path) -> Instance:
-    """A fake instance."""
+    """Start a fake instance of this role."""
     flags = {"--role": role, "--port": port, "--store": store, "--token-s": 0.0}
     words = command("scripts.chaos_instance", flags=flags)
     return Instance(role, port, words, folder / f"{role}-{port}.log")
 
 
 async def ask_all(clients: Clients, count: int) -> None:
-    """Ask so many requests, each on a connection of its own."""
+    """Send this number of requests, each on a new connection."""
     async with Line().session() as http:
         for _ in range(count):
             await ask(http, clients.url, clients.questions.plain())
 
 
 async def rows(proxy: Proxy, seconds: float) -> Mapping[str, Any]:
-    """What each way of looking costs, and how long an answer takes."""
+    """Return the cost of each way of monitoring, and the times and sizes of its responses."""
     times: dict[str, list[float]] = {"metrics": [], "state": []}
     sizes: dict[str, list[int]] = {"metrics": [], "state": []}
     ways: dict[str, Look] = {
@@ -138,12 +138,12 @@ async def rows(proxy: Proxy, seconds: float) -> Mapping[str, Any]:
 
 
 def main() -> None:
-    """Print a table."""
+    """Print a row for each number of workers."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 4, 8])
-    parser.add_argument("--seconds", type=float, default=30.0, help="of each way of looking")
+    parser.add_argument("--seconds", type=float, default=30.0, help="seconds per way of monitoring")
     args = parser.parse_args()
     for workers in args.workers:
         with tempfile.TemporaryDirectory() as folder:

@@ -1,9 +1,9 @@
-"""Measure what Redis keeps under `maxmemory`: what of it can be read, and what it takes.
+"""Measure what Redis keeps under `maxmemory`: readable entries, and memory.
 
     .venv/bin/python scripts/bench_redis.py
 
-A server of its own is started with deploy/kubernetes/redis.conf. The memory is turned over several
-times by entries of different sizes, while half as many are read again.
+It starts a separate server with deploy/kubernetes/redis.conf. Entries of different sizes fill the
+memory several times, while half as many entries are read.
 """
 
 import argparse
@@ -33,14 +33,14 @@ WIDTH = 2048
 ITEM_BYTES = 2
 NAMESPACE = "bench"
 RECENT = 16
-"""Of so many entries that were written last one is read."""
+"""Number of the latest entries from which the next one to read is drawn."""
 
 SETTLE_S = 5.0
-"""After that Redis has released the buffers of connections that do nothing."""
+"""Time after which Redis has released the buffers of idle connections, in seconds."""
 
 
 def main() -> None:
-    """Print a line for each figure."""
+    """Print a line for each measurement."""
     args = _arguments()
     with _server(args.port) as client, open_store(f"redis://127.0.0.1:{args.port}") as store:
         print(f"memory per byte of payload, 20 entries of 9 MB: {_overhead(store, client):.3f}")
@@ -49,7 +49,7 @@ def main() -> None:
         keys = _turned_over(store, args)
         kept, readable, named, found = _readable(store, client, keys)
         print(f"unreadable of {kept / MEGABYTE:.0f} MB kept: {1 - readable / kept:.1%}")
-        print(f"entries that a look-up says are there: {named}, of which can be read: {found}")
+        print(f"entries that a look-up finds: {named}, of which can be read: {found}")
         client.config_set("maxmemory", 0)
         client.flushall()
         commands = asyncio.run(_commands_of_serve(client, args.port))
@@ -60,8 +60,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, default=6390)
     parser.add_argument("--maxmemory-mb", type=int, default=512)
-    parser.add_argument("--turns", type=int, default=3, help="how often the memory is filled")
-    parser.add_argument("--seconds", type=float, default=120, help="how long that takes")
+    parser.add_argument("--turns", type=int, default=3, help="times that the memory is filled")
+    parser.add_argument("--seconds", type=float, default=120, help="duration in seconds")
     parser.add_argument(
         "--megabytes", type=float, nargs="+", default=[0.5, 2, 9, 20, 30], help="sizes of entries"
     )
@@ -72,7 +72,7 @@ def _arguments() -> argparse.Namespace:
 def _server(port: int) -> Iterator[Any]:
     binary = shutil.which("redis-server")
     if binary is None:
-        raise SystemExit("no redis-server")
+        raise SystemExit("redis-server is not installed")
     with tempfile.TemporaryDirectory() as folder:
         command = [binary, str(CONFIG), "--port", str(port), "--dir", folder, "--bind", "127.0.0.1"]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -93,7 +93,7 @@ def _wait_for(port: int) -> None:
             time.sleep(0.05)
         else:
             return
-    raise SystemExit("redis-server does not come up")
+    raise SystemExit("redis-server did not start within 30 s")
 
 
 def _entry(megabytes: float) -> Entry:
@@ -113,7 +113,7 @@ def _overhead(store: Store, client: Any) -> float:
 
 
 def _turned_over(store: Store, args: argparse.Namespace) -> list[EntryKey]:
-    """Write the memory full several times; the keys."""
+    """Fill the memory several times, and return the keys."""
     entries = [_entry(size) for size in args.megabytes]
     keys: list[EntryKey] = []
     written, goal = 0, args.turns * args.maxmemory_mb * MEGABYTE
@@ -133,7 +133,7 @@ def _turned_over(store: Store, args: argparse.Namespace) -> list[EntryKey]:
 
 
 def _readable(store: Store, client: Any, keys: Sequence[EntryKey]) -> tuple[int, int, int, int]:
-    """Bytes that Redis keeps, those of entries that can be read, and how many entries there are."""
+    """Return bytes kept and readable, and the numbers of entries found and readable."""
     client.config_set("maxmemory", 0)
     infos = store.lookup(keys)
     names = list(client.scan_iter())

@@ -1,16 +1,16 @@
 #!/usr/bin/env python
-"""Until several local workers can read a step's entries: shared memory, and vLLM's own arena.
+"""Time until several local workers can read a step's entries: shared memory and vLLM's arena.
 
     .venv/bin/python scripts/bench_region.py
 
 Both send the step's metadata through vLLM's `MessageQueue`. The arena gets the entries as torch
 tensors. For the shared memory the metadata has the places: fetch threads have copied the entries
-there before. The ways take turns, in all orders. Two times, from sending the step's metadata until
-the last worker:
+there before. The ways alternate, in all orders. There are two times, from sending the step's
+metadata until the last worker:
 
 - in hand: has all tensors;
-- touched: has read a byte of each page as well. A page fault in that (the column counts them, of
-  all workers in a step) means that the page could not be read before.
+- touched: has also read a byte of each page. A page fault then means that the page could not be
+  read before. The column counts the faults of all workers in a step.
 """
 
 import argparse
@@ -35,12 +35,12 @@ ARENA, SHARED, EMPTY = "arena", "shared memory", "empty"
 
 
 class Answer(NamedTuple):
-    """What a worker tells of a step.
+    """Report of a worker about a step.
 
     Attributes:
-        in_hand_s: when it had all tensors, by the clock that all processes of a machine share.
-        touched_s: when it had read a byte of each page.
-        faults: page faults while it read them.
+        in_hand_s: time at which it had all tensors, on the clock shared by all processes.
+        touched_s: time at which it had read a byte of each page.
+        faults: page faults of these reads.
     """
 
     in_hand_s: float
@@ -49,7 +49,7 @@ class Answer(NamedTuple):
 
 
 def main() -> None:
-    """Print both times of each way, and their ratios."""
+    """Print both times of each way, and the ratios of the ways."""
     args = _arguments()
     size = args.mib * 2**20 // args.entries
     data = [
@@ -68,10 +68,10 @@ def main() -> None:
         workers[-1].start()
     queue.wait_until_ready()
     taken: dict[str, list[Answer]] = {ARENA: [], SHARED: [], EMPTY: []}
-    # Each way comes after each other one as often: what ran before has filled the caches.
+    # Each way follows each other way equally often: the previous one has filled the caches.
     orders = list(permutations(taken))
     for number in range(args.rounds + args.warm_up):
-        # Before the step: a fetch thread does it while the request waits.
+        # Before the step: a fetch thread copies the entries while the request waits.
         views = [view for one in data if (view := region.place(one)) is not None]
         places = [region.find(view) for view in views]
         region.send(views)
@@ -98,19 +98,22 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mib", type=int, default=80, help="of a step's entries")
+    parser.add_argument("--mib", type=int, default=80, help="size of a step's entries, in MiB")
     parser.add_argument("--entries", type=int, default=5)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument(
-        "--warm-up", type=int, default=10, help="rounds before, which fill the arena's slots"
+        "--warm-up",
+        type=int,
+        default=10,
+        help="rounds before the measurement, which fill the arena's slots",
     )
-    parser.add_argument("--pause-ms", type=float, default=0, help="before each step")
+    parser.add_argument("--pause-ms", type=float, default=0, help="pause before each step")
     return parser.parse_args()
 
 
 def _last(started: float, answers: Sequence[Answer]) -> Answer:
-    """Return what took until the last worker, and the faults of all."""
+    """Return the times until the last worker, in seconds, and the faults of all workers."""
     return Answer(
         max(one.in_hand_s for one in answers) - started,
         max(one.touched_s for one in answers) - started,

@@ -1,9 +1,9 @@
-"""Measure a store beside memcpy, safetensors and redis-benchmark: ratios, since machines are noisy.
+"""Measure a store relative to memcpy, safetensors and redis-benchmark, because machines are noisy.
 
     .venv/bin/python scripts/bench_store.py file:///dev/shm/bench redis://localhost:6379
 
-In every round each column has its turn, all clients at it together; a round takes as long as its
-last client. The medians of the rounds are compared: above 1, the store is faster.
+In every round, all clients run each column's step at the same time; a step takes as long as its
+slowest client. The medians over the rounds are compared: above 1, the store is faster.
 """
 
 import argparse
@@ -38,10 +38,10 @@ PAGE = 4096
 NAMESPACE = "bench"
 
 PATIENCE_S = 300.0
-"""When a client is not there by then, it has failed."""
+"""Time after which a missing client has failed, in seconds."""
 
 YARDSTICK_BYTES = 256 * MEGABYTE
-"""What redis-benchmark moves in a round: it counts milliseconds."""
+"""Bytes that redis-benchmark moves in a round: it counts only milliseconds."""
 
 RATIOS: Mapping[str, tuple[str, str]] = {
     "put / memcpy": ("memcpy", "put"),
@@ -52,15 +52,15 @@ RATIOS: Mapping[str, tuple[str, str]] = {
     "put / SET": ("SET", "put"),
     "get / GET": ("GET", "get"),
 }
-"""Each column, and the steps whose times it divides."""
+"""Columns, each with the two steps of its ratio."""
 
 Bytes = NDArray[np.uint8]
 Times = dict[str, list[float]]
-"""Seconds of each step, round by round."""
+"""Times of each step per round, in seconds."""
 
 
 def main() -> None:
-    """Print one table for each store."""
+    """Print a table of ratios for each store."""
     args = _arguments()
     for url in args.url:
         yardstick = _redis_benchmark(url)
@@ -75,12 +75,12 @@ def main() -> None:
                 print(f"| {megabytes:g} MB | {clients} | {cells} |", flush=True)
         print(f"\nlookup of 64 keys, median: {_lookup_ms(url):.2f} ms")
         if not yardstick and not url.startswith("file:"):
-            print("no redis-benchmark (Debian's redis-tools), or one that would need a password")
+            print("redis-benchmark (Debian's redis-tools) is missing, or would need a password")
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("url", nargs="+", help="stores, as ec_store.open_store takes them")
+    parser.add_argument("url", nargs="+", help="URLs of stores, as for ec_store.open_store")
     parser.add_argument("--megabytes", type=float, nargs="+", default=[0.25, 5, 20, 64])
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=15)
@@ -92,7 +92,7 @@ def _ratio(taken: Times, theirs: str, ours: str) -> float:
 
 
 def _together(url: str, megabytes: float, clients: int, rounds: int) -> Times:
-    """What each step took in each round, of its slowest client."""
+    """Return the time of each step in each round, that of the slowest client."""
     turn = mp.Barrier(clients, timeout=PATIENCE_S)
     results: mp.SimpleQueue[Times] = mp.SimpleQueue()
     processes = [
@@ -113,7 +113,7 @@ def _together(url: str, megabytes: float, clients: int, rounds: int) -> Times:
     }
 
 
-def _client(  # noqa: PLR0913, PLR0917 - what a process is given
+def _client(  # noqa: PLR0913, PLR0917 - parameters of a process
     number: int, turn: Barrier, results: Any, url: str, megabytes: float, rounds: int
 ) -> None:
     rows = int(megabytes * MEGABYTE) // (WIDTH * ITEM_BYTES)
@@ -142,11 +142,10 @@ def _client(  # noqa: PLR0913, PLR0917 - what a process is given
 def _steps(
     store: Store, key: EntryKey, source: Bytes, path: Path
 ) -> Mapping[str, Callable[[], object]]:
-    """What is measured, in turns.
+    """Return the steps to measure, in their order.
 
-    `load_file` only maps the file, and `get` has read and checked every byte. They are compared
-    twice: with a byte of each page read of what is mapped, and with both copied to where an engine
-    wants the tensor.
+    `load_file` only maps the file; `get` has read and checked every byte. They are compared twice:
+    with a byte of each mapped page read, and with both copied into an engine's memory.
     """
     entry = Entry(source.data, "BF16", (len(source) // WIDTH // ITEM_BYTES, WIDTH), "image")
     tensor = torch.from_numpy(source).view(torch.bfloat16).reshape(entry.shape)
@@ -155,7 +154,7 @@ def _steps(
     def got() -> Bytes:
         found = store.get(key)
         if found is None:
-            raise SystemExit("an entry is gone: is the store too small?")
+            raise SystemExit("an entry was evicted: is the store too small?")
         return np.frombuffer(found.data, np.uint8)
 
     def loaded() -> Bytes:
@@ -174,13 +173,13 @@ def _steps(
 
 
 def _beside(url: str) -> str:
-    """Where the reference file goes: to the file system the store is on, or to memory."""
+    """Return the folder for the reference file: the store's file system, or shared memory."""
     parts = urlsplit(url)
     return str(Path(parts.path).parent) if parts.scheme == "file" else "/dev/shm"  # noqa: S108
 
 
 def _redis_benchmark(url: str) -> Callable[[int, int], Mapping[str, float]] | None:
-    """Measures bytes per second of SET and GET, of some clients with an entry of some bytes."""
+    """Return a function that measures bytes per second of SET and GET; None if impossible."""
     program = shutil.which("redis-benchmark")
     if url.startswith("file:") or program is None:
         return None
@@ -220,7 +219,7 @@ def _lookup_ms(url: str) -> float:
             found = store.lookup(keys)
             taken.append(time.perf_counter() - started)
             if None in found:
-                raise SystemExit("an entry is gone: is the store too small?")
+                raise SystemExit("an entry was evicted: is the store too small?")
         store.purge(NAMESPACE)
     return statistics.median(taken) * 1000
 

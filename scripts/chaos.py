@@ -1,17 +1,17 @@
-"""The proxy under load while instances, store and clients fail at random.
+"""Chaos test: the proxy under load while instances, store and clients fail at random.
 
     .venv/bin/python scripts/chaos.py --seconds 60 --seed 1
     .venv/bin/python scripts/chaos.py --kill-every 5 --concurrency 200 --seconds 120
 
-Starts fake instances, a store and `epd serve`, each a process; asks, breaks, and looks at every
-answer. Ends with figures, and with code 1 where a request was lost, an answer wrong, an error not
-excused by what was broken at that moment, or something left behind.
+It starts fake instances, a store and `epd serve`, each in a process. It sends requests, injects
+faults, and checks every response. It ends with a report. The exit code is 1 if a request was lost,
+a response was wrong, an error was not excused by an active fault, or a resource was leaked.
 
-With --kill-every, one instance of each role is killed and comes back, again and again, and that is
-all: every request must be served but those whose answer had begun.
+With --kill-every, the only fault is that one instance of each role is killed and restarted
+repeatedly. Then only requests with a response that had begun may fail.
 
 With --workers, several processes serve, and all but the first are killed, each about once in 45 s.
-Only the requests that the worker had accepted may end with it. What must hold is looked at in each
+Only the requests that the worker had accepted may fail with it. The invariants are checked in each
 process.
 """
 
@@ -61,8 +61,8 @@ PROXY_FLAGS = {
     "--probe-backoff-max-s": 4,
     "--health-timeout-s": 2,
 }
-"""Deadlines short enough for a fault to end in one, and long enough for a busy machine; rests short
-enough to be over soon. Without a stream, a hanging decode ends in the request's own deadline."""
+"""Deadlines short enough to end a fault, and long enough for a busy machine; ejections are short.
+Without a stream, a hanging decode ends at the request's own deadline."""
 
 SERVES_WITHIN_S = 60.0
 SETTLES_WITHIN_S = 30.0
@@ -71,13 +71,13 @@ IN_A_ROW = 8
 
 @dataclass
 class Stand:
-    """What stands there to be broken, and what is known of it.
+    """Running system under test, with its memory samples.
 
     Attributes:
-        proxy: the proxy.
-        instances: what is behind it.
-        store: the encoder cache.
-        memory: what the processes of the proxy had, second by second.
+        proxy: proxy under test.
+        instances: fake instances behind it.
+        store: encoder-cache store.
+        memory: memory of the proxy's processes, one sample per second.
     """
 
     proxy: Proxy
@@ -86,7 +86,7 @@ class Stand:
     memory: list[Sample] = field(default_factory=list)
 
     async def watch(self, until: asyncio.Event) -> None:
-        """Take down the proxy's memory, once a second."""
+        """Record the proxy's memory once per second."""
         clock = asyncio.get_running_loop().time
         while not until.is_set():
             self.proxy.check_alive()
@@ -94,11 +94,15 @@ class Stand:
             await asyncio.sleep(1.0)
 
     async def sum(self, what: str) -> int:
-        """Of what each instance says of itself."""
+        """Return the sum of one number that each instance reports."""
         return sum([(await one.state())[what] for one in self.instances])
 
     async def left(self, fds: Mapping[str, int]) -> Left:
-        """What is left at the moment, of a proxy that had so many descriptors at the start."""
+        """Return the resources in use now.
+
+        Args:
+            fds: descriptors of each process of the proxy at the start.
+        """
         pages, now = await self.proxy.pages(), self.proxy.fds()
         kept = await self.sum("kept")
         return Left(
@@ -115,7 +119,7 @@ class Stand:
 
 @asynccontextmanager
 async def standing(args: argparse.Namespace, folder: Path) -> AsyncIterator[Stand]:
-    """Everything, serving."""
+    """Start store, instances and proxy, and wait until they serve."""
     roles: Sequence[Role] = args.topology.roles
     port, *ports = free_ports(1 + len(roles))
     async with AsyncExitStack() as stack:
@@ -138,7 +142,7 @@ async def standing(args: argparse.Namespace, folder: Path) -> AsyncIterator[Stan
 
 
 def command(*words: str, flags: dict[str, Any]) -> list[str]:
-    """The command line of a module of this tree."""
+    """Return the command line of a module of this tree."""
     pairs = [str(word) for pair in flags.items() for word in pair]
     return [sys.executable, "-m", *words, *pairs]
 
@@ -146,7 +150,7 @@ def command(*words: str, flags: dict[str, Any]) -> list[str]:
 def proxy_flags(
     instances: Sequence[Instance], store: str, port: int, workers: int
 ) -> dict[str, Any]:
-    """Flags of a proxy before these instances."""
+    """Return the flags of a proxy in front of these instances."""
 
     def urls(*roles: Role) -> str:
         return ",".join(one.url for one in instances if one.role in roles)
@@ -164,11 +168,11 @@ def proxy_flags(
 
 
 async def run(args: argparse.Namespace, folder: Path) -> Figures:
-    """Ask and break for a while, then look at what is left."""
+    """Send requests and inject faults for a while, then check for leaks."""
     async with standing(args, folder) as stand:
         clients = Clients(stand.proxy.url, Questions(random.Random(args.seed)))  # noqa: S311
         if not await serves(clients):
-            raise TimeoutError(f"the proxy does not serve to begin with: see {folder}")
+            raise TimeoutError(f"the proxy does not serve before the first fault: see {folder}")
         fds, faults = stand.proxy.fds(), Faults()
         await weather(args, stand, clients, faults)
         left = await remains(stand, clients, fds)
@@ -179,7 +183,7 @@ async def run(args: argparse.Namespace, folder: Path) -> Figures:
 
 
 async def weather(args: argparse.Namespace, stand: Stand, clients: Clients, faults: Faults) -> None:
-    """Ask and break, for as long as is asked for."""
+    """Send requests and inject faults for `--seconds`."""
     until = asyncio.Event()
     asyncio.get_running_loop().call_later(args.seconds, until.set)
     async with asyncio.TaskGroup() as group:
@@ -198,7 +202,7 @@ async def weather(args: argparse.Namespace, stand: Stand, clients: Clients, faul
 
 
 async def remains(stand: Stand, clients: Clients, fds: Mapping[str, int]) -> Left:
-    """What is left, once the proxy had time to get over it."""
+    """Return the leaks, after the proxy had time to recover."""
     recovered = await serves(clients)
     idle = await not_asked(stand, clients)
     settled = await settles(stand, fds)
@@ -208,7 +212,7 @@ async def remains(stand: Stand, clients: Clients, fds: Mapping[str, int]) -> Lef
 
 
 async def settles(stand: Stand, fds: Mapping[str, int]) -> Left:
-    """What is left when nothing is any more, or when it has been waited for long enough."""
+    """Wait until no resource is in use, at most `SETTLES_WITHIN_S`; return what is left."""
     clock = asyncio.get_running_loop().time
     deadline_s = clock() + SETTLES_WITHIN_S
     while True:
@@ -220,7 +224,7 @@ async def settles(stand: Stand, fds: Mapping[str, int]) -> Left:
 
 
 async def serves(clients: Clients) -> bool:
-    """Whether several requests in a row are answered, sooner or later."""
+    """Return whether `IN_A_ROW` requests in a row succeed within `SERVES_WITHIN_S`."""
     clock = asyncio.get_running_loop().time
     deadline_s = clock() + SERVES_WITHIN_S
     right = 0
@@ -232,7 +236,7 @@ async def serves(clients: Clients) -> bool:
 
 
 async def not_asked(stand: Stand, clients: Clients) -> list[str]:
-    """The instances and workers that get no request any more, however long one waits."""
+    """Return the instances and workers that get no request within `SERVES_WITHIN_S`."""
     before = {one: (await one.state())["asked"] for one in stand.instances}
     idle = list(stand.instances)
     clock = asyncio.get_running_loop().time
@@ -245,7 +249,7 @@ async def not_asked(stand: Stand, clients: Clients) -> list[str]:
 
 
 async def idle_workers(stand: Stand, clients: Clients, deadline_s: float) -> list[str]:
-    """The processes of the proxy that answer no request until then, many of which come."""
+    """Return the proxy's processes that answer none of many requests before the deadline."""
     before = {name: answered(page) for name, page in (await stand.proxy.pages()).items()}
     clock = asyncio.get_running_loop().time
     while True:
@@ -259,40 +263,45 @@ async def idle_workers(stand: Stand, clients: Clients, deadline_s: float) -> lis
 
 
 async def asked_alone(clients: Clients) -> None:
-    """Ask on a connection of its own, which any worker may accept."""
+    """Send a request on a new connection, which any worker may accept."""
     async with Line().session() as http:
         await ask(http, clients.url, clients.questions.plain())
 
 
 def arguments() -> argparse.Namespace:
-    """What the command line says."""
+    """Return the arguments of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--concurrency", "--requests-in-flight", type=int, default=24, help="clients at once"
+        "--concurrency", "--requests-in-flight", type=int, default=24, help="concurrent clients"
     )
     parser.add_argument("--topology", type=Topology.parse, default="2e2p2d", help="or 2e2pd")
     parser.add_argument("--store", choices=("file", "redis"), default="file")
     parser.add_argument(
-        "--workers", type=int, default=1, help="processes of the proxy, all but the first killed"
+        "--workers", type=int, default=1, help="serving processes; all but the first are killed"
     )
     parser.add_argument(
-        "--kill-every", type=float, metavar="SECONDS", help="kill one of each role, and that alone"
+        "--kill-every",
+        type=float,
+        metavar="SECONDS",
+        help="kill one of each role at this interval, only",
     )
     parser.add_argument(
-        "--token-s", type=float, default=0.03, help="what a word of an answer takes"
+        "--token-s", type=float, default=0.03, help="seconds per word of a response"
     )
-    parser.add_argument("--json", action="store_true", help="figures for machines")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where logs stay")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="folder for logs, which are kept"
+    )
     return parser.parse_args()
 
 
 @contextmanager
 def folder_of(args: argparse.Namespace) -> Iterator[Path]:
-    """Where logs and the store go."""
+    """Return the folder for logs and the store; delete it at the end unless `--keep` is given."""
     if args.keep is None:
         with tempfile.TemporaryDirectory() as name:
             yield Path(name)
@@ -302,7 +311,7 @@ def folder_of(args: argparse.Namespace) -> Iterator[Path]:
 
 
 def main() -> None:
-    """Print the figures."""
+    """Run the chaos test, and print its report."""
     args = arguments()
     with folder_of(args) as folder:
         seen = asyncio.run(run(args, folder))

@@ -1,4 +1,4 @@
-"""How a fake instance of `chaos.py` sends its answers, and the ways in which it fails to."""
+"""Responses of a fake instance of `chaos.py`, and the faults in sending them."""
 
 import asyncio
 import socket
@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from aiohttp import web
 
 DRIBBLES, DRIBBLE_S = 50, 0.1
-"""In how many pieces an answer dribbles, and what each takes."""
+"""Number of pieces of a slow response, and the seconds per piece."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What is sent, and how.
+    """Response to send.
 
     Attributes:
-        pieces: the body; of a stream its events.
-        stream: whether it is one.
-        pause_s: how long each piece takes.
+        pieces: body; the events if it is a stream.
+        stream: whether the response is a stream.
+        pause_s: delay before each piece, in seconds.
     """
 
     pieces: Sequence[bytes]
@@ -28,12 +28,12 @@ class Answer:
 
 
 def error(status: int, message: str, headers: Mapping[str, str] | None = None) -> web.Response:
-    """VLLM's error body."""
+    """Return a response with the error body of vLLM."""
     said = {"message": message, "type": "InternalServerError", "param": None, "code": status}
     return web.json_response({"error": said}, status=status, headers=headers)
 
 
-# What goes wrong before an answer is there.
+# Faults before a response.
 
 
 async def _fails(_: web.Request) -> web.Response:
@@ -50,7 +50,7 @@ async def _is_overloaded(_: web.Request) -> web.Response:
 
 async def _hangs(_: web.Request) -> web.Response:
     await asyncio.sleep(3600)
-    raise AssertionError("nobody cancelled this")
+    raise AssertionError("the request was not cancelled within an hour")
 
 
 async def _resets(request: web.Request) -> web.Response:
@@ -62,11 +62,11 @@ async def _says_nothing_useful(_: web.Request) -> web.Response:
     return web.Response(body=b'{"choices": [', content_type="application/json")
 
 
-# How an answer is sent.
+# Ways of sending a response.
 
 
 async def deliver(request: web.Request, answer: Answer) -> web.StreamResponse:
-    """Send it as it should be."""
+    """Send the response without a fault."""
     response = await _begin(request, answer)
     await _send(response, answer.pieces, answer.pause_s)
     return response
@@ -137,7 +137,7 @@ async def _send(response: web.StreamResponse, pieces: Iterable[bytes], pause_s: 
 
 
 def _reset(request: web.Request) -> None:
-    """Close the connection with RST in place of FIN."""
+    """Close the connection with RST instead of FIN."""
     if request.transport is not None:
         sock = request.transport.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -1,7 +1,7 @@
-"""When and how `chaos.py` breaks things, and which errors that excuses.
+"""Fault injection of `chaos.py`, and the errors that a fault excuses.
 
-The rules are docs/faults.md's: what an encode instance or the store does is never an error of a
-request; what prefill and decode do is one where no other instance could be asked any more.
+The rules are those of docs/faults.md. A fault of an encode instance or of the store never fails a
+request. A fault of prefill or decode fails a request only if no other instance could be tried.
 """
 
 import asyncio
@@ -22,14 +22,14 @@ MOST_AT_ONCE = 3
 PAUSE_S, LASTS_S = (0.2, 2.0), (0.5, 4.0)
 
 AFTERMATH_S = 3.0
-"""How long after its end a fault is still felt: connections to be found dead, probes to be due."""
+"""Time for which a fault has effects after its end, in seconds: broken connections, late probes."""
 
 SUSPECTED, SUSPECTED_S = "suspected_fatal", 5.0
-"""The slug of a request, or of an item, that instances died of; and for how long after the end of
-the first fault it may be: `--suspect-s` for the second death to come, and once more after it."""
+"""Slug of a request, or of an item, that killed instances, and the seconds for which it may occur
+after the end of the first fault: `--suspect-s` until the second death, and again after it."""
 
 DOWN_S = 1.0
-"""How long an instance that was killed stays away, where one of each role is."""
+"""Time for which a killed instance stays down with `--kill-every`, in seconds."""
 
 GOES_AWAY = frozenset({"kill", "reset", "break", "truncate"})
 SAYS_NOTHING = frozenset({"stop", "hang", "stall", "dribble"})
@@ -47,27 +47,27 @@ SLUGS = {
     "stalled": SAYS_NOTHING,
     "truncated": frozenset({"truncate"}),
 }
-"""Faults of an instance by the end of the slug that they excuse."""
+"""Faults of an instance, by the end of the slug that they excuse."""
 
 EVENTS = {502: GOES_AWAY, 504: SAYS_NOTHING}
-"""Faults by the code of the error event that they excuse: it has no slug."""
+"""Faults, by the code of the error event that they excuse: an event has no slug."""
 
 AFTER_ENCODE = {Role.PREFILL.value, Role.DECODE.value, Role.PREFILL_DECODE.value}
 
 NEVER = ("internal_error", "encode_", "no_encoder", "no_store", "unknown_media", "prefill_no_kv")
-"""Slugs, or their beginnings, of what no fault excuses."""
+"""Slugs, or their prefixes, that no fault excuses."""
 
 
 @dataclass
 class Fault:
-    """Something that was broken for a while.
+    """Fault of an instance or the store for some time.
 
     Attributes:
-        kind: how.
-        role: of what: an instance's role, or `store`.
-        name: what it was.
-        began_s: since when, on the loop's clock.
-        ended_s: until when.
+        kind: kind of the fault.
+        role: role of the instance, or `store`.
+        name: name of the target.
+        began_s: start on the loop's clock, in seconds.
+        ended_s: end on the same clock.
     """
 
     kind: str
@@ -78,24 +78,23 @@ class Fault:
 
     @property
     def of_death(self) -> bool:
-        """Whether it looks as an instance's death does."""
+        """Return whether the fault looks like the death of an instance."""
         return self.kind in GOES_AWAY and self.role in {*AFTER_ENCODE, Role.ENCODE.value}
 
     def felt(self, outcome: Outcome) -> bool:
-        """Whether a request may have felt it."""
+        """Return whether the fault may have affected a request."""
         after_s = SUSPECTED_S if outcome.slug == SUSPECTED else AFTERMATH_S
         return self.began_s <= outcome.ended_s and outcome.began_s <= self.ended_s + after_s
 
 
 class Faults:
-    """What has been broken so far."""
+    """Faults that have been injected so far."""
 
     def __init__(self) -> None:
-        """Nothing has."""
         self.seen: list[Fault] = []
 
     async def put(self, target: Breakable, kind: str, seconds: float) -> None:
-        """Break something for a while."""
+        """Inject a fault for this number of seconds."""
         clock = asyncio.get_running_loop().time
         fault = Fault(kind, target.role, target.name, clock())
         self.seen.append(fault)
@@ -106,7 +105,7 @@ class Faults:
 
 @dataclass(frozen=True)
 class Planned:
-    """Something to be broken: what, how, when and for how long, in seconds."""
+    """Planned fault: its target, kind, start and duration, in seconds."""
 
     target: Breakable
     kind: str
@@ -115,7 +114,10 @@ class Planned:
 
 
 def plan(targets: Sequence[Breakable], rng: random.Random, seconds: float) -> list[Planned]:
-    """What breaks in so many seconds: here and there, a few at once, each one way at a time."""
+    """Return random faults for this number of seconds.
+
+    At most `MOST_AT_ONCE` faults overlap, and each target has at most one at a time.
+    """
     lanes = [0.0] * min(MOST_AT_ONCE, len(targets) - 1)
     whole_at = [0.0] * len(targets)
     planned = []
@@ -130,8 +132,8 @@ def plan(targets: Sequence[Breakable], rng: random.Random, seconds: float) -> li
 
 
 async def storm(faults: Faults, planned: Sequence[Planned]) -> None:
-    """Break what is planned; in the end all is whole."""
-    # What was killed may take longer to come back than was planned.
+    """Inject the planned faults; all have ended when this returns."""
+    # A killed process may need longer to restart than planned.
     turns = {one.target.name: asyncio.Lock() for one in planned}
 
     async def put(one: Planned) -> None:
@@ -145,7 +147,7 @@ async def storm(faults: Faults, planned: Sequence[Planned]) -> None:
 
 
 async def kill_workers(faults: Faults, planned: Sequence[Kill]) -> None:
-    """Kill workers as planned; in the end all serve again."""
+    """Kill workers as planned; all serve again when this returns."""
 
     async def put(one: Kill) -> None:
         await asyncio.sleep(one.at_s)
@@ -159,7 +161,7 @@ async def kill_workers(faults: Faults, planned: Sequence[Kill]) -> None:
 async def kills(
     faults: Faults, instances: Sequence[Instance], every_s: float, until: asyncio.Event
 ) -> None:
-    """Kill one instance of each role, in turn, again and again; all are back before the next."""
+    """Kill one instance of each role, in turn and repeatedly; all restart before the next kill."""
     clock = asyncio.get_running_loop().time
     groups = [
         list(group) for _, group in itertools.groupby(sorted(instances, key=_role), key=_role)
@@ -185,14 +187,14 @@ async def _waited(until: asyncio.Event, seconds: float) -> bool:
 
 
 def cut_by(outcome: Outcome, cuts: Iterable[Cut]) -> bool:
-    """Whether a request's connection was one of those of a worker that was killed."""
+    """Return whether the request's connection belonged to a worker that was killed."""
     return outcome.result == "cut off" and any(
         outcome.began_s <= cut.at_s <= outcome.ended_s and outcome.port in cut.ports for cut in cuts
     )
 
 
 def excused(outcome: Outcome, faults: Iterable[Fault]) -> bool:
-    """Whether one of the faults that a request felt may end it in this error."""
+    """Return whether one of the faults that affected a request excuses its error."""
     if outcome.slug.startswith(NEVER):
         return False
     if outcome.slug == SUSPECTED:
@@ -204,21 +206,21 @@ def excused(outcome: Outcome, faults: Iterable[Fault]) -> bool:
 
 
 def _kinds(outcome: Outcome, *, of_prefill: bool) -> Container[str]:
-    """The kinds of faults of prefill, or of decode, that excuse an error."""
+    """Return the kinds of faults of prefill, or of decode, that excuse an error."""
     if outcome.result == "broken off":
         return () if of_prefill else EVENTS.get(outcome.status, ())
     stage, _, ending = outcome.slug.partition("_")
     if stage not in {"prefill", "decode"} or ending not in SLUGS:
         return ANY
     if stage == "decode" and of_prefill:
-        return GOES_AWAY | SAYS_NOTHING  # what it has made cannot be fetched any more
+        return GOES_AWAY | SAYS_NOTHING  # its KV blocks can no longer be fetched
     return SLUGS[ending] if of_prefill == (stage == "prefill") else ()
 
 
 def had_another(outcome: Outcome, faults: Iterable[Fault]) -> bool:
-    """Whether each role after encode had an instance that was sound all the while.
+    """Return whether each role after encode had an instance without faults all the time.
 
-    There are two of each.
+    There are two instances of each role.
     """
     broken = {(fault.role, fault.name) for fault in faults if fault.role in AFTER_ENCODE}
     begun = outcome.result == "broken off" or outcome.slug == "decode_died"
@@ -226,9 +228,9 @@ def had_another(outcome: Outcome, faults: Iterable[Fault]) -> bool:
 
 
 def excused_by_a_kill(outcome: Outcome, faults: Iterable[Fault]) -> bool:
-    """Whether a request may end in this error though its other instances live.
+    """Return whether kills excuse the error of a request.
 
-    It may where its answer had begun, and where it lived to see another kill than the first.
+    One kill excuses it if the response had begun; else a second kill of a role is needed.
     """
     kills_of = Counter(
         fault.role

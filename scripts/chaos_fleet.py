@@ -1,4 +1,4 @@
-"""What `chaos.py` runs behind the proxy: fake instances and a store, which can be broken."""
+"""Fake instances and store that `chaos.py` runs behind the proxy, with fault injection."""
 
 import asyncio
 import os
@@ -30,42 +30,42 @@ HALFWAY = ("break", "stall", "truncate", "dribble")
 ROLE_KINDS: Mapping[Role, Sequence[str]] = {
     Role.ENCODE: (*KINDS, *HALFWAY, "nonsense"),
     Role.PREFILL: (*KINDS, *HALFWAY, "nonsense"),
-    # What decode says in a whole answer is passed on as it is.
+    # A whole response of decode is relayed unchanged, so no "nonsense" here.
     Role.DECODE: (*KINDS, *HALFWAY),
     Role.PREFILL_DECODE: (*KINDS, *HALFWAY),
 }
 
 
 class Breakable(Protocol):
-    """What can be broken for a while."""
+    """Target of faults."""
 
     @property
     def name(self) -> str:
-        """What figures call it."""
+        """Name in the report."""
 
     @property
     def role(self) -> str:
-        """An instance's role, or `store`."""
+        """Role of an instance, or `store`."""
 
     @property
     def kinds(self) -> Sequence[str]:
-        """The ways in which it breaks."""
+        """Kinds of faults of the target."""
 
     def broken(self, kind: str) -> AbstractAsyncContextManager[None]:
-        """Broken in this way until the context is left."""
+        """Hold the target in this fault until the end of the context."""
 
 
 class Instance:
-    """A fake instance."""
+    """Fake instance in a process, as a target of faults."""
 
     def __init__(self, role: Role, port: int, command: Sequence[str], log: Path) -> None:
-        """Start it.
+        """Start the instance.
 
         Args:
-            role: its role.
-            port: where it listens, whenever it is started.
-            command: its command line.
-            log: where its output goes.
+            role: role of the instance.
+            port: port to listen on, also after a restart.
+            command: command line.
+            log: file for its output.
         """
         self.name, self.role, self.kinds = f"{role}-{port}", role.value, ROLE_KINDS[role]
         self.url = f"http://127.0.0.1:{port}"
@@ -76,21 +76,18 @@ class Instance:
         return Process(self.name, self.url, self._command, ENVIRONMENT, self._log)
 
     async def ready(self) -> None:
-        """Wait until it serves."""
         await wait_for(self._process)
 
     def kill(self) -> None:
-        """End it at once."""
         self._process.kill()
 
     async def restart(self) -> None:
-        """Start it again, where it was."""
+        """Start the instance again on the same port, and wait until it serves."""
         self._process = self._started()
         await self.ready()
 
     @asynccontextmanager
     async def broken(self, kind: str) -> AsyncIterator[None]:
-        """See `Breakable`."""
         if kind == "kill":
             self.kill()
             yield
@@ -111,7 +108,7 @@ class Instance:
             await http.post(f"{self.url}/fault", data=kind, raise_for_status=True)
 
     async def state(self) -> Mapping[str, int]:
-        """What it has open, has kept, has been asked."""
+        """Return the numbers of open, kept and received requests."""
         timeout = aiohttp.ClientTimeout(ASKED_WITHIN_S)
         async with (
             aiohttp.ClientSession(timeout=timeout) as http,
@@ -122,23 +119,21 @@ class Instance:
 
 
 class DiskStore:
-    """A shared directory; on a small disk of its own where one may be mounted."""
+    """Store in a shared folder, on a small separate file system if it may be mounted."""
 
     name = role = "store"
 
     def __init__(self, folder: Path) -> None:
-        """Make it."""
         folder.mkdir()
         self._disk, self._store = folder, folder / "store"
         self.url = f"file://{self._store}?max_bytes=16MiB"
         mounted = _ran("mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(folder))
         self._mounted = mounted
-        open_store(self.url).close()  # engines do so when they start
+        open_store(self.url).close()  # engines also open it when they start
         self.kinds = ("removed", "corrupt", *(("full", "read-only") if mounted else ()))
 
     @asynccontextmanager
     async def broken(self, kind: str) -> AsyncIterator[None]:
-        """See `Breakable`."""
         match kind:
             case "removed":
                 shutil.rmtree(self._store, ignore_errors=True)
@@ -155,9 +150,9 @@ class DiskStore:
                 _ran("mount", "-o", "remount,bind,rw", str(self._disk))
 
     def _corrupt(self) -> None:
-        """Change the last byte of every entry."""
+        """Flip a bit in the last byte of every entry."""
         for path in (self._store / "entries").rglob("*"):
-            with suppress(OSError):  # evicted meanwhile, or a directory
+            with suppress(OSError):  # just evicted, or a folder
                 content = bytearray(path.read_bytes())
                 content[-1] ^= 1
                 path.chmod(0o600)
@@ -175,24 +170,22 @@ class DiskStore:
             filler.unlink()
 
     def claims(self) -> int:
-        """How many entries are claimed by a proxy at the moment."""
+        """Return the number of entries that a proxy claims now."""
         now_s = time.time()
         return sum(_ends_at(path) > now_s for path in (self._store / "claims").glob("*"))
 
     def close(self) -> None:
-        """Unmount it."""
         if self._mounted:
             _ran("umount", "-l", str(self._disk))
 
 
 class RedisStore:
-    """A Redis server of its own, without persistence."""
+    """Store in a separate Redis server without persistence."""
 
     name = role = "store"
     kinds = ("kill", "stop", "flush", "out of memory")
 
     def __init__(self, folder: Path) -> None:
-        """Start it."""
         folder.mkdir()
         self._folder = folder
         [self._port] = free_ports(1)
@@ -202,14 +195,14 @@ class RedisStore:
     def _started(self) -> "subprocess.Popen[bytes]":
         found = shutil.which("redis-server", path=f"{os.environ['PATH']}:{BIN}")
         if found is None:
-            raise FileNotFoundError("no redis-server: install it, or use --store file")
+            raise FileNotFoundError("redis-server is missing: install it, or use --store file")
         flags = {"port": self._port, "bind": "127.0.0.1", "save": "", "dir": self._folder}
         words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
         process = subprocess.Popen([found, *words], stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + READY_S
         while not self._answers():
             if time.monotonic() > deadline:
-                raise TimeoutError("redis-server does not come up")
+                raise TimeoutError("redis-server did not start in time")
             time.sleep(0.02)
         return process
 
@@ -221,7 +214,6 @@ class RedisStore:
 
     @asynccontextmanager
     async def broken(self, kind: str) -> AsyncIterator[None]:
-        """See `Breakable`."""
         client = redis.Redis(port=self._port, protocol=2)
         match kind:
             case "kill":
@@ -244,18 +236,17 @@ class RedisStore:
                 client.config_set("maxmemory", 0)
 
     def claims(self) -> int:
-        """How many entries are claimed by a proxy at the moment."""
+        """Return the number of entries that a proxy claims now."""
         client = redis.Redis(port=self._port, protocol=2)
         return sum(1 for _ in client.scan_iter("*:c"))
 
     def close(self) -> None:
-        """End it."""
         self._process.kill()
         self._process.wait()
 
 
 async def wait_for(process: Process) -> None:
-    """Wait until a process serves."""
+    """Wait until a process serves, at most `READY_S`."""
     async with asyncio.timeout(READY_S):
         while not await asyncio.to_thread(process.is_ready):
             process.check_alive()
@@ -263,7 +254,7 @@ async def wait_for(process: Process) -> None:
 
 
 def _ends_at(claim: Path) -> float:
-    """When a claim ends: a link that says its seconds, or a change of one that is gone by then."""
+    """Return the Unix time at which a claim expires; 0 if its link is gone or invalid."""
     try:
         return claim.lstat().st_mtime + float(str(claim.readlink()).partition(" ")[0])
     except (OSError, ValueError):

@@ -1,14 +1,13 @@
-"""A fake vLLM server for `chaos.py`, a process of its own: to be killed, stopped, and told to fail.
+"""Fake vLLM server for `chaos.py`, in a separate process that can be killed, stopped or broken.
 
     python -m scripts.chaos_instance --role decode --port 9001 --store file:///tmp/store
 
-What it answers says what it was sent: the text, and the content of each picture, which a consumer
-finds in the request or, by its key, in the store, where encode instances write it. Prefill keeps
-what it made of a prompt until decode fetches it, once. So a wrong picture, a lost entry or another
-request's KV cache make another answer.
+A response is derived from the request: from its text, and from the content of each picture. A
+consumer gets a picture from the request or, by its key, from the store, where encode instances
+write it. Prefill keeps its result for a prompt until decode fetches it, once. So a wrong picture, a
+lost entry or the KV cache of another request gives another response.
 
-`POST /fault` with a name makes it misbehave until it is told otherwise; `GET /state` is what it has
-open.
+`POST /fault` with a name sets a fault until the next call; `GET /state` reports open requests.
 """
 
 import argparse
@@ -32,47 +31,47 @@ from scripts.chaos_answers import EARLY, LATE, Answer, deliver, error
 
 MODEL, NAMESPACE = "m", "chaos@main:0"
 COPIES = 64
-"""How often an entry repeats its picture's digest: 2 kB."""
+"""Repetitions of the picture's digest in an entry, which then has 2 kB."""
 
 WRITTEN_WITHIN_S = 2.0
-"""How long a consumer waits for an entry that was promised."""
+"""Time for which a consumer waits for a promised entry, in seconds."""
 
 LEAVE_ALONE_S = 1.0
-"""How long nothing is promised after a write has failed, as the connector does."""
+"""Time without promises after a failed write, in seconds, as in the connector."""
 
 KV_FAULTS = {"hang", "reset"}
-"""Faults that are seen by who fetches from a prefill instance, too."""
+"""Faults that also affect fetches from a prefill instance."""
 
 MAX_FILLER = 1000
 FILLER = "x" * 1024
-"""One word more of an answer, for who asks for more than an answer has."""
+"""Additional word of a response, for requests with `max_tokens`."""
 
 Body = Mapping[str, Any]
 T = TypeVar("T")
 
 
 class Unservable(Exception):
-    """What vLLM answers with a 500 that says no more than that."""
+    """Error that vLLM answers with a 500 without details."""
 
 
 def answer_of(text: str, pictures: Iterable[bytes]) -> str:
-    """What decode answers to a text and pictures, given their SHA-256."""
+    """Return decode's response to a text and the SHA-256 of pictures."""
     words = [hashlib.sha256(text.encode()).digest(), *pictures]
     return " ".join(word.hex()[:16] for word in words)
 
 
 class Instance:
-    """One server: a role, a store, a fault."""
+    """Fake server of one role, with a store and at most one fault."""
 
     def __init__(self, role: Role, port: int, store: str, stage_s: float, token_s: float) -> None:
-        """Serve nothing yet.
+        """Prepare the server without listening.
 
         Args:
-            role: what it does.
-            port: where it listens.
-            store: URL of the encoder cache.
-            stage_s: what an encode or a prefill takes.
-            token_s: what a word of an answer takes.
+            role: role of the instance.
+            port: port to listen on.
+            store: URL of the encoder-cache store.
+            stage_s: seconds per encode or prefill.
+            token_s: seconds per word of a response.
         """
         self._role, self._port, self._url = role, port, store
         self._stage_s, self._token_s = stage_s, token_s
@@ -84,7 +83,7 @@ class Instance:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def app(self) -> web.Application:
-        """The routes."""
+        """Return the application with the server's routes."""
         app = web.Application(client_max_size=2**28)
         app.add_routes(
             [
@@ -125,7 +124,7 @@ class Instance:
                 return await self._decoded(body, await self._compute(body))
 
     async def _encode(self, body: Body) -> Answer:
-        """Answer, and write a little later, as the connector does."""
+        """Answer, and write the entry a little later, as the connector does."""
         await asyncio.sleep(self._stage_s)
         [part] = body["messages"][0]["content"]
         digest = _digest(part)
@@ -154,7 +153,7 @@ class Instance:
         return self._store
 
     async def _compute(self, body: Body) -> str:
-        """The answer, with what it takes from the store."""
+        """Return the response to a request, with pictures from the request or the store."""
         promised = body.get("ec_transfer_params") or {}
         pictures = [
             await self._load(part, promised=part["uuid"] in promised)
@@ -166,7 +165,7 @@ class Instance:
         return answer_of(_text(body), pictures)
 
     async def _load(self, part: Body, *, promised: bool) -> bytes:
-        """The content of a picture that comes as metadata."""
+        """Return the content of a picture for which the request has only metadata."""
         clock = asyncio.get_running_loop().time
         deadline_s = clock() + (WRITTEN_WITHIN_S if promised else 0)
         while True:
@@ -203,14 +202,14 @@ class Instance:
         return _json({"choices": [], "kv_transfer_params": params})
 
     async def _fetch(self, body: Body) -> str:
-        """What prefill made of the prompt; without it, what decode makes of it alone."""
+        """Return prefill's result for the prompt; without one, decode's own."""
         params = body.get("kv_transfer_params")
         if not params:
             if any(part["type"] == "image_embeds" for part in _parts(body)):
                 raise Unservable("Internal server error")
             await asyncio.sleep(self._stage_s)
             return await self._compute(body)
-        # An engine lets go of the blocks of a request that is cancelled, too.
+        # Not cancelled with the request: an engine also releases the blocks of cancelled requests.
         fetching = self._later(_fetched_from(params))
         made = await asyncio.shield(fetching)
         if made.split(" ")[0] != answer_of(_text(body), ()):
@@ -221,14 +220,14 @@ class Instance:
         more = min(body.get("max_tokens") or 0, MAX_FILLER)
         words = [*content.split(" "), *[FILLER] * more]
         if not body.get("stream"):
-            await asyncio.sleep(len(words) * self._token_s)  # its head comes with its body
+            await asyncio.sleep(len(words) * self._token_s)  # head and body are sent together
             choice = {"index": 0, "message": {"role": "assistant", "content": " ".join(words)}}
             return _json({"id": "c", "object": "chat.completion", "choices": [choice]})
         events = [_event(" " * bool(place) + word) for place, word in enumerate(words)]
         return Answer([*events, b"data: [DONE]\n\n"], stream=True, pause_s=self._token_s)
 
     async def _fetched(self, request: web.Request) -> web.Response:
-        """What decode asks a prefill instance for; it is given out once."""
+        """Return prefill's result to decode. Each result is returned once."""
         if self._fault in KV_FAULTS:
             return await EARLY[self._fault](request)
         made = self._kept.pop(request.match_info["id"], None)
@@ -289,13 +288,13 @@ def _text(body: Body) -> str:
 
 
 def _digest(part: Body) -> bytes:
-    """SHA-256 of a picture in a request."""
+    """Return the SHA-256 of a picture in a request."""
     data = part["image_url"]["url"].partition("base64,")[2]
     return hashlib.sha256(base64.b64decode(data)).digest()
 
 
 def _grid(digest: bytes) -> dict[str, list[list[int]]]:
-    """Metadata of a picture; different pictures have different ones, mostly."""
+    """Return the metadata of a picture; most pictures have different metadata."""
     return {"image_grid_thw": [[1, 2 + digest[0], 2 + digest[1]]]}
 
 
@@ -311,7 +310,7 @@ async def _serve(instance: Instance, port: int) -> None:
 
 
 def main() -> None:
-    """Serve until it is killed."""
+    """Serve until the process is killed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--role", type=Role, required=True)
     parser.add_argument("--port", type=int, required=True)

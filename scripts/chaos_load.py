@@ -1,4 +1,4 @@
-"""Clients of `chaos.py`: what they ask, what they know the answer must be, and what they got."""
+"""Clients of `chaos.py`: their requests, the expected responses, and the outcomes."""
 
 import asyncio
 import base64
@@ -18,31 +18,31 @@ from PIL import Image
 from scripts.chaos_instance import FILLER, MODEL, answer_of
 
 PATIENCE_S = 60.0
-"""A request that has not ended by then is lost."""
+"""Time after which a request without an end is lost, in seconds."""
 
 POOL = 100
-"""Pictures that are asked about again and again."""
+"""Number of pictures that requests reuse."""
 
 MORE_WORDS = 30
-"""Kilobytes, and words of them, that others ask for at most."""
+"""Upper bound of the additional words of a response, each of one kilobyte."""
 
 SLOW_WORDS = 400
-"""Kilobytes that a slow reader asks for."""
+"""Kilobytes of a response to a slow reader."""
 
 MOST_TOLD = 300
-"""Characters of an answer that are shown."""
+"""Upper bound of the characters of a response that the report shows."""
 
 MAX_BODY_BYTES = 256 * 1024
-"""What the proxy is told to refuse beyond."""
+"""Limit of a request body that the proxy is configured with, in bytes."""
 
 Result = Literal[
-    "right",  # the answer that was due
-    "error",  # an error of the proxy's, whole and in OpenAI's shape
+    "right",  # the expected response
+    "error",  # a complete error of the proxy in OpenAI's shape
     "broken off",  # the same, as the last event of a stream
-    "left",  # the client went
-    "wrong",  # another answer
-    "cut off",  # the connection ended before the answer did
-    "lost",  # no end at all, or a clean one without [DONE]
+    "left",  # the client disconnected
+    "wrong",  # another response
+    "cut off",  # the connection ended before the response did
+    "lost",  # no end, or a clean end without [DONE]
     "misshapen",  # an end that no OpenAI client can read
 ]
 
@@ -62,14 +62,14 @@ BROKEN_BODIES = (
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture, and what stands for it in an answer."""
+    """Picture with its digest, which responses contain."""
 
     url: str
     digest: bytes
 
     @classmethod
     def draw(cls, rng: random.Random) -> "Picture":
-        """Noise."""
+        """Return a picture of random noise."""
         buffer = BytesIO()
         Image.frombytes("RGB", (24, 24), rng.randbytes(24 * 24 * 3)).save(buffer, "PNG")
         data = base64.b64encode(buffer.getvalue()).decode()
@@ -78,17 +78,17 @@ class Picture:
 
 @dataclass(frozen=True)
 class Question:
-    """A request, and how its client behaves.
+    """Request, with the behaviour of its client.
 
     Attributes:
-        name: what figures call it.
-        body: what is sent.
-        answer: the answer that is due; None: an error of `status` is.
-        stream: whether a stream is asked for.
-        status: of the error that is due.
-        leaves_after_s: when the client goes; None: it waits.
-        reads_slowly: whether it takes its time over a long answer.
-        cut: whether it goes in the middle of its body.
+        name: name in the report.
+        body: body of the request.
+        answer: expected response; None: an error of `status` is expected.
+        stream: whether the request asks for a stream.
+        status: status of the expected error.
+        leaves_after_s: seconds after which the client disconnects; None: it waits.
+        reads_slowly: whether the client reads a long response slowly.
+        cut: whether the client disconnects in the middle of its body.
     """
 
     name: str
@@ -103,19 +103,19 @@ class Question:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a request ended.
+    """Outcome of a request.
 
     Attributes:
-        name: what was asked.
-        stream: whether a stream was.
-        began_s: when, on the loop's clock.
-        ended_s: when it ended.
-        result: how.
-        status: the HTTP status, or the code of the error event.
-        slug: the error's, where one was told.
-        detail: what was seen, for who looks into it.
-        request_id: the proxy's.
-        port: the client's, of its connection; 0 where it is not known.
+        name: name of the request in the report.
+        stream: whether the request asked for a stream.
+        began_s: start on the loop's clock, in seconds.
+        ended_s: end on the same clock.
+        result: kind of the outcome.
+        status: HTTP status, or the code of the error event.
+        slug: slug of the error; empty without one.
+        detail: details for the investigation of a failure.
+        request_id: request id of the proxy.
+        port: client's port of the connection; 0 if it is unknown.
     """
 
     name: str
@@ -131,28 +131,28 @@ class Outcome:
 
     @property
     def kind(self) -> str:
-        """What figures count it as."""
+        """Return the category of the outcome in the report."""
         told = f" {self.status} {self.slug}".rstrip() if self.status and self.slug else ""
         return f"{self.result}{told}"
 
 
 class Questions:
-    """A mix of requests, the same for the same seed."""
+    """Random mix of requests, repeatable for the same seed."""
 
     def __init__(self, rng: random.Random) -> None:
-        """Draw the pictures that come again."""
+        """Draw the pictures that requests reuse."""
         self._rng = rng
         self._pool = [Picture.draw(rng) for _ in range(POOL)]
 
     def plain(self) -> Question:
-        """One that must be answered."""
+        """Return a valid request of a client that waits."""
         count = self._rng.choices((0, 1, 4), weights=(3, 5, 2))[0]
         pictures = [self._picture() for _ in range(count)]
         stream = self._rng.random() < 0.6  # noqa: PLR2004
         return self._about(pictures, stream=stream, max_tokens=self._rng.randrange(MORE_WORDS))
 
     def any(self) -> Question:
-        """One that may be bad, of a client that may be."""
+        """Return any request: valid or not, of a client that may misbehave."""
         kinds = (self.plain, self._slow, self._leaver, self._broken, self._oversized, self._cut)
         return self._rng.choices(kinds, weights=(76, 4, 10, 5, 2, 3))[0]()
 
@@ -195,17 +195,17 @@ class Questions:
 
 
 class Line:
-    """A client's connection: one for each request, so that no other request can end it.
+    """Connections of a client, one per request, so that no other request can end it.
 
     Attributes:
-        port: the client's, of the last one; 0: not connected yet.
+        port: client's port of the latest connection; 0 before the first one.
     """
 
     def __init__(self) -> None:
         self.port = 0
 
     def session(self) -> aiohttp.ClientSession:
-        """A session whose connections it knows."""
+        """Return a session that opens its connections through this object."""
         connector = aiohttp.TCPConnector(force_close=True, socket_factory=self._socket)
         return aiohttp.ClientSession(connector=connector)
 
@@ -213,19 +213,19 @@ class Line:
         family, kind, protocol, *_ = address
         opened = socket.socket(family, kind, protocol)
         opened.setblocking(False)
-        opened.bind(("127.0.0.1", 0))  # a port that is known before it is connected
+        opened.bind(("127.0.0.1", 0))  # so that the port is known before the connection
         self.port = opened.getsockname()[1]
         return opened
 
 
 @dataclass
 class Clients:
-    """Clients that ask one question after the other until they are told to stop.
+    """Clients that send one request after the other until an event is set.
 
     Attributes:
-        url: of the proxy.
-        questions: what they ask.
-        outcomes: how all that have ended did.
+        url: base URL of the proxy.
+        questions: source of the requests.
+        outcomes: outcomes of all ended requests.
     """
 
     url: str
@@ -235,7 +235,7 @@ class Clients:
     async def run(
         self, count: int, until: asyncio.Event, next_question: Callable[[], Question]
     ) -> None:
-        """Ask, `count` at a time."""
+        """Send requests with `count` concurrent clients until the event is set."""
         async with asyncio.TaskGroup() as group:
             for _ in range(count):
                 group.create_task(self._client(until, next_question))
@@ -247,19 +247,19 @@ class Clients:
                 outcome = await ask(http, self.url, next_question(), line)
                 self.outcomes.append(outcome)
                 if outcome.result == "error":
-                    await asyncio.sleep(0.05)  # refused at once, nobody asks again at once
+                    await asyncio.sleep(0.05)  # a rejected client does not retry at once
 
 
 async def ask(
     http: aiohttp.ClientSession, url: str, question: Question, line: Line | None = None
 ) -> Outcome:
-    """Ask, and see how it ends.
+    """Send a request, and return its outcome.
 
     Args:
-        http: what to ask with.
-        url: of the proxy.
-        question: what to ask.
-        line: whose session it is.
+        http: session for the request.
+        url: base URL of the proxy.
+        question: request to send.
+        line: connections of the session; None if they are not tracked.
     """
     line = line or Line()
     line.port = 0
@@ -297,7 +297,7 @@ async def _asked(
 
 
 async def _cut_off(url: str, question: Question, line: Line) -> dict[str, Any]:
-    """Send half a body, and go."""
+    """Send half of a body, and disconnect."""
     host, _, port = url.removeprefix("http://").partition(":")
     _, writer = await asyncio.open_connection(host, int(port))
     line.port = writer.get_extra_info("sockname")[1]
@@ -342,7 +342,7 @@ async def _judge_stream(reply: aiohttp.ClientResponse, question: Question) -> di
 
 
 async def _events(reply: aiohttp.ClientResponse, pause_s: float) -> AsyncIterator[bytes]:
-    """What each event says."""
+    """Yield the data of each event, and pause after each chunk."""
     held = b""
     async for chunk in reply.content.iter_any():
         *events, held = (held + chunk).split(b"\n\n")
@@ -356,11 +356,11 @@ def _compared(said: str, question: Question) -> dict[str, Any]:
     if said == question.answer:
         return {"result": "right"}
     seen, due = (words.replace(FILLER, "x") for words in (said, question.answer or ""))
-    return {"result": "wrong", "detail": f"{seen[:MOST_TOLD]} in place of {due[:MOST_TOLD]}"}
+    return {"result": "wrong", "detail": f"{seen[:MOST_TOLD]} instead of {due[:MOST_TOLD]}"}
 
 
 def _error(body: bytes, reply: aiohttp.ClientResponse) -> dict[str, Any]:
-    """An error, once it has been found to be of OpenAI's shape."""
+    """Return the fields of an error's outcome; `misshapen` if it is not in OpenAI's shape."""
     headers: Mapping[str, str] = reply.headers
     slug = headers.get("x-epd-error", "")
     try:

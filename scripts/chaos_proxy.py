@@ -1,4 +1,4 @@
-"""The proxy that `chaos.py` runs, in one process or several: what each has open, and its kills."""
+"""Proxy that `chaos.py` runs in one or several processes: their resources, and kills of workers."""
 
 import asyncio
 import os
@@ -23,35 +23,36 @@ from scripts.chaos_fleet import ENVIRONMENT, READY_S, wait_for
 from scripts.chaos_load import MOST_TOLD
 
 FIRST_KILL_S, NEXT_KILL_S = (2.0, 8.0), (35.0, 60.0)
-"""When a worker is killed, and when again: one that dies five times within 30 s of its start ends
-the proxy."""
+"""Ranges of the first kill of a worker and of the interval to the next one, in seconds. A worker
+that dies five times within 30 s of its start ends the proxy."""
 
 STOPPED_S = 5.0
 ENDS_WITHIN_S = 10.0
-"""How long workers may live on without the process that started them."""
+"""Time for which workers may outlive the process that started them, in seconds."""
 
 PAGE_S = 3.0
-"""How long after a scrape every worker has written its metrics page, on a busy machine."""
+"""Time after a scrape until every worker has written its metrics page, in seconds, on a busy
+machine."""
 
 SURPRISES = ("Traceback", "never retrieved", "was destroyed but it is pending")
 
 UNDER_WAY = {one.name for one in (BODY_BYTES, IN_FLIGHT, INSTANCE_REQUESTS, QUEUED)}
-"""Gauges that are 0 when no request is being served."""
+"""Gauges that are 0 while no request is served."""
 
 CHAT = {"path": "/v1/chat/completions", "status": "200"}
 FIRST_PROCESS = "first process"
 
 Page = Mapping[str, Metric]
-"""The metrics of one process, by the names of their families."""
+"""Metrics of one process, by the names of their families."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A worker was killed.
+    """Record of a worker's kill.
 
     Attributes:
-        at_s: when, on the loop's clock.
-        ports: the clients' ports of the connections that it had accepted.
+        at_s: time on the loop's clock, in seconds.
+        ports: clients' ports of the connections that the worker had accepted.
     """
 
     at_s: float
@@ -59,23 +60,23 @@ class Cut:
 
 
 class Proxy:
-    """`epd serve`, with one process or with workers.
+    """Process of `epd serve`, with or without workers.
 
     Attributes:
-        url: where it serves.
-        killable: the workers that may be killed: all but the first, whose memory and descriptors
-            tell of the whole run.
-        cuts: the kills of workers so far.
+        url: base URL.
+        killable: workers that may be killed: all but the first one, so that its memory and
+            descriptors cover the whole run.
+        cuts: kills of workers so far.
     """
 
     def __init__(self, command: Sequence[str], port: int, log: Path, workers: int) -> None:
-        """Start it.
+        """Start the proxy.
 
         Args:
-            command: its command line.
-            port: where it listens.
-            log: where its output goes, as JSON.
-            workers: how many processes serve.
+            command: command line.
+            port: port to listen on.
+            log: file for its output, as JSON lines.
+            workers: number of serving processes.
         """
         self.url = f"http://127.0.0.1:{port}"
         self._log = log
@@ -86,28 +87,32 @@ class Proxy:
         self.killable = [Worker(self, number, port) for number in range(2, workers + 1)]
 
     async def ready(self) -> None:
-        """Wait until all of it serves."""
+        """Wait until all processes serve.
+
+        Raises:
+            TimeoutError: a worker did not serve within `READY_S`.
+        """
         await wait_for(self._process)
         deadline_s = time.monotonic() + READY_S
         while self._count > 1 and len(self.processes) <= self._count:
             if time.monotonic() > deadline_s:
-                raise TimeoutError(f"of {self._count} workers serve {list(self.processes)}")
+                raise TimeoutError(f"of {self._count} workers, only {list(self.processes)} serve")
             await asyncio.sleep(0.05)
 
     def check_alive(self) -> None:
-        """Raise `ProcessDied` where it has ended."""
+        """Raise `ProcessDied` if the proxy has ended."""
         self._process.check_alive()
 
     @property
     def processes(self) -> Mapping[str, int]:
-        """The process ids, by what each process is."""
+        """Return the process ids, by the names of the processes."""
         if self._count == 1:
             return {"proxy": self._process.pid}
         workers = {f"worker {number}": pid for number, pid in self._serving.workers().items()}
         return {FIRST_PROCESS: self._process.pid, **workers}
 
     def rss_mb(self) -> Mapping[tuple[str, int], float]:
-        """Resident memory of each process, which its pid tells from its predecessors."""
+        """Return the resident memory of each process in MB, by name and pid."""
         found = {}
         for name, pid in self.processes.items():
             with suppress(OSError):  # just killed
@@ -117,14 +122,14 @@ class Proxy:
         return found
 
     def fds(self) -> Mapping[str, int]:
-        """How many descriptors each process has open."""
+        """Return the number of open descriptors of each process."""
         return {
             name: len(list(Path(f"/proc/{pid}/fd").iterdir()))
             for name, pid in self.processes.items()
         }
 
     async def pages(self) -> Mapping[str, Page]:
-        """The metrics of each process that serves, at most a few seconds old."""
+        """Return the metrics of each serving process, at most a few seconds old."""
         async with (
             aiohttp.ClientSession() as http,
             http.get(f"{self.url}/metrics", raise_for_status=True) as reply,
@@ -140,12 +145,12 @@ class Proxy:
         return [f"worker {number}" for number in range(1, self._count + 1)]
 
     def surprises(self) -> list[str]:
-        """Lines of its log that no fault explains: tracebacks, errors that were never looked at."""
+        """Return log lines that no fault explains: tracebacks and unretrieved errors."""
         with self._log.open(encoding="utf-8", errors="replace") as log:
             return [line[:MOST_TOLD] for line in log if any(word in line for word in SURPRISES)]
 
     def stop(self) -> list[str]:
-        """End it; the workers that have not noticed are ended too, and returned."""
+        """Kill the proxy; return the workers that outlived it, which are killed too."""
         workers = {name: pid for name, pid in self.processes.items() if name.startswith("worker")}
         self._process.kill()
         deadline_s = time.monotonic() + ENDS_WITHIN_S
@@ -159,7 +164,7 @@ class Proxy:
 
 
 class Worker:
-    """One of several processes that serve; see `Breakable`."""
+    """Serving process, one of several, as a target of kills."""
 
     role, kinds = "worker", ("kill",)
 
@@ -169,7 +174,7 @@ class Worker:
 
     @asynccontextmanager
     async def broken(self, _: str) -> AsyncIterator[None]:
-        """Killed; another one serves in its place when the context is left."""
+        """Kill the worker; at the end of the context, wait until its replacement serves."""
         pid = self._proxy.processes[self.name]
         self._proxy.cuts.append(self._kill(pid))
         yield
@@ -179,7 +184,7 @@ class Worker:
                 await asyncio.sleep(0.05)
 
     def _kill(self, pid: int) -> Cut:
-        """Kill it while it is stopped, so that it accepts nothing more than what is noted."""
+        """Stop the worker, record its connections, and kill it: it accepts no more in between."""
         os.kill(pid, signal.SIGSTOP)
         deadline_s = time.monotonic() + STOPPED_S
         while _state(pid) != "T" and time.monotonic() < deadline_s:
@@ -191,14 +196,14 @@ class Worker:
 
 @dataclass(frozen=True)
 class Kill:
-    """A worker to be killed, and when, in seconds from the start."""
+    """Planned kill of a worker, in seconds from the start."""
 
     worker: Worker
     at_s: float
 
 
 def kills_of_workers(workers: Sequence[Worker], rng: random.Random, seconds: float) -> list[Kill]:
-    """Each of them again and again, seldom enough for the proxy to go on."""
+    """Return random kills of each worker, rare enough for the proxy to keep running."""
     planned = []
     for worker in workers:
         at_s = rng.uniform(*FIRST_KILL_S)
@@ -209,7 +214,7 @@ def kills_of_workers(workers: Sequence[Worker], rng: random.Random, seconds: flo
 
 
 def under_way(pages: Mapping[str, Page]) -> list[str]:
-    """What each process believes to be doing."""
+    """Return the gauges that are not 0 without a request, by process."""
     return [
         f"{process}: {sample.name}{sample.labels or ''} {sample.value:g}"
         for process, page in pages.items()
@@ -220,7 +225,7 @@ def under_way(pages: Mapping[str, Page]) -> list[str]:
 
 
 def not_asked_by(pages: Mapping[str, Page]) -> list[str]:
-    """The instances that a process does not ask."""
+    """Return the instances that a process finds down."""
     return [
         f"{sample.labels} by {process}"
         for process, page in pages.items()
@@ -230,13 +235,13 @@ def not_asked_by(pages: Mapping[str, Page]) -> list[str]:
 
 
 def answered(page: Page) -> float:
-    """How many chats a process has answered."""
+    """Return the number of chat requests that a process has answered."""
     samples = page["epd_requests"].samples if "epd_requests" in page else ()
     return sum(one.value for one in samples if CHAT.items() <= one.labels.items())
 
 
 class _Serving:
-    """Which process serves as which worker, by what the log says. Read as it grows."""
+    """Process ids of the workers, read from the growing log."""
 
     def __init__(self, log: Path) -> None:
         self._log, self._at = log, 0
@@ -260,7 +265,7 @@ def _by_name(families: Iterable[Metric]) -> Page:
 
 
 def _metrics_pages(pid: int) -> list[bytes]:
-    """What the pages of memory say that hold metrics, in the order of their descriptors."""
+    """Return the contents of the shared pages with metrics, in the order of their descriptors."""
     pages = []
     folder = Path(f"/proc/{pid}/fd")
     for path in sorted(folder.iterdir(), key=lambda path: int(path.name)):
@@ -274,7 +279,7 @@ def _metrics_pages(pid: int) -> list[bytes]:
 
 
 def _accepted(pid: int, port: int) -> Iterator[int]:
-    """The other ends' ports of the connections of a process at a port of its own."""
+    """Yield the clients' ports of the connections that a process has accepted at a port."""
     sockets = set()
     for path in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""What a run of `chaos.py` has shown, and what it must not have."""
+"""Report of a run of `chaos.py`, and the invariants that it checks."""
 
 import statistics
 from collections import Counter
@@ -12,34 +12,34 @@ from scripts.chaos_load import Outcome
 from scripts.chaos_proxy import Cut
 
 MORE_FDS = 16
-"""Connections to the store that a process of the proxy may have kept."""
+"""Descriptors that a process of the proxy may keep for connections to the store."""
 
 SLOPE_FROM_S = 300.0
-"""Before, memory grows into what a load needs, and a slope says nothing."""
+"""Shortest run with a check of growing memory, in seconds: before, memory grows with the load."""
 
 MAX_SLOPE = 1.0
 EXAMPLES = 10
 
 Excuse = Callable[[Outcome, Iterable[Fault]], bool]
 Sample = tuple[float, Mapping[tuple[str, int], float]]
-"""Seconds, and the megabytes that each process of the proxy had then, by name and pid."""
+"""Time in seconds, and the memory of each process of the proxy in MB, by name and pid."""
 
 
 @dataclass(frozen=True)
 class Left:
-    """What is left when all is over.
+    """Resources in use at the end of a run.
 
     Attributes:
         recovered: whether every request is answered again.
-        idle: instances and workers that are not asked any more.
-        open: requests that instances still work on.
-        under_way: what a process of the proxy believes to be doing, and instances that it skips.
+        idle: instances and workers that get no more requests.
+        open: requests that instances still process.
+        under_way: gauges of the proxy's processes that are not 0, and instances that they skip.
         claims: entries that a proxy still claims in the store.
-        kept: prompts that prefill instances keep for a decode that has not come.
-        kept_later: the same, after a few requests that no fault met.
-        fds: descriptors that each process of the proxy had at the start, and has.
-        processes: workers that lived on without the process that started them.
-        surprises: lines of its log that no fault explains.
+        kept: prompts that prefill instances keep for a missing decode.
+        kept_later: the same number after a few requests without faults.
+        fds: descriptors of each process of the proxy, at the start and now.
+        processes: workers that outlived the process that started them.
+        surprises: log lines that no fault explains.
     """
 
     recovered: bool
@@ -65,13 +65,13 @@ class Memory:
 
     @classmethod
     def over(cls, samples: Sequence[tuple[float, float]]) -> "Memory":
-        """That of a process with these seconds and megabytes."""
+        """Return the memory over samples of seconds and megabytes."""
         (began_s, first), (ended_s, last) = samples[0], samples[-1]
         return cls(round(ended_s - began_s, 1), first, last, _slope(samples))
 
     @property
     def grows(self) -> bool:
-        """Whether it grew for longer than a load needs."""
+        """Return whether the memory keeps growing."""
         return self.seconds >= SLOPE_FROM_S and self.per_min >= MAX_SLOPE
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Figures:
-    """A run in figures."""
+    """Counts, memory and leaks of a run."""
 
     seconds: float
     requests: int
@@ -99,7 +99,7 @@ class Figures:
 
     @property
     def broken(self) -> list[str]:
-        """The invariants that did not hold."""
+        """Return the names of the invariants that did not hold."""
         checks = {
             "wrong answers": self.wrong == 0,
             "requests lost": self.lost == 0,
@@ -121,7 +121,7 @@ class Figures:
         return [name for name, holds in checks.items() if not holds]
 
     def to_json(self) -> bytes:
-        """All of it."""
+        """Return the report as JSON."""
         return orjson.dumps(asdict(self) | {"broken": self.broken}, option=orjson.OPT_INDENT_2)
 
     def __str__(self) -> str:
@@ -157,14 +157,14 @@ class Figures:
 
 @dataclass(frozen=True)
 class Seen:
-    """What was seen of a run.
+    """Observations of a run.
 
     Attributes:
-        outcomes: how its requests ended.
-        faults: what was broken.
-        cuts: workers that were killed.
-        memory: of the proxy, in the order of its seconds.
-        left: what is left.
+        outcomes: outcomes of its requests.
+        faults: injected faults.
+        cuts: kills of workers.
+        memory: memory samples of the proxy, in the order of time.
+        left: resources in use at the end.
     """
 
     outcomes: Sequence[Outcome]
@@ -175,11 +175,11 @@ class Seen:
 
 
 def figures(seen: Seen, excuse: Excuse) -> Figures:
-    """The figures of a run.
+    """Return the report of a run.
 
     Args:
-        seen: what was seen of it.
-        excuse: which errors may be.
+        seen: observations of the run.
+        excuse: function that decides whether faults excuse an error.
     """
     outcomes, faults = seen.outcomes, seen.faults
     results = Counter(outcome.result for outcome in outcomes)
@@ -217,7 +217,7 @@ def figures(seen: Seen, excuse: Excuse) -> Figures:
 
 
 def _by_process(samples: Sequence[Sample]) -> dict[str, Memory]:
-    """The memory of each process; of workers that were killed that of the last one."""
+    """Return the memory of each process; for a killed worker, that of its latest replacement."""
     lives: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for at_s, megabytes in samples:
         for process, mb in megabytes.items():
@@ -226,7 +226,7 @@ def _by_process(samples: Sequence[Sample]) -> dict[str, Memory]:
 
 
 def _slope(memory: Sequence[tuple[float, float]]) -> float:
-    """Megabytes a minute, by least squares over the last three quarters."""
+    """Return the growth in MB per minute, by least squares over the last three quarters."""
     later = memory[len(memory) // 4 :]
     if len({at for at, _ in later}) < 2:  # noqa: PLR2004 - a line has two points
         return 0.0
@@ -243,7 +243,7 @@ def _counts(counts: Mapping[str, int]) -> str:
 
 
 def _example(outcome: Outcome, faults: Sequence[Fault]) -> str:
-    """What to look for in the logs."""
+    """Return one line about a failed request, to find it in the logs."""
     felt = [
         f"{fault.name} {fault.kind} {fault.began_s - outcome.began_s:+.2f}"
         f" to {fault.ended_s - outcome.began_s:+.2f}"

@@ -1,9 +1,9 @@
-"""Write the tables of settings in docs/configuration.md, from the settings themselves.
+"""Write the tables of settings in docs/configuration.md, from the settings' fields.
 
-    python scripts/config_reference.py          writes what is between the two comments
-    python scripts/config_reference.py --check  fails where it is out of date
+    python scripts/config_reference.py          writes the tables
+    python scripts/config_reference.py --check  fails if the tables are out of date
 
-The comments are `<!-- settings -->` and `<!-- end of settings -->`.
+The tables are between `<!-- settings -->` and `<!-- end of settings -->`.
 """
 
 import argparse
@@ -29,9 +29,11 @@ NONE = "-"
 
 
 def main() -> None:
-    """Write the tables, or check them."""
+    """Write the tables, or check them with `--check`."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing, fail instead")
+    parser.add_argument(
+        "--check", action="store_true", help="fail if the tables are out of date; write nothing"
+    )
     check = parser.parse_args().check
     old = DOCUMENT.read_text()
     tables = "\n".join(table(title) for title in dict.fromkeys(GROUPS.values()))
@@ -43,18 +45,18 @@ def main() -> None:
 
 
 def table(title: str) -> str:
-    """One group, with its heading."""
+    """Return the table of one group, with its heading."""
     lines = (row(name, Settings.model_fields[name]) for name in names(title))
     return f"### Settings: {title}\n\n{HEADER}{''.join(lines)}"
 
 
 def names(title: str) -> Iterator[str]:
-    """The settings of a group, in the model's order."""
+    """Return the settings of a group, in the model's order."""
     return (name for name in Settings.model_fields if group_of(name) == title)
 
 
 def row(name: str, field: FieldInfo) -> str:
-    """One setting."""
+    """Return the row of one setting."""
     cells = (
         NONE if name in SECRETS else code(flag_of(name)),
         ", ".join(map(code, variables_of(name))),
@@ -68,7 +70,7 @@ def row(name: str, field: FieldInfo) -> str:
 
 
 def value(name: str, field: FieldInfo) -> str:
-    """What it may be."""
+    """Return the values that a setting may have."""
     if name in SECRETS:
         return "secret"
     if field.annotation is bool:
@@ -80,7 +82,7 @@ def value(name: str, field: FieldInfo) -> str:
 
 
 def default(name: str, field: FieldInfo) -> str:
-    """What it is where nobody has set it."""
+    """Return the default of a setting, with its binary unit if it is a size."""
     if field.is_required():
         return "required"
     if field.default in {None, ()}:
@@ -93,7 +95,7 @@ def default(name: str, field: FieldInfo) -> str:
 
 
 def code(text: str) -> str:
-    """As code."""
+    """Return the text as inline code in Markdown."""
     return f"`{text}`"
 
 

@@ -1,6 +1,6 @@
-"""Serve a picture through a real EPD stack on this machine's CPU, and show what happened.
+"""Send a picture through a real EPD stack on this machine's CPU, and show times and store.
 
-Run by `demo.sh`, which sets up what it needs.
+`demo.sh` sets up the environment and runs this script.
 """
 
 import argparse
@@ -27,14 +27,14 @@ QUESTION = "What is in this picture?"
 
 
 def main() -> None:
-    """Start the stack, ask, show, stop."""
+    """Start the stack, send a request, show the result, and stop the stack."""
     args = arguments()
-    # Progress is for whoever watches, through a pipe as well.
+    # Progress must be visible at once, through a pipe too.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    # Whatever ends this process must end the engines too: let the contexts be left.
+    # A signal must stop the engines too: `sys.exit` closes the contexts.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))
-    # A shell starts what it runs in the background with Ctrl-C ignored.
+    # A shell starts background commands with Ctrl-C ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     models = RUN / "models"
     subprocess.run([sys.executable, ROOT / "scripts" / "tiny_models.py", models], check=True)
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Return the arguments of the command line."""
     parser = argparse.ArgumentParser(prog="scripts/demo.sh", description=__doc__.split("\n")[0])
     parser.add_argument(
         "--topology",
@@ -62,17 +62,20 @@ def arguments() -> argparse.Namespace:
         help="1e1pd (default), 1e1p1d with NIXL between prefill and decode, 2e1pd, ...",
     )
     parser.add_argument(
-        "--picture", type=picture, default=MEDIA / "cat.jpg", help="the picture to ask about"
+        "--picture",
+        type=picture,
+        default=MEDIA / "cat.jpg",
+        help="picture to send (default: cat.jpg)",
     )
     parser.add_argument(
-        "--ec-store", metavar="URL", help="redis://… or file:///path; by default a new directory"
+        "--ec-store", metavar="URL", help="redis://… or file:///path (default: a new folder)"
     )
-    parser.add_argument("--keep", action="store_true", help="leave the stack up until Ctrl-C")
+    parser.add_argument("--keep", action="store_true", help="keep the stack running until Ctrl-C")
     return parser.parse_args()
 
 
 def topology(name: str) -> Topology:
-    """A topology, or argparse's error."""
+    """Return the topology of this name; raise argparse's error if it is invalid."""
     try:
         return Topology.parse(name)
     except ValueError as error:
@@ -80,7 +83,7 @@ def topology(name: str) -> Topology:
 
 
 def picture(name: str) -> Path:
-    """A picture's path, or argparse's error."""
+    """Return the path of a picture; raise argparse's error if it is not a file."""
     path = Path(name)
     if not path.is_file():
         raise argparse.ArgumentTypeError(f"{name!r} is not a file")
@@ -88,7 +91,7 @@ def picture(name: str) -> Path:
 
 
 def answer(stack: Stack, path: Path) -> None:
-    """Stream one answer through the official client, then show where it came from."""
+    """Stream one response through the official client, then show its times and the store."""
     client = openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0)
     [model] = client.models.list()
     print(f"\n{model.id}, {path.name}: {QUESTION}\n")
@@ -117,7 +120,7 @@ def answer(stack: Stack, path: Path) -> None:
 
 
 def content(path: Path) -> list[openai.types.chat.ChatCompletionContentPartParam]:
-    """The content parts of the question."""
+    """Return the content parts of the request."""
     media_type = mimetypes.guess_type(path.name)[0] or "image/jpeg"
     data = base64.b64encode(path.read_bytes()).decode()
     return [
@@ -127,12 +130,12 @@ def content(path: Path) -> list[openai.types.chat.ChatCompletionContentPartParam
 
 
 def printable(text: str) -> str:
-    """The text with what a terminal would act on replaced."""
+    """Return the text with control characters replaced."""
     return "".join(character if character.isprintable() else "·" for character in text)
 
 
 def show_times(timing: str, first_s: float, total_s: float) -> None:
-    """What each stage took, as the proxy reports it in `Server-Timing`."""
+    """Print the time of each stage, as the proxy reports it in `Server-Timing`."""
     print("Where the time went:")
     for entry in timing.split(", "):
         stage, _, milliseconds = entry.partition(";dur=")
@@ -142,7 +145,7 @@ def show_times(timing: str, first_s: float, total_s: float) -> None:
 
 
 def show_store(stack: Stack) -> None:
-    """What the store holds, and where."""
+    """Print the entries of the store, and its URL."""
     print(f"\nEncoder output in {stack.store}, where prefill found it:")
     with open_store(stack.store) as store:
         for row in store.ls():
@@ -156,7 +159,7 @@ def show_store(stack: Stack) -> None:
 
 
 def keep(stack: Stack, path: Path) -> None:
-    """Serve until Ctrl-C, or until processes have died without which there are no answers."""
+    """Serve until Ctrl-C, or until an indispensable process has died."""
     url = {"url": (path if path.parent == MEDIA else MEDIA / "cat.jpg").resolve().as_uri()}
     parts = [{"type": "image_url", "image_url": url}, {"type": "text", "text": QUESTION}]
     messages = [{"role": "user", "content": parts}]

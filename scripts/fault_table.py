@@ -1,12 +1,12 @@
-"""Say in docs/faults.md and SECURITY.md which tests show each row of their tables.
+"""Write the tests of each row into the tables of docs/faults.md and SECURITY.md.
 
     python scripts/fault_table.py          writes the last column of each table
-    python scripts/fault_table.py --check  fails where one is out of date or a row has no test
+    python scripts/fault_table.py --check  fails if a table is out of date or a row has no test
 
-A test shows a row if it is marked so, `@pytest.mark.fault(7)` or `@pytest.mark.security("S3")`, or
-its class, its module or one of its parameter sets is. A table stands between two comments,
-`<!-- tests of <marker> -->` and `<!-- end -->`; the first cell of a row is its number, the last one
-its tests, as files with the number of tests in each.
+A test belongs to a row if it has the marker `@pytest.mark.fault(7)` or
+`@pytest.mark.security("S3")`, or if its class, its module or one of its parameter sets has it. A
+table is between two comments, `<!-- tests of <marker> -->` and `<!-- end -->`. The first cell of a
+row is its number. The last cell has the files of its tests, with the number of tests in each.
 """
 
 import argparse
@@ -24,13 +24,15 @@ HEADER_LINES = 2
 NOTHING = "none yet"
 
 Shown = Mapping[str, Counter[str]]
-"""By row: how many tests show it, by file."""
+"""Number of tests of each row, by file."""
 
 
 def main() -> None:
-    """Write the tables, or check them."""
+    """Write the tables, or check them with `--check`."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing, fail instead")
+    parser.add_argument(
+        "--check", action="store_true", help="fail if a table is out of date; write nothing"
+    )
     check = parser.parse_args().check
     problems = [
         problem
@@ -43,7 +45,7 @@ def main() -> None:
 
 
 def update(document: Path, tests: Path, *, write: bool) -> Iterator[str]:
-    """Bring a document's tables up to date, and tell what is wrong with them."""
+    """Update a document's tables, and yield the errors in them."""
     old = document.read_text()
     new = TABLE.sub(
         lambda found: found[1] + table(found[3], shown(tests, found[2])) + found[4], old
@@ -61,11 +63,11 @@ def update(document: Path, tests: Path, *, write: bool) -> Iterator[str]:
             f"{document.name}: no test shows {row}" for row in cells if cells[row] == NOTHING
         )
         unknown = sorted(set(shown(tests, marker)) - set(cells))
-        yield from (f"{document.name}: no row {row}, and tests for it" for row in unknown)
+        yield from (f"{document.name}: tests name row {row}, which is missing" for row in unknown)
 
 
 def table(old: str, tests: Shown) -> str:
-    """A table with its last column made anew."""
+    """Return a table with an updated last column."""
     lines = old.splitlines()
     for number, line in enumerate(lines[HEADER_LINES:], HEADER_LINES):
         row, _ = row_and_tests(line)
@@ -76,13 +78,13 @@ def table(old: str, tests: Shown) -> str:
 
 
 def row_and_tests(line: str) -> tuple[str, str]:
-    """The first and the last cell of a line of a table."""
+    """Return the first and the last cell of a line of a table."""
     cells = line.strip().strip("|").split("|")
     return cells[0].strip(), cells[-1].strip()
 
 
 def shown(tests: Path, marker: str) -> Shown:
-    """Which rows the tests in a folder are marked to show."""
+    """Return the rows that the tests in a folder are marked with."""
     rows: dict[str, Counter[str]] = {}
     for path in sorted(tests.rglob("*.py")):
         for row in rows_in(ast.parse(path.read_text()), marker):
@@ -91,7 +93,7 @@ def shown(tests: Path, marker: str) -> Shown:
 
 
 def rows_in(module: ast.Module, marker: str) -> Iterator[str]:
-    """The rows that each test of a module shows, once for each test."""
+    """Yield the rows of each test of a module, once per test."""
     for_all = {row for name, value in assignments(module) if name == "pytestmark"
                for row in marks(value, marker)}  # fmt: skip
     for node in module.body:
@@ -103,7 +105,7 @@ def rows_in(module: ast.Module, marker: str) -> Iterator[str]:
 
 
 def rows_of(node: ast.stmt, marker: str, beside: set[str]) -> set[str]:
-    """The rows that a test shows; none for what is no test."""
+    """Return the rows of a test; an empty set if the statement is not a test."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return set()
     if not node.name.startswith("test_"):
@@ -112,14 +114,14 @@ def rows_of(node: ast.stmt, marker: str, beside: set[str]) -> set[str]:
 
 
 def assignments(module: ast.Module) -> Iterator[tuple[str, ast.expr]]:
-    """What is assigned to simple names at the top of a module."""
+    """Yield the assignments to simple names at the top level of a module."""
     for node in module.body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             yield node.targets[0].id, node.value
 
 
 def marks(expression: ast.expr, marker: str) -> set[str]:
-    """The arguments of all `pytest.mark.<marker>(…)` in an expression."""
+    """Return the arguments of all `pytest.mark.<marker>(…)` in an expression."""
     return {
         str(argument.value)
         for node in ast.walk(expression)

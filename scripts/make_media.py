@@ -1,8 +1,8 @@
-"""Draw and synthesise the made files of `examples/media`; the photographs there are given.
+"""Generate the synthetic files of `examples/media`; the photographs there are not generated.
 
     python scripts/make_media.py [DIR]
 
-Needs pillow. The same pillow gives the same bytes.
+It needs pillow. The same version of pillow gives the same bytes.
 """
 
 import argparse
@@ -31,7 +31,7 @@ SENTENCES = (
 
 
 def main() -> None:
-    """Write every made file into the folder named on the command line."""
+    """Write all generated files into the folder of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", nargs="?", type=Path, default=MEDIA)
     folder: Path = parser.parse_args().folder
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def chart() -> Image.Image:
-    """Bars and a line over labelled axes."""
+    """Return a chart: bars and a line over labelled axes."""
     image = Image.new("RGB", (640, 420), "white")
     draw = ImageDraw.Draw(image)
     heights = (120, 210, 160, 280, 90, 240)
@@ -65,7 +65,7 @@ def chart() -> Image.Image:
 
 
 def shapes() -> Image.Image:
-    """Flat shapes over a gradient of two colours."""
+    """Return flat shapes over a gradient of two colours."""
     across, down = Image.linear_gradient("L").rotate(90), Image.linear_gradient("L")
     flat = Image.new("L", across.size, 96)
     image = Image.merge("RGB", (across, flat, down)).resize((560, 420))
@@ -78,7 +78,7 @@ def shapes() -> Image.Image:
 
 
 def page() -> Image.Image:
-    """A page of dark text on paper."""
+    """Return a page of dark text on light paper."""
     image = Image.new("L", (500, 640), 246)
     draw = ImageDraw.Draw(image)
     draw.text((48, 40), "On encoding once", fill=16, font=font(36))
@@ -88,7 +88,7 @@ def page() -> Image.Image:
 
 
 def frames(count: int = 8) -> list[Image.Image]:
-    """A ball that flies in an arc, frame by frame."""
+    """Return the frames of a ball that flies in an arc."""
     images = []
     for i in range(count):
         image = Image.new("P", (224, 168), 0)
@@ -102,19 +102,19 @@ def frames(count: int = 8) -> list[Image.Image]:
 
 
 def font(size: float) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    """The font that comes with pillow."""
+    """Return the font of pillow in this size."""
     return ImageFont.load_default(size)
 
 
 def chirp() -> list[float]:
-    """One tone that rises from 200 to 4000 Hz."""
+    """Return the samples of a tone that rises from 200 to 4000 Hz."""
     seconds, low, high = 1.5, 200.0, 4000.0
     slope = (high - low) / (2 * seconds)
     return sample(seconds, lambda t: math.sin(2 * math.pi * (low * t + slope * t * t)))
 
 
 def chord() -> list[float]:
-    """A major triad on A, plucked."""
+    """Return the samples of a plucked major triad on A."""
     tones = (220.0, 277.18, 329.63)
     return sample(
         1.2, lambda t: math.exp(-2 * t) * sum(math.sin(2 * math.pi * hz * t) for hz in tones)
@@ -122,13 +122,13 @@ def chord() -> list[float]:
 
 
 def vowels() -> list[float]:
-    """Three vowels of a low voice, one after the other, with a breath between them."""
+    """Return the samples of three vowels of a low voice, with a pause after each."""
     breath = [0.0] * (RATE_HZ // 10)
     return [value for formants in VOWELS_HZ for value in (*vowel(formants), *breath)]
 
 
 def vowel(formants: Iterable[float], pitch_hz: float = 120, seconds: float = 0.6) -> list[float]:
-    """The voice's harmonics, each as loud as the nearest formants make it."""
+    """Return the samples of one vowel: harmonics with the loudness that the formants give."""
     harmonics = [n * pitch_hz for n in range(1, 30)]
     loudness = {hz: sum(1 / (1 + ((hz - f) / 80) ** 2) for f in formants) for hz in harmonics}
 
@@ -140,7 +140,7 @@ def vowel(formants: Iterable[float], pitch_hz: float = 120, seconds: float = 0.6
 
 
 def sample(seconds: float, signal: Callable[[float], float]) -> list[float]:
-    """The signal's values at the sampling rate."""
+    """Return the values of a signal at the sampling rate."""
     return [signal(i / RATE_HZ) for i in range(round(seconds * RATE_HZ))]
 
 

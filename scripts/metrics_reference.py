@@ -1,10 +1,10 @@
-"""Write the table of figures in docs/metrics.md from epd/observe/figures.py.
+"""Write the table of metrics in docs/metrics.md from epd/observe/figures.py.
 
-    python scripts/metrics_reference.py          writes it
-    python scripts/metrics_reference.py --check  fails where it is out of date
+    python scripts/metrics_reference.py          writes the table
+    python scripts/metrics_reference.py --check  fails if the table is out of date
 
-The table stands between `<!-- figures -->` and `<!-- end -->`. A figure that the rest of the
-document names has to be one.
+The table is between `<!-- figures -->` and `<!-- end -->`. Every metric that the rest of the
+document names must exist.
 """
 
 import argparse
@@ -23,13 +23,15 @@ ENDS = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_count
 
 
 def main() -> None:
-    """Write the table, or check it."""
+    """Write the table, or check it with `--check`."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing, fail instead")
+    parser.add_argument(
+        "--check", action="store_true", help="fail if the table is out of date; write nothing"
+    )
     check = parser.parse_args().check
     old = DOCUMENT.read_text()
     new = TABLE.sub(lambda found: found[1] + table() + found[3], old)
-    problems = [f"{name} is no figure" for name in unknown(new)]
+    problems = [f"{name} is not a metric" for name in unknown(new)]
     if check and new != old:
         problems.append("out of date; run scripts/metrics_reference.py")
     if not check:
@@ -38,13 +40,13 @@ def main() -> None:
 
 
 def table() -> str:
-    """A row for each figure."""
+    """Return a table with a row per metric."""
     head = "| name | kind | labels | |\n| --- | --- | --- | --- |\n"
     return head + "".join(map(row, FIGURES.values()))
 
 
 def row(figure: Figure) -> str:
-    """Its name as samples have it, but for a histogram's."""
+    """Return the row of a metric, with the name of its samples (a histogram: of its family)."""
     name = figure.name + (ENDS["counter"][0] if figure.kind == "counter" else "")
     labels = ", ".join(f"`{label}`" for label in figure.labels)
     of_workers = OF_WORKERS.get(figure.of_workers.__name__)
@@ -53,7 +55,7 @@ def row(figure: Figure) -> str:
 
 
 def unknown(document: str) -> Iterator[str]:
-    """Names in it that no sample and no histogram has."""
+    """Yield the metric names in a document that do not exist."""
     known = {figure.name + end for figure in FIGURES.values() for end in ENDS[figure.kind]}
     known |= {figure.name for figure in FIGURES.values() if figure.kind == "histogram"}
     yield from sorted({*NAME.findall(document)} - known)

@@ -1,7 +1,7 @@
-"""Write the table of packages in docs/architecture.md, from docstrings and the layers checked.
+"""Write the table of packages in docs/architecture.md, from docstrings and import layers.
 
 python scripts/package_table.py          writes the table
-python scripts/package_table.py --check  fails where it is out of date
+python scripts/package_table.py --check  fails if the table is out of date
 """
 
 import argparse
@@ -18,9 +18,11 @@ PLACE = re.compile(r"(<!-- packages -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
 def main() -> None:
-    """Write the table, or check it."""
+    """Write the table, or check it with `--check`."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing, fail instead")
+    parser.add_argument(
+        "--check", action="store_true", help="fail if the table is out of date; write nothing"
+    )
     check = parser.parse_args().check
     old = DOCUMENT.read_text()
     new = PLACE.sub(lambda found: found[1] + "\n".join(rows()) + "\n" + found[3], old)
@@ -31,7 +33,7 @@ def main() -> None:
 
 
 def rows() -> Iterator[str]:
-    """The table in Markdown: a row for each package and module, from the top layer down."""
+    """Yield the lines of the table: a row per package or module, from the top layer down."""
     yield "| layer | package or module of `epd` | what it is |"
     yield "| --- | --- | --- |"
     for number, layer in enumerate(layers(), 1):
@@ -40,7 +42,7 @@ def rows() -> Iterator[str]:
 
 
 def layers() -> list[list[str]]:
-    """The layers that import-linter checks, the top one first."""
+    """Return the layers that import-linter checks, the top one first."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     contracts = settings["tool"]["importlinter"]["contracts"]
     [checked] = [one["layers"] for one in contracts if one["name"] == "layers"]
@@ -48,7 +50,7 @@ def layers() -> list[list[str]]:
 
 
 def described(name: str) -> str:
-    """The first sentence of a package's or module's docstring."""
+    """Return the first line of the docstring of a package or module."""
     path = ROOT / name.replace(".", "/")
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     docstring = ast.get_docstring(ast.parse(file.read_text())) or ""

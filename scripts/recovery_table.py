@@ -1,7 +1,7 @@
 """Write the recovery tables of `epd.request.recovery` into docs/decisions/011-trying-again.md.
 
 python scripts/recovery_table.py          writes both tables
-python scripts/recovery_table.py --check  fails where one is out of date
+python scripts/recovery_table.py --check  fails if a table is out of date
 """
 
 import argparse
@@ -21,9 +21,11 @@ PLACE = re.compile(r"(<!-- recovery of (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTA
 
 
 def main() -> None:
-    """Write the tables, or check them."""
+    """Write the tables, or check them with `--check`."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing, fail instead")
+    parser.add_argument(
+        "--check", action="store_true", help="fail if a table is out of date; write nothing"
+    )
     check = parser.parse_args().check
     old = DOCUMENT.read_text()
     new = PLACE.sub(lambda found: found[1] + table(TABLES[found[2]]) + found[4], old)

@@ -1,12 +1,12 @@
-"""How many encodes a replay of reused pictures costs where the store cannot hold them all.
+"""Encodes of a replay with reused pictures, for a store that cannot hold all of them.
 
     .venv/bin/python scripts/replay_reuse.py
     .venv/bin/python scripts/replay_reuse.py redis://127.0.0.1:6379
 
-Starts the real proxy in front of small servers that do what encode and decode instances with the
-connector do, on a real store, at a pace that real engines on a CPU cannot keep: `epd bench serve`
-measures those. The replays are its `pool` and `window`. The ideal cache is one of the same size
-that evicts the least recently used picture.
+It starts the real proxy in front of small servers that imitate encode and decode instances with the
+connector, on a real store, at a rate that real engines on a CPU cannot sustain. `epd bench serve`
+measures real engines. The replays are its `pool` and `window`. The ideal cache has the same size
+and evicts the least recently used picture.
 """
 
 import argparse
@@ -33,16 +33,15 @@ GRID = {"image_grid_thw": [1, 36, 54]}
 
 
 class Instances:
-    """One server for both roles: what is encoded is written, what is decoded must be there."""
+    """Server of both roles: encode writes entries, and decode needs them."""
 
     def __init__(self, store: AsyncStore) -> None:
-        """Serve nothing yet."""
         self._store = store
         self.encodes = 0
         self.lost = 0
 
     async def encode(self, request: web.Request) -> web.Response:
-        """Write an entry and say so."""
+        """Write an entry, and answer with its `ec_transfer_params`."""
         self.encodes += 1
         body = orjson.loads(await request.read())
         uuid = body["messages"][0]["content"][0]["uuid"]
@@ -53,7 +52,7 @@ class Instances:
         return web.json_response({"choices": [], "ec_transfer_params": said})
 
     async def decode(self, request: web.Request) -> web.Response:
-        """Load every item that comes without its media, or fail as vLLM does."""
+        """Load every item without media from the store; answer 500 if one is missing, as vLLM."""
         body = orjson.loads(await request.read())
         for part in body["messages"][0]["content"]:
             key = EntryKey(NAMESPACE, part["uuid"])
@@ -65,7 +64,7 @@ class Instances:
 
 @asynccontextmanager
 async def served(app: web.Application) -> AsyncIterator[str]:
-    """A server on a free port, by its URL."""
+    """Serve an application on a free port, and yield its URL."""
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -76,7 +75,7 @@ async def served(app: web.Application) -> AsyncIterator[str]:
 
 
 async def replay(url: str, names: list[str], clients: int, rate: float) -> Instances:
-    """Ask about one picture after the other, several clients at once, so many a second."""
+    """Send a request per picture with several clients, at `rate` requests per second."""
     async with AsyncExitStack() as stack:
         store = await stack.enter_async_context(await AsyncStore.open(url))
         await store.register_namespace("m", NAMESPACE)
@@ -93,7 +92,7 @@ async def replay(url: str, names: list[str], clients: int, rate: float) -> Insta
             decode_servers_urls=(urls[1],),
             ec_store=url,
             ec_store_budget_s=1.0,
-            # Hundreds of requests a second: what the last second used would fill a small store.
+            # At hundreds of requests per second, the leases of one second would fill a small store.
             ec_store_lease_s=0.02,
         )
         proxy = await stack.enter_async_context(served(epd.create_app(config, observers=())))
@@ -104,7 +103,8 @@ async def replay(url: str, names: list[str], clients: int, rate: float) -> Insta
 
         async def client() -> None:
             for number, name in waiting:
-                # An entry is marked as used once a second: a trace in no time has no order of use.
+                # An entry is marked as used once per second: the replay must take longer, or the
+                # entries have no order of use.
                 await asyncio.sleep(began + number / rate - clock())
                 async with http.post(f"{proxy}/v1/chat/completions", json=body_of(name)) as reply:
                     reply.raise_for_status()
@@ -114,19 +114,19 @@ async def replay(url: str, names: list[str], clients: int, rate: float) -> Insta
 
 
 def body_of(name: str) -> dict[str, Any]:
-    """A request about a picture; its bytes are the name."""
+    """Return a request with a picture; the picture's bytes are the name."""
     content = base64.b64encode(name.encode()).decode()
     part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{content}"}}
     return {"model": "m", "messages": [{"role": "user", "content": [part]}]}
 
 
 def main() -> None:
-    """Print a table."""
+    """Print a table with a row per replay and size of the store."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("url", nargs="?", help="a store, which is emptied; else a directory")
+    parser.add_argument("url", nargs="?", help="store URL; it is emptied (default: a new folder)")
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--rate", type=float, default=50, help="requests a second")
+    parser.add_argument("--rate", type=float, default=50, help="requests per second")
     args = parser.parse_args()
     print("| replay | store | requests | pictures | encodes | ideal | hit rate / ideal | lost |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")

@@ -1,10 +1,10 @@
-"""Write to and read from a small store with many processes, and check all that is read.
+"""Write to and read from a small store with many processes, and check every read.
 
     .venv/bin/python scripts/soak_store.py 'file:///dev/shm/soak?max_bytes=256MiB' --seconds 600
 
-The entries come from a pool that is ten times the size of the store (`--pool-bytes`), so that most
-writes have to make room. What an entry holds follows from its key: a reader knows what is right.
-For Redis set `maxmemory` and `maxmemory-policy allkeys-lru` on the server before.
+The entries come from a pool of ten times the store's size (`--pool-bytes`), so that most writes
+must evict. The content of an entry is derived from its key, so that a reader can check it. For
+Redis, set `maxmemory` and `maxmemory-policy allkeys-lru` on the server first.
 """
 
 import argparse
@@ -29,17 +29,17 @@ NAMESPACE = "soak"
 WIDTH = 2048
 ITEM_BYTES = 2
 ROWS = (64, 1024)
-"""Least and most rows of an entry: 0.25 to 4 MiB."""
+"""Minimum and maximum rows of an entry: 0.25 to 4 MiB."""
 
 
 @dataclass(slots=True)
 class Done:
-    """What one process has done.
+    """Work of one process.
 
     Attributes:
-        counts: of calls, by what came of them.
-        bytes: that were written or read.
-        times_s: of calls that wrote or read.
+        counts: number of calls, by result.
+        bytes: bytes written or read.
+        times_s: times of the calls that wrote or read, in seconds.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -48,7 +48,7 @@ class Done:
 
 
 def main() -> None:
-    """Print figures; exit with 1 where something wrong was read or the quota was not kept."""
+    """Print the results; exit with 1 if a read was wrong or the quota was exceeded."""
     args = _arguments()
     with open_store(args.url) as store:
         print(f"{args.writers} writers, {args.readers} readers, {args.seconds:g} s, {args.url}")
@@ -78,18 +78,18 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("url", help="of the store, with its quota")
+    parser.add_argument("url", help="URL of the store, with its quota")
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--writers", type=int, default=16)
     parser.add_argument("--readers", type=int, default=16)
     parser.add_argument(
-        "--pool-bytes", type=size_bytes, default=size_bytes("2560MiB"), help="of all entries"
+        "--pool-bytes", type=size_bytes, default=size_bytes("2560MiB"), help="size of all entries"
     )
     return parser.parse_args()
 
 
 def _work(write: bool, url: str, seed: int, pool: int, seconds: float, pipe: Connection) -> None:  # noqa: PLR0913, PLR0917
-    """Write or read random entries of the pool; runs in a process of its own."""
+    """Write or read random entries of the pool, in a separate process."""
     draw, done = random.Random(seed), Done()  # noqa: S311 - no secret
     until_s = time.monotonic() + seconds
     with open_store(url) as store:
@@ -124,17 +124,17 @@ def _get(store: Store, key: EntryKey, right: Entry) -> str:
 
 
 def _entry(name: int) -> Entry:
-    """Return the entry that a name stands for: of another size and content than most others."""
+    """Return the entry of a name, with size and content derived from the name."""
     rows = random.Random(name).randint(*ROWS)  # noqa: S311 - no secret
     row = name.to_bytes(8, "little") * (WIDTH * ITEM_BYTES // 8)
     return Entry(memoryview(row * rows), "BF16", (rows, WIDTH), "image", {})
 
 
 def _watch(url: str, seconds: float) -> int:
-    """Return the most bytes that the store took, looked at each second.
+    """Return the maximum of the store's size in bytes, read once per second.
 
-    Of a directory these are the blocks of its files: the store's own figure has what writers have
-    announced as well, before they make room for it.
+    For a folder it is the size of the files' blocks: the store's own number includes writes that
+    are announced before eviction has made room for them.
     """
     most, until_s = 0, time.monotonic() + seconds
     parts = urlsplit(url)

@@ -3,12 +3,12 @@
     python scripts/tiny_models.py DIR
     python scripts/tiny_models.py DIR tiny-paddleocr-vl tiny-pixtral
 
-makes `DIR/tiny-qwen2.5-vl` (pictures, video) and `DIR/tiny-qwen2-audio`, or the models that are
-named. Their answers are random letters, but always the same ones for the same input, and they
-depend on each picture, each sound and their order: a stage that loses, swaps or damages an encoder
-output changes the answer.
+It writes `DIR/tiny-qwen2.5-vl` (pictures, video) and `DIR/tiny-qwen2-audio`, or the named models.
+Their responses are random letters, always the same for the same input. They depend on each picture,
+each sound and their order: a stage that loses, swaps or damages an encoder output changes the
+response.
 
-A model that this version of the script and of `scripts/tiny` has already written is left alone.
+A model that the same version of this script and of `scripts/tiny` has written is kept.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Return the arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("directory", type=Path)
     parser.add_argument(
@@ -51,20 +51,20 @@ def arguments() -> argparse.Namespace:
 
 
 def family(name: str) -> str:
-    """The name of a family, or argparse's error."""
+    """Return the name of a family; raise argparse's error if it is unknown."""
     if name not in FAMILIES:
         raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(FAMILIES)}")
     return name
 
 
 def is_current(target: Path, stamp: str) -> bool:
-    """Tell whether the model was written with this stamp."""
+    """Return whether the model was written with this stamp."""
     file = target / STAMP
     return file.exists() and file.read_text() == stamp
 
 
 def publish(name: str, target: Path, stamp: str) -> None:
-    """Write the model beside its place, then move it there: half a model is never seen."""
+    """Write the model to a temporary folder, then rename it: no reader sees half of a model."""
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as folder:
         staging = Path(folder) / target.name
         build(name).write(staging)
@@ -75,7 +75,7 @@ def publish(name: str, target: Path, stamp: str) -> None:
 
 
 def digest() -> str:
-    """Identify this version of the script and of the families."""
+    """Return the SHA-256 of the sources of this script and of the families."""
     sources = [Path(__file__), *sorted((Path(__file__).parent / "tiny").rglob("*.py"))]
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 

@@ -1,12 +1,12 @@
-"""Let a torchvision built for CUDA be imported next to a CPU build of torch.
+"""Import hook that makes a CUDA build of torchvision importable with a CPU build of torch.
 
-Its compiled operators cannot be loaded there, and `import torchvision` then dies because it
-registers a fake `torchvision::nms` that nobody defined. The multimodal processors only need its
-Python side, so declaring the two operators, without an implementation, is enough.
+The compiled operators of such a torchvision cannot be loaded. `import torchvision` then fails,
+because it registers a fake `torchvision::nms` without a definition. The multimodal processors need
+only its Python code, so it is sufficient to declare the two operators without an implementation.
 
 `adapt_vllm_cpu.py` copies this file into a virtual environment, with a `.pth` file that imports it
-at the start of every Python process: vLLM spawns its engines, so no patch made in one process
-reaches the next.
+at the start of every Python process: vLLM spawns its engines, so a patch made in one process does
+not reach the others.
 """
 
 import sys
@@ -25,8 +25,11 @@ SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 @cache
 def operators() -> "Library":
-    """The library that declares them; cached because they vanish with it, and fit only once."""
-    # Imported late: this module is loaded by processes that never touch torch.
+    """Return the library that declares the operators.
+
+    It is cached: the operators exist as long as the library, and can be declared only once.
+    """
+    # Imported late: processes that never use torch load this module too.
     from torch.library import Library  # noqa: PLC0415
 
     library = Library("torchvision", "DEF")
@@ -36,21 +39,21 @@ def operators() -> "Library":
 
 
 class Loader(SourceFileLoader):
-    """Loads torchvision with its operators declared."""
+    """Loader of torchvision that declares its operators first."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Declare the operators, then run the package."""
+        """Declare the operators, then execute the package."""
         operators()
         super().exec_module(module)
 
 
 class Finder(MetaPathFinder):
-    """Finds torchvision, and nothing else; looking for it costs no import of torch."""
+    """Finder of torchvision only; it does not import torch."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return torchvision's usual spec with our loader."""
+        """Return torchvision's usual spec with the `Loader` of this module; None for others."""
         if fullname != "torchvision":
             return None
         spec = PathFinder.find_spec(fullname, path, target)

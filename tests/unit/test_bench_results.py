@@ -150,7 +150,7 @@ def test_what_was_encoded_twice_and_elsewhere_is_counted() -> None:
     ("items", "figures", "note"),
     [
         ("it is not an EPD proxy", {}, "it is not an EPD proxy"),
-        (Items(9, 9, 0, 9), {}, "others use it"),
+        (Items(9, 9, 0, 9), {}, "it has other clients"),
         (Items(1, 1, 0, 1), {}, "several workers"),
     ],
 )

@@ -77,4 +77,4 @@ def test_a_test_of_a_row_that_is_not_there_is_noticed(document: Path) -> None:
     path = document.parent / "tests" / "http" / "test_y.py"
     path.write_text("import pytest\n@pytest.mark.fault(99)\ndef test_d(): ...\n")
 
-    assert problems(document, write=True) == ["faults.md: no row 99, and tests for it"]
+    assert problems(document, write=True) == ["faults.md: tests name row 99, which is missing"]
