@@ -141,7 +141,7 @@ class Figures:
                 {name: f"{first}, {last}" for name, (first, last) in self.left.fds.items()}
             ),
             "open upstream at the end": self.left.open,
-            "places or bytes not given back": "; ".join(self.left.under_way) or "none",
+            "places or bytes not released": "; ".join(self.left.under_way) or "none",
             "claims in the store": self.left.claims,
             "KV caches left to their lease": self.left.kept,
             "serves again": "yes" if self.left.recovered else "no",

@@ -59,7 +59,7 @@ class Change:
     Attributes:
         before: previous configuration.
         changed: fields with a new value.
-        kept: fields whose new value needs a restart; the old value stays in force.
+        kept: fields that need a restart for their new value; the old value stays in force.
     """
 
     before: ProxyConfig

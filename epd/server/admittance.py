@@ -85,7 +85,7 @@ def _authenticate(request: web.Request, visit: Visit) -> None:
 
 
 def _wanted(header: str, headers: Mapping[str, str]) -> str:
-    """Return the error message for a client whose key is not accepted.
+    """Return the error message for a client with an invalid or missing key.
 
     Args:
         header: header of this route that carries the key.

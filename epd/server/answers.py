@@ -14,8 +14,7 @@ from epd.server.keys import DENIED
 from epd.server.visit import Visit
 
 SAME_FOR_ALL = {"x-epd-stage": "decode", "x-epd-error": "decode_rejected"}
-"""Headers of the response to a rejected key, the same for every stage whose instance rejected it.
-"""
+"""Headers of the response to a rejected key, independent of the stage that rejected it."""
 
 ERROR_TYPE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 """Form of an instance's `error.type` that may be logged, such as `NotFoundError`."""

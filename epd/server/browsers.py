@@ -34,7 +34,7 @@ def allow_origins(
     A path with at least one route for operators is excluded with all its routes.
 
     Args:
-        app: application whose responses get the CORS headers.
+        app: application that gets the CORS headers in its responses.
         config: allowed origins, methods and headers.
         routes: all routes.
         options: function that declares a route for the method OPTIONS.

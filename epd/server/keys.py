@@ -13,7 +13,7 @@ from epd.server.slots import KEYS
 from epd.server.visit import VISIT
 
 DENIED = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})
-"""Statuses of a request whose key is not accepted."""
+"""HTTP statuses with which an instance rejects a key."""
 
 ACCEPTED_S = 10.0
 """Time to live of a key's acceptance in the cache, in seconds."""

@@ -27,7 +27,7 @@ FILES = ("api_keys_file", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "upstre
 CHECKS: Mapping[tuple[str, ...], Callable[[ProxyConfig], object]] = MappingProxyType(
     {("api_keys_file",): read_keys, ("ssl_certfile", "ssl_keyfile"): server_context}
 )
-"""Fields whose files are reloaded together, and the function that raises if they are invalid."""
+"""Fields with files that are reloaded together, and the function that raises if one is invalid."""
 
 
 class LastGood:

@@ -44,7 +44,7 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 @web.middleware
 async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Respond to a request whose route aiohttp has found."""
+    """Respond to a request that aiohttp's router has resolved."""
     # An unknown path has the class of access of most routes: it needs a key where these do.
     access = request.app[ACCESS].get(request.match_info.handler, Access.TENANT)
     return await respond(request, handler, request.app, access, _route(request))
@@ -180,7 +180,7 @@ def _visit(request: web.Request, app: web.Application, access: Access, route: st
 
 
 def _endpoint_above(path: str) -> Endpoint:
-    """Return the endpoint whose path is a prefix of this path, for the shape of an error."""
+    """Return the endpoint above a path, which determines the shape of an error."""
     under = (one for one in ENDPOINTS.values() if f"{path}/".startswith(f"{one.path}/"))
     return next(under, CHAT)
 

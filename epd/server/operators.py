@@ -43,7 +43,7 @@ async def openapi(request: web.Request) -> web.Response:
 
 @cache
 def _served_under(prefix: str) -> bytes:
-    """Return the OpenAPI document of a proxy whose routes are below a prefix."""
+    """Return the OpenAPI document for routes below a prefix."""
     return orjson.dumps({**orjson.loads(OPENAPI), "servers": [{"url": prefix}]})
 
 
