@@ -75,7 +75,7 @@ async def _body(request: web.Request, visit: Visit) -> Body:
     context.model = body.get("model")
     if context.span is not None:
         context.span.asks(endpoint.operation, context.model)
-    if endpoint.salted and context.tenant is not ANONYMOUS:  # shares with all
+    if endpoint.salted and context.tenant is not ANONYMOUS:  # without keys, all clients share
         body = salted(body, config.scope_of(context.tenant))
     body = _for_engines(request.headers, context, body)
     if CONVERSATION in body:

@@ -152,7 +152,7 @@ def test_a_contender_that_refuses_requests_is_no_success(tmp_path: Path) -> None
         (("--against", "a/b=x"), "not of the form"),
         (("--against", "a=x {port.y}"), "has a placeholder other"),
         (("--out", "/nonexistent/x"), "No such file"),
-        (("--against", "epd=x"), "names that differ"),
+        (("--against", "epd=x"), "distinct names"),
         (("--check", "/nonexistent"), "No such file"),
     ],
 )

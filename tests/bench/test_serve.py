@@ -242,7 +242,7 @@ class TestBeforeItBegins:
         await runner.cleanup()
 
         assert code == 1
-        assert "what is no JSON" in err
+        assert "its answer is not JSON" in err
 
     async def test_a_hub_that_is_away_is_an_error_where_its_data_set_is_wanted(
         self, flags: list[str | Path]

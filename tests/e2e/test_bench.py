@@ -37,4 +37,4 @@ def test_it_measures_a_stack_beside_a_plain_engine(stack: Served, tmp_path: Path
     assert through["hit_rate"] == through["ideal_hit_rate"] == 0.8
     assert through["encodes_per_distinct_picture"] == 1
     assert beside["encodes_per_distinct_picture"] is None
-    assert "no EPD proxy" in beside["notes"][0]
+    assert "not an EPD proxy" in beside["notes"][0]

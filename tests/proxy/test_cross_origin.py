@@ -161,7 +161,7 @@ async def test_options_that_is_no_preflight_is_answered_as_without_cors(launch: 
     ("settings", "message"),
     [
         ({"allow_credentials": True}, "needs --allowed-origins"),
-        ({"allow_credentials": True, "allowed_origins": '["*"]'}, "origins by name"),
+        ({"allow_credentials": True, "allowed_origins": '["*"]'}, "explicit origins"),
         ({"allowed_origins": "*"}, "not a JSON list"),
         ({"allowed_origins": '["https://a/"]'}, "not an origin"),
         ({"allowed_origins": '["null"]'}, "not an origin"),

@@ -99,7 +99,7 @@ def test_a_proxy_that_has_answered_nothing_has_counted_nothing() -> None:
 
 
 def test_another_servers_figures_are_no_proxys() -> None:
-    with pytest.raises(NoFigures, match="no EPD proxy"):
+    with pytest.raises(NoFigures, match="not an EPD proxy"):
         parse_items("# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 1.0\n")
 
 
