@@ -58,7 +58,7 @@ class LastGood:
         return dict(self._copies)
 
     def renew(self) -> None:
-        """Reload each file; keep the old copy of a file that is invalid.
+        """Reload the configuration and the files; keep the old version of each that is invalid.
 
         Nothing is logged here: the running workers reload the same files and log it.
         """

@@ -96,7 +96,7 @@ class InstanceSettings(BaseModel):
     )
     instances_file: Path | None = Field(
         default=None,
-        description="YAML file with instances; the proxy adopts changes of the file at once",
+        description="YAML file with instances; changes of the file need no restart",
     )
     discover_encode: Services = Field(
         default=(),
