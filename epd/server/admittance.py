@@ -92,7 +92,7 @@ def _wanted(header: str, headers: Mapping[str, str]) -> str:
         headers: headers of the request.
     """
     form = "Bearer <key>" if header == "Authorization" else "<key>"
-    wanted = f"a valid API key is needed: {header}: {form}"
+    wanted = f"a valid API key is required: {header}: {form}"
     if header == "Authorization" and OTHER_HEADER in headers:
         return f"{wanted} ({OTHER_HEADER} is not accepted on this route)"
     return wanted

@@ -48,7 +48,7 @@ async def test_tenants_have_keys_and_salts_of_their_own(launch: Launch, keys: Pa
             assert prefill.parts == decode.parts
 
 
-NEEDED = "a valid API key is needed: Authorization: Bearer <key>"
+NEEDED = "a valid API key is required: Authorization: Bearer <key>"
 
 
 @pytest.mark.parametrize(
