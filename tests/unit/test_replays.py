@@ -97,5 +97,5 @@ def test_an_lru_cache_holds_what_was_used_last(trace: list[int], entries: int) -
 
 
 def test_nothing_has_no_hit_rate() -> None:
-    with pytest.raises(ValueError, match="nothing"):
+    with pytest.raises(ValueError, match="empty trace"):
         ideal_hit_rate([])
