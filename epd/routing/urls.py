@@ -16,7 +16,7 @@ password where it is not protected."""
 
 
 def base_url(url: str) -> str:
-    """Return a valid base URL such as `http://host:8001`, in lower case and without a final slash.
+    """Return a valid base URL such as `http://host:8001`, host in lower case, no final slash.
 
     Raises:
         ValueError: the URL is invalid. The message contains no password.
