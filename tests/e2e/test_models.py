@@ -18,6 +18,7 @@ import openai
 import pytest
 
 from epd.routing.report_page import read_namespace
+from scripts.matrix.media import frames
 from tests.e2e.conftest import Served, metric
 from tests.e2e.stacks import MODEL_STACKS, on
 from tests.e2e.test_answers import PICTURES, SOUNDS, picture, sound
@@ -28,7 +29,9 @@ log = logging.getLogger(__name__)
 
 OMNI_STACKS = [spec for spec in MODEL_STACKS if "omni" in spec.model]
 VIDEO_STACKS = [spec for spec in MODEL_STACKS if spec.model.endswith(("omni", "internvl", "3-vl"))]
+TIMED_STACKS = [spec for spec in MODEL_STACKS if spec.model.endswith("3-vl")]
 on_models, on_omni, on_video = on(*MODEL_STACKS), on(*OMNI_STACKS), on(*VIDEO_STACKS)
+on_timed = on(*TIMED_STACKS)
 
 LOST = ("misses", "timeouts", "errors", "misfits", "failed_requests", "exceptions")
 """The connector's counts of entries that a consumer did not get."""
@@ -44,12 +47,14 @@ class Answer:
         tokens: its tokens.
         logprobs: the log-probability of each.
         items: the header `x-epd-items`, empty without a proxy.
+        media: the header `x-epd-media`, likewise.
         seconds: how long it took.
     """
 
     tokens: list[str]
     logprobs: list[float]
     items: str
+    media: str
     seconds: float
 
     def check_equal(self, other: "Answer") -> None:
@@ -58,7 +63,7 @@ class Answer:
         assert self.logprobs == pytest.approx(other.logprobs, abs=1e-3)
 
 
-def answer(client: openai.OpenAI, model: str, *parts: Part) -> Answer:
+def answer(client: openai.OpenAI, model: str, *parts: Part, **options: Any) -> Answer:
     """Ask for 16 tokens at temperature 0, under a salt that no other request has."""
     messages: Any = [{"role": "user", "content": list(parts)}]
     started = time.monotonic()
@@ -68,7 +73,7 @@ def answer(client: openai.OpenAI, model: str, *parts: Part) -> Answer:
         max_tokens=16,
         temperature=0,
         logprobs=True,
-        extra_body={"cache_salt": secrets.token_hex(8)},
+        extra_body={"cache_salt": secrets.token_hex(8), **options},
     )
     seconds = time.monotonic() - started
     logprobs = reply.parse().choices[0].logprobs
@@ -78,14 +83,15 @@ def answer(client: openai.OpenAI, model: str, *parts: Part) -> Answer:
         [token.token for token in content],
         [token.logprob for token in content],
         reply.headers.get("x-epd-items", ""),
+        reply.headers.get("x-epd-media", ""),
         seconds,
     )
 
 
-def alone(stack: Served, *parts: Part) -> Answer:
+def alone(stack: Served, *parts: Part, **options: Any) -> Answer:
     """The answer of the engine that is given the media itself, under keys that nothing has."""
     own = [part if part["type"] == "text" else {**part, "uuid": uuid4().hex} for part in parts]
-    return answer(stack.baseline, stack.model, *own)
+    return answer(stack.baseline, stack.model, *own, **options)
 
 
 def lost(stack: Served) -> dict[str, float]:
@@ -150,6 +156,22 @@ def test_a_picture_and_a_video_in_one_request(stack: Served) -> None:
 
     again.check_equal(expected)
     assert again.items == "hit=2,encoded=0,local=0"
+
+
+@on_timed
+def test_a_video_with_timestamps_goes_on_as_metadata(stack: Served) -> None:
+    """Qwen3-VL puts the times of frames into the prompt, and its encode reply reports them."""
+    film = frames(1)
+    options = [{"media_io_kwargs": {"video": {"fps": rate}}} for rate in (1, 2, 8)]
+    expected = [alone(stack, film, WORDS, **each) for each in options]
+    answers = [answer(stack.client, stack.model, film, WORDS, **each) for each in options]
+    again = answer(stack.client, stack.model, film, WORDS, **options[0])
+
+    assert len({tuple(one.tokens) for one in expected}) == len(options)
+    for one, other in zip([*answers, again], [*expected, expected[0]], strict=True):
+        one.check_equal(other)
+        assert one.media == "metadata=1,raw=0"
+    assert again.items == "hit=1,encoded=0,local=0"
 
 
 @on_models
