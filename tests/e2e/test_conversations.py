@@ -13,6 +13,8 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,6 +47,9 @@ MULTI_TURN = FETCHED / "benchmark_serving_multi_turn.py"
 
 TALKS, TURNS = 3, 3
 
+VLLM = tuple(map(int, version("vllm").split(".")[:2])) if find_spec("vllm") else (0, 0)
+"""Minor release of the engines' vLLM; without vLLM no engine runs."""
+
 WORDS = "what is it, and what was it before? " * 4
 
 
@@ -74,23 +79,31 @@ class Talk:
         # No prefix cache has what another test has said, and decode has its own turns of this one.
         self._salts = secrets.token_hex(8), secrets.token_hex(8)
 
-    def turn(self, client: openai.OpenAI, *parts: Part) -> Turn:
-        """Say something more."""
+    def turn(self, client: openai.OpenAI, *parts: Part, stream: bool = False) -> Turn:
+        """Send the next turn, and the same conversation to one engine."""
         prefill = self._stack.consumers[0]
         self._messages.append({"role": "user", "content": [*parts, text(WORDS)]})
         before = metric(prefill, READ)
-        answer = self._ask(client, self._salts[0], conversation_id=self._id)
+        ask = self._streamed if stream else self._whole
+        said, prompt_tokens = ask(client, self._salts[0], conversation_id=self._id)
         read = metric(prefill, READ) - before
-        expected = self._ask(self._stack.baseline, self._salts[1])
-        said = answer.choices[0].message.content
+        expected, _ = self._whole(self._stack.baseline, self._salts[1])
         self._messages.append({"role": "assistant", "content": said})
-        assert answer.usage is not None
-        return Turn(
-            said or "", expected.choices[0].message.content or "", answer.usage.prompt_tokens, read
-        )
+        return Turn(said, expected, prompt_tokens, read)
 
-    def _ask(self, client: openai.OpenAI, salt: str, **more: str) -> Any:
+    def _whole(self, client: openai.OpenAI, salt: str, **more: str) -> tuple[str, int]:
+        answer = self._ask(client, salt, {}, **more)
+        return answer.choices[0].message.content or "", answer.usage.prompt_tokens
+
+    def _streamed(self, client: openai.OpenAI, salt: str, **more: str) -> tuple[str, int]:
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        *events, last = self._ask(client, salt, options, **more)
+        said = [choice.delta.content or "" for event in events for choice in event.choices]
+        return "".join(said), last.usage.prompt_tokens
+
+    def _ask(self, client: openai.OpenAI, salt: str, options: dict[str, Any], **more: str) -> Any:
         return client.chat.completions.create(
+            **options,
             model=self._stack.model,
             messages=self._messages,
             max_tokens=16,
@@ -121,6 +134,20 @@ def test_of_five_turns_with_pictures_prefill_computes_what_is_new(
     talk = Talk(stack)
     with proxy(stack, encode=encode) as client:
         turns = [talk.turn(client, picture(name)) for name in (*PICTURES, "cat.jpg")]
+
+    check_right(turns)
+    assert turns[0].read == 0
+    for last, turn in pairwise(turns):
+        assert 0.8 * last.prompt_tokens <= turn.read < turn.prompt_tokens
+
+
+@pytest.mark.skipif(
+    VLLM < (0, 33), reason="decode of vLLM 0.32 does not report its KV blocks in streams"
+)
+def test_prefill_reads_the_blocks_of_streamed_turns(stack: Served) -> None:
+    talk = Talk(stack)
+    with proxy(stack) as client:
+        turns = [talk.turn(client, picture(name), stream=True) for name in PICTURES]
 
     check_right(turns)
     assert turns[0].read == 0
