@@ -464,7 +464,7 @@ async def test_a_malformed_body_is_a_400(launch: Launch, body: bytes, param: str
         ({"type": "image_url", "image_url": {"url": 1}}, ".image_url"),
         ({"type": "image_url", "image_url": {"url": ""}}, ".image_url"),
         ({"type": "video_url", "video_url": {}}, ".video_url"),
-        ({"type": "input_audio", "input_audio": {"data": "AAAA"}}, ".input_audio"),
+        ({"type": "input_audio", "input_audio": {"format": "wav"}}, ".input_audio"),
         (image("ftp://host/a.png"), ".image_url.url"),
         (image("file:///etc/passwd"), ".image_url.url"),
         (image("/etc/passwd"), ".image_url.url"),

@@ -28,6 +28,7 @@ LABELS = {
     "kind": re.compile("(encode|prefill)-local"),
     "policy": re.compile("|".join(OWN)),
     "reason": re.compile("[a-z_]+"),
+    "form": re.compile("metadata|raw"),
     "role": re.compile("encode|prefill|decode|prefill_decode"),
     "state": re.compile("healthy|ejected|down|trial"),
     "instance": re.compile(r"http://127\.0\.0\.1:\d+"),
