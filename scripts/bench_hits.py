@@ -205,6 +205,7 @@ def engine_flags() -> dict[Role, list[str]]:
     every = [
         *("--max-model-len", str(TOKENS), "--max-num-batched-tokens", str(TOKENS)),
         *("--mm-processor-kwargs", size, "--max-num-seqs", "2"),
+        *("--hf-overrides", json.dumps({"text_config": {"max_position_embeddings": TOKENS}})),
     ]
     return {Role.ENCODE: every, Role.PREFILL_DECODE: every}
 
