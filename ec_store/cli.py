@@ -75,6 +75,18 @@ def make_parser() -> argparse.ArgumentParser:
         create=True,
     )
     configure.set_defaults(lazy=True)  # it repairs settings that prevent the store from opening
+    _add_settings(configure)
+    serve = command(
+        "serve",
+        _serve,
+        "keep a store within its quota, and serve its metrics over HTTP",
+        create=True,
+    )
+    _add_service_flags(serve)
+    return parser
+
+
+def _add_settings(configure: argparse.ArgumentParser) -> None:
     configure.add_argument(
         "--max-bytes", type=size_bytes, metavar="SIZE", help="quota, such as 64GiB"
     )
@@ -96,12 +108,9 @@ def make_parser() -> argparse.ArgumentParser:
     configure.add_argument(
         "--file-mode", type=octal, metavar="MODE", help="permissions of new files, such as 0660"
     )
-    serve = command(
-        "serve",
-        _serve,
-        "keep a store within its quota, and serve its metrics over HTTP",
-        create=True,
-    )
+
+
+def _add_service_flags(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)"
     )
@@ -112,7 +121,6 @@ def make_parser() -> argparse.ArgumentParser:
         default=10.0,
         help="seconds between two checks of the quota (default 10)",
     )
-    return parser
 
 
 def _stat(store: Store, args: argparse.Namespace) -> int:

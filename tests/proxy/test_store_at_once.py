@@ -12,6 +12,7 @@ import pytest
 from ec_store import Entry, EntryInfo, EntryKey, Store, StoreUnavailable
 from ec_store.shared_disk import SharedDiskStore
 from epd.cache import at_once
+from epd.cache.at_once import MOST_KEYS
 from epd.cache.encoder_cache import EncoderCache
 from epd.cache.look import Look
 from tests.proxy.backed import NAMESPACE, opened_cache
@@ -119,6 +120,32 @@ async def test_a_claim_on_the_event_loop_is_not_taken_while_another_process_chan
 
         assert (look.claimed, look.settled, look.problem) == ([], True, None)
         assert seen.claims[1:] == [(True, False)]  # the first one is the test's
+
+
+@pytest.mark.parametrize("count", [MOST_KEYS, MOST_KEYS + 1, 3 * MOST_KEYS])
+async def test_claims_are_released_in_groups_on_the_event_loop(
+    url: str, store: Store, seen: Seen, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    groups: list[tuple[bool, int]] = []
+    release = SharedDiskStore.release
+
+    def releasing(self: SharedDiskStore, keys: Sequence[EntryKey], owner: str) -> None:
+        groups.append((seen.here(), len(keys)))
+        release(self, keys, owner)
+
+    keys = [EntryKey(NAMESPACE, str(number)) for number in range(count)]
+    assert all(store.claim(keys, "owner", 60))
+    monkeypatch.setattr(SharedDiskStore, "release", releasing)
+    async with opened_cache(url, lease_s=60) as cache:
+        await cache.release(keys[:1], "other")  # no lookup has been fast yet
+        await trust(cache, seen)
+        await cache.release(keys, "owner")
+
+    assert groups[0] == (False, 1)
+    assert all(here and size <= MOST_KEYS for here, size in groups[1:])
+    assert sum(size for _, size in groups[1:]) == count
+    assert len(groups) - 1 == -(-count // MOST_KEYS)
+    assert all(store.claim(keys, "another", 60))
 
 
 async def test_a_claim_that_fails_on_the_event_loop_leaves_the_answer(
