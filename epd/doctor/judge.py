@@ -65,7 +65,7 @@ SEEN = {
 
 
 def judge_instance(facts: InstanceFacts) -> Iterator[Finding]:
-    """What is to be said of one instance."""
+    """Yield the findings about one instance."""
     name = f"{facts.instance.role} {facts.instance.url}"
     if facts.problem is not None:
         yield fail(name, facts.problem, "start it, or take it out of the configuration")
@@ -121,7 +121,7 @@ def _judge_trial(name: str, stage: str, trial: Trial) -> Finding:
 
 
 def judge_fleet(facts: Sequence[InstanceFacts]) -> Iterator[Finding]:
-    """What is to be said of all instances together."""
+    """Yield the findings about all instances together."""
     there = [one for one in facts if one.problem is None]
     yield from _judge_models(there)
     versions = sorted({one.version for one in there if one.version})
@@ -190,7 +190,7 @@ def _judge_lengths(there: Iterable[InstanceFacts]) -> Iterator[Finding]:
 
 
 def judge_store(config: ProxyConfig, facts: StoreFacts | None) -> Iterator[Finding]:
-    """What is to be said of the store; None: the proxy has none."""
+    """Yield the findings about the store; `facts` is None if the proxy has no store."""
     if not config.encodes:
         return
     if facts is None:

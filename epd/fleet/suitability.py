@@ -1,6 +1,6 @@
-"""What a model's configuration says of serving it: whether its encoder can run apart. Pure.
+"""Decisions from a model's configuration: whether its encoder can run apart. Pure.
 
-The configuration is what `config.json` holds. Where it leaves a doubt, a model is taken for one
+The configuration is the content of `config.json`. If it is inconclusive, the model counts as one
 that can be served: vLLM decides, when it starts.
 """
 
