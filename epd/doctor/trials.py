@@ -184,9 +184,7 @@ class Trials:
     async def _decoded(
         self, pair: Pair, decode: Instance, body: Body, params: Params | None
     ) -> Trial:
-        return await self._answered(
-            decode, with_params(body, params), self._transfer.request_id(pair)
-        )
+        return await self._answered(decode, with_params(body, params), pair.request_id)
 
     async def _answered(
         self,

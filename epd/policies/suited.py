@@ -10,9 +10,7 @@ from epd.routing.instances import Role
 PATH = "/v1/chat/completions"
 
 
-def check_suited(
-    policies: Sequence[Active], roles: frozenset[Role], *, pushed: bool, needed: bool
-) -> None:
+def check_suited(policies: Sequence[Active], roles: frozenset[Role], *, pushed: bool) -> None:
     """Reject policies that would fail all requests of a kind.
 
     The check uses two sample requests: one of text, and one with a picture.
@@ -21,7 +19,6 @@ def check_suited(
         policies: policies in force.
         roles: roles with at least one instance, which are fixed.
         pushed: whether consumers wait for the encoder output of every item (`ECTransfer.pushed`).
-        needed: whether decode instances wait for the blocks of every prefill (`KVTransfer.needed`).
 
     Raises:
         PolicyInvalid: the policies do not suit the fleet.
@@ -32,11 +29,6 @@ def check_suited(
         if decided is None:
             continue
         served, (name, course) = True, decided
-        if needed and not course.prefill and Role.DECODE in roles:
-            raise PolicyInvalid(
-                f"{name} lets decode instances prefill, but with this --kv-transfer they wait for "
-                "the blocks of every request"
-            )
         if items and course.encode and Role.ENCODE not in roles:
             raise PolicyInvalid(f"{name} sends media to encode instances, but there are none")
         if items and pushed and not course.encode:

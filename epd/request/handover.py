@@ -8,7 +8,6 @@ from typing import Any, Literal, TypeVar
 
 from epd.bodies.items import Body
 from epd.errors import (
-    BadRequest,
     NoInstance,
     ProxyError,
     SuspectedFatal,
@@ -265,13 +264,8 @@ class Handovers:
             instance = pair.decode
         if instance is None:
             instance = await self._decoders.pick(sending.attempt, context, prefill)
-        if pair is None and self._transfer.needed and instance.role is Role.DECODE:
-            raise BadRequest(
-                "the request cannot use a prefill instance, and its decode instance cannot prefill",
-                slug="prefill_needed",
-            )
         sending.decode = instance
-        request_id = None if pair is None else self._transfer.request_id(pair)
+        request_id = None if pair is None else pair.request_id
         blames = sending.blames_instance("decode")
         using = self._table.using(instance, alone=blames, promised=consumer).begin()
         sent = sending.prompt

@@ -137,7 +137,7 @@ class Stages:
             answer = await self._upstream.fetch(
                 instance.url + endpoint.path,
                 stage="prefill",
-                headers=context.headers_for(transfer.request_id(pair), span, pair.prefill_rank),
+                headers=context.headers_for(pair.request_id, span, pair.prefill_rank),
                 body=endpoint.written(asked, context.cuts),
                 timeout_s=context.config.prefill_timeout_s,
             )

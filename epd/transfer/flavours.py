@@ -11,7 +11,6 @@ from epd.transfer.kv import KVTransfer
 from epd.transfer.lmcache import LMCache
 from epd.transfer.mooncake import Mooncake
 from epd.transfer.nixl import Multi, Nixl, NixlPush
-from epd.transfer.p2p_nccl import P2pNccl
 from epd.transfer.untold import Untold
 
 KVTransferName = Literal[
@@ -19,7 +18,6 @@ KVTransferName = Literal[
     "nixl-push",
     "mooncake",
     "lmcache",
-    "p2p-nccl",
     "multi",
     "example",
     "offloading",
@@ -32,7 +30,6 @@ KV_TRANSFERS: Mapping[KVTransferName, type[KVTransfer]] = MappingProxyType(
         "nixl-push": NixlPush,
         "mooncake": Mooncake,
         "lmcache": LMCache,
-        "p2p-nccl": P2pNccl,
         "multi": Multi,
         "example": Untold,
         "offloading": Untold,

@@ -41,8 +41,6 @@ class KVTransfer:
         eager: whether decode has to be chosen before prefill is asked.
         bidirectional: whether prefill can read decode's blocks of an earlier turn.
         released: whether prefill keeps its blocks until decode has asked for them.
-        needed: whether decode instances wait for the blocks of whatever they are asked, so that
-            they can answer nothing that was not prefilled elsewhere.
         named_apart: whether no two instances may have the same `kv_addr`.
         addressed: roles of the instances that may have a `kv_addr`.
     """
@@ -51,7 +49,6 @@ class KVTransfer:
     eager: ClassVar[bool] = False
     bidirectional: ClassVar[bool] = False
     released: ClassVar[bool] = True
-    needed: ClassVar[bool] = False
     named_apart: ClassVar[bool] = False
     addressed: ClassVar[frozenset[Role]] = frozenset()
 
@@ -59,7 +56,7 @@ class KVTransfer:
         """Refuse an instance that could take no part.
 
         Raises:
-            ValueError: its `kv_addr` is missing, is none, or would do nothing.
+            ValueError: its `kv_addr` is invalid, or would have no effect.
         """
         if instance.kv_addr and instance.role not in self.addressed:
             raise ValueError(f"{self.name} has no use for a kv_addr of {instance.role} instances")
@@ -91,14 +88,6 @@ class KVTransfer:
     def concurrent(self, pair: Pair) -> bool:  # noqa: ARG002
         """Whether decode is asked at the same time as prefill, and waits for the blocks."""
         return False
-
-    def request_id(self, pair: Pair) -> str:
-        """The id by which both instances know the request.
-
-        Raises:
-            UpstreamFailed: an instance of the pair has no address that would have to be in it.
-        """
-        return pair.request_id
 
     def prefill_params(self, pair: Pair) -> Params | None:
         """`kv_transfer_params` of the prefill request; None: it has none."""

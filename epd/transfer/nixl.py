@@ -96,7 +96,7 @@ class NixlPush(KVTransfer):
             "do_remote_decode": False,
             "do_remote_prefill": True,
             **reachable(pair.peer, pair.prefill.url),
-            "remote_request_id": self.request_id(pair),
+            "remote_request_id": pair.request_id,
         }
 
 

@@ -100,7 +100,7 @@ async def test_a_fleet_without_encode_instances_is_missing_nothing(clinic: Clini
     assert len(clinic.prefill.calls) == len(clinic.decode.calls) == 1
 
 
-@pytest.mark.parametrize("transfer", ["mooncake", "nixl-push", "lmcache", "p2p-nccl", "none"])
+@pytest.mark.parametrize("transfer", ["mooncake", "nixl-push", "lmcache", "none"])
 async def test_the_transfer_in_use_is_tried(clinic: Clinic, transfer: str) -> None:
     wire = WIRES[transfer](1, 1)
     consumes = clinic.prefill.chat

@@ -8,7 +8,6 @@ instance is told, and what it then does, is written here from the connectors' ow
 
 import asyncio
 import itertools
-import re
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -380,51 +379,6 @@ class LMCacheWire(Wire):
         return ()  # until decode's LMCache evicts it
 
 
-class P2pNcclWire(Wire):
-    """`p2p/p2p_nccl_connector.py`, `parse_request_id`; both know the request by its whole id."""
-
-    def __init__(self, prefill: int, decode: int) -> None:
-        super().__init__(prefill, decode)
-        self.of_prefill = [("10.0.1.1", 21000 + n) for n in range(prefill)]
-        self.of_decode = [("10.0.2.1", 22000 + n) for n in range(decode)]
-
-    async def begin(self, stack: AsyncExitStack) -> dict[str, Any]:
-        return {
-            "prefill_kv_addrs": tuple(f"{ip}:{port}" for ip, port in self.of_prefill),
-            "decode_kv_addrs": tuple(f"{ip}:{port}" for ip, port in self.of_decode),
-            "on_prefill_failure": "fail",
-        }
-
-    def key(self, asked: Asked) -> Any:
-        self.is_equal("a prefill's kv_transfer_params", asked.params, None)
-        found = _peer(r"___decode_addr_(.*):(\d+)", asked.request_id)
-        if found not in self.of_decode:
-            raise Wrong(f"{found} is no decode instance")
-        return asked.request_id
-
-    def wanted(self, asked: Asked) -> Any:
-        self.is_equal("a decode's kv_transfer_params", asked.params, None)
-        found = _peer(r"___prefill_addr_(.*):(\d+)___", asked.request_id)
-        self.is_equal("who sends", found in self.of_prefill, True)
-        blocks = self.made.get(asked.request_id)
-        if blocks is not None and blocks.prefill is not None:
-            expected = self.of_prefill[self.prefills.index(blocks.prefill)]
-            self.is_equal("whom decode waits for", found, expected)
-        to = _peer(r"___decode_addr_(.*):(\d+)", asked.request_id)
-        self.is_equal("whom it is sent to", to, self.of_decode[self.decodes.index(asked.instance)])
-        return asked.request_id
-
-    def left(self) -> Iterable[Any]:
-        return ()  # it was sent already
-
-
-def _peer(pattern: str, request_id: str) -> tuple[str, int]:
-    match = re.search(pattern, request_id)
-    if match is None:
-        raise Wrong(f"the id {request_id} does not contain an address")
-    return match[1], int(match[2])
-
-
 def _asked(instance: FakeInstance, request: web.Request, body: dict[str, Any]) -> Asked:
     headers = request.headers
     return Asked(
@@ -442,7 +396,6 @@ WIRES: dict[str, type[Wire]] = {
     "nixl-push": PushWire,
     "mooncake": MooncakeWire,
     "lmcache": LMCacheWire,
-    "p2p-nccl": P2pNcclWire,
     "none": Wire,
     "example": Wire,
     "offloading": Wire,

@@ -50,15 +50,6 @@ def test_several_instances_may_have_none() -> None:
         ({"decode_kv_addrs": "d:1:2,d:1:2"}, "it has 2 for 1"),
         (
             {
-                "kv_transfer": "p2p-nccl",
-                "on_prefill_failure": "fail",
-                "prefill_kv_addrs": "p1:1,p2:1",
-                "decode_kv_addrs": "p1:1",
-            },
-            "'p1:1' is named twice",
-        ),
-        (
-            {
                 "kv_transfer": "lmcache",
                 "decode_servers_urls": "http://d:1,http://d:2",
                 "decode_kv_addrs": "d:1:2,d:1:2",
@@ -77,18 +68,6 @@ def test_several_instances_may_have_none() -> None:
         ({"kv_transfer": "mooncake", "prefill_kv_addrs": "p1:9,p2 9"}, "http://p2:1"),
         ({"kv_transfer": "lmcache", "decode_kv_addrs": "d:1"}, "no address such as host:port:port"),
         (
-            {"kv_transfer": "p2p-nccl", "on_prefill_failure": "fail"},
-            "needs the kv_addr of every prefill instance",
-        ),
-        (
-            {
-                "kv_transfer": "p2p-nccl",
-                "prefill_kv_addrs": "p1:1,p2:1",
-                "decode_kv_addrs": "d:1",
-            },
-            "needs --on-prefill-failure fail",
-        ),
-        (
             {"kv_transfer": "lmcache", "decode_kv_addrs": "nonsense"},
             "http://d:1: --decode-kv-addrs: 'nonsense' is no address such as host:port:port",
         ),
@@ -97,19 +76,13 @@ def test_several_instances_may_have_none() -> None:
             "http://p1:1: --prefill-kv-addrs: nixl has no use",
         ),
         ({"kv_transfer": "nothing"}, "kv-transfer"),
+        ({"kv_transfer": "p2p-nccl"}, "kv-transfer"),
     ],
 )
 def test_what_does_not_fit_the_transfer_is_said_at_the_start(
     settings: dict[str, str], said: str
 ) -> None:
     assert said in wrong(**settings)
-
-
-def test_names_that_are_discovered_have_no_addresses() -> None:
-    found = {"prefill_servers_urls": "", "discover_prefill": "p:1", "discover_decode": "d:1"}
-    fails = {"kv_transfer": "p2p-nccl", "on_prefill_failure": "fail", "decode_servers_urls": ""}
-
-    assert "needs the kv_addr of every" in wrong(**found, **fails)
 
 
 @pytest.mark.parametrize(

@@ -116,16 +116,6 @@ async def test_ranks_that_nobody_said_anything_of_are_an_error_that_names_the_fl
         assert "--ec-consumer-dp-size" in said["error"]["message"]
 
 
-async def test_decode_that_needs_a_prefill_is_not_asked_without(launch: Launch) -> None:
-    """Its engine would wait for blocks for ever."""
-    body = {"model": "m", "prompt": ["two", "prompts"]}
-    async with strict(launch, "p2p-nccl") as (fleet, _):
-        async with fleet.http.post(f"{fleet.url}/v1/completions", json=body) as reply:
-            assert (reply.status, reply.headers["x-epd-error"]) == (400, "prefill_needed")
-
-        assert fleet.d.calls == []
-
-
 async def test_lmcache_without_addresses_tells_nobody_anything(launch: Launch) -> None:
     async with strict(launch, "none", kv_transfer="lmcache") as (fleet, wire):
         async with fleet.post(request(text())) as reply:

@@ -46,7 +46,6 @@ FACTORS: dict[str, Sequence[Any]] = {
 REFUSALS = (
     "--ec-transfer mooncake needs --prefill-servers-urls disable (E+PD)",
     "prefill_local_decode_remote: needs local_prefill_url, or a prefill instance",
-    "pd_only lets decode instances prefill, but with this --kv-transfer they wait for",
     "prefill_decode skips the encode stage, but with this --ec-transfer consumers wait for",
     "encode_prefill_decode sends media to encode instances, but there are none",
     "encode_pd sends media to encode instances, but there are none",
@@ -69,7 +68,6 @@ def configurable(case: Case) -> bool:
         (prefill == 0 and policy in NEEDS_PREFILL)
         or (encode == 0 and policy in NEEDS_ENCODE)
         or (prefill and policy == "encode_pd")
-        or (prefill and policy == "pd_only" and case.get("kv_transfer") == "p2p-nccl")
         or (pushed and (prefill or encode == 0 or policy == "prefill_decode"))
     )
 

@@ -213,14 +213,6 @@ URLS: dict[str, Any] = {
     "encode_servers_urls": ("http://e:1",),
     "decode_servers_urls": ("http://d:1",),
 }
-ADDRESSES: dict[str, Any] = {
-    "encode_servers_urls": "disable",
-    "prefill_servers_urls": ("http://p:1",),
-    "kv_transfer": "p2p-nccl",
-    "prefill_kv_addrs": ("p:1",),
-    "decode_kv_addrs": ("d:1",),
-    "on_prefill_failure": "fail",
-}
 P = {"prefill_servers_urls": ("http://p:1", "http://p:2")}
 
 
@@ -279,10 +271,6 @@ def test_the_local_prefill_instance_is_the_first_one_by_default() -> None:
         ({"skip_prefill_below_tokens": 2**31}, "less than or equal to 2147483647"),
         ({"conversation_ttl": 1e17}, "less than or equal to 2592000"),
         ({"decode_hosts": "10.0.0.0/99"}, "is not a host name"),
-        (
-            {"decode_hosts": "d", **ADDRESSES},
-            "--decode-hosts cannot be used with --kv-transfer p2p-nccl: p2p-nccl needs the kv_addr",
-        ),
     ],
 )
 def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -13,7 +13,6 @@ from epd.transfer.kv import KVTransfer, Pair
 from epd.transfer.lmcache import LMCache
 from epd.transfer.mooncake import Mooncake
 from epd.transfer.nixl import KEEP, Multi, Nixl, NixlPush
-from epd.transfer.p2p_nccl import P2pNccl
 
 EVERY = [made() for made in dict.fromkeys(KV_TRANSFERS.values())]
 NAMES = [one.name for one in EVERY]
@@ -166,26 +165,6 @@ def test_prefill_is_told_where_decodes_lmcache_is() -> None:
     }
 
 
-def test_an_id_of_a_pair_has_both_addresses_and_is_its_own() -> None:
-    """No digits follow a colon in it but those of ports: the connector reads the last."""
-    ids = {
-        P2pNccl().request_id(Pair(f"r:{n}:1", prefill("10.0.0.1:1"), decode=decode("10.0.0.2:2")))
-        for n in range(3)
-    }
-
-    assert len(ids) == 3
-    for one in ids:
-        before, end = one.rsplit("_", 1)
-        assert before == "___prefill_addr_10.0.0.1:1___decode_addr_10.0.0.2:2"
-        assert len(end) == 32
-
-
-@pytest.mark.parametrize("pair", [Pair("r", prefill("h:1")), Pair("r", prefill(), decode=decode())])
-def test_a_pair_without_addresses_has_no_id(pair: Pair) -> None:
-    with pytest.raises(UpstreamFailed):
-        P2pNccl().request_id(pair)
-
-
 @pytest.mark.parametrize("transfer", EVERY, ids=NAMES)
 @pytest.mark.parametrize("role", [Role.ENCODE, Role.PREFILL_DECODE])
 def test_who_hands_nothing_over_has_no_address(transfer: KVTransfer, role: Role) -> None:
@@ -201,11 +180,6 @@ def test_who_hands_nothing_over_has_no_address(transfer: KVTransfer, role: Role)
         (NixlPush(), [""], ["h:1"]),
         (Mooncake(), ["", "h:1", "http://h:1", "[::1]:1"], ["u:p@h:1", "h:1?x", "h x:1"]),
         (LMCache(), [""], ["h:1:2"]),
-        (
-            P2pNccl(),
-            ["h:1", "10.0.0.1:65535", "[::1]:1"],
-            ["", "h", "h:0", "h:x", ":1", "h:1\r\nX:1"],
-        ),
     ],
 )
 def test_the_addresses_that_prefill_instances_may_have(
@@ -219,8 +193,11 @@ def test_the_addresses_that_prefill_instances_may_have(
     ("transfer", "taken", "refused"),
     [
         (Mooncake(), [""], ["h:1"]),
-        (LMCache(), ["", "h:1:2", "h:1+2:3+4", "[::1]:1:2"], ["h", "h:1", "h:1:2:", "h:1:+", "::"]),
-        (P2pNccl(), ["h:1"], ["", "h:1+"]),
+        (
+            LMCache(),
+            ["", "h:1:2", "h:1+2:3+4", "[::1]:1:2", "10.0.0.1:65535:1"],
+            ["h", "h:1", "h:1:2:", "h:1:+", "::", "h:1:0", "h:1:x", ":1:2", "h:1:2\r\nX:1:2"],
+        ),
     ],
 )
 def test_the_addresses_that_decode_instances_may_have(

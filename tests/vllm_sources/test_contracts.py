@@ -173,10 +173,6 @@ def _registered(vllm: Source, factory: str) -> set[str]:
     }
 
 
-OF_OLDER_RELEASES = {"P2pNcclConnector"}
-"""Connectors that the guides name as gone."""
-
-
 def test_connectors_that_the_documents_name_are_registered(vllm: Source) -> None:
     there = _registered(vllm, f"{EC}/factory.py") | _registered(vllm, f"{KV}/factory.py")
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
@@ -188,7 +184,7 @@ def test_connectors_that_the_documents_name_are_registered(vllm: Source) -> None
     }
 
     assert len(named) > 8
-    assert named - there == OF_OLDER_RELEASES
+    assert named - there == set()
 
 
 def test_vllm_knows_the_flags_that_epd_up_writes(vllm: Source) -> None:

@@ -67,13 +67,12 @@ class InstanceSettings(BaseModel):
         default=(),
         description="addresses of the prefill instances' KV connectors, comma-separated, one per "
         "URL; for --kv-transfer mooncake (host:port of the bootstrap server; default: port 8998 of "
-        "the instance's host) and p2p-nccl (host:port)",
+        "the instance's host)",
     )
     decode_kv_addrs: Addresses = Field(
         default=(),
         description="addresses of the decode instances' KV connectors, comma-separated, one per "
-        "URL; for --kv-transfer lmcache (host:init:alloc, the ports of its pd_peer_...) and "
-        "p2p-nccl (host:port)",
+        "URL; for --kv-transfer lmcache (host:init:alloc, the ports of its pd_peer_...)",
     )
     instance_weights: Weights = Field(
         default=(),

@@ -20,8 +20,7 @@ from epd.policies.conditional import MAX_TOKENS
 from epd.policies.course import DecodeChoice, DecodeFrom
 from epd.policies.suited import check_suited
 from epd.routing.balance import BalanceName, ItemBalanceName
-from epd.routing.instances import Instance, Role
-from epd.transfer.flavours import EC_TRANSFERS, KV_TRANSFERS
+from epd.transfer.flavours import EC_TRANSFERS
 
 MIN_LOAD_INTERVAL_S = 0.05
 """Minimum of `load_interval_s`, in seconds: more frequent load reports would slow the instance."""
@@ -125,17 +124,6 @@ class RouteSettings(TransferSettings):
         return self
 
     @model_validator(mode="after")
-    def _check_strangers(self) -> Self:
-        if self.decode_hosts:
-            try:
-                KV_TRANSFERS[self.kv_transfer]().check(Instance(Role.DECODE, "http://stranger"))
-            except ValueError as error:
-                raise ValueError(
-                    f"--decode-hosts cannot be used with --kv-transfer {self.kv_transfer}: {error}"
-                ) from None
-        return self
-
-    @model_validator(mode="after")
     def _check_interval(self) -> Self:
         if 0 < self.load_interval_s < MIN_LOAD_INTERVAL_S:
             raise ValueError(f"--load-interval-s must be 0 or at least {MIN_LOAD_INTERVAL_S}")
@@ -186,7 +174,6 @@ class RouteSettings(TransferSettings):
                 active,
                 frozenset(one.role for one in self.instances),
                 pushed=EC_TRANSFERS[self.ec_transfer].pushed,
-                needed=KV_TRANSFERS[self.kv_transfer].needed,
             )
         return active
 

@@ -148,21 +148,15 @@ class TransferSettings(InstanceSettings):
                 f"--conversation-store needs --kv-transfer {' or '.join(able)}: with "
                 f"{self.kv_transfer}, prefill cannot read decode's KV blocks of a conversation"
             )
-        for instance in (*self.instances, *self.discovered):
+        for instance in self.instances:
             try:
                 transfer.check(instance)
             except ValueError as error:
                 addrs = "prefill" if instance.role is Role.PREFILL else "decode"
-                fault = f"--{addrs}-kv-addrs:" if instance.kv_addr else "--kv-transfer"
-                raise ValueError(f"{instance.url}: {fault} {error}") from None
+                raise ValueError(f"{instance.url}: --{addrs}-kv-addrs: {error}") from None
         if transfer.named_apart:
             both = (*self.prefill_kv_addrs, *self.decode_kv_addrs)
             _check_apart("--prefill-kv-addrs, --decode-kv-addrs", both)
-        if transfer.needed and self.on_prefill_failure == "local":
-            raise ValueError(
-                f"--kv-transfer {self.kv_transfer} needs --on-prefill-failure fail: its decode "
-                "instances wait for the blocks of every request"
-            )
         return self
 
 
