@@ -1,9 +1,10 @@
 """Interface of every store."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from ec_store.counts import Counts
 from ec_store.entry import Entry, EntryInfo
@@ -59,7 +60,7 @@ class Listed:
     problem: str | None = None
 
 
-class Store(Protocol):
+class Store(ABC):
     """A shared store of entries, safe for many threads and many processes at once.
 
     A missing, expired, torn, corrupt or foreign entry is a miss. Every method may raise
@@ -78,6 +79,7 @@ class Store(Protocol):
         """Return whether the store is in this machine's memory: lookups are fast then."""
         return False
 
+    @abstractmethod
     def put(self, key: EntryKey, entry: Entry, *, replace: bool = False) -> bool:
         """Write an entry. It appears whole or not at all; of two writers either may win.
 
@@ -94,12 +96,14 @@ class Store(Protocol):
             StoreUnavailable: the store is full, read-only or unreachable.
         """
 
+    @abstractmethod
     def get(self, key: EntryKey) -> Entry | None:
         """Return the entry, verified, or None. Counts as a use.
 
         The bytes stay valid while the entry is referenced, whatever happens to the store.
         """
 
+    @abstractmethod
     def lookup(self, keys: Sequence[EntryKey]) -> list[EntryInfo | None]:
         """Return the headers' fields in the order of the keys, in one round trip, without tensors.
 
@@ -107,9 +111,11 @@ class Store(Protocol):
         moment. Headers are verified, payloads are not.
         """
 
+    @abstractmethod
     def lease(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
         """Look up entries and protect them from eviction for `seconds`. Counts as a use."""
 
+    @abstractmethod
     def claim(
         self, keys: Sequence[EntryKey], owner: str, seconds: float, *, wait: bool = True
     ) -> list[bool]:
@@ -163,6 +169,7 @@ class Store(Protocol):
             self.release(needless, owner)
         return [info or claimed for info, claimed in zip(infos, claims, strict=True)]
 
+    @abstractmethod
     def release(self, keys: Sequence[EntryKey], owner: str) -> None:
         """Release claims before they expire. Claims of other owners stay.
 
@@ -171,18 +178,23 @@ class Store(Protocol):
             ValueError: as `claim`.
         """
 
+    @abstractmethod
     def delete(self, keys: Sequence[EntryKey]) -> int:
         """Delete entries, leased or not, and return how many existed."""
 
+    @abstractmethod
     def purge(self, namespace: str) -> int:
         """Delete a namespace with all its entries, and return the number of entries."""
 
+    @abstractmethod
     def ls(self) -> Iterator[Listed]:
         """Yield every entry, in no order. Entries may come and go meanwhile."""
 
+    @abstractmethod
     def verify(self, *, fix: bool = False) -> Iterator[Listed]:
         """Read every entry whole; corrupt ones have a `problem`, and `fix` deletes them."""
 
+    @abstractmethod
     def evict(self) -> int:
         """Bring the store under its quota. The cost depends on the bytes to free.
 
@@ -203,22 +215,26 @@ class Store(Protocol):
         """
         return self.evict()
 
+    @abstractmethod
     def stats(self) -> StoreStats: ...
 
+    @abstractmethod
     def register_namespace(self, model: str, namespace: str) -> None:
         """Record the namespace of a served model's entries; the last registration counts."""
 
+    @abstractmethod
     def namespaces(self) -> Mapping[str, str]:
         """Return the registered namespace of each served model."""
 
-    def check(self) -> None:
-        """Open the directory of a store that was opened lazily; Redis needs no such step.
+    def check(self) -> None:  # noqa: B027 - Redis needs no such step
+        """Open the directory of a store that was opened lazily.
 
         Raises:
             StoreMissing: the directory is missing, and this store does not create it.
             StoreUnavailable: the directory cannot be created, written or read.
         """
 
+    @abstractmethod
     def close(self) -> None:
         """Close connections and files. Entries that were returned stay valid."""
 

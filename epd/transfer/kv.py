@@ -1,6 +1,7 @@
 """From prefill to decode: what `kv_transfer_params` carry, whatever the connector."""
 
 import re
+from abc import ABC, abstractmethod
 from typing import Any, ClassVar, NamedTuple
 
 from epd.errors import UpstreamFailed
@@ -31,7 +32,7 @@ class Pair(NamedTuple):
     earlier: Params | None = None
 
 
-class KVTransfer:
+class KVTransfer(ABC):
     """How decode gets prefill's KV blocks, as far as the proxy has a part in it.
 
     This one carries what prefill replies to decode, as it is. Others say what differs.
@@ -89,9 +90,9 @@ class KVTransfer:
         """Whether decode is asked at the same time as prefill, and waits for the blocks."""
         return False
 
+    @abstractmethod
     def prefill_params(self, pair: Pair) -> Params | None:
         """`kv_transfer_params` of the prefill request; None: it has none."""
-        raise NotImplementedError
 
     def decode_params(self, pair: Pair, replied: Params) -> Params | None:  # noqa: ARG002
         """`kv_transfer_params` of the decode request; None: it has none.
