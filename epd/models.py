@@ -9,6 +9,8 @@ from typing import Any
 
 import orjson
 
+from ec_store.bounded import BoundedDict
+
 MAX_NAMES = 64
 """Upper bound of distinct names. Further names are `OTHER`."""
 MAX_ASKED = 256
@@ -29,7 +31,7 @@ class ModelNames:
 
     def __init__(self) -> None:
         self._names: set[str] = set()
-        self._asked: dict[str, str] = {}
+        self._asked: BoundedDict[str, str] = BoundedDict(MAX_ASKED)
 
     def of(self, asked: str | None) -> str:
         """Return the instances' name of a requested model; empty if none is requested."""
@@ -45,8 +47,6 @@ class ModelNames:
         if len(self._names) < MAX_NAMES:
             self._names.add(name)
         self._asked[asked] = name if name in self._names else OTHER
-        while len(self._asked) > MAX_ASKED:
-            del self._asked[next(iter(self._asked))]
 
 
 def _named(answer: bytes) -> str | None:

@@ -1,7 +1,6 @@
 """Scheduler's side of a producer: the items to encode, and the entries to report to clients."""
 
 import logging
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ from vllm.distributed.ec_transfer.ec_connector.utils import (
     collect_ec_item_metadata,
 )
 
+from ec_store.bounded import BoundedDict
 from ec_store.keys import key_or_none
 from ec_store.vllm_connector.step import Item
 
@@ -35,7 +35,7 @@ class Producer:
         """
         self._namespace = namespace
         self._resolver = resolver
-        self._lost: OrderedDict[str, None] = OrderedDict()
+        self._lost: BoundedDict[str, None] = BoundedDict(MAX_LOST)
         self._written_to: str | None = None
 
     def items(self, new_requests: Sequence[Any]) -> dict[str, Item]:
@@ -69,11 +69,10 @@ class Producer:
         """Process a worker's message: the namespace it writes to, and the results of its writes."""
         self._compare(message.get("namespace"))
         for digest, stored in message.get("outcomes", {}).items():
-            self._lost.pop(digest, None)
-            if not stored:
+            if stored:
+                self._lost.pop(digest, None)
+            else:
                 self._lost[digest] = None
-        while len(self._lost) > MAX_LOST:
-            self._lost.popitem(last=False)
 
     def _compare(self, written_to: str | None) -> None:
         """Log an error if a worker writes to another namespace than this engine reads."""

@@ -2,7 +2,6 @@
 
 import functools
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from itertools import islice
 
@@ -10,6 +9,7 @@ import torch
 
 from ec_store.backchannel import Sender
 from ec_store.base import Store
+from ec_store.bounded import BoundedDict
 from ec_store.counts import Counts
 from ec_store.device.copies import HostCopies, HostTensor
 from ec_store.device.loads import Loader
@@ -49,9 +49,9 @@ class Saver:
         self._counts = counts
         self._copies = HostCopies(queue_bytes)
         self._accept = FiniteOnly(counts, "it was encoded here and is not stored")
-        self._items: OrderedDict[str, Item] = OrderedDict()
+        self._items: BoundedDict[str, Item] = BoundedDict(MAX_ITEMS)
         self._lock = threading.Lock()
-        self._outcomes: OrderedDict[str, bool] = OrderedDict()
+        self._outcomes: BoundedDict[str, bool] = BoundedDict(MAX_ITEMS)
         self._introduced = False
         self._writer = Writer(store, counts=counts, queue_bytes=queue_bytes, done=self._remember)
 
@@ -59,11 +59,8 @@ class Saver:
         """Save items of new requests that an earlier step has encoded: the store may lack them."""
         for identifier, item in items.items():
             self._items[identifier] = item
-            self._items.move_to_end(identifier)
             if identifier in encoder_cache:
                 self.save(identifier, encoder_cache[identifier])
-        while len(self._items) > MAX_ITEMS:
-            self._items.popitem(last=False)
 
     def save(self, identifier: str, tensor: torch.Tensor) -> None:
         """Queue an item that was just encoded for writing."""
@@ -134,8 +131,6 @@ class Saver:
     def _remember(self, key: EntryKey, stored: bool) -> None:
         with self._lock:
             self._outcomes[key.digest] = stored
-            while len(self._outcomes) > MAX_ITEMS:
-                self._outcomes.popitem(last=False)
 
 
 class Learner:
@@ -153,15 +148,13 @@ class Learner:
         """
         self._sender = sender
         self._counts = counts
-        self._items: OrderedDict[str, str] = OrderedDict()
+        self._items: BoundedDict[str, str] = BoundedDict(MAX_ITEMS)
         self._cache: Mapping[str, torch.Tensor] = {}
 
     def expect(self, items: Mapping[str, str], encoder_cache: Mapping[str, torch.Tensor]) -> None:
         """Look for items, modality by identifier, in the encoder cache at the end of a step."""
         self._items.update(items)
         self._cache = encoder_cache
-        while len(self._items) > MAX_ITEMS:
-            self._items.popitem(last=False)
 
     def tell(self) -> None:
         """Report the widths of items that are encoded; a report that fails is sent later.

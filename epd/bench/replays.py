@@ -1,9 +1,10 @@
 """Orders in which requests repeat pictures, and the hit rate of an ideal cache for them."""
 
 import random
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
+
+from ec_store.bounded import BoundedDict
 
 NEW_IN_ARENA = 43 / 200
 """Share of new pictures: VisionArena-Chat has some 43,000 in 200,000 conversations."""
@@ -65,14 +66,11 @@ def ideal_hit_rate(trace: Sequence[Hashable], entries: int | None = None) -> flo
     """
     if not trace:
         raise ValueError("an empty trace has no hit rate")
-    held: OrderedDict[Hashable, None] = OrderedDict()
+    held: BoundedDict[Hashable, None] = BoundedDict(len(trace) if entries is None else entries)
     hits = 0
     for picture in trace:
         hits += picture in held
         held[picture] = None
-        held.move_to_end(picture)
-        if entries is not None and len(held) > entries:
-            held.popitem(last=False)
     return hits / len(trace)
 
 

@@ -17,6 +17,7 @@ import structlog
 
 from ec_store import EntryInfo, EntryKey, StoreError, StoreMissing
 from ec_store.aio import AsyncStore
+from ec_store.bounded import BoundedDict
 from ec_store.breaker import Breaker
 from epd.background import Background
 from epd.cache.at_once import MOST_KEYS, AtOnce
@@ -97,9 +98,9 @@ class EncoderCache:
         self._reading = Breaker("reading from the encoder cache", warn=_warn)
         self._writing = Breaker("writing to the encoder cache", warn=_warn)
         self._namespaces: Mapping[str, str] = {}
-        self._learned: dict[str, str] = {}
+        self._learned: BoundedDict[str, str] = BoundedDict(MAX_LEARNED)
         self._refresh_now = asyncio.Event()
-        self._leased: dict[EntryKey, float] = {}
+        self._leased: BoundedDict[EntryKey, float] = BoundedDict(MAX_LEASED)
         self._tasks: set[asyncio.Task[None]] = set()
 
     @classmethod
@@ -231,8 +232,6 @@ class EncoderCache:
         for info in infos or ():
             if info is not None:
                 self._leased[info.key] = until_s
-        while len(self._leased) > MAX_LEASED:
-            del self._leased[next(iter(self._leased))]
 
     async def release(self, keys: Sequence[EntryKey], owner: str) -> None:
         """Release claims: on the event loop `MOST_KEYS` at a time, on threads all at once."""
@@ -264,8 +263,6 @@ class EncoderCache:
         if self._namespaces.get(model, namespace) != namespace:
             self._refresh_now.set()
         self._learned[model] = namespace
-        while len(self._learned) > MAX_LEARNED:
-            del self._learned[next(iter(self._learned))]
 
     def keys(
         self, model: str | None, identifiers: Sequence[str], namespace: str | None = None

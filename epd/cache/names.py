@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ec_store import Entry, EntryInfo, EntryKey, StoreUnavailable
+from ec_store.bounded import BoundedDict
 from epd.cache.encoder_cache import EncoderCache
 
 NOTHING = memoryview(b"")
@@ -35,7 +36,7 @@ class Names:
 
     def __init__(self, cache: EncoderCache) -> None:
         self._cache = cache
-        self._stale: dict[EntryKey, Mapping[str, Any] | None] = {}
+        self._stale: BoundedDict[EntryKey, Mapping[str, Any] | None] = BoundedDict(MAX_STALE)
 
     async def remember(self, model: str | None, name: str, modality: str, stands_for: Name) -> None:
         """Store the meaning of a name. It expires as unused entries do."""
@@ -115,5 +116,3 @@ class Names:
 
     def _disbelieve(self, key: EntryKey, metadata: Mapping[str, Any] | None) -> None:
         self._stale[key] = metadata
-        while len(self._stale) > MAX_STALE:
-            del self._stale[next(iter(self._stale))]

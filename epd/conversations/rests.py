@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from ec_store.bounded import BoundedDict
+
 REST_S = 60.0
 """Cooldown of a prefill instance for the blocks of one engine after a failed read, in seconds."""
 
@@ -37,8 +39,8 @@ class Rests:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._until_s: dict[tuple[str, str | None], float] = {}
-        self._able: dict[str, None] = {}
+        self._until_s: BoundedDict[tuple[str, str | None], float] = BoundedDict(MOST)
+        self._able: BoundedDict[str, None] = BoundedDict(MOST)
 
     def over(self, prefill: str, engine: str) -> bool:
         """Return whether a prefill instance may read an engine's blocks.
@@ -53,8 +55,6 @@ class Rests:
     def read(self, prefill: str) -> None:
         """Record an answer of an instance that was asked to read blocks."""
         self._able[prefill] = None
-        while len(self._able) > MOST:
-            del self._able[next(iter(self._able))]
 
     def failed(self, prefill: str, engine: str, *, hung: bool) -> Rest | None:
         """Record a failure of an instance that was asked to read an engine's blocks.
@@ -68,7 +68,6 @@ class Rests:
             The new cooldown; None if one has begun already, as after concurrent failures.
         """
         now_s = self._clock()
-        self._until_s = {pair: at_s for pair, at_s in self._until_s.items() if at_s > now_s}
         until_s = max(self._until_s.get((prefill, one), now_s) for one in (engine, None))
         if until_s > now_s + (REST_S if hung else 0):
             return None
@@ -76,7 +75,5 @@ class Rests:
         if hung:
             rest = Rest(HUNG_S, engine if prefill in self._able else None)
             self._able.pop(prefill, None)
-        while len(self._until_s) >= MOST:
-            del self._until_s[next(iter(self._until_s))]
         self._until_s[prefill, rest.engine] = now_s + rest.rest_s
         return rest

@@ -1,9 +1,9 @@
 """Items of a request that need an encoder output, and the keys of these outputs. No I/O."""
 
-from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
+from ec_store.bounded import BoundedDict
 from epd.bodies.items import MM_KWARGS, Body, MMItem
 from epd.bodies.parsing import dumped
 from epd.request.context import RequestContext
@@ -90,9 +90,9 @@ class Identifiers:
     """The store keys of encoder outputs, as far as known."""
 
     def __init__(self) -> None:
-        self._learned: OrderedDict[OutputKey, str] = OrderedDict()
+        self._learned: BoundedDict[OutputKey, str] = BoundedDict(MAX_LEARNED)
         # The prefix that vLLM adds for a LoRA of the encoder (--enable-tower-connector-lora).
-        self._prefixes: OrderedDict[str | None, str] = OrderedDict()
+        self._prefixes: BoundedDict[str | None, str] = BoundedDict(MAX_LEARNED)
 
     def of(self, output: OutputKey) -> str | None:
         """Return the store key of an output; None if only an engine can compute it."""
@@ -111,9 +111,6 @@ class Identifiers:
             self._prefixes[output.model] = identifier.removesuffix(output.uuid)
         else:
             self._learned[output] = identifier
-        for learned in (self._learned, self._prefixes):
-            while len(learned) > MAX_LEARNED:
-                learned.popitem(last=False)
 
 
 def item_key(item: MMItem, uuid: str | None) -> str:

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 import structlog
 
+from ec_store.bounded import BoundedDict
 from epd.background import Background
 from epd.routing.instances import Instance
 
@@ -49,7 +50,7 @@ class Polling(Generic[T]):
     def __init__(self, question: Question[T], background: Background) -> None:
         self._question = question
         self._background = background
-        self._faults: dict[Instance, tuple[str, str, int | None]] = {}
+        self._faults: BoundedDict[Instance, tuple[str, str, int | None]] = BoundedDict(MAX_FAULTS)
 
     def running(self) -> AbstractAsyncContextManager[None]:
         """Ask in the background until the context exits."""
@@ -79,8 +80,6 @@ class Polling(Generic[T]):
         if self._faults.get(instance) == cause:
             return
         self._faults[instance] = cause
-        while len(self._faults) > MAX_FAULTS:
-            del self._faults[next(iter(self._faults))]
         structlog.get_logger("epd").error(
             "asking an instance failed unexpectedly",
             task=self._question.task,

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import structlog
 
+from ec_store.bounded import BoundedDict
 from epd.bodies.prompts import Prompt, prompt_of
 from epd.conversations.conversations import Conversations
 from epd.conversations.entry import Held
@@ -55,7 +56,7 @@ class Readbacks:
         self._transfer = transfer
         self._conversations = conversations
         self._rests = Rests()
-        self._block_tokens: dict[str, int] = {}
+        self._block_tokens: BoundedDict[str, int] = BoundedDict(MAX_ENGINES)
 
     async def begin(self, context: RequestContext) -> None:
         """Look up the previous turn, right before the choice of the instance that continues it.
@@ -139,8 +140,6 @@ class Readbacks:
             found = BLOCK_SIZE.search(await self._stages.metrics(decode))
             if found is not None:
                 known = self._block_tokens[engine] = int(found[1])
-            while len(self._block_tokens) > MAX_ENGINES:
-                del self._block_tokens[next(iter(self._block_tokens))]
         return known
 
 

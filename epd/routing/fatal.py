@@ -7,7 +7,6 @@ rejection of another tenant's request.
 """
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -15,6 +14,7 @@ from typing import NamedTuple
 import structlog
 from xxhash import xxh3_128_hexdigest
 
+from ec_store.bounded import BoundedDict
 from epd.errors import Stage, SuspectedFatal, UpstreamDied
 from epd.routing.instances import Instance
 
@@ -139,7 +139,7 @@ class FatalRequests:
         self._reject_s = reject_s
         self._drains = drains
         self._clock = clock
-        self._suspects: OrderedDict[_Subject, _Suspect] = OrderedDict()
+        self._suspects: BoundedDict[_Subject, _Suspect] = BoundedDict(MAX_SUSPECTS)
 
     def __len__(self) -> int:
         """Return the number of remembered bodies and items."""
@@ -210,12 +210,10 @@ class FatalRequests:
         now_s = self._clock()
         suspect = self._suspects.get(subject)
         if suspect is None or now_s >= suspect.until_s:
-            suspect = self._suspects[subject] = _Suspect()
+            suspect = _Suspect()
+        self._suspects[subject] = suspect
         suspect.deaths.add(instance, now_s)
         suspect.until_s = now_s + self._reject_s()
-        self._suspects.move_to_end(subject)
-        while len(self._suspects) > MAX_SUSPECTS:
-            self._suspects.popitem(last=False)
         return self._rejected_s(subject)
 
     def _rejected_s(self, subject: _Subject) -> float | None:

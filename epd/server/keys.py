@@ -7,6 +7,7 @@ from http import HTTPStatus
 
 from aiohttp import web
 
+from ec_store.bounded import BoundedDict
 from epd.errors import UpstreamRejected
 from epd.flights import Flights
 from epd.server.slots import KEYS
@@ -37,7 +38,7 @@ class KeyJudge:
                 `UpstreamRejected` if the answer is an error.
         """
         self._ask = ask
-        self._until_s: dict[bytes, float] = {}
+        self._until_s: BoundedDict[bytes, float] = BoundedDict(MAX_KEYS)
         self._asking: Flights[bytes, None] = Flights()
 
     async def check(self, headers: Mapping[str, str]) -> None:
@@ -59,10 +60,7 @@ class KeyJudge:
             # vLLM checks the key first: any other 4xx means that it accepted the key.
             if error.status in DENIED or error.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
                 raise
-        self._until_s.pop(digest, None)  # so that it is inserted at the end
         self._until_s[digest] = asyncio.get_running_loop().time() + ACCEPTED_S
-        if len(self._until_s) > MAX_KEYS:
-            del self._until_s[next(iter(self._until_s))]
 
 
 JUDGE = web.AppKey("judge", KeyJudge)
