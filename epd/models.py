@@ -5,11 +5,9 @@ their number. vLLM answers with the served name: the first if there are several,
 `model_name` label of its own metrics. For a LoRA it answers with the adapter's name.
 """
 
-from typing import Any
-
-import orjson
 
 from ec_store.bounded import BoundedDict
+from epd.json_or_none import json_or_none
 
 MAX_NAMES = 64
 """Upper bound of distinct names. Further names are `OTHER`."""
@@ -58,10 +56,7 @@ def _named(answer: bytes) -> str | None:
         return None
     start = answer.find(b"{")
     end = answer.find(b"\n", start) if start else -1  # of a stream, the first event
-    try:
-        said: dict[str, Any] = orjson.loads(answer[start : None if end < 0 else end])
-    except orjson.JSONDecodeError:
-        return None
+    said = json_or_none(answer[start : None if end < 0 else end]) or {}
     for own in (said, *map(said.get, WITHIN)):
         match own:
             case {"model": str() as name} if name.isprintable() and 0 < len(name) <= MAX_LENGTH:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import orjson
+from epd.json_or_none import json_or_none
 
 RETRY_AFTER = re.compile(r"[0-9]{1,6}")
 """`Retry-After` in seconds. The other form, a date, is ignored."""
@@ -25,7 +25,7 @@ def said_retry_after_s(headers: Mapping[str, str]) -> float | None:
 
 def openai_error(reply: bytes) -> dict[str, Any] | None:
     """Return the `error` object of an answer in the OpenAI shape; None for another shape."""
-    match _parsed(reply):
+    match json_or_none(reply):
         case {"error": {"message": str()} as error}:
             return dict(error)
         case _:
@@ -34,17 +34,10 @@ def openai_error(reply: bytes) -> dict[str, Any] | None:
 
 def plain_message(status: int, reply: bytes) -> str:
     """Return the message of an answer in another shape, without addresses and paths of the host."""
-    match _parsed(reply):
+    match json_or_none(reply):
         # Errors of FastAPI, and vLLM's answer to a wrong API key.
         case {"detail": str() as message} | {"error": str() as message} if message:
             text = message
         case _:
             text = reply[:MAX_UPSTREAM_TEXT].decode("utf-8", "replace").strip()
     return INSIDES.sub("…", text) or f"the instance answered {status}"
-
-
-def _parsed(reply: bytes) -> Any:
-    try:
-        return orjson.loads(reply)
-    except orjson.JSONDecodeError:
-        return None

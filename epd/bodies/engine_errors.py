@@ -5,7 +5,7 @@ vLLM answers 500 to a request whose media it cannot fetch, with the words of the
 into 422). What fails inside the engine has one of a few messages instead.
 """
 
-import orjson
+from epd.json_or_none import json_or_none
 
 ENGINE_DIED = b"EngineCore encountered an issue"
 """In every answer of a vLLM server whose engine died (`vllm/v1/engine/exceptions.py`,
@@ -27,11 +27,7 @@ def may_be_fetch(reply: bytes) -> bool:
     That holds for every error in vLLM's shape that is not the engine's own: the words of HTTP
     clients are too many to list, and change.
     """
-    try:
-        parsed = orjson.loads(reply)
-    except orjson.JSONDecodeError:
-        return False
-    match parsed:
+    match json_or_none(reply):
         case {"error": {"message": str() as message}}:
             return FAILED_INSIDE not in message.lower() and not engine_died(reply)
         case _:

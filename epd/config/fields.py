@@ -3,12 +3,12 @@
 import re
 from typing import Annotated, Any
 
-import orjson
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 from pydantic_settings import NoDecode
 from yarl import URL
 
 from ec_store import check_url
+from epd.json_or_none import json_or_none
 from epd.routing.allowed import check_pattern
 from epd.routing.urls import (
     base_url,
@@ -123,10 +123,7 @@ def _json_list(value: Any) -> Any:
         return value
     if not value.strip():
         return ()
-    try:
-        listed = orjson.loads(value)
-    except orjson.JSONDecodeError:
-        listed = None
+    listed = json_or_none(value)
     if not isinstance(listed, list):
         raise ValueError(f'{value!r} is not a JSON list such as ["*"]')  # noqa: TRY004 - pydantic's
     return tuple(listed)

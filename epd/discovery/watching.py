@@ -18,6 +18,7 @@ from epd.discovery.entries import EntriesInvalid, read_yaml
 from epd.discovery.folder import Folder, read_file
 from epd.discovery.look_ups import LookUp, LookUpFailed
 from epd.discovery.sightings import Sightings
+from epd.json_or_none import json_or_none
 from epd.routing.instances import Instance
 from epd.routing.registry import Registry, Source
 from epd.routing.urls import at_address, is_address
@@ -214,10 +215,7 @@ class WatchedNames:
 
 def _addresses(remembered: bytes | None) -> Mapping[str, Collection[str]]:
     """Return the stored addresses by name; empty for invalid content."""
-    try:
-        held = orjson.loads(remembered or b"{}")
-    except orjson.JSONDecodeError:
-        return {}
+    held = json_or_none(remembered or b"")
     if not isinstance(held, dict):
         return {}
     return {

@@ -7,13 +7,12 @@ from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from typing import Any
 
-import orjson
-
 from epd.doctor.facts import InstanceFacts, Model
 from epd.errors import ProxyError
 from epd.http.connection import Broken, Unreachable
 from epd.http.http1 import request_head, target_of
 from epd.http.pool import Pool
+from epd.json_or_none import json_or_none
 from epd.routing.instances import Instance
 from epd.routing.report_page import read_namespaces
 from epd.upstream.client import KEEP_ALIVE_S, Upstream
@@ -94,10 +93,7 @@ def _reason(error: ProxyError) -> str:
 
 
 def _json(answer: Answer) -> Mapping[str, Any]:
-    try:
-        value = orjson.loads(answer.body)
-    except orjson.JSONDecodeError:
-        return {}
+    value = json_or_none(answer.body)
     return value if isinstance(value, dict) else {}
 
 

@@ -3,11 +3,10 @@
 import asyncio
 from typing import NamedTuple
 
-import orjson
-
 from epd.config.live import LiveConfig
 from epd.errors import ProxyError
 from epd.flights import Flights
+from epd.json_or_none import json_or_none
 from epd.routing.instances import Instance
 from epd.routing.table import InstanceTable
 from epd.transfer.kv import KVTransfer, Pair
@@ -71,7 +70,7 @@ class Peers:
             answer = await self._upstream.fetch(
                 url, stage="prefill", headers={}, timeout_s=self._live.current.health_timeout_s
             )
-            peer = self._transfer.peer(_parsed(answer.body) if answer.ok else None)
+            peer = self._transfer.peer(json_or_none(answer.body) if answer.ok else None)
         except ProxyError:
             # A success would only show that the port answers, and reset the engine's failures.
             with self._table.using(member[0]):
@@ -86,13 +85,6 @@ class Peers:
                 one: known for one, known in self._known.items() if now_s < known.until_s
             }
         self._known[member] = _Known(peer, now_s + KNOWN_S)
-
-
-def _parsed(said: bytes) -> object:
-    try:
-        return orjson.loads(said)
-    except orjson.JSONDecodeError:
-        return None
 
 
 def _member(pair: Pair) -> Member:

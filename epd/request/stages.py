@@ -5,8 +5,6 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import NamedTuple
 
-import orjson
-
 from epd.bodies.chat import CHAT
 from epd.bodies.endpoint import is_stream, written
 from epd.bodies.engine_errors import engine_died, may_be_fetch
@@ -25,6 +23,7 @@ from epd.errors import (
     UpstreamRejected,
     UpstreamTimeout,
 )
+from epd.json_or_none import json_or_none
 from epd.request.context import RequestContext
 from epd.routing.instances import Instance
 from epd.spans import Span
@@ -226,11 +225,7 @@ class Stages:
             body=written(question, context.cuts),
             timeout_s=QUESTION_TIMEOUT_S,
         )
-        try:
-            said = orjson.loads(answer.body) if answer.ok else None
-        except orjson.JSONDecodeError:
-            said = None
-        match said:
+        match json_or_none(answer.body) if answer.ok else None:
             case {"tokens": list() as tokens}:
                 return tokens
         raise UpstreamFailed(

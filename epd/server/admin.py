@@ -5,11 +5,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, Generic, TypeVar
 
-import orjson
-
 from epd.config.live import LiveConfig
 from epd.errors import ProxyError, RequestRefused, Stage, UpstreamRejected
 from epd.flights import Flights
+from epd.json_or_none import json_or_none
 from epd.observe.figures import CONVERSATIONS, CONVERSATIONS_EVICTED, Figure
 from epd.observe.metrics import MetricsObserver
 from epd.request.recovery import retry_delay_s
@@ -247,11 +246,7 @@ def _is_healthy(result: Answer | ProxyError) -> bool:
 
 
 def _version(result: Answer | ProxyError) -> str | None:
-    try:
-        said = orjson.loads(result.body) if isinstance(result, Answer) and result.ok else None
-    except orjson.JSONDecodeError:
-        return None
-    match said:
+    match json_or_none(result.body) if isinstance(result, Answer) and result.ok else None:
         case {"version": str() as version}:
             return version[:MAX_VERSION]
         case _:

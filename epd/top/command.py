@@ -12,10 +12,10 @@ from typing import cast
 from urllib.parse import urlsplit
 
 import aiohttp
-import orjson
 from rich.console import Console
 from rich.live import Live
 
+from epd.json_or_none import json_or_none
 from epd.parser import Commands
 from epd.top.screen import frame
 from epd.ui.state import State
@@ -144,10 +144,7 @@ async def _ask(http: aiohttp.ClientSession, url: str) -> State:
                 body += await answer.content.read(MAX_BYTES - len(body))
     except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
         raise NoState(f"{url} does not answer: {str(error) or type(error).__name__}") from None
-    try:
-        said = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        said = None
+    said = json_or_none(body)
     if answer.status in {401, 403}:
         reason = said["error"]["message"] if isinstance(said, dict) and "error" in said else ""
         raise Refused(f"{url} rejects the request: {reason or answer.status} (set {KEYS[0]})")

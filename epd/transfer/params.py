@@ -5,11 +5,10 @@ from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
-import orjson
-
 from epd.bodies.items import Body
 from epd.bodies.parsing import MAX_DEPTH, deeper, may_be_deep
 from epd.errors import Stage, UpstreamFailed
+from epd.json_or_none import json_or_none
 
 Params = Mapping[str, Any]
 
@@ -20,10 +19,7 @@ def reply_field(reply: bytes, name: str, *, stage: Stage) -> dict[str, Any]:
     Raises:
         UpstreamFailed: the reply is no JSON, or the field is no object.
     """
-    try:
-        parsed = orjson.loads(reply)
-    except orjson.JSONDecodeError:
-        parsed = None
+    parsed = json_or_none(reply)
     value = parsed.get(name) if isinstance(parsed, dict) else ...
     if value is None:
         return {}
