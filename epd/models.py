@@ -5,7 +5,6 @@ their number. vLLM answers with the served name: the first if there are several,
 `model_name` label of its own metrics. For a LoRA it answers with the adapter's name.
 """
 
-
 from ec_store.bounded import BoundedDict
 from epd.json_or_none import json_or_none
 

@@ -8,11 +8,10 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, cast
 
-from aiohttp import web
-
 from epd.background import Background
 from epd.config import ProxyConfig
 from epd.config.live import LiveConfig
+from epd.edge import aiohttp_private
 from epd.edge.protocol import Runner, Server
 
 BACKLOG = 65535
@@ -119,7 +118,7 @@ class Handshakes:
             )
 
 
-class Site(web.BaseSite):
+class Site(aiohttp_private.BaseSite):
     """Listening address. A TLS handshake may take `header_timeout_s` instead of asyncio's 60 s."""
 
     def __init__(
@@ -133,7 +132,9 @@ class Site(web.BaseSite):
             background: runner of the tasks that accept TLS connections.
             where: `host` and `port`, or `sock`, which may be a Unix socket.
         """
-        super().__init__(runner, ssl_context=tls)
+        super().__init__(runner)
+        self._factory = cast("Server", runner.server)
+        self._tls = tls
         self._background = background
         self._where = where
         self._live = runner.live
@@ -147,24 +148,16 @@ class Site(web.BaseSite):
         listener = self._where.get("sock")
         return listener is not None and listener.family == socket.AF_UNIX
 
-    async def start(self) -> None:
-        """Listen on the address.
-
-        Raises:
-            OSError: the address cannot be listened on.
-        """
-        await super().start()
-        loop, server = asyncio.get_running_loop(), cast("Server", self._runner.server)
-        plain = self._ssl_context is None
+    async def listen(self) -> asyncio.AbstractServer:
+        """Listen on the address; with TLS by `Handshakes`."""
+        loop = asyncio.get_running_loop()
         create: Any = loop.create_unix_server if self._is_unix else loop.create_server
         bound: asyncio.Server = await create(
-            server, **self._where, backlog=BACKLOG, start_serving=plain
+            self._factory, **self._where, backlog=BACKLOG, start_serving=self._tls is None
         )
-        self._server = bound
-        if self._ssl_context is not None:
-            listeners = [it.dup() for it in bound.sockets]
-            accepting = Handshakes(
-                server, listeners, self._ssl_context, self._live, self._background
-            )
-            self._server = cast("asyncio.AbstractServer", accepting)
-            bound.close()
+        if self._tls is None:
+            return bound
+        listeners = [it.dup() for it in bound.sockets]
+        accepting = Handshakes(self._factory, listeners, self._tls, self._live, self._background)
+        bound.close()
+        return cast("asyncio.AbstractServer", accepting)

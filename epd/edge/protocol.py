@@ -18,10 +18,9 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 from aiohttp.typedefs import Handler
-from aiohttp.web_protocol import _ErrInfo
 
 from epd.config.live import LiveConfig
-from epd.edge import descriptors
+from epd.edge import aiohttp_private, descriptors
 from epd.edge.ambiguity import invalid, refusal
 from epd.edge.prefix import without_prefix
 from epd.errors import Overloaded, ProxyError, RequestRefused
@@ -44,7 +43,7 @@ DIRECT = web.AppKey("direct", Mapping[str, Handler])
 """Handlers of `POST` requests by path, called without aiohttp's router."""
 
 
-class Connection(web.RequestHandler):
+class Connection(aiohttp_private.RequestHandler):
     """Connection of one client.
 
     Attributes:
@@ -95,13 +94,13 @@ class Connection(web.RequestHandler):
         """Parse the bytes, and start the timer of a head that has begun."""
         if self._refused:
             return
-        parsed, in_body = self._request_count, not self._last_payload.is_eof()
+        parsed, in_body = self.parsed, not self._last_payload.is_eof()
         super().data_received(data)
-        if self._request_count > parsed:
+        if self.parsed > parsed:
             self._head_has_come()
         elif not in_body and data.strip(b"\r\n"):  # empty lines may precede a head
             self._begun = True
-            if self._waiter is not None:  # no request is being served
+            if self.is_between_requests:
                 self._await_head()
 
     def _head_has_come(self) -> None:
@@ -109,8 +108,8 @@ class Connection(web.RequestHandler):
             self._head_timer.cancel()
             self._head_timer = None
         self._begun = False
-        message, payload = self._messages[-1]
-        if isinstance(message, _ErrInfo) and not self._last_payload.is_eof():
+        failed, payload = self.newest()
+        if failed and not self._last_payload.is_eof():
             # The parser failed within a body and does not notify the body's reader.
             self._last_payload.set_exception(web.RequestPayloadError())
         self._last_payload = payload
@@ -118,9 +117,7 @@ class Connection(web.RequestHandler):
     def _await_head(self) -> None:
         if self._head_timer is not None:
             return
-        self._head_timer = self._loop.call_later(
-            self._live.current.header_timeout_s, self._head_is_late
-        )
+        self._head_timer = _later(self._live.current.header_timeout_s, self._head_is_late)
 
     def _head_is_late(self) -> None:
         self._head_timer = None
@@ -132,15 +129,12 @@ class Connection(web.RequestHandler):
             "the request's head did not arrive in time",
             slug="header_timeout",
         )
-        # As with errors of aiohttp's parser, the error is answered after the requests before it.
-        self._messages.append((_ErrInfo(error.status, error, error.message), EMPTY_PAYLOAD))
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self.queue_error(error.status, error, error.message)
 
     def pause_writing(self) -> None:
         """Start the timer of a client that does not read."""
         super().pause_writing()
-        self._write_timer = self._loop.call_later(self._live.current.write_timeout_s, self._stall)
+        self._write_timer = _later(self._live.current.write_timeout_s, self._stall)
 
     def resume_writing(self) -> None:
         """Stop the timer: the client has read."""
@@ -162,7 +156,7 @@ class Connection(web.RequestHandler):
         finally:
             # Closing waits until the client has read all bytes: this bounds the wait.
             if transport is not None and transport.get_write_buffer_size():
-                self._loop.call_later(self._live.current.write_timeout_s, transport.abort)
+                _later(self._live.current.write_timeout_s, transport.abort)
 
     def handle_error(
         self,
@@ -196,15 +190,15 @@ class Connection(web.RequestHandler):
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
         """Send the response; after the last one, give the client time to read it."""
-        parsed = self._request_count
+        parsed = self.parsed
         sent, lost = await super().finish_response(request, resp, start_time)
-        if self._request_count > parsed:  # requests after one that asked for an upgrade
+        if self.parsed > parsed:  # requests after one that asked for an upgrade
             self._head_has_come()
         if self.transport is not None and not sent.keep_alive:
             _half_close(self.transport)
             if self._refused:  # aiohttp itself waits for the rest of a body
                 await asyncio.sleep(LINGER_S)  # cancelled when the client closes
-        elif self._begun and not self._messages:  # the next head's time starts now
+        elif self._begun and not self.has_queued:  # the next head's time starts now
             self._await_head()
         return sent, lost
 
@@ -216,7 +210,7 @@ class Connection(web.RequestHandler):
         error = Overloaded("too many connections are open")
         transport.write(_raw(error, self._server.refuse(error)))
         _half_close(transport)
-        self._write_timer = self._loop.call_later(LINGER_S, transport.abort)
+        self._write_timer = _later(LINGER_S, transport.abort)
 
 
 class Server(web.Server):
@@ -242,13 +236,14 @@ class Server(web.Server):
         self._live = live
         self._observers = observers
         self._descriptors = descriptors.client_connections()
+        self._options = kwargs
         self._open = set[Connection]()
         self._turned_away = set[Connection]()
 
     def __call__(self) -> Connection:
         """Return the protocol of a new connection."""
-        kwargs = self._kwargs | {"keepalive_timeout": self._live.current.keep_alive_s}
-        return Connection(self, self._live, loop=self._loop, **kwargs)
+        options = self._options | {"keepalive_timeout": self._live.current.keep_alive_s}
+        return Connection(self, self._live, loop=asyncio.get_running_loop(), **options)
 
     @property
     def _limit(self) -> int:
@@ -310,7 +305,7 @@ def _factory(make: Callable[..., Any], prefix: str | None) -> Callable[..., Any]
     return lambda message, *args: make(without_prefix(message, prefix), *args)
 
 
-class Runner(web.AppRunner):
+class Runner(aiohttp_private.AppRunner):
     """Runner of the application on `Connection`s. A client's disconnect cancels its request.
 
     Attributes:
@@ -336,8 +331,9 @@ class Runner(web.AppRunner):
         self.live = live
         self._observers = observers
 
-    async def _make_server(self) -> Server:
-        app, made = self.app, await super()._make_server()  # its start may add more
+    def replaced(self, made: web.Server) -> Server:
+        """Return the server of `Connection`s for the started application."""
+        app = self.app
         # Added middlewares and signal handlers must see every request: no direct handlers then.
         changed = len(app.middlewares) > 1 or len(app.on_response_prepare) > 0
         return Server(
@@ -364,6 +360,10 @@ def _shown(failure: BaseException | None) -> ProxyError | None:
             return invalid("the request is not valid HTTP/1.1")
         case _:
             return None
+
+
+def _later(delay_s: float, call: Callable[[], None]) -> asyncio.TimerHandle:
+    return asyncio.get_running_loop().call_later(delay_s, call)
 
 
 def _half_close(transport: asyncio.Transport) -> None:

@@ -1,14 +1,17 @@
-"""Private names of aiohttp that `epd.edge.protocol` uses. Another version may not have them."""
+"""Private names of aiohttp that `epd.edge.aiohttp_private` uses. A release may remove them."""
 
 import inspect
+import re
 import tomllib
 from pathlib import Path
 
 import pytest
 from aiohttp import __version__, web, web_protocol
 
+from epd.edge.aiohttp_private import AppRunner, BaseSite, RequestHandler
+
 ATTRIBUTES = ("_messages", "_request_count", "_waiter")
-PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("name", ATTRIBUTES)
@@ -16,14 +19,8 @@ def test_a_connection_has_what_its_messages_are_followed_by(name: str) -> None:
     assert name in web.RequestHandler.__slots__
 
 
-async def test_a_server_keeps_what_connections_are_made_with() -> None:
-    async def handler(_: web.BaseRequest) -> web.StreamResponse:
-        raise NotImplementedError
-
-    server = web.Server(handler, keepalive_timeout=7)
-
-    assert vars(server)["_kwargs"]["keepalive_timeout"] == 7
-    assert "_loop" in vars(server)
+def test_a_site_closes_the_server_that_it_keeps() -> None:
+    assert "_server" in web.BaseSite.__slots__
 
 
 def test_a_runner_makes_its_server_by_one_method() -> None:
@@ -36,8 +33,24 @@ def test_an_error_of_the_parser_is_a_message_of_its_own() -> None:
     assert (error.status, error.message) == (400, "why")
 
 
+@pytest.mark.parametrize("adapter", [RequestHandler, AppRunner, BaseSite])
+def test_the_adapters_names_are_not_names_of_aiohttp(adapter: type) -> None:
+    own = {name for name in vars(adapter) if not name.startswith("_")} - {"start"}
+
+    assert not own & set(dir(adapter.__base__))
+
+
+def test_no_other_module_of_the_proxy_imports_a_private_name_of_aiohttp() -> None:
+    importing = re.compile(r"^from aiohttp\S* import .*\b_\w+", re.MULTILINE)
+    modules = [*ROOT.glob("epd/**/*.py"), *ROOT.glob("ec_store/**/*.py")]
+
+    assert [one.name for one in modules if importing.search(one.read_text())] == [
+        "aiohttp_private.py"
+    ]
+
+
 def test_the_next_minor_version_is_not_installed_unseen() -> None:
-    project = tomllib.loads(PYPROJECT.read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     [bound] = [one for one in project["dependencies"] if one.startswith("aiohttp>=")]
     major, minor = map(int, __version__.split(".")[:2])
 
