@@ -1,7 +1,7 @@
 """Parsers of URLs and addresses in settings and registrations."""
 
 from ipaddress import ip_address
-from urllib.parse import SplitResult, parse_qsl, urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from epd.http.http1 import http_url
 
@@ -108,10 +108,7 @@ def registration_store_url(url: str) -> str:
         if parts.query or parts.fragment:
             raise ValueError("the URL of a folder must have no parameters")
         return url
-    if parts.scheme in REDIS_PARAMETERS and parts.hostname:
-        _check_redis(parts)
-        return url
-    raise ValueError("must be file:///a/folder, redis://host:6379 or rediss://host:6379")
+    return _redis_url(url, "must be file:///a/folder, redis://host:6379 or rediss://host:6379")
 
 
 def conversation_store_url(url: str) -> str:
@@ -121,14 +118,13 @@ def conversation_store_url(url: str) -> str:
         ValueError: the URL is invalid. The message quotes no part of it, because it may contain a
             password.
     """
+    return _redis_url(url, "must be memory, redis://host:6379 or rediss://host:6379")
+
+
+def _redis_url(url: str, expected: str) -> str:
     parts = urlsplit(url)
-    if parts.scheme in REDIS_PARAMETERS and parts.hostname:
-        _check_redis(parts)
-        return url
-    raise ValueError("must be memory, redis://host:6379 or rediss://host:6379")
-
-
-def _check_redis(parts: SplitResult) -> None:
+    if parts.scheme not in REDIS_PARAMETERS or not parts.hostname:
+        raise ValueError(expected)
     try:
         _ = parts.port
     except ValueError:
@@ -137,3 +133,4 @@ def _check_redis(parts: SplitResult) -> None:
     wrong = {name for name, _ in parse_qsl(parts.query, keep_blank_values=True)} - known
     if wrong:
         raise ValueError(f"unknown parameter {min(wrong)!r}; known: {', '.join(sorted(known))}")
+    return url
