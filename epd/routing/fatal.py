@@ -28,27 +28,17 @@ restarts within that time."""
 MAX_SUSPECTS = 4096
 """Upper bound of remembered bodies and items. The oldest is forgotten first."""
 
-DIGESTED_BYTES = 128 * 1024
-"""Size of the digested part of a large body at its beginning, at its end, and in samples
-between."""
-
 logger = structlog.get_logger("epd")
 
 
 def fingerprint(raw: bytes | bytearray, seed: int) -> str:
     """Return a digest that identifies a repeated body.
 
-    Bodies with media are digested in part, because their items have keys of their own.
-
     Args:
         raw: the body as received.
         seed: seed of this process, so that no client can construct a collision.
     """
-    if len(raw) <= 2 * DIGESTED_BYTES:
-        return xxh3_128_hexdigest(raw, seed)
-    between = raw[:: len(raw) // DIGESTED_BYTES]
-    some = bytes(raw[:DIGESTED_BYTES]) + bytes(between) + bytes(raw[-DIGESTED_BYTES:])
-    return f"{len(raw):x}-{xxh3_128_hexdigest(some, seed)}"
+    return xxh3_128_hexdigest(raw, seed)
 
 
 @dataclass(slots=True)

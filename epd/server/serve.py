@@ -20,6 +20,7 @@ from epd.edge.protocol import Runner
 from epd.edge.tls import renew, server_context
 from epd.edge.unix_socket import listening_at
 from epd.server.files import read_keys
+from epd.server.memory import keep_freed_memory
 from epd.server.reload import RELOAD
 from epd.server.slots import BACKGROUND, KEYS, OBSERVERS
 from epd.server.web import application
@@ -133,6 +134,7 @@ async def running(
         named: configuration with the paths to reload files from, if they differ from those of
             the start.
     """
+    keep_freed_memory()
     app = application(live)
     runner = Runner(app, live, app[OBSERVERS])
     app[RELOAD].add_config(live, read)

@@ -1,0 +1,52 @@
+import subprocess
+import sys
+
+import pytest
+
+from epd.server import memory
+
+FAULTS = """
+import resource, sys
+from epd.server.memory import keep_freed_memory
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+kept = keep_freed_memory() if sys.argv[1] == "kept" else None
+for _ in range(2):
+    bodies = [bytearray(6_000_000) for _ in range(4)]
+    del bodies
+before = faults()
+for _ in range(10):
+    bodies = [bytearray(6_000_000) for _ in range(4)]
+    del bodies
+print(kept, faults() - before)
+"""
+PAGES = 4 * 6_000_000 // 4096
+"""Pages of the four bodies."""
+
+
+def _run(how: str, **environment: str) -> tuple[str, int]:
+    ran = subprocess.run(
+        [sys.executable, "-c", FAULTS, how],
+        env={"PYTHONPATH": ":".join(sys.path), **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    kept, faults = ran.stdout.split()
+    return kept, int(faults)
+
+
+def test_freed_bodies_are_used_again_without_page_faults() -> None:
+    without, (kept, faults) = _run("as it is")[1], _run("kept")
+    if kept == "False":
+        pytest.skip("this C library has no mallopt")
+
+    assert without >= 10 * PAGES / 2
+    assert faults < PAGES
+
+
+@pytest.mark.parametrize("name", memory.OPERATORS)
+def test_settings_of_the_operator_stay(name: str) -> None:
+    assert _run("kept", **{name: ""})[0] == "False"
