@@ -17,7 +17,7 @@ from epd.media.parts import Inline, Known, check_image, check_inside, source
 from epd.tenants import Scope, Tenant
 from epd.transfer.encoded import EncodedItem, metadata_uuid
 
-IN_THREAD = 2 * 1024**2
+IN_THREAD = 4 * 1024**2
 """Base64 characters in a request above which its media are hashed on a thread. Hashing this many
 takes less than a millisecond; on a busy machine a thread takes longer to start."""
 

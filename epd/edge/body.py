@@ -47,9 +47,12 @@ async def read_body(request: web.Request, config: ProxyConfig, grown: Grown) -> 
 async def _collect(request: web.Request, config: ProxyConfig, grown: Grown) -> bytes | bytearray:
     started, limit = asyncio.get_running_loop().time(), max_body_bytes(config)
     latest = started + config.body_timeout_s
+    content = request.content
+    # Joining what has arrived costs a copy. Without a length, parts may be of one byte each.
+    sized = request.content_length is not None
     parts = bytearray()  # a list of one-byte parts would need 40 times the memory
     async with asyncio.timeout_at(min(latest, started + GRACE_S)) as deadline:
-        while chunk := await request.content.readany():
+        while chunk := (await content.readchunk())[0] if sized else await content.readany():
             parts += chunk
             _count(len(parts), limit, grown)
             rate_s = len(parts) / config.body_min_rate_bytes

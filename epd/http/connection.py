@@ -6,7 +6,7 @@ too late (`Connection._wait`).
 
 import asyncio
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from http import HTTPStatus
 from typing import cast
 
@@ -15,7 +15,7 @@ from multidict import CIMultiDict
 from epd.http.http1 import AnswerReader, Malformed
 
 PIECE_BYTES = 256 * 1024
-"""Size of the pieces of a large body. Larger ones would block the event loop in TLS or in a
+"""Size of the batches of a large request. Larger ones would block the event loop in TLS or in a
 copy."""
 JOINED_BYTES = 16 * 1024
 """Size up to which head and body are joined. For a larger body, the copy costs more than passing
@@ -59,6 +59,20 @@ def _find_dead_hosts(shown: socket.socket) -> None:
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_HOST_S * 1000)
     finally:
         opened.detach()
+
+
+def _batches(parts: Iterable[bytes | memoryview]) -> Iterator[Sequence[memoryview]]:
+    """Yield a large request in batches of `PIECE_BYTES`, each for one call to the kernel."""
+    batch, room = list[memoryview](), PIECE_BYTES
+    for part in map(memoryview, parts):
+        start = 0
+        while len(part) - start > room:
+            yield [*batch, part[start : start + room]]
+            start += room
+            batch, room = [], PIECE_BYTES
+        batch.append(part[start:])
+        room -= len(part) - start
+    yield batch
 
 
 class Connection(asyncio.Protocol):
@@ -152,24 +166,22 @@ class Connection(asyncio.Protocol):
         elif size <= PIECE_BYTES:
             self._transport.writelines((head, *body))
         else:
-            self._transport.write(head)
-            for piece in body:
-                await self._send(memoryview(piece), until_s)
+            for batch in _batches((head, *body)):
+                await self._send(batch, until_s)
         self._sent_s = self._loop.time()
         while not self._answer.status:
             await self._wait(until_s)
 
-    async def _send(self, body: memoryview, until_s: float) -> None:
-        for start in range(0, len(body), PIECE_BYTES):
-            # A server that has answered already may not read the rest of the body, so do not wait.
-            while not self._writable and not self._answer.status:
-                await self._wait(until_s)
-            # RFC 9112, 9.5: send no more after an error. A complete answer needs no more either.
-            if self._answer.status >= HTTPStatus.BAD_REQUEST or self._answer.complete:
-                self.kept = False
-                return
-            self._check_open()
-            self._transport.write(body[start : start + PIECE_BYTES])
+    async def _send(self, batch: Sequence[memoryview], until_s: float) -> None:
+        # A server that has answered already may not read the rest of the body, so do not wait.
+        while not self._writable and not self._answer.status:
+            await self._wait(until_s)
+        # RFC 9112, 9.5: send no more after an error. A complete answer needs no more either.
+        if self._answer.status >= HTTPStatus.BAD_REQUEST or self._answer.complete:
+            self.kept = False
+            return
+        self._check_open()
+        self._transport.writelines(batch)
 
     def _check_open(self) -> None:
         """Check before each write that the connection has not ended.
