@@ -7,7 +7,7 @@ FROM vllm/vllm-openai:${VLLM}
 COPY pyproject.toml README.md LICENSE /src/
 COPY epd /src/epd
 COPY ec_store /src/ec_store
-# vLLM's own packages stay as they are: a build that would have to change one fails.
+# The build fails if it would have to change a package that vLLM depends on.
 RUN uv pip freeze --system | grep == > /tmp/theirs \
     && uv pip install --system --no-cache --constraints /tmp/theirs /src \
     && rm -r /src /tmp/theirs
