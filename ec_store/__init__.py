@@ -19,7 +19,8 @@ if TYPE_CHECKING:
         StoreUnavailable,
     )
     from ec_store.keys import EntryKey
-    from ec_store.opening import check_url, open_store
+    from ec_store.opening import open_store
+    from ec_store.urls import check_url
 
 _MODULES = {
     "CorruptEntry": "errors",
@@ -33,7 +34,7 @@ _MODULES = {
     "StoreMissing": "errors",
     "StoreStats": "base",
     "StoreUnavailable": "errors",
-    "check_url": "opening",
+    "check_url": "urls",
     "open_store": "opening",
     "redacted": "config",
 }

@@ -13,10 +13,9 @@ from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
 from ec_store.base import Listed, Store, StoreStats
+from ec_store.concurrency import DaemonPool
 from ec_store.entry import Entry, EntryInfo
 from ec_store.keys import EntryKey
-from ec_store.opening import open_store
-from ec_store.threads import DaemonPool
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -44,20 +43,6 @@ class AsyncStore:
         self.counts = store.counts
         self._store = store
         self._pool = pool or DaemonPool(THREADS, "ec-store")
-
-    @classmethod
-    async def open(cls, url: str, *, create: bool = True, lazy: bool = False) -> Self:
-        """Open a store by its URL on a thread.
-
-        Args and errors are those of `open_store`.
-        """
-        pool = DaemonPool(THREADS, "ec-store")
-        try:
-            store = await on_thread(pool, lambda: open_store(url, create=create, lazy=lazy))
-            return cls(store, pool)
-        except BaseException:
-            pool.close()
-            raise
 
     async def check(self) -> None:
         await self._call(self._store.check)

@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from typing import Protocol
 
-from ec_store.breaker import Breaker
+from ec_store.concurrency import Breaker, DaemonPool
 from ec_store.counts import Counts
 from ec_store.entry import Entry
-from ec_store.fetch_queue import Fetch, FetchQueue, Phase, Want
+from ec_store.fetch_queue import Fetch, FetchQueue, Memory, Phase, Want, buffer_bytes
 from ec_store.keys import EntryKey, key_or_none
-from ec_store.memory import Memory, buffer_bytes
-from ec_store.threads import DaemonPool
 
 THREADS = 4
 MEMORY_BYTES = 1024**3

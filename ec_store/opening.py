@@ -2,18 +2,11 @@
 
 from urllib.parse import urlsplit
 
+from ec_store.aio import THREADS, AsyncStore, on_thread
 from ec_store.base import Store
-from ec_store.config import redacted
-from ec_store.disk_config import DiskConfig
-from ec_store.redis_url import redis_options
-
-DISK = ("file",)
-REDIS = ("redis", "rediss", "redis+cluster", "rediss+cluster")
-
-FETCH_THREADS = {**dict.fromkeys(DISK, 4), **dict.fromkeys(REDIS, 16)}
-"""Entries that a connector fetches at once, by scheme. Reading from memory keeps a core busy, and a
-second core for large entries. Waiting for a server keeps none busy; a node keeps as many idle
-connections (`ec_store.redis_link.MAX_IDLE`)."""
+from ec_store.concurrency import DaemonPool
+from ec_store.disk.config import DiskConfig
+from ec_store.urls import DISK, REDIS, unknown_scheme
 
 
 def open_store(url: str, *, create: bool = True, lazy: bool = False) -> Store:
@@ -34,41 +27,27 @@ def open_store(url: str, *, create: bool = True, lazy: bool = False) -> Store:
     scheme = urlsplit(url).scheme
     # A backend is imported at its first use: a store on disk needs no Redis client.
     if scheme in DISK:
-        from ec_store.shared_disk import SharedDiskStore  # noqa: PLC0415
+        from ec_store.disk.store import SharedDiskStore  # noqa: PLC0415
 
         if lazy:
             return SharedDiskStore(DiskConfig.from_url(url), create=create)
         return SharedDiskStore.from_url(url, create=create)
     if scheme in REDIS:
-        from ec_store.redis_store import RedisStore  # noqa: PLC0415
+        from ec_store.redis.store import RedisStore  # noqa: PLC0415
 
         return RedisStore.from_url(url)
-    raise _no_store(url)
+    raise unknown_scheme(url)
 
 
-def check_url(url: str) -> str:
-    """Check that `open_store` accepts a URL, and return it; nothing is opened.
+async def open_async_store(url: str, *, create: bool = True, lazy: bool = False) -> AsyncStore:
+    """Open a store by its URL on a thread.
 
-    Raises:
-        ValueError: as `open_store`.
+    Args and errors are those of `open_store`.
     """
-    scheme = urlsplit(url).scheme
-    if scheme in DISK:
-        DiskConfig.from_url(url)
-    elif scheme in REDIS:
-        redis_options(url)
-    else:
-        raise _no_store(url)
-    return url
-
-
-def fetch_threads(url: str) -> int:
-    """Return the default number of fetch threads for the store of a valid URL."""
-    return FETCH_THREADS[urlsplit(url).scheme]
-
-
-def _no_store(url: str) -> ValueError:
-    return ValueError(
-        f"{redacted(url)!r} is not the URL of a store: use file://, redis://, rediss://, "
-        "redis+cluster:// or rediss+cluster://"
-    )
+    pool = DaemonPool(THREADS, "ec-store")
+    try:
+        store = await on_thread(pool, lambda: open_store(url, create=create, lazy=lazy))
+        return AsyncStore(store, pool)
+    except BaseException:
+        pool.close()
+        raise

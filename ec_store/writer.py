@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from ec_store.base import Store
-from ec_store.breaker import Breaker
+from ec_store.concurrency import Breaker
 from ec_store.counts import Counts
 from ec_store.entry import Entry
 from ec_store.errors import EntryTooLarge, StoreError

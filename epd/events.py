@@ -1,11 +1,42 @@
-"""Events as values: the core emits them; observers log, count or trace them."""
+"""Events as values: the core emits them; observers log, count or trace them.
 
+A histogram with fixed bounds. Pure.
+"""
+
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 from epd.errors import Stage
-from epd.histogram import Histogram
+
+
+class Histogram:
+    """Counts of values by bound, and the sum of the values.
+
+    Attributes:
+        bounds: upper bounds, ascending. A value counts for the first bound that is not below it.
+        counts: one count for each bound, and one for values above the last bound.
+        sum: sum of all values.
+    """
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def add(self, value: float) -> None:
+        """Add one value to the counts and to the sum."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def merge(self, other: "Histogram") -> None:
+        """Add the counts of another histogram with the same bounds."""
+        self.counts = [mine + its for mine, its in zip(self.counts, other.counts, strict=True)]
+        self.sum += other.sum
+
 
 ItemResult = Literal["hit", "encoded", "local"]
 """Source of an item's encoder output. `hit`: stored, or already being encoded. `encoded`: an encode
@@ -63,7 +94,7 @@ class StageDone(NamedTuple):
         seconds: time until the answer was read. For decode's streams, until the first byte. In the
             queue, until admission.
         error: slug of the error, `cancelled`, or None.
-        model_name: the instances' name of the request's model (`epd.models`).
+        model_name: the instances' name of the request's model (`epd.request.context`).
         modality: modality of the encoded item.
         rejected: whether the request itself is invalid, so that no instance failed.
     """
@@ -104,7 +135,7 @@ class RequestRecord:
         saved_bytes: bytes of their media, as in the request, that no instance received.
         retries: number of retries, invisible to the client.
         degraded: stages that were replaced by another stage.
-        model_name: the instances' name of the request's model (`epd.models`).
+        model_name: the instances' name of the request's model (`epd.request.context`).
         prefilled_s: arrival of prefill's answer, on the monotonic clock.
         first_token_s: time from the request's head to decode's first event of tokens. For an answer
             that is no stream, to all of the answer.

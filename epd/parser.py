@@ -5,11 +5,17 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn, TypeAlias
 
+from epd.version import __version__
+
 USAGE_ERROR = 2
 
 
 class Parser(argparse.ArgumentParser):
     """An argument parser that reports errors in one line each, without the usage text."""
+
+    def add_version(self) -> None:
+        """Add `--version`, which prints the version of this package."""
+        self.add_argument("--version", action="version", version=f"{self.prog} {__version__}")
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2 and the message alone."""

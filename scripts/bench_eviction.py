@@ -19,10 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ec_store import Entry, EntryKey, Store, open_store
-from ec_store.disk_settings import GivenSettings
-from ec_store.files import Folder, Modes
-from ec_store.ledger import Ledger
-from ec_store.shared_disk import SharedDiskStore
+from ec_store.disk.config import GivenSettings
+from ec_store.disk.files import Folder, Modes
+from ec_store.disk.ledger import Ledger
+from ec_store.disk.store import SharedDiskStore
 
 BLOCK = 4096
 STRACE = shutil.which("strace") or "strace"

@@ -25,9 +25,8 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from ec_store.device.copies import HostCopies, pinned
-from ec_store.device.loads import Loader
 from ec_store.device.region import Region
+from ec_store.device.tensors import HostCopies, Loader, pinned
 
 SIZES_MB = (1, 8, 64)
 ROOM_BYTES = 256 * 2**20

@@ -36,9 +36,11 @@ import httpx
 import psutil
 from PIL import Image
 
-from epd.bench.machine import machine
-from epd.fleet import Engine, Stack, Topology
 from epd.routing.instances import Role
+from epd.tools.bench.overhead import machine
+from epd.tools.fleet.engine import Engine
+from epd.tools.fleet.settings import Topology
+from epd.tools.fleet.stack import Stack
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = ROOT / ".run" / "models"

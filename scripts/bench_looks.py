@@ -19,8 +19,9 @@ from typing import Any
 
 import aiohttp
 
-from epd.fleet import Topology, free_ports
 from epd.routing.instances import Role
+from epd.tools.fleet.process import free_ports
+from epd.tools.fleet.settings import Topology
 from scripts.chaos import command, proxy_flags
 from scripts.chaos_fleet import DiskStore, Instance
 from scripts.chaos_load import Clients, Line, Questions, ask

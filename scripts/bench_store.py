@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 
 from ec_store import Entry, EntryKey, Store, open_store
 from ec_store.entry import TENSOR
-from ec_store.redis_url import redis_options
+from ec_store.redis.url import redis_options
 
 WIDTH = 2048
 ITEM_BYTES = 2

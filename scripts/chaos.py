@@ -28,8 +28,9 @@ from typing import Any
 
 import aiohttp
 
-from epd.fleet import Topology, free_ports
 from epd.routing.instances import Role
+from epd.tools.fleet.process import free_ports
+from epd.tools.fleet.settings import Topology
 from scripts.chaos_faults import (
     Faults,
     excused,

@@ -16,8 +16,8 @@ import aiohttp
 import redis
 
 from ec_store import open_store
-from epd.fleet import Process, free_ports
 from epd.routing.instances import Role
+from epd.tools.fleet.process import Process, free_ports
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {"PYTHONPATH": str(ROOT)}

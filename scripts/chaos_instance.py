@@ -26,6 +26,7 @@ from aiohttp import web
 
 from ec_store import Entry, EntryKey, StoreError
 from ec_store.aio import AsyncStore
+from ec_store.opening import open_async_store
 from epd.routing.instances import Role
 from scripts.chaos_answers import EARLY, LATE, Answer, deliver, error
 
@@ -149,7 +150,7 @@ class Instance:
 
     async def _opened(self) -> AsyncStore:
         if self._store is None:
-            self._store = await AsyncStore.open(self._url)
+            self._store = await open_async_store(self._url)
         return self._store
 
     async def _compute(self, body: Body) -> str:

@@ -15,10 +15,17 @@ from typing import Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from epd.config.flags import metavar_of, shown_default
-from epd.config.groups import GROUPS, group_of
+from epd.config.flags import (
+    GROUPS,
+    SECRETS,
+    Settings,
+    flag_of,
+    group_of,
+    metavar_of,
+    shown_default,
+    variables_of,
+)
 from epd.config.live import FIXED
-from epd.config.settings import SECRETS, Settings, flag_of, variables_of
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 BETWEEN = re.compile(r"(<!-- settings -->\n).*(<!-- end of settings -->)", re.DOTALL)

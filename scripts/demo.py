@@ -17,7 +17,9 @@ from pathlib import Path
 import openai
 
 from ec_store import open_store
-from epd.fleet import ProcessDied, Stack, Topology
+from epd.tools.fleet.process import ProcessDied
+from epd.tools.fleet.settings import Topology
+from epd.tools.fleet.stack import Stack
 
 ROOT = Path(__file__).resolve().parent.parent
 MEDIA = ROOT / "examples" / "media"

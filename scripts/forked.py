@@ -15,9 +15,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from epd.fleet import Process, Stack
-from epd.fleet.engine import VLLM
-from epd.fleet.server import Server
+from epd.tools.fleet.engine import VLLM, Server
+from epd.tools.fleet.process import Process
+from epd.tools.fleet.stack import Stack
 
 PRELOADED = [
     "vllm.entrypoints.cli.main",

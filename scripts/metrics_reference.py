@@ -1,4 +1,4 @@
-"""Write the table of metrics in docs/metrics.md from epd/observe/figures.py.
+"""Write the table of metrics in docs/metrics.md from epd/observe/metric_defs.py.
 
     python scripts/metrics_reference.py          writes the table
     python scripts/metrics_reference.py --check  fails if the table is out of date
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from epd.observe.figures import FIGURES, Figure
+from epd.observe.metric_defs import FIGURES, Figure
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 TABLE = re.compile(r"(<!-- figures -->\n)(.*?)(<!-- end -->)", re.DOTALL)

@@ -1,4 +1,4 @@
-"""Write the table of packages in docs/architecture.md, from docstrings and import layers.
+"""Write the tables of packages in docs/architecture.md, from docstrings and import layers.
 
 python scripts/package_table.py          writes the table
 python scripts/package_table.py --check  fails if the table is out of date
@@ -6,7 +6,6 @@ python scripts/package_table.py --check  fails if the table is out of date
 
 import argparse
 import ast
-import re
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -14,44 +13,48 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs/architecture.md"
-PLACE = re.compile(r"(<!-- packages -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+TABLES = {"epd": "packages", "ec_store": "store packages"}
+"""Package, and the mark of its table in the document."""
 
 
 def main() -> None:
-    """Write the table, or check it with `--check`."""
+    """Write the tables, or check them with `--check`."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--check", action="store_true", help="fail if the table is out of date; write nothing"
+        "--check", action="store_true", help="fail if a table is out of date; write nothing"
     )
     check = parser.parse_args().check
-    old = DOCUMENT.read_text()
-    new = PLACE.sub(lambda found: found[1] + "\n".join(rows()) + "\n" + found[3], old)
+    old = new = DOCUMENT.read_text()
+    for package, mark in TABLES.items():
+        begin = f"<!-- {mark} -->\n"
+        before, _, rest = new.partition(begin)
+        _, end, after = rest.partition("<!-- end -->")
+        new = before + begin + "\n".join(rows(package)) + "\n" + end + after
     if not check:
         DOCUMENT.write_text(new)
     elif new != old:
         sys.exit(f"{DOCUMENT.name}: out of date; run scripts/package_table.py")
 
 
-def rows() -> Iterator[str]:
-    """Yield the lines of the table: a row per package or module, from the top layer down."""
-    yield "| layer | package or module of `epd` | what it is |"
+def rows(package: str) -> Iterator[str]:
+    """Yield the lines of a table: a row per subpackage or module, from the top layer down."""
+    yield f"| layer | package or module of `{package}` | what it is |"
     yield "| --- | --- | --- |"
-    for number, layer in enumerate(layers(), 1):
+    for number, layer in enumerate(layers(package), 1):
         for name in layer:
-            yield f"| {number} | `{name.removeprefix('epd.')}` | {described(name)} |"
+            yield f"| {number} | `{name}` | {described(ROOT / package / name)} |"
 
 
-def layers() -> list[list[str]]:
+def layers(package: str) -> list[list[str]]:
     """Return the layers that import-linter checks, the top one first."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     contracts = settings["tool"]["importlinter"]["contracts"]
-    [checked] = [one["layers"] for one in contracts if one["name"] == "layers"]
+    [checked] = [one["layers"] for one in contracts if one.get("containers") == [package]]
     return [[name.strip() for name in layer.split("|")] for layer in checked]
 
 
-def described(name: str) -> str:
+def described(path: Path) -> str:
     """Return the first line of the docstring of a package or module."""
-    path = ROOT / name.replace(".", "/")
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     docstring = ast.get_docstring(ast.parse(file.read_text())) or ""
     return docstring.partition("\n")[0]

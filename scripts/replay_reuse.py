@@ -25,7 +25,8 @@ from aiohttp import web
 import epd
 from ec_store import Entry, EntryKey
 from ec_store.aio import AsyncStore
-from epd.bench.replays import ideal_hit_rate, pool, rng, window
+from ec_store.opening import open_async_store
+from epd.tools.bench.dataset import ideal_hit_rate, pool, rng, window
 
 NAMESPACE = "replay@main:0"
 ENTRY_BYTES = 256 * 1024
@@ -77,7 +78,7 @@ async def served(app: web.Application) -> AsyncIterator[str]:
 async def replay(url: str, names: list[str], clients: int, rate: float) -> Instances:
     """Send a request per picture with several clients, at `rate` requests per second."""
     async with AsyncExitStack() as stack:
-        store = await stack.enter_async_context(await AsyncStore.open(url))
+        store = await stack.enter_async_context(await open_async_store(url))
         await store.register_namespace("m", NAMESPACE)
         await store.purge(NAMESPACE)
         await store.register_namespace("m", NAMESPACE)

@@ -15,8 +15,11 @@ The first page contains a token, by which workers identify the memory, and one 6
 each worker, which only that worker writes. The number is 0 until the worker has mapped the memory.
 Then it is one more than the number of the last step that the worker has read. An entry of a step
 stays until all workers have read it.
+
+Allocator of places in a fixed piece of memory. No I/O.
 """
 
+import bisect
 import mmap
 import os
 import secrets
@@ -29,7 +32,64 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ec_store.device.slots import Slots
+ALIGNMENT = 4096
+"""Alignment in bytes: places begin on a page, so that no two copies share one."""
+
+
+class Slots:
+    """Allocator of offsets, first fit. Thread-safe.
+
+    A finalizer may release a place, and may run within any other call of this thread. So `give`
+    takes no lock.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        """Create an allocator with all memory free.
+
+        Args:
+            size_bytes: size of the memory, of which whole pages are used.
+        """
+        self.size_bytes = size_bytes - size_bytes % ALIGNMENT
+        self._lock = threading.Lock()
+        self._free: list[tuple[int, int]] = [(0, self.size_bytes)] if self.size_bytes else []
+        self._taken: dict[int, int] = {}
+        self._given: deque[int] = deque()
+
+    def take(self, size_bytes: int) -> int | None:
+        """Allocate a place of this size and return its offset; None if none is free."""
+        wanted = max(1, -(-size_bytes // ALIGNMENT)) * ALIGNMENT
+        with self._lock:
+            self._collect()
+            for index, (start, length) in enumerate(self._free):
+                if length >= wanted:
+                    rest = (start + wanted, length - wanted)
+                    self._free[index : index + 1] = [rest] if rest[1] else []
+                    self._taken[start] = wanted
+                    return start
+        return None
+
+    def give(self, offset: int) -> None:
+        """Release a place, without a lock."""
+        self._given.append(offset)
+
+    def taken_bytes(self) -> int:
+        """Return the bytes in use, in whole pages."""
+        with self._lock:
+            self._collect()
+            return sum(self._taken.values())
+
+    def _collect(self) -> None:
+        while self._given:
+            start = self._given.popleft()
+            end = start + self._taken.pop(start)
+            index = bisect.bisect(self._free, (start, 0))
+            if index < len(self._free) and self._free[index][0] == end:
+                end += self._free.pop(index)[1]
+            if index and sum(self._free[index - 1]) == start:
+                index -= 1
+                start = self._free.pop(index)[0]
+            self._free.insert(index, (start, end - start))
+
 
 HEADER_BYTES = 4096
 TOKEN_BYTES = 16

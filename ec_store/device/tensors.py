@@ -1,11 +1,162 @@
-"""Conversion of bytes in host memory to tensors on the model's device."""
+"""Conversion of bytes in host memory to tensors on the model's device.
 
-from collections.abc import Iterable
+Copies of a device's tensors to host memory, which block neither the model nor each other.
+
+Loading of a step's entries onto the device, in a worker.
+"""
+
+import logging
+import queue
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from ec_store.device.copies import pinned
+from ec_store.device.region import Place, RegionReader, Shared, Slots
+
+CLOSE_TIMEOUT_S = 10.0
+
+HostTensor = Callable[[], torch.Tensor]
+"""Function that waits for the copy and returns it, on any thread."""
+
+
+class _Job(NamedTuple):
+    """One copy from the device to host memory.
+
+    Attributes:
+        tensor: tensor on the device.
+        ready: event that fires when the tensor has been computed.
+        offset: offset in the ring; None if the tensor is larger than the ring.
+        copied: future of the copy.
+    """
+
+    tensor: torch.Tensor
+    ready: torch.Event
+    offset: int | None
+    copied: Future[torch.Tensor]
+
+
+class HostCopies:
+    """Copier to a ring of pinned memory, on a thread and a stream of its own.
+
+    A tensor on the device is released when its copy has been made, not when the copy has been used:
+    waiting data is in host memory. The first copy allocates the ring, on the thread. The ring is
+    pageable memory if the driver refuses to pin it.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        """Create the copier without memory: on a CPU no tensor is copied.
+
+        Args:
+            size_bytes: host memory for copies. A single tensor may be larger.
+        """
+        self._slots = Slots(size_bytes)
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._ring: np.ndarray[Any, Any] | None = None
+
+    def start(self, tensor: torch.Tensor) -> HostTensor | None:
+        """Copy a tensor as it is after the work queued on its device so far.
+
+        Its memory in the ring is free again after the last view of the copy is deleted.
+
+        Args:
+            tensor: tensor on any device. On a CPU it is not copied.
+
+        Returns:
+            Function that waits for the copy and returns it, contiguous; None if the ring has no
+            room.
+        """
+        tensor = tensor.detach()
+        if tensor.device.type == "cpu":
+            contiguous: HostTensor = tensor.contiguous
+            return contiguous
+        offset = self._slots.take(tensor.nbytes)
+        if offset is None and tensor.nbytes <= self._slots.size_bytes:
+            return None
+        ready = torch.Event(tensor.device)
+        ready.record(torch.accelerator.current_stream(tensor.device))
+        copied: Future[torch.Tensor] = Future()
+        self._jobs.put(_Job(tensor, ready, offset, copied))
+        if self._thread is None:
+            thread = threading.Thread(
+                target=self._run, args=(tensor.device,), name="ec-copy", daemon=True
+            )
+            thread.start()
+            self._thread = thread
+        return copied.result
+
+    def close(self) -> None:
+        """Make the queued copies, for at most `CLOSE_TIMEOUT_S` seconds."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _run(self, device: torch.device) -> None:
+        # All that may fail is in the `try`: the writer waits for each copy without a deadline.
+        stream: torch.Stream | None = None
+        while (job := self._jobs.get()) is not None:
+            try:
+                stream = stream or _stream(device)
+                host = self._place(job)
+                copy(job, host, stream)
+            except Exception as error:  # noqa: BLE001 - the future raises it
+                job.copied.set_exception(error)
+            else:
+                job.copied.set_result(host)
+                del host
+            # Dropped before the wait for the next job: it refers to the tensor.
+            del job
+
+    def _place(self, job: _Job) -> torch.Tensor:
+        """Return memory for a copy, which becomes free again after its last view is deleted."""
+        tensor, offset = job.tensor, job.offset
+        if offset is None:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        if self._ring is None:
+            self._ring = pinned(self._slots.size_bytes).numpy()
+        place = self._ring[offset : offset + tensor.nbytes]
+        # The tensor and all views of it refer to this array.
+        weakref.finalize(place, self._slots.give, offset)
+        return torch.from_numpy(place).view(tensor.dtype).view(tensor.shape)
+
+
+def _stream(device: torch.device) -> torch.Stream:
+    """Return a new stream of a device, and set the device as this thread's.
+
+    A thread starts on device 0. Leaving a stream's context restores the thread's device, and in
+    CUDA that creates a context there: some 0.4 GB of another rank's memory.
+    """
+    torch.accelerator.set_device_index(device.index)
+    return torch.Stream(device)
+
+
+def copy(job: _Job, host: torch.Tensor, stream: torch.Stream) -> None:
+    """Make a copy on a stream, and wait for it."""
+    done = torch.Event(job.tensor.device)
+    with stream:
+        stream.wait_event(job.ready)
+        host.copy_(job.tensor, non_blocking=True)
+        done.record(stream)
+    done.synchronize()
+
+
+def pinned(size_bytes: int) -> torch.Tensor:
+    """Return pinned host memory, which a device reads and writes directly.
+
+    If the driver refuses (limits of locked memory, no device), the memory is pageable, which is
+    slower.
+    """
+    try:
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError:
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
 
 DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
@@ -48,3 +199,93 @@ def to_device(raw: torch.Tensor, dtype: str, shape: Iterable[int]) -> torch.Tens
         raw = host.copy_(raw)
     tensor = raw.view(TORCH_DTYPES[dtype]).reshape(*shape)
     return tensor if device is None else tensor.to(device, non_blocking=True)
+
+
+logger = logging.getLogger("vllm.ec_store")
+
+
+class Loader:
+    """Loader of a step's entries, for the thread that runs the model."""
+
+    def __init__(self, reader: int) -> None:
+        """Create the loader; `share` maps the shared memory.
+
+        Args:
+            reader: index of this worker among those that read a step's entries, from 0.
+        """
+        self._number = reader
+        self._reader: RegionReader | None = None
+        self._mapping: threading.Thread | None = None
+        self._copying: deque[tuple[torch.Event, int]] = deque()
+
+    def share(self, shared: Shared) -> None:
+        """Map the shared memory on a thread: pinning pages takes longer than a step.
+
+        Until all workers have mapped it, entries come with the step.
+        """
+        if self._mapping is None:
+            device = torch.accelerator.current_accelerator(check_available=True)
+            index = torch.accelerator.current_device_index() if device else None
+            self._mapping = threading.Thread(
+                target=self._map, args=(shared, index), name="ec-map", daemon=True
+            )
+            self._mapping.start()
+
+    def load(self, raw: torch.Tensor | Place, dtype: str, shape: Iterable[int]) -> torch.Tensor:
+        """Return an entry as a tensor on the device; the copy is asynchronous.
+
+        Args:
+            raw: bytes of the entry, or their place in the shared memory.
+            dtype: dtype, as `Entry.dtype`.
+            shape: shape of the tensor.
+
+        Raises:
+            RuntimeError: the device failed, or this worker has not mapped the shared memory.
+        """
+        if not isinstance(raw, Place):
+            return to_device(raw, dtype, shape)
+        if self._reader is None:
+            raise RuntimeError("an entry is in shared memory that this worker has not mapped")
+        return to_device(self._reader.view(raw), dtype, shape)
+
+    def finish(self, number: int) -> None:
+        """Report steps up to this one as loaded, once their copies have been made."""
+        if self._reader is None:
+            return
+        device = torch.accelerator.current_accelerator(check_available=True)
+        if device is None:
+            self._reader.has_read(number)
+        elif not self._copying or self._copying[-1][1] < number:
+            event = torch.Event(device)
+            event.record(torch.accelerator.current_stream(device))
+            self._copying.append((event, number))
+
+    def poll(self) -> None:
+        """Report the copies that have been made since the last call."""
+        while self._copying and self._copying[0][0].query():
+            _, number = self._copying.popleft()
+            if self._reader is not None:
+                self._reader.has_read(number)
+
+    def _map(self, shared: Shared, device_index: int | None) -> None:
+        if device_index is not None:
+            torch.accelerator.set_device_index(device_index)
+        try:
+            reader = RegionReader(shared.handle, self._number)
+        except OSError as error:
+            logger.warning(
+                "worker %d cannot map the memory that the scheduler shares, so entries are sent "
+                "with each step: %s. Run both on one machine, as one user, in one PID namespace.",
+                self._number,
+                error,
+            )
+            return
+        logger.info(
+            "worker %d has mapped %d bytes that the scheduler shares, registered with CUDA: %s",
+            self._number,
+            shared.handle.size_bytes,
+            reader.registered,
+        )
+        # Set before the report: after all workers have reported, steps refer to it.
+        self._reader = reader
+        reader.has_read(0)

@@ -1,14 +1,212 @@
-"""Acceptance checks of fetched entries, with a log message for rejected ones."""
+"""Acceptance checks of fetched entries, with a log message for rejected ones.
+
+Rejection of values that are not finite: one in a KV cache corrupts later answers.
+
+Dtype, rows and columns that an entry must have to be loaded.
+
+vLLM merges encoder outputs into the embeddings of a step. A tensor of another shape raises in the
+worker, which ends the engine, and so does one that is missing after the scheduler has planned with
+it. So the scheduler's process checks everything before a step is built.
+"""
 
 import logging
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ec_store.counts import Counts
 from ec_store.entry import Entry
-from ec_store.vllm_connector.finite import FiniteOnly
-from ec_store.vllm_connector.fit import Expected, misfit
 
 logger = logging.getLogger("vllm.ec_store")
+
+PIECE_BYTES = 2**18
+"""Bytes of one piece: the second pass over it finds it in a core's cache."""
+
+INFINITY = {"BF16": (2, 0x7F80), "F16": (2, 0x7C00), "F32": (4, 0x7F800000)}
+"""Bytes of a value, and the bits of infinity: NaN has the same exponent and is larger."""
+
+
+class FiniteOnly:
+    """Check that rejects, counts and logs entries with values that are not finite.
+
+    Only the first one is logged.
+    """
+
+    def __init__(self, counts: Counts, consequence: str) -> None:
+        """Create the check.
+
+        Args:
+            counts: gets `nonfinite`.
+            consequence: clause of the log message that states what happens to a rejected entry.
+        """
+        self._counts = counts
+        self._consequence = consequence
+        self._logged = False
+
+    def __call__(self, entry: Entry) -> bool:
+        """Return whether an entry is accepted."""
+        if is_finite(entry):
+            return True
+        self._counts.add(nonfinite=1)
+        if not self._logged:
+            self._logged = True
+            logger.warning(
+                "an encoder output has NaN or infinite values, modality %s, dtype %s, shape %s: "
+                "%s. Further ones are only counted, in vllm:ec_store_nonfinite_total. In float16 "
+                "an encoder may overflow: use bfloat16.",
+                entry.modality,
+                entry.dtype,
+                entry.shape,
+                self._consequence,
+            )
+        return False
+
+
+def is_finite(entry: Entry) -> bool:
+    """Return whether an entry has neither NaN nor infinity.
+
+    The check takes up to twice the time of the checksum. It compares bits, because numpy has no
+    bfloat16. Read as signed integers, positive values that are not finite are the largest. Read as
+    unsigned integers, negative ones are.
+    """
+    size, infinity = INFINITY[entry.dtype]
+    sign = 1 << (8 * size - 1)
+    signed = np.frombuffer(entry.data, f"<i{size}")
+    unsigned = signed.view(f"<u{size}")
+    step = PIECE_BYTES // size
+    return all(
+        signed[start : start + step].max() < infinity
+        and unsigned[start : start + step].max() < sign | infinity
+        for start in range(0, len(signed), step)
+    )
+
+
+LEVELS = "deepstack_visual_indexes"
+"""Key of a vision configuration: each layer that it lists adds one width to the last dimension."""
+
+POSITION_COLUMNS = {"qwen2_5_vl": 4, "qwen3_vl": 5, "qwen3_vl_moe": 5}
+"""Columns that a model appends to images and videos if it prunes videos, by model type."""
+
+MODALITIES = ("image", "audio", "video")
+VISUAL = frozenset({"image", "video"})
+
+
+class Expected(NamedTuple):
+    """Dtype and shape that the model needs for one item.
+
+    Attributes:
+        dtype: dtype, as `Entry.dtype`.
+        rows: number of the item's tokens.
+        columns: number of columns; None if unknown.
+    """
+
+    dtype: str
+    rows: int
+    columns: int | None
+
+
+class Misfit(NamedTuple):
+    """Reason why an entry is not loaded.
+
+    Attributes:
+        kind: `dtype`, `dimensions`, `rows` or `columns`.
+        found: value in the entry.
+        expected: value that the model needs.
+    """
+
+    kind: str
+    found: object
+    expected: object
+
+
+def misfit(entry: Entry, expected: Expected) -> Misfit | None:
+    """Return why an entry cannot be loaded; None if it fits."""
+    if entry.dtype != expected.dtype:
+        return Misfit("dtype", entry.dtype, expected.dtype)
+    if len(entry.shape) != 2:  # noqa: PLR2004 - rows and columns
+        return Misfit("dimensions", len(entry.shape), 2)
+    rows, columns = entry.shape
+    if rows != expected.rows:
+        return Misfit("rows", rows, expected.rows)
+    if columns != expected.columns:
+        return Misfit("columns", columns, expected.columns or "unknown")
+    return None
+
+
+class Widths:
+    """Columns of the model's encoder outputs, by modality.
+
+    Sources, in order of precedence: the operator's option, vLLM's measurement (it encodes a dummy
+    item of each modality when a producer starts), the shapes that this engine's workers report when
+    they encode an item, and the model's configuration.
+    """
+
+    def __init__(self, vllm_config: Any, stated: Mapping[str, int]) -> None:
+        """Read the widths that are known at the start.
+
+        Args:
+            vllm_config: vLLM's configuration of this engine.
+            stated: columns by modality, from the operator.
+        """
+        measured: Mapping[str, int] = vllm_config.ec_transfer_config.mm_encoder_output_widths
+        self._known = {**measured, **stated}
+        self._derived = {one: derived_columns(vllm_config.model_config, one) for one in MODALITIES}
+
+    def columns(self, modality: str) -> int | None:
+        """Return the columns of an encoder output; None if unknown."""
+        return self._known.get(modality) or self._derived.get(modality)
+
+    def is_derived(self, modality: str) -> bool:
+        """Return whether a worker should report the columns of this modality."""
+        return modality not in self._known
+
+    def learn(self, modality: str, columns: int) -> None:
+        """Record the columns that a worker reports. The first report counts."""
+        if modality in self._known:
+            return
+        before = self.columns(modality)
+        self._known[modality] = columns
+        if before != columns:
+            logger.info(
+                "encoder outputs of modality %s have %d columns, and the configuration suggests "
+                "%s; entries of the reported width are loaded from now on",
+                modality,
+                columns,
+                before or "none",
+            )
+
+
+def derived_columns(model_config: Any, modality: str) -> int | None:
+    """Return the columns that follow from the configuration; None if it does not determine them.
+
+    Most encoders end in the width of the language model's embeddings. DeepStack models concatenate
+    one such width for each level. Video pruning appends columns with positions.
+
+    Args:
+        model_config: vLLM's `ModelConfig`.
+        modality: modality of the item.
+    """
+    width: int = model_config.get_inputs_embeds_size()
+    visual = modality in VISUAL
+    extra: int | None = 0
+    multimodal = model_config.multimodal_config
+    if visual and multimodal is not None and multimodal.is_multimodal_pruning_enabled():
+        extra = POSITION_COLUMNS.get(model_config.hf_config.model_type)
+    levels = list(_deepstack(model_config.hf_config.to_dict()))
+    if extra is None or len(levels) > 1 or any(name != LEVELS for name, _ in levels):
+        return None
+    stacked = sum(len(layers) for _, layers in levels) if visual else 0
+    return width * (1 + stacked) + extra
+
+
+def _deepstack(config: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[Any]]]:
+    """Yield all keys about DeepStack that have a value, at any depth."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _deepstack(value)
+        elif "deepstack" in str(name) and value:
+            yield str(name), value if isinstance(value, list | tuple) else [value]
 
 
 class Target(NamedTuple):

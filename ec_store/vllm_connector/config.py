@@ -1,9 +1,21 @@
-"""Options of the connector, as the operator writes them into `ec_connector_extra_config`."""
+"""Options of the connector, as the operator writes them into `ec_connector_extra_config`.
 
-from collections.abc import Mapping
+Guard against exceptions in the connector's methods, which would end the engine.
+
+Registration of the engine's namespace, by which a proxy finds a model's entries.
+"""
+
+import functools
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar, cast
 
 from pydantic import BaseModel, ByteSize, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 
+from ec_store.base import Store
+from ec_store.counts import Counts
+from ec_store.errors import StoreError
 from ec_store.fetcher import MEMORY_BYTES
 from ec_store.writer import QUEUE_BYTES
 
@@ -37,3 +49,101 @@ class ConnectorConfig(BaseModel):
     queue_bytes: ByteSize = ByteSize(QUEUE_BYTES)
     region_bytes: ByteSize | None = None
     encoder_output_widths: Mapping[str, PositiveInt] = {}
+
+
+logger = logging.getLogger("vllm.ec_store")
+
+T = TypeVar("T")
+
+
+class Guarded(Protocol):
+    """Interface of an object with guarded methods.
+
+    Attributes:
+        counts: gets `exceptions`.
+        logged: names of the methods that have logged an exception.
+    """
+
+    counts: Counts
+    logged: set[str]
+
+
+def guarded(default: Callable[[], Any]) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Return a decorator: a method that raises returns a default instead.
+
+    Exceptions are counted. The first one of each method is logged with its traceback.
+    """
+
+    def wrap(method: Callable[..., T]) -> Callable[..., T]:
+        @functools.wraps(method)
+        def call(self: Guarded, *args: Any, **kwargs: Any) -> T:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - it must not end the engine
+                caught(self, method.__name__, error)
+                return cast("T", default())
+
+        return call
+
+    return wrap
+
+
+def caught(on: Guarded, name: str, error: Exception) -> None:
+    """Count an exception, and log the first one of each method with its traceback."""
+    on.counts.add(exceptions=1)
+    if name not in on.logged:
+        on.logged.add(name)
+        logger.error("%s failed; the engine continues without its result", name, exc_info=error)
+
+
+RETRY_S = 10.0
+
+
+class Registration:
+    """Registration of a served model's namespace, on a thread that retries until it succeeds.
+
+    An engine serves even if the store is unreachable or hangs. Until the namespace is registered, a
+    proxy finds no entries and sends media.
+    """
+
+    def __init__(self, store: Store, model: str, namespace: str) -> None:
+        """Start the thread that registers the namespace."""
+        self._store = store
+        self._model = model
+        self._namespace = namespace
+        self._closed = threading.Event()
+        threading.Thread(target=self._run, name="ec-store-register", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop retrying; a call that is running ends by itself."""
+        self._closed.set()
+
+    def _run(self) -> None:
+        failed = False
+        while not self._closed.is_set():
+            try:
+                self._register()
+            except StoreError as error:
+                if not failed:
+                    logger.warning(
+                        "the encoder cache cannot be used; retrying every %g s: %s",
+                        RETRY_S,
+                        error,
+                    )
+                failed = True
+                self._closed.wait(RETRY_S)
+            else:
+                if failed:
+                    logger.info("the encoder cache can be used again")
+                return
+
+    def _register(self) -> None:
+        known = self._store.namespaces().get(self._model)
+        if known not in {None, self._namespace}:
+            logger.warning(
+                "%s was served from namespace %s: other encoder weights, configuration, dtype or "
+                "generation. Its entries are not shared with this engine.",
+                self._model,
+                known,
+            )
+        self._store.register_namespace(self._model, self._namespace)

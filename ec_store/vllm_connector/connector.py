@@ -11,19 +11,17 @@ from ec_store.backchannel import Receiver, Sender
 from ec_store.base import Store
 from ec_store.config import redacted
 from ec_store.counts import Counts
-from ec_store.device.loads import Loader
 from ec_store.device.region import Shared
+from ec_store.device.tensors import Loader
 from ec_store.fetcher import Fetcher
-from ec_store.opening import fetch_threads, open_store
-from ec_store.vllm_connector.config import ConnectorConfig
+from ec_store.opening import open_store
+from ec_store.urls import fetch_threads
+from ec_store.vllm_connector.accept import Widths
+from ec_store.vllm_connector.config import ConnectorConfig, Registration, caught, guarded
 from ec_store.vllm_connector.consumer import Consumer
-from ec_store.vllm_connector.fit import Widths
-from ec_store.vllm_connector.guard import caught, guarded
 from ec_store.vllm_connector.metrics import NAMESPACE, StoreConnectorStats, StorePromMetrics
 from ec_store.vllm_connector.namespace import namespace_of
-from ec_store.vllm_connector.producer import Producer
-from ec_store.vllm_connector.registration import Registration
-from ec_store.vllm_connector.sharing import Sharing, by_value, make_region
+from ec_store.vllm_connector.producer import Producer, Sharing, by_value, make_region
 from ec_store.vllm_connector.step import Item, Load, StepMetadata
 from ec_store.vllm_connector.worker import Learner, Saver, load, reader, writes
 

@@ -12,8 +12,7 @@ from ec_store.device.tensors import DTYPES
 from ec_store.entry import ITEM_BYTES, Entry
 from ec_store.fetch_queue import Want
 from ec_store.fetcher import Fetcher, State
-from ec_store.vllm_connector.accept import Acceptance, Target
-from ec_store.vllm_connector.fit import MODALITIES, Expected, Widths
+from ec_store.vllm_connector.accept import MODALITIES, Acceptance, Expected, Target, Widths
 from ec_store.vllm_connector.needs import How, Needs, Part
 
 
@@ -26,7 +25,7 @@ class Consumer:
     that none overtakes it indefinitely. An item is held until its tokens are computed.
 
     vLLM identifies an item by its identifier alone, and an entry that does not fit ends the engine
-    (`ec_store.vllm_connector.fit`). So while an entry is pinned, no other request may use its
+    (`ec_store.vllm_connector.accept`). So while an entry is pinned, no other request may use its
     identifier with another number of tokens. The later request fails, or encodes its item and pins
     nothing. vLLM's own encoder cache, which has the same keys, fails such a request too.
 

@@ -90,7 +90,7 @@ class StorePromMetrics(ECConnectorPromMetrics):
     """Prometheus metrics `vllm:ec_store_<name>`, one for each name above, and the namespace.
 
     vLLM passes metrics on at the end of a step: gauges of an idle engine are those of its last one.
-    Proxies read the namespace, a label, see `epd.routing.report_page`.
+    Proxies read the namespace, a label, see `epd.routing.load`.
     """
 
     def __init__(

@@ -11,12 +11,10 @@ from ec_store.backchannel import Sender
 from ec_store.base import Store
 from ec_store.bounded import BoundedDict
 from ec_store.counts import Counts
-from ec_store.device.copies import HostCopies, HostTensor
-from ec_store.device.loads import Loader
-from ec_store.device.tensors import DTYPES
+from ec_store.device.tensors import DTYPES, HostCopies, HostTensor, Loader
 from ec_store.entry import Entry
 from ec_store.keys import EntryKey, key_or_none
-from ec_store.vllm_connector.finite import FiniteOnly
+from ec_store.vllm_connector.accept import FiniteOnly
 from ec_store.vllm_connector.step import Item, StepMetadata
 from ec_store.writer import Writer
 

@@ -1,4 +1,7 @@
-"""Types of the settings' values: how each is parsed and validated."""
+"""Types of the settings' values: how each is parsed and validated.
+
+Names of settings in error messages.
+"""
 
 import re
 from typing import Annotated, Any
@@ -7,18 +10,17 @@ from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 from pydantic_settings import NoDecode
 from yarl import URL
 
-from ec_store import check_url
 from epd.json_or_none import json_or_none
-from epd.routing.allowed import check_pattern
 from epd.routing.urls import (
     base_url,
+    check_pattern,
     conversation_store_url,
     name_server,
     registration_store_url,
     service_url,
+    weight_of,
     zmq_address,
 )
-from epd.routing.weights import weight_of
 from epd.tenants import KEY, NAME
 
 NO_INSTANCES = frozenset({"", "disable", "none"})
@@ -76,11 +78,7 @@ Urls = Annotated[
 ]
 Addresses = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_addresses)]
 """Addresses, one per instance; an empty one stands for an instance that needs no address."""
-StoreUrl = Annotated[
-    str | None,
-    BeforeValidator(lambda url: None if url in NO_INSTANCES else url),
-    AfterValidator(lambda url: None if url is None else check_url(url)),
-]
+StoreUrl = Annotated[str | None, BeforeValidator(lambda url: None if url in NO_INSTANCES else url)]
 EndpointUrl = Annotated[
     str | None,
     BeforeValidator(lambda url: None if url in NO_INSTANCES else url),
@@ -236,3 +234,8 @@ DnsServer = Annotated[
 ]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 SecondsOrNone = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+def flag_of(field: str) -> str:
+    """Return the flag of a setting."""
+    return "--" + field.replace("_", "-")

@@ -1,16 +1,284 @@
-"""Command-line flags of the settings."""
+"""Command-line flags of the settings.
+
+Groups of settings, as the help and the documents show them.
+
+Flags of vLLM's example proxies that have another name here, or no effect.
+
+A script written for `disagg_epd_proxy.py` or `disagg_proxy_multiturn.py` runs unchanged. The help
+does not list these flags.
+
+Settings of an operator: the configuration's fields, and the files that hold further settings.
+"""
 
 import argparse
-from collections.abc import Mapping
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, get_args, get_origin
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import orjson
+from pydantic import AliasChoices, Field, SecretStr
 from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from epd.config.example_flags import add_example_flags
-from epd.config.groups import GROUPS, group_of
-from epd.config.settings import SECRETS, Settings, flag_of
+from epd.config.fields import AdminKey, Secret
+from epd.config.proxy_config import ProxyConfig
+from epd.routing.urls import is_address
+
+PREFIX = "EPD_"
+
+
+class Settings(ProxyConfig, BaseSettings):
+    """Fields of `ProxyConfig`, with their names in the environment."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, populate_by_name=True)
+
+    config: Path | None = Field(
+        default=None,
+        description="YAML file with settings by their names; flags and the environment override it",
+    )
+    key_secret_file: Path | None = Field(
+        default=None, description="file with the secret for store keys and cache salts"
+    )
+    admin_api_key_file: Path | None = Field(default=None, description="file with the admin key")
+    openai_api_key_file: Path | None = Field(
+        default=None, description="file with the API key sent to the instances"
+    )
+
+    openai_api_key: Secret = Field(
+        default=None,
+        validation_alias=AliasChoices("EPD_OPENAI_API_KEY", "OPENAI_API_KEY"),
+        description=ProxyConfig.model_fields["openai_api_key"].description,
+    )
+    admin_api_key: AdminKey = Field(
+        default=None,
+        validation_alias=AliasChoices("EPD_ADMIN_API_KEY", "ADMIN_API_KEY"),
+        description=ProxyConfig.model_fields["admin_api_key"].description,
+    )
+
+
+SECRETS = tuple(
+    name
+    for name, field in ProxyConfig.model_fields.items()
+    if SecretStr in getattr(field.annotation, "__args__", ())
+)
+"""Fields without a flag and not allowed in the YAML file: other users may read both."""
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a setting."""
+    return "--" + name.replace("_", "-")
+
+
+def variables_of(name: str) -> list[str]:
+    """Return the environment variables of a setting; the first one overrides the others."""
+    alias = Settings.model_fields[name].validation_alias
+    if isinstance(alias, AliasChoices):
+        return [str(choice) for choice in alias.choices]
+    return [PREFIX + name.upper()]
+
+
+def name_of(name: str) -> str:
+    """Return the flag of a setting, or the variable of a secret, for error messages."""
+    return variables_of(name)[0] if name in SECRETS else flag_of(name)
+
+
+GROUPS: Mapping[str, str] = MappingProxyType(
+    {
+        "policies": "coordination",
+        "skip_prefill_*": "coordination",
+        "local_prefill_url": "coordination",
+        "decode_choice": "coordination",
+        "decode_from": "coordination",
+        "decode_header": "coordination",
+        "decode_hosts": "coordination",
+        "decode_picker_*": "coordination",
+        "*_urls": "instances",
+        "ec_consumer_*": "instances",
+        "kv_transfer": "instances",
+        "*conversation*": "conversations",
+        "*_kv_addrs": "instances",
+        "ec_transfer": "instances",
+        "*registration*": "instances",
+        "instances_file": "instances",
+        "discover*": "instances",
+        "*_balance": "balance",
+        "instance_weights": "balance",
+        "load_interval_s": "balance",
+        "session_header": "balance",
+        "log_*": "logging",
+        "otlp_*": "traces",
+        "tenant_*": "tenants",
+        "trusted_tenants": "tenants",
+        "eject_*": "health of instances",
+        "probe_*": "health of instances",
+        "*_s": "deadlines",
+        "max_*": "limits",
+        "stream_interval": "limits",
+        "*_rate_bytes": "limits",
+        "min_*": "limits",
+        "*media*": "media",
+        "trust_request_mm_kwargs": "media",
+        "api_keys_file": "tenants",
+        "isolation": "tenants",
+        "*_key_file": "secrets",
+        "*_key": "secrets",
+        "key_secret*": "secrets",
+        "ssl_*": "TLS",
+        "upstream_ca_file": "TLS",
+        "allowed_origins": "CORS",
+        "allowed_methods": "CORS",
+        "allowed_headers": "CORS",
+        "allow_credentials": "CORS",
+        "*": "server",
+    }
+)
+"""Group of a setting by pattern: the first pattern that matches its name applies."""
+
+
+def group_of(name: str) -> str:
+    """Return the title of a setting's group."""
+    return next(title for pattern, title in GROUPS.items() if fnmatch(name, pattern))
+
+
+HOST = re.compile(r"[A-Za-z0-9._-]+")
+"""Name of a host, or an IPv4 address."""
+
+RENAMED: Mapping[str, str] = MappingProxyType(
+    {
+        "--probe-interval": "probe_interval_s",
+        "--probe-timeout": "health_timeout_s",
+        "--fail-threshold": "eject_after",
+        "--encode-policy": "encode_balance",  # the former name of the setting
+    }
+)
+"""Settings that these flags set."""
+
+SWITCHES: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {"--no-rewrite": ("decode_media", "raw"), "--log-requests": ("log_level", "debug")}
+)
+"""Settings and values that these flags stand for."""
+
+IDLE: Mapping[str, str] = MappingProxyType(
+    {
+        "--decode-retries": "does nothing here: the proxy retries without it",
+        "--evicted-ttl": "does nothing here: registrations do not expire",
+    }
+)
+"""Reasons why these flags have no effect."""
+
+SERVERS: Mapping[str, tuple[str, int]] = MappingProxyType(
+    {"prefill_servers_urls": ("prefiller", 8100), "decode_servers_urls": ("decoder", 8200)}
+)
+"""Settings that flags with hosts and ports set: the server's name in these flags, and its default
+port."""
+
+
+class Listed(NamedTuple):
+    """Values of a flag that takes several, with the flag as it was written."""
+
+    flag: str
+    values: Sequence[Any]
+
+
+class _Named(argparse.Action):
+    """Action that stores the name under which a flag was given."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        del parser
+        setattr(namespace, self.dest, Listed(option_string or "", values or ()))
+
+
+class _Idle(argparse.Action):
+    """Action that warns that a flag has no effect."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        del namespace, values
+        sys.stderr.write(f"{parser.prog}: warning: {option_string} {self.const}\n")
+
+
+def add_example_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags to a parser. The parsed namespace has only the settings of given flags."""
+    hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    for flag, name in RENAMED.items():
+        parser.add_argument(flag, dest=name, **hidden)
+    for flag, (name, value) in SWITCHES.items():
+        parser.add_argument(flag, dest=name, action="store_const", const=value, **hidden)
+    for flag, why in IDLE.items():
+        parser.add_argument(flag, action=_Idle, const=why, **hidden)
+    for server, _ in SERVERS.values():
+        hosts, ports = (
+            [f"--{server}-{plural}", f"--{server}-{plural[:-1]}"] for plural in ("hosts", "ports")
+        )
+        several: dict[str, Any] = {"action": _Named, "nargs": "+", **hidden}
+        parser.add_argument(*hosts, dest=f"{server}_hosts", **several)
+        parser.add_argument(*ports, dest=f"{server}_ports", type=int, **several)
+
+
+def with_urls(flags: Mapping[str, Any], reasons: list[str]) -> Mapping[str, Any]:
+    """Return the flags with hosts and ports replaced by URLs, and without encode instances.
+
+    If only hosts or only ports are given, the others have their default, as in vLLM's proxy.
+
+    Args:
+        flags: parsed flags.
+        reasons: list to which an error message is added for each invalid flag. Invalid hosts and
+            ports become no URLs.
+    """
+    named = {f"{server}_{what}" for server, _ in SERVERS.values() for what in ("hosts", "ports")}
+    if named.isdisjoint(flags):
+        return flags
+    kept = {name: value for name, value in flags.items() if name not in named}
+    urls = {}
+    for setting, (server, port) in SERVERS.items():
+        hosts, ports = (flags.get(f"{server}_{what}") for what in ("hosts", "ports"))
+        if setting in kept:
+            if one := hosts or ports:
+                flag = "--" + setting.replace("_", "-")
+                reasons.append(f"{flag} and {one.flag} exclude each other: keep one")
+            continue
+        hosts = hosts or Listed(f"--{server}-hosts", ["localhost"])
+        ports = ports or Listed(f"--{server}-ports", [port])
+        if wrong := list(_wrong(hosts, ports)):
+            reasons += wrong
+        else:
+            urls[setting] = tuple(map(_url, hosts.values, ports.values))
+    return {"encode_servers_urls": (), **urls, **kept}
+
+
+def _wrong(hosts: Listed, ports: Listed) -> Iterator[str]:
+    for host in hosts.values:
+        if "/" in host:
+            yield f"{hosts.flag} {host!r} is a URL: name a host"
+        elif not (HOST.fullmatch(host) or is_address(host.strip("[]"))):
+            yield f"{hosts.flag} {host!r} is not a host: separate hosts by spaces, without ports"
+    for port in ports.values:
+        if not 0 < port < 2**16:
+            yield f"{ports.flag} {port} is not a port: use a number from 1 to 65535"
+    found, wanted = len(ports.values), len(hosts.values)
+    if found != wanted:
+        yield f"{hosts.flag} names {wanted}, {ports.flag} {found}: name one port per host"
+
+
+def _url(host: str, port: int) -> str:
+    host = host.strip("[]")
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
 
 METAVARS: Mapping[str, str] = MappingProxyType(
     {

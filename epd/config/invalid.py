@@ -1,7 +1,12 @@
-"""Errors in settings, with the place of each error and a correction."""
+"""Errors in settings, with the place of each error and a correction.
+
+Value of a setting, with its source.
+"""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Any, Literal
 
 
 class ConfigInvalid(ValueError):
@@ -20,3 +25,23 @@ def unknown(name: str, known: Iterable[str]) -> str:
     """Return the message for an unknown name, with the nearest known name."""
     nearest = get_close_matches(name, known, n=1)
     return f"{name} is unknown" + (f"; is {nearest[0]} meant?" if nearest else "")
+
+
+Source = Literal["flag", "environment", "file"]
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Value that an operator has set.
+
+    Attributes:
+        value: value as it was written.
+        source: kind of the source.
+        where: place in the source: `--port`, `EPD_PORT`, `epd.yaml:3`.
+        label: prefix of messages about the value.
+    """
+
+    value: Any
+    source: Source
+    where: str
+    label: str

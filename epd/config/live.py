@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from epd.config.invalid import ConfigInvalid
-from epd.config.model import ProxyConfig
+from epd.config.proxy_config import ProxyConfig
 
 FIXED = frozenset(
     {

@@ -1,40 +1,40 @@
-"""Model of all settings."""
+"""All settings in one flat model, without the checks that need other components."""
 
-from typing import Self
+from typing import Protocol, TypeVar
 
 import orjson
-from pydantic import SecretStr, model_validator
+from pydantic import SecretStr
 
-from epd.config.parts.cross_origin import CrossOriginSettings
-from epd.config.parts.limits import LimitSettings
-from epd.config.parts.media import MediaSettings
-from epd.config.parts.routes import RouteSettings
-from epd.config.parts.serving import ServingSettings
-from epd.config.parts.tenancy import TenancySettings
+from epd.config.sections.instances import InstanceSettings
+from epd.config.sections.limits import LimitSettings, MediaSettings
+from epd.config.sections.routing import RouteSettings
+from epd.config.sections.serving import CrossOriginSettings, ServingSettings, TenancySettings
+from epd.config.sections.transfers import TransferSettings
+
+ConfigT_co = TypeVar("ConfigT_co", covariant=True)
 
 
-class ProxyConfig(
+class ConfigFields(
     RouteSettings,
+    TransferSettings,
+    InstanceSettings,
     TenancySettings,
     MediaSettings,
     LimitSettings,
     CrossOriginSettings,
     ServingSettings,
 ):
-    """Configuration of the proxy: the settings that `create_app` takes.
+    """The fields of all sections.
 
-    Each field is a flag of `epd serve` and an environment variable `EPD_<FIELD>`. Its description
-    is the flag's help.
+    A component names the section that it depends on, and is given this model. The components that
+    a field names (transfers, policies, the store) check it in `ProxyConfig`, so that sections need
+    none of them.
     """
 
-    @model_validator(mode="after")
-    def _check_sources(self) -> Self:
-        if self.dynamic_registration and self.admin_api_key is None:
-            raise ValueError(
-                "--dynamic-registration needs EPD_ADMIN_API_KEY or ADMIN_API_KEY: a registered "
-                "instance gets clients' requests"
-            )
-        return self
+    @property
+    def worker_max_body_bytes(self) -> int:
+        """Maximum size of a body in one process; also the limit of the media of one request."""
+        return min(self.max_body_bytes, max(1, self.max_inflight_bytes // self.workers))
 
     def to_json(self) -> bytes:
         """Return all settings as JSON, secrets in plain text: for worker processes only."""
@@ -43,3 +43,11 @@ class ProxyConfig(
             for name, value in self
         }
         return orjson.dumps(values, default=str)
+
+
+class Live(Protocol[ConfigT_co]):
+    """Configuration in force, as a component sees it that outlives a reload."""
+
+    @property
+    def current(self) -> ConfigT_co:
+        """Immutable configuration; a reload replaces it."""

@@ -1,4 +1,7 @@
-"""The entries of conversations: lookup, validity, and results."""
+"""The entries of conversations: lookup, validity, and results.
+
+The warning about a time to live of conversations that exceeds that of decode's blocks.
+"""
 
 import hashlib
 import time
@@ -9,17 +12,35 @@ from typing import Literal, Self, TypeVar
 
 import structlog
 
-from ec_store import redacted
-from ec_store.breaker import Breaker
-from epd.config.live import LiveConfig
-from epd.conversations.entry import MAX_BYTES, Entry, Held
-from epd.conversations.fingerprint import Fingerprint
-from epd.conversations.memory import InMemory
-from epd.conversations.stores import Store, StoreAway
+from ec_store.concurrency import Breaker
+from ec_store.config import redacted
+from epd.aio import within
+from epd.config.model import ConfigFields, Live
+from epd.config.sections.transfers import TransferSettings
+from epd.conversations.entry import MAX_BYTES, Entry, Fingerprint, Held
+from epd.conversations.stores import InMemory, Store, StoreAway
 from epd.conversations.turn import Turn
-from epd.deadline import within
 from epd.tenants import ANONYMOUS
-from epd.transfer.readback import engine_of, kept_params
+from epd.transfer.readback import BLOCKS_TTL_S, engine_of, kept_params
+
+
+def warn_of(config: TransferSettings, before: TransferSettings | None = None) -> None:
+    """Warn if conversations live longer than decode's blocks by default.
+
+    Args:
+        config: new configuration.
+        before: previous configuration, to avoid a repeated warning; None at the start.
+    """
+    ttl_s = config.conversation_ttl
+    if ttl_s < BLOCKS_TTL_S or (before is not None and before.conversation_ttl == ttl_s):
+        return
+    structlog.get_logger("epd").warning(
+        "conversations are kept for longer than decode instances keep their blocks by default",
+        conversation_ttl=ttl_s,
+        next=f"choose less than {BLOCKS_TTL_S:g}, or give decode a decoder_kv_blocks_ttl above "
+        "it by more than 5",
+    )
+
 
 T = TypeVar("T")
 
@@ -45,7 +66,7 @@ class Conversations:
     """
 
     def __init__(
-        self, store: Store, live: LiveConfig, clock: Callable[[], float] = time.time
+        self, store: Store, live: Live[ConfigFields], clock: Callable[[], float] = time.time
     ) -> None:
         self.results: Counter[Result] = Counter()
         self._store = store
@@ -60,11 +81,11 @@ class Conversations:
         self._warned = config.workers == 1 or config.conversation_store is not None
 
     @classmethod
-    def of(cls, live: LiveConfig) -> Self:
+    def of(cls, live: Live[ConfigFields]) -> Self:
         """Return the conversations of the configured store: a context manager that closes it."""
         if (url := live.current.conversation_store) is None:
             return cls(InMemory(lambda: live.current.max_conversations), live)
-        from epd.conversations.redis_store import InRedis  # noqa: PLC0415 - takes its time to load
+        from epd.conversations.stores import InRedis  # noqa: PLC0415 - takes its time to load
 
         return cls(InRedis(url), live)
 

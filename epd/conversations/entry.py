@@ -1,12 +1,88 @@
-"""The entry of a conversation between two turns."""
+"""The entry of a conversation between two turns.
 
+Fingerprints of token sequences, which tell how long a prefix a prompt shares. Pure.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from pydantic import TypeAdapter
 
-from epd.conversations.fingerprint import Fingerprint
 from epd.transfer.readback import kept_params
+
+CHUNK = 32
+"""Number of tokens between two digests: each token costs half a byte."""
+
+DIGEST_BYTES = 16
+"""Size of a digest. A collision would cause a wrong answer, so it must be infeasible to
+construct."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """A fingerprint of a sequence of tokens.
+
+    Attributes:
+        tokens: number of tokens.
+        digests: hexadecimal digests of the first `CHUNK` tokens, the first 2 * `CHUNK` and so on,
+            and of all.
+    """
+
+    tokens: int
+    digests: str
+
+    @classmethod
+    def of(cls, tokens: Sequence[int], key: bytes = b"") -> Self:
+        """Return the fingerprint of tokens.
+
+        Args:
+            tokens: the tokens.
+            key: secret that prevents guessing the tokens; at most 64 bytes, or empty.
+
+        Raises:
+            ValueError: the values are not tokens.
+        """
+        return cls(len(tokens), "".join(_digests(tokens, len(tokens), key)))
+
+    def common(self, prompt: Sequence[int], key: bytes = b"") -> int:
+        """Return the length of the shared prefix: a multiple of `CHUNK`, or all tokens.
+
+        Args:
+            prompt: tokens of the prompt.
+            key: key of the fingerprint.
+
+        Raises:
+            ValueError: the values are not tokens.
+        """
+        if len(prompt) < self.tokens:
+            whole = len(prompt) // CHUNK * CHUNK
+            ours = _digests(prompt[:whole], whole, key)
+        else:
+            ours = _digests(prompt, self.tokens, key)
+        shared = 0
+        for number, digest in enumerate(ours):
+            at = 2 * DIGEST_BYTES * number
+            if digest != self.digests[at : at + 2 * DIGEST_BYTES]:
+                break
+            shared = min(CHUNK * (number + 1), self.tokens)
+        return shared
+
+
+def _digests(tokens: Sequence[int], count: int, key: bytes) -> Iterator[str]:
+    """Yield the digests of the prefixes of the first `count` tokens, in order of length."""
+    try:
+        packed = array("I", tokens[:count]).tobytes()
+    except (OverflowError, TypeError) as error:
+        raise ValueError("the values are not tokens") from error
+    size = array("I").itemsize * CHUNK
+    running = hashlib.blake2b(digest_size=DIGEST_BYTES, key=key)
+    for start in range(0, len(packed), size):
+        running.update(packed[start : start + size])
+        yield running.copy().hexdigest()
+
 
 MAX_BYTES = 1024**2
 """Maximum size of an entry: blocks and fingerprint of some 200,000 tokens."""

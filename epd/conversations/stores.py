@@ -1,8 +1,21 @@
-"""Interface of the stores of conversations: in this process, or in Redis."""
+"""Interface of the stores of conversations: in this process, or in Redis.
 
-from typing import Protocol
+Store of conversations in this process.
 
-from epd.conversations.entry import Entry
+Store of conversations in Redis, shared by several proxies: one key each, which Redis expires.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from epd.conversations.entry import Entry, read
+from epd.redis_urls import close, redis_client
 
 
 class StoreAway(Exception):
@@ -42,3 +55,140 @@ class Store(Protocol):
 
         An expired entry counts when it is detected. Expiry by an external store does not count.
         """
+
+
+MAX_TOTAL_BYTES = 256 * 1024**2
+"""Maximum size of all entries. Few entries are larger than some kilobytes."""
+
+
+class Kept(NamedTuple):
+    """An entry with its expiry.
+
+    Attributes:
+        until_s: time of expiry, on the store's clock.
+        entry: the entry.
+        size: size in bytes, as JSON.
+    """
+
+    until_s: float
+    entry: Entry
+    size: int
+
+
+class InMemory:
+    """Implements `Store`. The oldest entry is evicted first; its use rewrites it."""
+
+    def __init__(
+        self,
+        most: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
+        max_bytes: int = MAX_TOTAL_BYTES,
+    ) -> None:
+        """Create an empty store.
+
+        Args:
+            most: returns the maximum number of entries.
+            clock: monotonic clock, in seconds.
+            max_bytes: maximum size of all entries.
+        """
+        self._most = most
+        self._clock = clock
+        self._max_bytes = max_bytes
+        self._held: OrderedDict[str, Kept] = OrderedDict()
+        self._bytes = 0
+        self._evicted = 0
+
+    @property
+    def kept(self) -> int:
+        """The number of entries that have not expired."""
+        self._expire()
+        return len(self._held)
+
+    @property
+    def evicted(self) -> int:
+        return self._evicted
+
+    async def take(self, key: str) -> Entry | None:
+        self._expire(key)
+        kept = self._drop(key)
+        return None if kept is None else kept.entry
+
+    async def put(self, key: str, entry: Entry, ttl_s: float) -> None:
+        self._expire(key)
+        self._drop(key)
+        self._held[key] = kept = Kept(self._clock() + ttl_s, entry, len(entry.written()))
+        self._bytes += kept.size
+        while len(self._held) > self._most() or self._bytes > self._max_bytes:
+            self._evict(next(iter(self._held)))
+
+    def forget(self, decode: str) -> None:
+        for key in [key for key, kept in self._held.items() if kept.entry.decode == decode]:
+            self._evict(key)
+
+    async def close(self) -> None:
+        """See `Store`. There is nothing to close."""
+
+    def _drop(self, key: str) -> Kept | None:
+        kept = self._held.pop(key, None)
+        if kept is not None:
+            self._bytes -= kept.size
+        return kept
+
+    def _evict(self, key: str) -> None:
+        self._drop(key)
+        self._evicted += 1
+
+    def _expire(self, key: str | None = None) -> None:
+        """Evict expired entries: the one of this key, and those at the front.
+
+        Expired entries remain for now behind one with a longer time to live.
+        """
+        now_s = self._clock()
+        if key is not None and key in self._held and self._held[key].until_s <= now_s:
+            self._evict(key)
+        while self._held and self._held[first := next(iter(self._held))].until_s <= now_s:
+            self._evict(first)
+
+
+KEY = "epd:conversation"
+"""Prefix of the keys; the `key` parameter of the URL replaces it."""
+
+
+class InRedis:
+    """Implements `Store`. Needs GETDEL, as in Redis 6.2 or newer.
+
+    Attributes:
+        kept: None, because the proxy does not count them.
+        evicted: 0, because Redis expires them itself and has its own metrics.
+    """
+
+    kept = None
+    evicted = 0
+
+    def __init__(self, url: str) -> None:
+        """Connect at the first call. The URL's `key` replaces the prefix of the keys.
+
+        No command is retried: an entry that is put, taken and put again would be used twice.
+        """
+        once = Retry(NoBackoff(), 0)
+        self._client, self._key = redis_client(url, KEY, once)
+
+    async def take(self, key: str) -> Entry | None:
+        try:
+            written = await self._client.getdel(f"{self._key}:{key}")
+        except (RedisError, OSError) as error:
+            raise StoreAway(type(error).__name__) from error
+        return None if written is None else read(written)
+
+    async def put(self, key: str, entry: Entry, ttl_s: float) -> None:
+        ttl_ms = max(1, round(1000 * ttl_s))
+        try:
+            await self._client.set(f"{self._key}:{key}", entry.written(), px=ttl_ms)
+        except (RedisError, OSError) as error:
+            raise StoreAway(type(error).__name__) from error
+
+    def forget(self, decode: str) -> None:
+        """See `Store`. Entries are not searched; the reader of an entry detects the lost decode."""
+
+    async def close(self) -> None:
+        await close(self._client)

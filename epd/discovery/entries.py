@@ -8,9 +8,8 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from epd.routing.instances import CONSUMERS, Instance, Role
-from epd.routing.urls import base_url, zmq_address
-from epd.routing.weights import check_weight
-from epd.transfer.flavours import EC_TRANSFERS, ECTransferName
+from epd.routing.urls import base_url, check_weight, zmq_address
+from epd.transfer import ECTransferName
 
 VERSION = 1
 """Version of the format."""
@@ -72,14 +71,13 @@ class Registration(Entry):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    def check_transfer(self, transfer: ECTransferName) -> None:
+    def check_transfer(self, transfer: ECTransferName, *, pushed: bool) -> None:
         """Reject an instance that would wait for outputs without a sender, or receive none.
 
         Raises:
             TransferMismatch: it has addresses for pushes but the transfer does not push, or the
                 opposite.
         """
-        pushed = EC_TRANSFERS[transfer].pushed
         if self.role not in CONSUMERS:
             if self.ec_zmq_addrs:
                 raise TransferMismatch(NOT_FOR_OTHERS)

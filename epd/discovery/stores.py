@@ -2,17 +2,114 @@
 
 If a store has lost its data, its readers restore them: a deleted file or an empty Redis ends no
 registration. A store with an empty list has not lost its data.
+
+A folder of small files that several processes share. Writes are atomic.
+
+Registrations in Redis: a hash with one field for each, and a field that marks it as complete.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+import fcntl
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 from urllib.parse import urlsplit
 
-from epd.discovery.entries import EntriesInvalid, read_json, write_json
-from epd.discovery.folder import Folder
+from redis.exceptions import RedisError
+
+from epd.aio import within
+from epd.discovery.entries import VERSION, EntriesInvalid, read_json, write_json
+from epd.redis_urls import close, redis_client
 from epd.routing.instances import Instance
+
+LOCK_S = 5.0
+"""Maximum wait for the lock, in seconds. A holder that takes longer is assumed to hang."""
+
+MAX_BYTES = 1024**2
+"""Maximum size of a file. A larger one was written by other software."""
+
+
+class Folder:
+    """The folder. Its calls block on the disk, so an event loop runs them on threads."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self, name: str) -> bytes | None:
+        """Return the content of a file; None if it does not exist.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        return read_file(self._path / name)
+
+    def write(self, name: str, content: bytes) -> None:
+        """Replace the content of a file atomically.
+
+        Raises:
+            OSError: the file cannot be written; the old content remains.
+        """
+        self._path.mkdir(mode=0o750, parents=True, exist_ok=True)
+        staging = self._path / f".{name}.{secrets.token_hex(8)}"
+        try:
+            with os.fdopen(
+                os.open(staging, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o640), "wb"
+            ) as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            staging.replace(self._path / name)
+        finally:
+            staging.unlink(missing_ok=True)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder's lock, which also ends with the process of its holder.
+
+        Raises:
+            OSError: the lock is not available.
+        """
+        self._path.mkdir(mode=0o750, parents=True, exist_ok=True)
+        descriptor = os.open(self._path / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o640)
+        try:
+            _lock(descriptor)
+            yield
+        finally:
+            os.close(descriptor)
+
+
+def read_file(path: Path) -> bytes | None:
+    """Return the content of a small file; None if it does not exist.
+
+    Raises:
+        OSError: the file cannot be read, or is too large.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    if len(content) > MAX_BYTES:
+        raise OSError(f"{path.name} has more than {MAX_BYTES} bytes")
+    return content
+
+
+def _lock(descriptor: int) -> None:
+    deadline_s = time.monotonic() + LOCK_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                raise TimeoutError("another process holds the lock") from None
+            time.sleep(0.01)
+        else:
+            return
+
 
 T = TypeVar("T")
 
@@ -118,3 +215,73 @@ def folder_of(url: str | None) -> Folder | None:
     if url is None or not url.startswith("file://"):
         return None
     return Folder(Path(urlsplit(url).path))
+
+
+KEY = "epd:instances"
+"""Name of the hash; the `key` parameter of the URL replaces it."""
+
+MARK = b"version"
+"""The field that marks a complete hash. Without it, Redis has lost the data."""
+
+TIMEOUT_S = 2.0
+"""Timeout of a read, and of a write."""
+
+
+class InRedis:
+    """Implements `epd.discovery.stores.Store`. Field: a URL; value: its instance in JSON."""
+
+    def __init__(self, client: Any, key: str) -> None:
+        self._client = client
+        self._key = key
+
+    @classmethod
+    @asynccontextmanager
+    async def connected(cls, url: str) -> AsyncIterator[Self]:
+        """Return a store that connects at the first call. The URL's `key` names another hash."""
+        client, key = redis_client(url, KEY)
+        try:
+            yield cls(client, key)
+        finally:
+            await close(client)
+
+    async def read(self) -> Instances | None:
+        try:
+            with within(TIMEOUT_S):
+                found = await self._client.hgetall(self._key)
+        except (RedisError, OSError) as error:
+            raise StoreFailed(type(error).__name__) from error
+        return _instances(found)
+
+    async def write(self, known: Instances, edit: Edit | None = None) -> Instances:
+        async def change(pipe: Any) -> None:
+            whole = await pipe.hexists(self._key, MARK)
+            pipe.multi()
+            if not whole:
+                pipe.delete(self._key)
+                pipe.hset(self._key, mapping={MARK: VERSION, **_fields(known)})
+            if edit is not None and edit.instance is not None:
+                pipe.hset(self._key, mapping=_fields((edit.instance,)))
+            elif edit is not None:
+                pipe.hdel(self._key, edit.url)
+            pipe.hgetall(self._key)
+
+        try:
+            with within(TIMEOUT_S):
+                replies = await self._client.transaction(change, self._key)
+        except (RedisError, OSError) as error:
+            raise StoreFailed(type(error).__name__) from error
+        return _instances(replies[-1]) or ()
+
+
+def _fields(instances: Instances) -> dict[str | bytes, bytes | int]:
+    return {one.url: write_json((one,)) for one in instances}
+
+
+def _instances(found: dict[bytes, bytes]) -> Instances | None:
+    if MARK not in found:
+        return None
+    try:
+        rows = [read_json(value) for name, value in sorted(found.items()) if name != MARK]
+    except EntriesInvalid as error:
+        raise StoreFailed(f"the hash was not written by this proxy: {error}") from error
+    return tuple(instance for row in rows for instance in row)

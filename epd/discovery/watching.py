@@ -13,17 +13,15 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from epd.discovery.complaint import Complaint
+from epd.discovery.dns import LookUp, LookUpFailed, Sightings
 from epd.discovery.entries import EntriesInvalid, read_yaml
-from epd.discovery.folder import Folder, read_file
-from epd.discovery.look_ups import LookUp, LookUpFailed
-from epd.discovery.sightings import Sightings
+from epd.discovery.stores import Folder, read_file
 from epd.json_or_none import json_or_none
-from epd.routing.instances import Instance
-from epd.routing.registry import Registry, Source
+from epd.routing.instances import Instance, Registry, Source
 from epd.routing.urls import at_address, is_address
+from epd.state_log import Complaint
 from epd.transfer.kv import KVTransfer
-from epd.upstream.client import Upstream
+from epd.upstream import Upstream
 
 FILE_POLL_S = 0.5
 """Interval of reading the file. New content must be read twice, because it may be half written."""

@@ -1,18 +1,128 @@
-"""Listening sockets for clients, with TLS or without."""
+"""Listening sockets for clients, with TLS or without.
+
+Unix socket to listen on: its file is created, replaced if it is stale, and removed.
+
+TLS for clients: the proxy's certificate, and the verification of clients' certificates.
+"""
 
 import asyncio
+import errno
+import fcntl
+import os
 import socket
 import ssl
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
-from epd.background import Background
-from epd.config import ProxyConfig
-from epd.config.live import LiveConfig
+from epd.aio import Background
+from epd.config.model import Live
+from epd.config.sections.limits import LimitSettings
+from epd.config.sections.serving import ServingSettings
 from epd.edge import aiohttp_private
 from epd.edge.protocol import Runner, Server
+from epd.http.tls import load_certificate, trust
+
+
+@contextmanager
+def listening_at(path: Path, backlog: int) -> Iterator[socket.socket]:
+    """Return a socket that listens at a path; the end of the context removes its file.
+
+    A stale socket file, on which no process listens, is replaced. The umask sets the mode of the
+    new file: a client needs write permission.
+
+    Args:
+        path: path of the socket file.
+        backlog: connections that the kernel holds until they are accepted.
+
+    Raises:
+        OSError: a process listens at the path, the file is not a socket, or it cannot be created.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        with _alone_in(path.parent):
+            _remove_stale(path)
+            listener.bind(str(path))
+            own = path.stat()
+            # Within the lock: another process would find a file without a listener stale.
+            listener.listen(backlog)
+        try:
+            yield listener
+        finally:
+            _remove(path, own)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Lock the folder, so that no other process replaces a socket in it meanwhile."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _remove_stale(path: Path) -> None:
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise OSError(errno.EEXIST, "the file is not a socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.setblocking(False)
+        try:
+            client.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+        except BlockingIOError:  # a process listens, and its backlog is full
+            pass
+    raise OSError(errno.EADDRINUSE, "another process listens on it")
+
+
+def _remove(path: Path, own: os.stat_result) -> None:
+    """Remove the file, unless another process has replaced it."""
+    with suppress(FileNotFoundError):
+        now = path.lstat()
+        if (now.st_dev, now.st_ino) == (own.st_dev, own.st_ino):
+            path.unlink()
+
+
+def server_context(config: ServingSettings) -> ssl.SSLContext | None:
+    """Return the TLS context for clients; None for plain HTTP.
+
+    Raises:
+        TlsInvalid: a file cannot be read, is not PEM, or the key does not match the certificate.
+    """
+    if config.ssl_certfile is None or config.ssl_keyfile is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    load_certificate(context, config.ssl_certfile, config.ssl_keyfile)
+    if config.ssl_ca_certs is not None:
+        trust(context, "--ssl-ca-certs", config.ssl_ca_certs)
+        context.verify_mode = ssl.VerifyMode(config.ssl_cert_reqs)
+    return context
+
+
+def renew(context: ssl.SSLContext, config: ServingSettings) -> None:
+    """Reload certificate and key into the context, for new connections.
+
+    Raises:
+        TlsInvalid: certificate or key is invalid. The context is unchanged.
+    """
+    if config.ssl_certfile is None or config.ssl_keyfile is None:
+        return
+    # Check in a new context first: a failed load removes the old key from a context.
+    load_certificate(
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), config.ssl_certfile, config.ssl_keyfile
+    )
+    load_certificate(context, config.ssl_certfile, config.ssl_keyfile)
+
 
 BACKLOG = 65535
 """Connections that the kernel holds until the event loop accepts them, per listening socket. Linux
@@ -27,7 +137,7 @@ class CannotListen(Exception):
 
 
 @contextmanager
-def binding(config: ProxyConfig) -> Iterator[None]:
+def binding(config: ServingSettings) -> Iterator[None]:
     """Convert errors of binding sockets to the configured address.
 
     Raises:
@@ -54,7 +164,7 @@ class Handshakes:
         server: Server,
         sockets: Sequence[socket.socket],
         tls: ssl.SSLContext,
-        live: LiveConfig,
+        live: Live[LimitSettings],
         background: Background,
     ) -> None:
         """Begin to accept. A handshake may take `header_timeout_s`, as a request's head may.

@@ -19,10 +19,9 @@ from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 from aiohttp.typedefs import Handler
 
-from epd.config.live import LiveConfig
-from epd.edge import aiohttp_private, descriptors
-from epd.edge.ambiguity import invalid, refusal
-from epd.edge.prefix import without_prefix
+from epd.config.model import ConfigFields, Live
+from epd.edge import aiohttp_private, request_head
+from epd.edge.request_head import invalid, refusal, without_prefix
 from epd.errors import Overloaded, ProxyError, RequestRefused
 from epd.events import Observer, RequestRecord
 
@@ -61,7 +60,7 @@ class Connection(aiohttp_private.RequestHandler):
         "stalled",
     )
 
-    def __init__(self, server: "Server", live: LiveConfig, **kwargs: Any) -> None:
+    def __init__(self, server: "Server", live: Live[ConfigFields], **kwargs: Any) -> None:
         super().__init__(server, **kwargs)
         self._server = server
         self._live = live
@@ -219,7 +218,7 @@ class Server(web.Server):
     def __init__(
         self,
         made: web.Server,
-        live: LiveConfig,
+        live: Live[ConfigFields],
         observers: Sequence[Observer],
         direct: Mapping[str, Handler],
         **kwargs: Any,
@@ -235,7 +234,7 @@ class Server(web.Server):
         self._direct = direct
         self._live = live
         self._observers = observers
-        self._descriptors = descriptors.client_connections()
+        self._descriptors = request_head.client_connections()
         self._options = kwargs
         self._open = set[Connection]()
         self._turned_away = set[Connection]()
@@ -315,7 +314,7 @@ class Runner(aiohttp_private.AppRunner):
     def __init__(
         self,
         app: web.Application,
-        live: LiveConfig,
+        live: Live[ConfigFields],
         observers: Sequence[Observer],
         **kwargs: Any,
     ) -> None:

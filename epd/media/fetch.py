@@ -15,13 +15,11 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
-from epd.bodies.cuts import Cuts, joined
-from epd.bodies.items import Body, MMItem, with_parts
-from epd.config import ProxyConfig
-from epd.config.live import LiveConfig
+from epd.aio import Flights, gather_first
+from epd.api.body import Cuts, joined
+from epd.api.items import Body, MMItem, with_parts
+from epd.config.model import ConfigFields, Live
 from epd.errors import BadRequest, MediaFetchFailed, ProxyError
-from epd.flights import Flights
-from epd.gather import gather_first
 from epd.media.cache import (
     HEADERS,
     CacheKey,
@@ -34,7 +32,7 @@ from epd.media.cache import (
     may_keep,
     revalidated,
 )
-from epd.media.held import Held, max_body_bytes
+from epd.media.memory import Held
 from epd.media.parts import Remote, source
 from epd.media.policy import NO_ADDRESS, MediaPolicy, refused
 from epd.version import __version__
@@ -67,7 +65,7 @@ class NotAtOrigin(MediaFetchFailed):
 class MediaFetcher:
     """Fetches and caches `http` and `https` media, if the proxy is configured to fetch."""
 
-    def __init__(self, session: aiohttp.ClientSession, live: LiveConfig) -> None:
+    def __init__(self, session: aiohttp.ClientSession, live: Live[ConfigFields]) -> None:
         self._session = session
         self._live = live
         self._cache = MediaCache(live.current.media_cache_bytes)
@@ -76,7 +74,7 @@ class MediaFetcher:
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, live: LiveConfig, resolver: AbstractResolver | None = None
+        cls, live: Live[ConfigFields], resolver: AbstractResolver | None = None
     ) -> AsyncIterator[Self]:
         """Return a fetcher with a connection pool of its own, which is closed at the exit."""
         checked = CheckedResolver(live, resolver or aiohttp.DefaultResolver())
@@ -104,7 +102,7 @@ class MediaFetcher:
                 await checked.close()
 
     async def inlined(
-        self, body: Body, items: Sequence[MMItem], config: ProxyConfig, cuts: Cuts, held: Held
+        self, body: Body, items: Sequence[MMItem], config: ConfigFields, cuts: Cuts, held: Held
     ) -> tuple[Body, Cuts]:
         """Return the body with `data:` URLs in place of `http` and `https` ones, and its cuts.
 
@@ -123,7 +121,7 @@ class MediaFetcher:
         """
         if config.media_fetch == "engine" or not (remote := _remote(items)):
             return body, cuts
-        total = _Total(max_body_bytes(config), held)
+        total = _Total(config.worker_max_body_bytes, held)
 
         async def fetched(item: MMItem) -> Media:
             return await self._of_item(item, remote[item], total)
@@ -209,7 +207,7 @@ class MediaFetcher:
         """Return the body of a 200. Its memory is counted as announced, or else as received."""
         _check_head(response)
         config = self._live.current
-        whole = max_body_bytes(config) // BASE64_CHARACTERS * BASE64_BYTES
+        whole = config.worker_max_body_bytes // BASE64_CHARACTERS * BASE64_BYTES
         limit = min(config.max_media_bytes, whole)
         if (response.content_length or 0) > limit:
             raise _too_large(limit)
@@ -239,7 +237,7 @@ class CheckedResolver(AbstractResolver):
     server cannot bypass the check.
     """
 
-    def __init__(self, live: LiveConfig, resolver: AbstractResolver) -> None:
+    def __init__(self, live: Live[ConfigFields], resolver: AbstractResolver) -> None:
         self._live = live
         self._resolver = resolver
 
@@ -291,7 +289,7 @@ def _remote(items: Sequence[MMItem]) -> dict[MMItem, str]:
     }
 
 
-def media_policy(config: ProxyConfig) -> MediaPolicy:
+def media_policy(config: ConfigFields) -> MediaPolicy:
     """Return the policy of a configuration."""
     return MediaPolicy(
         allowed_domains=frozenset(config.allowed_media_domains),

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from epd.bodies.cuts import MARK_LENGTH, NO_CUTS, Cuts
-from epd.bodies.items import MMItem
+from epd.api.body import MARK_LENGTH, NO_CUTS, Cuts
+from epd.api.items import MMItem
 from epd.errors import BadRequest
 from epd.media.image_header import image_size
 

@@ -18,10 +18,10 @@ import orjson
 import structlog
 from structlog.typing import EventDict
 
-from epd.bodies.endpoints import is_api
+from epd.api.endpoints import is_api
 from epd.errors import Stage
 from epd.events import InstanceChanged, RequestRecord, StageDone, stage_seconds
-from epd.observe.lines import LineLogger, LineWriter
+from epd.observe.log_lines import LineLogger, LineWriter
 
 REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
 """Of the request that is being served, as its client knows it."""

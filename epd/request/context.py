@@ -1,26 +1,117 @@
-"""The state of a request beside its body, and the timing of its stages."""
+"""The state of a request beside its body, and the timing of its stages.
+
+Request ids for instances, logs and traces.
+
+An id distinguishes requests and is no secret, so it needs no system call for secure randomness.
+
+Model names for labels: the names under which instances serve the models of requests.
+
+A client can ask for any name. Only a name from an instance's answer becomes a label, which bounds
+their number. vLLM answers with the served name: the first if there are several, as in the
+`model_name` label of its own metrics. For a LoRA it answers with the adapter's name.
+"""
 
 import itertools
+import os
+import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from epd.bodies.chat import CHAT
-from epd.bodies.cuts import Cuts
-from epd.bodies.endpoint import Endpoint
-from epd.bodies.items import MMItem
-from epd.bodies.parsing import JSON
-from epd.config import ProxyConfig
+from ec_store.bounded import BoundedDict
+from epd.api.body import JSON, Cuts
+from epd.api.chat import CHAT
+from epd.api.endpoint import Endpoint
+from epd.api.items import MMItem
+from epd.config.model import ConfigFields
 from epd.conversations.turn import Turn
 from epd.errors import ProxyError, Stage, slug_of
 from epd.events import Observer, RequestRecord, StageDone
-from epd.media.held import Held, Uncounted
-from epd.models import ModelNames
-from epd.request.ids import child_id
+from epd.json_or_none import json_or_none
+from epd.media.memory import Held, Uncounted
 from epd.routing.fatal import Watched
 from epd.spans import RequestSpan, Span
 from epd.tenants import ANONYMOUS, Tenant
+
+# A generator of its own: other code in the process may seed the module's one, and then two proxies
+# would generate equal ids.
+_NUMBERS = random.Random()  # noqa: S311 - no secret
+os.register_at_fork(after_in_child=_NUMBERS.seed)
+
+
+def request_id(client_id: str | None) -> str:
+    """Return a unique id that begins with the client's id, so that a search for that id finds it.
+
+    A client may use one id twice at the same time. An engine or a KV connector that identifies
+    requests by the id would confuse two such requests.
+    """
+    return _hex(16) if client_id is None else f"{client_id}-{_hex(4)}"
+
+
+def child_id(parent: str, number: int) -> str:
+    """Return the id of a numbered request on behalf of another."""
+    return f"{parent}:{number}:{_hex(3)}"
+
+
+def _hex(size_bytes: int) -> str:
+    return f"{_NUMBERS.getrandbits(8 * size_bytes):0{2 * size_bytes}x}"
+
+
+MAX_NAMES = 64
+"""Upper bound of distinct names. Further names are `OTHER`."""
+MAX_ASKED = 256
+"""Upper bound of requested names that are kept, the latest ones."""
+MAX_LENGTH = 256
+"""Maximum length of a name, in characters."""
+LOOKED_AT_BYTES = 256 * 1024
+"""Answers larger than this are not parsed."""
+
+OTHER = "other"
+
+NAME_WITHIN = ("response", "message")
+"""Fields of a stream's first event that contain the answer object: OpenAI responses, Anthropic."""
+
+
+class ModelNames:
+    """The names in answers, by the requested name. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+        self._asked: BoundedDict[str, str] = BoundedDict(MAX_ASKED)
+
+    def of(self, asked: str | None) -> str:
+        """Return the instances' name of a requested model; empty if none is requested."""
+        return self._asked.get(asked, OTHER) if asked else ""
+
+    def learn(self, asked: str | None, answer: bytes) -> None:
+        """Keep the model name of an instance's 2xx answer to a request for this model."""
+        if not asked or asked in self._asked or len(asked) > MAX_LENGTH:
+            return
+        name = _named(answer)
+        if name is None:
+            return
+        if len(self._names) < MAX_NAMES:
+            self._names.add(name)
+        self._asked[asked] = name if name in self._names else OTHER
+
+
+def _named(answer: bytes) -> str | None:
+    """Return the name in the answer's own `model` field.
+
+    A client can control deeper fields: the `metadata` of a response, the arguments of a tool call.
+    """
+    if len(answer) > LOOKED_AT_BYTES or b'"model"' not in answer:
+        return None
+    start = answer.find(b"{")
+    end = answer.find(b"\n", start) if start else -1  # of a stream, the first event
+    said = json_or_none(answer[start : None if end < 0 else end]) or {}
+    for own in (said, *map(said.get, NAME_WITHIN)):
+        match own:
+            case {"model": str() as name} if name.isprintable() and 0 < len(name) <= MAX_LENGTH:
+                return name
+    return None
+
 
 WITHIN = frozenset[Stage]({"queue", "store"})
 """Stages that involve no instance."""
@@ -57,7 +148,7 @@ class RequestContext:
 
     request_id: str
     headers: Mapping[str, str]
-    config: ProxyConfig
+    config: ConfigFields
     endpoint: Endpoint = CHAT
     tenant: Tenant = ANONYMOUS
     clients_key: bool = True

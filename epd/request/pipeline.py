@@ -1,54 +1,32 @@
 """One request: encode, optional prefill, decode; retried until its answer has begun."""
 
-from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import partial
-from typing import NamedTuple
 
-from epd.bodies.items import Body, MMItem, at_most, check_mm_kwargs
-from epd.bodies.prompt import prompt_tokens
-from epd.cache.encoder_cache import EncoderCache
-from epd.cache.keys import Keys
-from epd.config import ProxyConfig
-from epd.errors import NoInstance, ProxyError
-from epd.media.fetch import MediaFetcher
-from epd.media.parts import inline_bytes
-from epd.policies.course import Course, Facts
-from epd.request.context import RequestContext
-from epd.request.decoders import Decoders
-from epd.request.encode_job import EncodeJob, item_key
-from epd.request.encoding import Encoder, raw_items
-from epd.request.handover import Answer, Handovers
-from epd.request.recovery import MAX_ATTEMPTS, Failure, next_attempt
-from epd.request.sending import (
+from epd.api.items import Body
+from epd.encoder_cache.keys import Keys
+from epd.errors import ProxyError
+from epd.request.attempts import (
     NO_ENCODINGS,
     NO_TARGETS,
     Attempt,
+    EncodeJob,
     Encodings,
     Sending,
     Targets,
+    item_key,
 )
-from epd.request.stages import Stages
-from epd.routing.fatal import FatalRequests
-from epd.routing.instances import ANSWERING, Role
+from epd.request.context import RequestContext
+from epd.request.encode import Encoder, raw_items
+from epd.request.prefill_decode import Answer, Handovers
+from epd.request.recovery import MAX_ATTEMPTS, Failure, next_attempt
+from epd.request.request_media import KeyedRequest, RequestMedia
+from epd.request.targets import Courses, Decoders
+from epd.routing.instances import Role
 from epd.routing.namespaces import Namespaces
 from epd.routing.retries import Retries
-from epd.routing.table import InstanceTable
-from epd.routing.use import Place
+from epd.routing.table import InstanceTable, Place
 from epd.transfer.ec import ECTransfer
-from epd.transfer.encoded import Consumed, EncodedItem, consumer_body, metadata_uuids
-
-
-class KeyedRequest(NamedTuple):
-    """A request, and the keys of its media items.
-
-    Attributes:
-        body: the client's request, with the media that the proxy fetched.
-        uuids: keys of the items; None for a key that an engine makes.
-    """
-
-    body: Body
-    uuids: Mapping[MMItem, str | None]
+from epd.transfer.encoded import EncodedItem
 
 
 class Pipeline:
@@ -58,26 +36,24 @@ class Pipeline:
         self,
         table: InstanceTable,
         namespaces: Namespaces,
-        stages: Stages,
-        media: MediaFetcher,
-        cache: EncoderCache | None,
+        courses: Courses,
+        media: RequestMedia,
+        keys: Keys,
+        encoder: Encoder,
         transfer: ECTransfer,
         handovers: Handovers,
         decoders: Decoders,
-        fatal: FatalRequests,
-        coordinate: Callable[[ProxyConfig, Facts], tuple[str, Course] | None],
     ) -> None:
         self._table = table
         self._namespaces = namespaces
+        self._courses = courses
         self._media = media
+        self._keys = keys
+        self._encoder = encoder
+        self._transfer = transfer
         self._handovers = handovers
         self._decoders = decoders
-        self._transfer = transfer
-        self._fatal = fatal
-        self._encoder = Encoder(stages, namespaces, table, cache, transfer, fatal)
-        self._keys = Keys(cache)
         self._retries = Retries()
-        self._coordinate = coordinate
 
     async def run(self, body: Body, context: RequestContext) -> Answer:
         """Return decode's answer with a 2xx status: a context manager that the caller enters.
@@ -88,10 +64,10 @@ class Pipeline:
             BadRequest: the request is invalid.
             ProxyError: a stage failed.
         """
-        items = self._items(body, context)
-        facts = self._facts(body, items, context)
-        course = self._decoders.settled(self._course(facts, context), context)
-        request = await self._keyed(body, items, context)
+        items = self._media.items(body, context)
+        facts, course = self._courses.decide(body, len(items), context)
+        course = self._decoders.settled(course, context)
+        request = await self._media.keyed(body, items, context)
         sending = Sending(Attempt(course, facts), context)
         with self._retries.tries(MAX_ATTEMPTS) as tries:
             while True:
@@ -114,7 +90,7 @@ class Pipeline:
                 sending.encodings = await self._encode(request, sending)
         else:
             sending.encodings = NO_ENCODINGS
-        sending.prompt = self._prompt(request, sending)
+        sending.prompt = self._media.prompt(request, sending)
         pair = await self._handovers.pair(sending)
         if pair is None:
             return await self._handovers.decode(sending, sending.prompt.body)
@@ -130,7 +106,8 @@ class Pipeline:
             BadRequest: an item is invalid.
             ProxyError: an item failed.
         """
-        body, uuids = await self._keyed(body, self._items(body, context), context)
+        items = self._media.items(body, context)
+        body, uuids = await self._media.keyed(body, items, context)
         namespace = self._namespace(None)
         encoded = await self._encoder.encode(EncodeJob(body, uuids, context, namespace=namespace))
         await self._keys.remember(body, encoded, context.tenant, context.config)
@@ -139,36 +116,6 @@ class Pipeline:
     async def forget(self, uuid: str, model: str | None, context: RequestContext) -> None:
         """Forget the key of a client's uuid: see `Keys.forget`."""
         await self._keys.forget(uuid, model, context.tenant, context.config)
-
-    def _items(self, body: Body, context: RequestContext) -> tuple[MMItem, ...]:
-        """Return the media items of a valid request.
-
-        Raises:
-            BadRequest: the request is invalid.
-        """
-        if not context.config.trust_request_mm_kwargs:
-            check_mm_kwargs(body)
-        return at_most(context.endpoint.items(body), context.config.max_items)
-
-    async def _keyed(
-        self, body: Body, items: tuple[MMItem, ...], context: RequestContext
-    ) -> KeyedRequest:
-        """Fetch the media that the proxy has to fetch, and determine the keys of the items.
-
-        Raises:
-            SuspectedFatal: instances have died of an item.
-            ProxyError: a fetch failed, or an item is invalid.
-        """
-        uuids: Mapping[MMItem, str | None] = {}
-        if items:
-            inlined, context.cuts = await self._media.inlined(
-                body, items, context.config, context.cuts, context.held
-            )
-            if inlined is not body:
-                body, items = inlined, tuple(context.endpoint.items(inlined))
-            uuids = await self._keys.of(body, items, context.tenant, context.config, context.cuts)
-        self._fatal.check(context.watched, [item_key(*item) for item in uuids.items()])
-        return KeyedRequest(body, uuids)
 
     def _decode_alone(self, sending: Sending) -> None:
         """Let decode do prefill's work if there is no prefill instance."""
@@ -215,54 +162,6 @@ class Pipeline:
         local = (one.item for one in items if one.result == "local")
         keys = tuple(item_key(item, uuids[item]) for item in local)
         return Encodings(tuple(items), namespace, keys)
-
-    def _prompt(self, request: KeyedRequest, sending: Sending) -> Consumed:
-        """Return the body for prefill and decode."""
-        attempt, record = sending.attempt, sending.context.record
-        items = sending.encodings.items
-        record.saved_bytes = 0
-        if attempt.without_prefill:
-            record.degraded.add("prefill-local")
-        if not items:
-            return Consumed(request.body)
-        # A decode-only instance looks up no encoder outputs.
-        alone = not attempt.course.prefill and self._table.has(Role.DECODE)
-        lost = attempt.reencode or attempt.without_prefill
-        raw = sending.context.config.decode_media == "raw" or lost or alone or attempt.raw
-        params = self._transfer.consumer_params(one.encoded for one in items)
-        prompt = consumer_body(request.body, items, params, raw=raw)
-        record.media = {"metadata": prompt.bare, "raw": len(items) - prompt.bare}
-        if record.hits:
-            unsent = metadata_uuids(items, request.body, raw=raw)
-            hits = [one.item for one in items if one.result == "hit"]
-            cuts = sending.context.cuts
-            record.saved_bytes = sum(inline_bytes(item, cuts) for item in hits if item in unsent)
-        # A consumer that expects a push blocks on it even where the media are in the body too.
-        waits = bool(params and self._transfer.pushed)
-        return prompt._replace(depends=prompt.depends or waits)
-
-    def _facts(self, body: Body, items: tuple[MMItem, ...], context: RequestContext) -> Facts:
-        return Facts(
-            context.endpoint.path,
-            context.endpoint.prefills(body),
-            len(items),
-            self._table.roles,
-            partial(prompt_tokens, body),
-            context.client_headers,
-        )
-
-    def _course(self, facts: Facts, context: RequestContext) -> Course:
-        """Return the course that the policies decide for a request.
-
-        Raises:
-            NoInstance: no policy applies to the request.
-        """
-        if (decided := self._coordinate(context.config, facts)) is not None:
-            context.record.policy, course = decided
-            return course
-        if facts.roles.isdisjoint(ANSWERING):
-            raise NoInstance("there is no decode instance: register one", slug="no_decode")
-        raise NoInstance("no policy decides where this request runs", slug="no_policy")
 
     def _next_attempt(self, sending: Sending, error: ProxyError) -> Attempt | None:
         """Return the attempt after a failed one; None if the client gets the error."""

@@ -8,7 +8,7 @@ from http import HTTPStatus
 from typing import NamedTuple
 
 from epd.errors import MediaFetchFailed, ProxyError, Stage, UpstreamTimeout, UpstreamUnreachable
-from epd.request.sending import NOT_ENCODED, Attempt, Sending
+from epd.request.attempts import NOT_ENCODED, Attempt, Sending
 
 MAX_PREFILLS = 2
 """Maximum number of prefill instances for one request. After that, decode works without prefill."""

@@ -5,11 +5,12 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import NamedTuple
 
-from epd.bodies.chat import CHAT
-from epd.bodies.endpoint import is_stream, written
-from epd.bodies.engine_errors import engine_died, may_be_fetch
-from epd.bodies.items import Body, MMItem
-from epd.config import ProxyConfig
+from epd.api.body import reply_field
+from epd.api.chat import CHAT
+from epd.api.endpoint import is_stream, written
+from epd.api.items import Body, MMItem
+from epd.api.sse import engine_died, may_be_fetch
+from epd.config.sections.limits import LimitSettings
 from epd.edge.engine_headers import PRIORITY
 from epd.errors import (
     BUSY,
@@ -22,6 +23,7 @@ from epd.errors import (
     UpstreamFailed,
     UpstreamRejected,
     UpstreamTimeout,
+    said_retry_after_s,
 )
 from epd.json_or_none import json_or_none
 from epd.request.context import RequestContext
@@ -29,10 +31,8 @@ from epd.routing.instances import Instance
 from epd.spans import Span
 from epd.transfer.encoded import Consumed, Encoded, read_encoded
 from epd.transfer.kv import KVTransfer, Pair
-from epd.transfer.params import Params, reply_field
-from epd.upstream.client import Upstream
-from epd.upstream.reply import Answer, Reply
-from epd.upstream_text import said_retry_after_s
+from epd.transfer.params import Params
+from epd.upstream import Answer, Reply, Upstream
 
 MAX_STATUS = 599
 
@@ -275,7 +275,7 @@ class Stages:
                     )
 
 
-def _head_timeout_s(body: Body, config: ProxyConfig) -> float:
+def _head_timeout_s(body: Body, config: LimitSettings) -> float:
     """Return the timeout for the head of decode's answer, in seconds.
 
     The head of a stream precedes the first token. The head of any other answer follows the last

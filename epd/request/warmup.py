@@ -1,17 +1,16 @@
 """`POST /v1/media`: uploads media before the request that uses them."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from ec_store import EntryInfo
-from epd.bodies.endpoint import check_model
-from epd.bodies.items import MM_KWARGS, MODALITY, Body
-from epd.bodies.parsing import parse_object
-from epd.cache.encoder_cache import EncoderCache
+from ec_store.entry import EntryInfo
+from epd.api.body import parse_object
+from epd.api.endpoint import check_model
+from epd.api.items import MM_KWARGS, MODALITY, Body
+from epd.encoder_cache.client import EncoderCache
 from epd.errors import BadRequest, ProxyError, no_store
 from epd.request.context import RequestContext
-from epd.request.pipeline import Pipeline
 from epd.transfer.encoded import EncodedItem, metadata_uuid
 
 FIELDS = frozenset({"model", "content", "priority", *MM_KWARGS})
@@ -25,11 +24,15 @@ MAX_NAME = 64
 """Maximum length of an unknown field's name in an error, in characters."""
 
 
+Encode = Callable[[Body, RequestContext], Awaitable[Sequence[EncodedItem]]]
+"""`Pipeline.encode`."""
+
+
 class Warmup:
     """Encodes media before the request that uses them."""
 
-    def __init__(self, pipeline: Pipeline, cache: EncoderCache | None) -> None:
-        self._pipeline = pipeline
+    def __init__(self, encode: Encode, cache: EncoderCache | None) -> None:
+        self._encode = encode
         self._cache = cache
 
     async def push(self, body: Body, context: RequestContext) -> dict[str, Any]:
@@ -47,7 +50,7 @@ class Warmup:
         if self._cache is None:
             raise no_store("the proxy has no encoder-cache store; set --ec-store")
         try:
-            encoded = await self._pipeline.encode(body, context)
+            encoded = await self._encode(body, context)
         except ProxyError as error:
             param = error.param and error.param.removeprefix("messages[0].")
             raise error.at(param) from error.__cause__

@@ -4,11 +4,12 @@ import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
-from typing import Literal, Protocol
+from typing import Protocol
 
 from xxhash import xxh3_64_intdigest
 
 from epd.errors import NoInstance
+from epd.routing import ItemBalanceName
 from epd.routing.instances import Instance, Role
 from epd.routing.load import Load
 from epd.routing.table import Candidate, InstanceTable
@@ -20,10 +21,6 @@ et al., Consistent Hashing with Bounded Loads, 2016)."""
 OUTLIER = 2.0
 """Factor above the usual load up to which a report counts in full. A wrong report, or one of a
 hanging instance, must not raise the bound for all others without limit."""
-
-BalanceName = Literal["session", "round_robin", "least_load", "power_of_two"]
-ItemBalanceName = Literal["affinity", "session", "round_robin", "least_load", "power_of_two"]
-"""Algorithms for encode instances, where requests have item keys."""
 
 MAX_OWED = 4096
 """Upper bound of the instances that a round-robin remembers, removed ones included."""

@@ -4,6 +4,10 @@ The rules are those of Envoy's outlier detection and of a circuit breaker
 (https://www.envoyproxy.io/docs/envoy/latest/intro/arch_overview/upstream/outlier): an instance that
 keeps failing is ejected for a while, longer each time, and returns with one request on trial. Pure:
 the caller passes the time.
+
+The condition of an instance, from its own health check and from the proxy's routing.
+
+Pure: the caller has queried the instance and the table.
 """
 
 import enum
@@ -251,3 +255,55 @@ class Health:
         self._under_way = 0
         self._changes += 1
         self._on_change(state)
+
+
+class Condition(enum.StrEnum):
+    """One word for whether an instance passes its health check, and whether it gets requests."""
+
+    HEALTHY = "healthy"
+    """It passes, and gets requests."""
+    PAUSED = "paused"
+    """It passes, and gets no requests: it sent a `Retry-After`, or its weight is 0."""
+    TRIAL = "trial"
+    """It passes, and gets one request at a time until one succeeds."""
+    RECOVERING = "recovering"
+    """It passes again, and gets requests after its next probe."""
+    SUSPECT = "suspect"
+    """It passes but failed requests. It gets requests, because too few other instances are left."""
+    EJECTED = "ejected"
+    """It passes but failed requests. It gets none for a while."""
+    FAILING = "failing"
+    """It does not pass but gets requests: no probe has failed yet, or no other instance is left."""
+    DOWN = "down"
+    """It does not pass, and gets no requests."""
+
+
+WORST = tuple(Condition)
+"""All conditions, from the best to the worst."""
+
+WELL = frozenset({Condition.HEALTHY, Condition.PAUSED})
+"""Conditions without a problem."""
+
+UNANSWERED = frozenset({Condition.FAILING, Condition.DOWN})
+"""Conditions of an instance that does not pass its health check."""
+
+
+def condition(state: State, *, answers: bool, routed: bool) -> Condition:
+    """Return the condition of an instance.
+
+    Args:
+        state: its state in the instance table.
+        answers: whether it has just passed its health check.
+        routed: whether the next request may go to it.
+    """
+    if not answers:
+        return Condition.FAILING if routed else Condition.DOWN
+    match state:
+        case State.HEALTHY:
+            return Condition.HEALTHY if routed else Condition.PAUSED
+        case State.TRIAL:
+            return Condition.TRIAL
+        case State.DOWN:
+            return Condition.RECOVERING
+        case State.EJECTED:
+            return Condition.SUSPECT if routed else Condition.EJECTED

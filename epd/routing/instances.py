@@ -1,7 +1,14 @@
-"""The vLLM servers behind the proxy."""
+"""The vLLM servers behind the proxy.
+
+Registry: one membership from several sources of instances.
+"""
 
 import enum
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal, NamedTuple, Protocol
 
 
 class Role(enum.StrEnum):
@@ -51,3 +58,158 @@ class Instance:
     def __hash__(self) -> int:
         # A str caches its hash, and tables of instances are looked up often.
         return hash(self.url)
+
+
+class Source(enum.StrEnum):
+    """Sources of instances. The first one has precedence for an instance's details."""
+
+    CONFIG = "config"
+    FILE = "file"
+    API = "api"
+    DNS = "dns"
+
+
+Change = Literal["added", "removed", "refused"]
+"""The change of an instance after a source has added or dropped it."""
+
+CLASHES: Mapping[Role, frozenset[Role]] = MappingProxyType(
+    {
+        Role.ENCODE: frozenset(),
+        Role.PREFILL: frozenset({Role.PREFILL_DECODE}),
+        Role.DECODE: frozenset({Role.PREFILL_DECODE}),
+        Role.PREFILL_DECODE: frozenset({Role.PREFILL, Role.DECODE}),
+    }
+)
+"""Roles that exclude each other, because a request would have two possible paths."""
+
+
+class Table(Protocol):
+    """Receives the resulting membership."""
+
+    def add(self, instance: Instance) -> None:
+        """Add an instance to the membership."""
+
+    def remove(self, instance: Instance) -> None:
+        """Stop sending new requests to an instance."""
+
+    def reweigh(self, old: Instance, new: Instance) -> None:
+        """Give a member the weight of `new`, which is equal in all else."""
+
+
+class Member(NamedTuple):
+    """A registered instance.
+
+    Attributes:
+        instance: the instance.
+        sources: sources that name it.
+        since_s: time of its admission, on the wall clock.
+    """
+
+    instance: Instance
+    sources: tuple[Source, ...]
+    since_s: float
+
+
+class Registry:
+    """Keeps the membership of a table equal to what its sources name.
+
+    An instance is a member while at least one source names it. A member is never displaced: an
+    instance that conflicts with it is refused, and admitted when the conflict ends. An instance
+    that does not fit is refused too.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        configured: Iterable[Instance] = (),
+        *,
+        fits: Callable[[Instance], bool] = lambda _: True,
+        on_change: Callable[[Instance, Change, Source], None] = lambda *_: None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Add the configured instances, without calls of `on_change`.
+
+        Args:
+            table: table to update.
+            configured: instances of `Source.CONFIG`.
+            fits: predicate of the instances that can be members.
+            on_change: callback with an instance, its change and the source.
+            clock: wall clock, in seconds.
+        """
+        self._table = table
+        self._fits = fits
+        self._clock = clock
+        self._said: dict[Source, Sequence[Instance]] = {}
+        self._since_s: dict[Instance, float] = {}
+        self._refused: set[Instance] = set()
+        self._on_change: Callable[[Instance, Change, Source], None] = lambda *_: None
+        self.replace(Source.CONFIG, configured)
+        self._on_change = on_change
+
+    def replace(self, source: Source, instances: Iterable[Instance]) -> None:
+        """Replace the instances of a source."""
+        self._said[source] = tuple(instances)
+        named = self._named()
+        self._reweigh(named)
+        for instance in [one for one in self._since_s if one not in named]:
+            del self._since_s[instance]
+            self._table.remove(instance)
+            self._on_change(instance, "removed", source)
+        self._refused &= named.keys()
+        for instance, by in named.items():
+            if instance not in self._since_s:
+                self._admit(instance, by)
+
+    def clash(self, instance: Instance) -> Instance | None:
+        """Return a member that conflicts with an instance, if any."""
+        return next((one for one in self._since_s if _clash(one, instance)), None)
+
+    def sources(self, url: str) -> tuple[Source, ...]:
+        """Return the sources that name an instance with this URL."""
+        return tuple(
+            source for source in Source if any(one.url == url for one in self._said.get(source, ()))
+        )
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The registered instances, with their sources."""
+        named = {one.key: one for one in self._since_s}
+        sources: dict[Instance, list[Source]] = {one: [] for one in self._since_s}
+        for source in Source:
+            for said in self._said.get(source, ()):
+                if (one := named.get(said.key)) is not None:
+                    sources[one].append(source)
+        return tuple(Member(one, tuple(by), self._since_s[one]) for one, by in sources.items())
+
+    def _named(self) -> dict[Instance, Source]:
+        """Return all named instances, each with its first source."""
+        named: dict[tuple[Role, str], tuple[Instance, Source]] = {}
+        for source in Source:
+            for one in self._said.get(source, ()):
+                named.setdefault(one.key, (one, source))
+        return dict(named.values())
+
+    def _reweigh(self, named: Iterable[Instance]) -> None:
+        """Update members of which only the weight changed, and keep their load."""
+        said = {one.key: one for one in named}
+        for old in list(self._since_s):
+            new = said.get(old.key, old)
+            if new != old == replace(new, weight=old.weight):
+                self._since_s[new] = self._since_s.pop(old)
+                self._table.reweigh(old, new)
+
+    def _admit(self, instance: Instance, by: Source) -> None:
+        if self._fits(instance) and self.clash(instance) is None:
+            self._refused.discard(instance)
+            self._since_s[instance] = self._clock()
+            self._table.add(instance)
+            self._on_change(instance, "added", by)
+        elif instance not in self._refused:
+            self._refused.add(instance)
+            self._on_change(instance, "refused", by)
+
+
+def _clash(one: Instance, other: Instance) -> bool:
+    # A second role beside encode is allowed, but prefill cannot hand over to itself.
+    twice = one.url == other.url and {one.role, other.role} == {Role.PREFILL, Role.DECODE}
+    return twice or one.role in CLASHES[other.role]

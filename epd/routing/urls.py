@@ -1,6 +1,14 @@
-"""Parsers of URLs and addresses in settings and registrations."""
+"""Parsers of URLs and addresses in settings and registrations.
 
-from ipaddress import ip_address
+Weights of instances, as written in settings.
+
+Patterns of the hosts that may be registered.
+"""
+
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from ipaddress import ip_address, ip_network
 from urllib.parse import parse_qsl, urlsplit
 
 from epd.http.http1 import http_url
@@ -134,3 +142,70 @@ def _redis_url(url: str, expected: str) -> str:
     if wrong:
         raise ValueError(f"unknown parameter {min(wrong)!r}; known: {', '.join(sorted(known))}")
     return url
+
+
+MIN_WEIGHT = 0.001
+MAX_WEIGHT = 1000.0
+
+
+def check_weight(weight: float) -> float:
+    """Return a valid weight: 0, or one within the bounds.
+
+    Raises:
+        ValueError: the weight is invalid.
+    """
+    if weight == 0 or MIN_WEIGHT <= weight <= MAX_WEIGHT:
+        return weight
+    raise ValueError(f"a weight is 0, or from {MIN_WEIGHT} to {MAX_WEIGHT:.0f}")
+
+
+def weight_of(written: str) -> tuple[str, float]:
+    """Return the instance's URL and the weight of a text such as `http://host:8001=2`.
+
+    Raises:
+        ValueError: the text is invalid. The message contains no password.
+    """
+    url, equals, weight = written.rpartition("=")
+    try:
+        number = float(weight)
+    except ValueError:
+        equals = ""
+    if not equals:
+        raise ValueError("is not URL=WEIGHT, such as http://host:8001=2")
+    return service_url(url), check_weight(number)
+
+
+NAME = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?")
+
+
+def check_pattern(pattern: str) -> str:
+    """Return a valid pattern in canonical form: a network, a host name, or `*.` and a domain.
+
+    Raises:
+        ValueError: the pattern is invalid.
+    """
+    written = pattern.strip().lower()
+    with suppress(ValueError):
+        return str(ip_network(written))
+    if NAME.fullmatch(written) is None:
+        raise ValueError(
+            f"{pattern!r} is not a host name, a *.domain or a network such as 10.0.0.0/8"
+        )
+    return written
+
+
+def is_allowed(url: str, patterns: Sequence[str]) -> bool:
+    """Return whether a URL's host matches a pattern. Without patterns, every host does.
+
+    A host name is compared as text and not resolved, because its address may change.
+    """
+    if not patterns:
+        return True
+    host = (urlsplit(url).hostname or "").rstrip(".")
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return any(
+            host == one or (one.startswith("*.") and host.endswith(one[1:])) for one in patterns
+        )
+    return any(address in ip_network(one) for one in patterns if "/" in one)

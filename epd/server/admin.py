@@ -5,20 +5,21 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, Generic, TypeVar
 
+from aiohttp import web
+
+from epd.aio import Flights
 from epd.config.live import LiveConfig
 from epd.errors import ProxyError, RequestRefused, Stage, UpstreamRejected
-from epd.flights import Flights
 from epd.json_or_none import json_or_none
-from epd.observe.figures import CONVERSATIONS, CONVERSATIONS_EVICTED, Figure
+from epd.observe.metric_defs import CONVERSATIONS, CONVERSATIONS_EVICTED, Figure
 from epd.observe.metrics import MetricsObserver
 from epd.request.recovery import retry_delay_s
 from epd.routing.balance import Choice
-from epd.routing.condition import UNANSWERED, WELL, WORST, Condition, condition
+from epd.routing.health import UNANSWERED, WELL, WORST, Condition, condition
 from epd.routing.instances import ANSWERING, Instance, Role
 from epd.routing.retries import Retries
 from epd.routing.table import InstanceTable
-from epd.upstream.client import Upstream
-from epd.upstream.reply import Answer
+from epd.upstream import Answer, Upstream
 
 CLUSTERS: Mapping[str, tuple[Stage, tuple[Role, ...]]] = {
     "encode_cluster": ("encode", (Role.ENCODE,)),
@@ -239,6 +240,9 @@ class Admin:
 
         answers = await asyncio.gather(*map(ask, instances))
         return dict(zip(instances, answers, strict=True))
+
+
+ADMIN = web.AppKey("admin", Admin)
 
 
 def _is_healthy(result: Answer | ProxyError) -> bool:

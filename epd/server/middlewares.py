@@ -1,19 +1,22 @@
-"""Middleware of every request: its id, its record for the observers, and errors as responses."""
+"""Middleware of every request: its id, its record for the observers, and errors as responses.
+
+Cross-origin responses (CORS) to web pages of the origins that the configuration allows.
+"""
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from functools import partial
 
 import structlog
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from epd.bodies.chat import CHAT
-from epd.bodies.endpoint import Endpoint
-from epd.bodies.endpoints import ENDPOINTS, is_api
+from epd.api.chat import CHAT
+from epd.api.endpoint import Endpoint
+from epd.api.endpoints import ENDPOINTS, is_api
 from epd.config import ProxyConfig
-from epd.edge.access import Access, Headers, client_key
+from epd.edge.access import Access, CrossOrigin, Headers, Preflight, client_key
 from epd.edge.drain import DRAIN
 from epd.edge.protocol import Connection
 from epd.errors import (
@@ -25,14 +28,106 @@ from epd.errors import (
 )
 from epd.events import RequestRecord
 from epd.observe.logs import REQUEST_ID as LOGGED
-from epd.request.context import RequestContext
-from epd.request.ids import request_id
-from epd.server.admittance import served
-from epd.server.answers import broken, error_response, reason_of
-from epd.server.keys import check_key
-from epd.server.slots import ACCESS, CONFIG, KEYS, MODELS, OBSERVERS, TRACER, UNKNOWN
-from epd.server.visit import VISIT, Visit
+from epd.request.context import RequestContext, request_id
+from epd.server.app_keys import (
+    ACCESS,
+    CONFIG,
+    KEYS,
+    MODELS,
+    OBSERVERS,
+    TRACER,
+    UNKNOWN,
+    VISIT,
+    Visit,
+)
+from epd.server.intake import served
+from epd.server.responses import broken, check_key, error_response, own_headers, reason_of
 from epd.spans import RequestSpan, Tracer
+
+CLIENTS = frozenset({Access.OPEN, Access.TENANT})
+"""Classes of access of the routes that web pages of other origins may use."""
+
+OWN_PAGE = "/ui"
+"""Prefix of the paths of the proxy's own page. `/ui/{file}` also matches `/ui/state`, which is a
+route of the operator."""
+
+Route = tuple[Access, web.RouteDef]
+
+
+def allow_origins(
+    app: web.Application,
+    config: ProxyConfig,
+    routes: Collection[Route],
+    options: Callable[[str, Handler], web.RouteDef],
+) -> list[Route]:
+    """Allow web pages of the configured origins to use the clients' routes.
+
+    A path with at least one route for operators is excluded with all its routes.
+
+    Args:
+        app: application that gets the CORS headers in its responses.
+        config: allowed origins, methods and headers.
+        routes: all routes.
+        options: function that declares a route for the method OPTIONS.
+
+    Returns:
+        Routes that answer preflights.
+    """
+    if not config.allowed_origins:
+        return []
+    rules = CrossOrigin(
+        config.allowed_origins,
+        config.allowed_methods,
+        config.allowed_headers,
+        credentials=config.allow_credentials,
+    )
+    operators = {route.path for access, route in routes if access not in CLIENTS}
+    shared = [
+        route
+        for _, route in routes
+        if route.path not in operators and not route.path.startswith(OWN_PAGE)
+    ]
+    app.on_response_prepare.append(partial(_mark, rules, {route.handler for route in shared}))
+    # One handler for all: a route's class of access is looked up by its handler.
+    handler = partial(_preflight, rules)
+    return [
+        (Access.OPEN, options(path, handler))
+        for path in dict.fromkeys(route.path for route in shared)
+    ]
+
+
+async def _mark(
+    rules: CrossOrigin,
+    handlers: Container[object],
+    request: web.Request,
+    response: web.StreamResponse,
+) -> None:
+    """Add the CORS headers that tell the browser whether the page may read the response."""
+    if request.match_info.handler in handlers:
+        response.headers.update(rules.answer(request.headers.get("Origin")))
+
+
+async def _preflight(rules: CrossOrigin, request: web.Request) -> web.Response:
+    """Answer a preflight (`OPTIONS`). A browser sends no key with it."""
+    match rules.preflight(request.headers):
+        case None:
+            raise web.HTTPMethodNotAllowed(request.method, await _methods(request))
+        case Preflight((), headers):
+            own = {**own_headers(request[VISIT].context), **headers}
+            return web.Response(text="OK", headers=own)
+        case Preflight(refused, headers):
+            message = f"Disallowed CORS {', '.join(refused)}"
+            error = RequestRefused(400, message, slug="cors_refused")
+            answer = error_response(request, error, request[VISIT].context)
+            answer.headers.update(headers)
+            return answer
+
+
+async def _methods(request: web.Request) -> set[str]:
+    """Return the methods of a path's other routes."""
+    found = [(await it.resolve(request))[1] for it in request.app.router.resources()]
+    return set().union(*found) - {"OPTIONS", "*"}
+
 
 ADMINISTRATIVE = frozenset({Access.ADMIN, Access.REGISTRAR})
 """Classes of access of the routes that the admin key opens."""

@@ -1,17 +1,187 @@
 """Reload of the configuration and of files at SIGHUP.
 
 If one is invalid, the error is logged and the previous content stays in force.
+
+Checks at the start of what the configuration names: files, and the optional tracing library.
+
+Last valid configuration, with copies of the files that it names.
+
+The first of several processes holds them for the workers that it starts. A worker that replaces
+another gets the same configuration as the other workers, even if the files have changed since.
 """
 
-from collections.abc import Callable
+import asyncio
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import MappingProxyType
 
+import orjson
 import structlog
 from aiohttp import web
 
 from epd.config import ConfigInvalid, ProxyConfig
 from epd.config.live import LiveConfig
-from epd.http.tls import TlsInvalid
-from epd.tenants import KeysInvalid
+from epd.discovery.entries import EntriesInvalid
+from epd.discovery.watching import check_file
+from epd.edge.listening import server_context
+from epd.http.tls import TlsInvalid, upstream_context
+from epd.observe.logs import set_level
+from epd.observe.otel import TracesUnavailable, check_tracing
+from epd.tenants import ApiKeys, KeysInvalid, parse_keys
+from epd.transfer.registry import KV_TRANSFERS
+
+
+def read_keys(config: ProxyConfig) -> ApiKeys | None:
+    """Return the API keys of the keys file; None if none is configured.
+
+    Raises:
+        KeysInvalid: the keys file cannot be used.
+    """
+    path = config.api_keys_file
+    if path is None:
+        return None
+    keys, mode = _keys_in(path)
+    if mode & (stat.S_IROTH | stat.S_IWOTH):
+        structlog.get_logger("epd").warning(
+            "others may read or write the keys file", path=str(path), mode=f"{mode & 0o777:o}"
+        )
+    return keys
+
+
+def unusable_files(config: ProxyConfig) -> Iterator[str]:
+    """Yield an error message for each file or library that cannot be used."""
+    try:
+        server_context(config)
+    except TlsInvalid as error:
+        yield str(error)
+    try:
+        upstream_context(config.upstream_ca_file)
+    except TlsInvalid as error:
+        yield str(error)
+    try:
+        if config.instances_file is not None:
+            check_file(config.instances_file, KV_TRANSFERS[config.kv_transfer]())
+    except EntriesInvalid as error:
+        yield f"--instances-file {config.instances_file}: {error}"
+    try:
+        check_tracing(config)
+    except TracesUnavailable as error:
+        yield str(error)
+    try:
+        if config.api_keys_file is not None:
+            _keys_in(config.api_keys_file)
+    except KeysInvalid as error:
+        yield f"--api-keys-file {error}"
+
+
+def _keys_in(path: Path) -> tuple[ApiKeys, int]:
+    """Return the keys of a file, and the file's mode."""
+    try:
+        return parse_keys(path.read_bytes()), path.stat().st_mode
+    except OSError as error:
+        raise KeysInvalid(f"{path}: {error.strerror}") from None
+    except KeysInvalid as error:
+        raise KeysInvalid(f"{path}: {error}") from None
+
+
+FILES = ("api_keys_file", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "upstream_ca_file")
+"""Fields of `ProxyConfig` that name a file that a process reads at its start."""
+
+CHECKS: Mapping[tuple[str, ...], Callable[[ProxyConfig], object]] = MappingProxyType(
+    {("api_keys_file",): read_keys, ("ssl_certfile", "ssl_keyfile"): server_context}
+)
+"""Fields with files that are reloaded together, and the function that raises if one is invalid."""
+
+
+class LastGood:
+    """Copies of the last valid files, in memory only: a private key is among them.
+
+    Attributes:
+        reloaded: event that the next `renew` sets and replaces by a new event.
+        said: message to the workers about the reloaded configuration; empty before a reload.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+
+    def __init__(self, live: LiveConfig, read: Callable[[], ProxyConfig]) -> None:
+        self._live = live
+        self._read = read
+        self.said = b""
+        self._copies = _copies(live.current, FILES)
+        self.reloaded = asyncio.Event()
+
+    @property
+    def config(self) -> ProxyConfig:
+        return self._live.current
+
+    @property
+    def descriptors(self) -> Mapping[str, int]:
+        """Return the descriptors of the current copies, by the fields that name the files."""
+        return dict(self._copies)
+
+    def renew(self) -> None:
+        """Reload the configuration and the files; keep the old version of each that is invalid.
+
+        Nothing is logged here: the running workers reload the same files and log it.
+        """
+        self.said = self._reconfigured()
+        for fields, check in CHECKS.items():
+            with suppress(KeysInvalid, TlsInvalid, OSError):
+                self._replace(fields, check)
+        self.reloaded.set()
+        self.reloaded = asyncio.Event()
+
+    def _reconfigured(self) -> bytes:
+        try:
+            wanted = self._read()
+            self._live.adopt(wanted)
+        except ConfigInvalid as invalid:
+            return orjson.dumps({"refused": invalid.reasons})
+        set_level(self.config.log_level)
+        return orjson.dumps({"config": orjson.Fragment(wanted.to_json())})
+
+    def _replace(self, fields: Iterable[str], check: Callable[[ProxyConfig], object]) -> None:
+        copies = _copies(self.config, fields)
+        try:
+            check(read_from(self.config, {**self._copies, **copies}))
+        except BaseException:
+            _close(copies)
+            raise
+        _close({field: self._copies[field] for field in copies})
+        self._copies.update(copies)
+
+    def close(self) -> None:
+        """Close the copies. Running workers have read theirs."""
+        _close(self._copies)
+
+
+def read_from(config: ProxyConfig, copies: Mapping[str, int]) -> ProxyConfig:
+    """Return the configuration with the paths of its files replaced by those of the copies."""
+    paths = {field: Path(f"/proc/self/fd/{copy}") for field, copy in copies.items()}
+    return config.model_copy(update=paths)
+
+
+def _copies(config: ProxyConfig, fields: Iterable[str]) -> dict[str, int]:
+    named = {field: path for field in fields if (path := getattr(config, field)) is not None}
+    contents = {field: path.read_bytes() for field, path in named.items()}
+    return {field: _in_memory(content) for field, content in contents.items()}
+
+
+def _in_memory(content: bytes) -> int:
+    descriptor = os.memfd_create("epd")
+    os.fchmod(descriptor, 0o600)
+    with open(descriptor, "wb", closefd=False) as copy:
+        copy.write(content)
+    return descriptor
+
+
+def _close(copies: Mapping[str, int]) -> None:
+    for descriptor in copies.values():
+        os.close(descriptor)
 
 
 class Reload:

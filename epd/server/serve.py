@@ -1,10 +1,14 @@
-"""Process that serves the application until a signal stops it."""
+"""Process that serves the application until a signal stops it.
+
+Settings of the C library's allocator for bodies of megabytes.
+"""
 
 import asyncio
+import ctypes
 import gc
-import signal
+import os
 import ssl
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
@@ -15,66 +19,48 @@ from aiohttp import web
 from epd.config import ProxyConfig
 from epd.config.live import LiveConfig
 from epd.edge.drain import DRAIN
-from epd.edge.listening import BACKLOG, Site, binding
+from epd.edge.listening import BACKLOG, Site, binding, listening_at, renew, server_context
 from epd.edge.protocol import Runner
-from epd.edge.tls import renew, server_context
-from epd.edge.unix_socket import listening_at
-from epd.server.files import read_keys
-from epd.server.memory import keep_freed_memory
-from epd.server.reload import RELOAD
-from epd.server.slots import BACKGROUND, KEYS, OBSERVERS
-from epd.server.web import application
+from epd.server.app import application
+from epd.server.app_keys import BACKGROUND, KEYS, OBSERVERS
+from epd.server.orders import (
+    CLEANUP_S,
+    CUT_S,
+    Orders,
+    first_of,
+    listening_url,
+    orders_by_signal,
+    topology_name,
+)
+from epd.server.reload import RELOAD, read_keys
 from epd.tenants import ApiKeys
 
-CUT_S = 5.0
-"""Time for cancelled requests to send the end of their responses, in seconds."""
-CLEANUP_S = 10.0
-"""Time for the application's upstream work after the last request, in seconds."""
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Numbers of glibc's `malloc.h`."""
+TRIM_BYTES = 32 * 1024**2
+"""Free memory that the process keeps for the next bodies."""
+MMAP_BYTES = 8 * 1024**2
+"""Size from which each block has pages of its own, which its release returns at once."""
+OPERATORS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+"""Variables by which an operator sets the same."""
+
+
+def keep_freed_memory() -> bool:
+    """Keep freed memory for the next bodies; return whether the allocator has this setting.
+
+    By default glibc returns a body's memory to the kernel after a few requests, and the next body
+    has it mapped and zeroed again, page by page.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
+    if mallopt is None or any(name in os.environ for name in OPERATORS):
+        return False
+    return bool(mallopt(M_TRIM_THRESHOLD, TRIM_BYTES) and mallopt(M_MMAP_THRESHOLD, MMAP_BYTES))
+
+
 AT_ONCE_S = 0.01
 """Shortest timeout for aiohttp, in seconds: 0 would mean no limit."""
 NOW_S = 1.0
 """Upper bound of the clean-up after a second signal, in seconds."""
-
-
-class Orders:
-    """Orders to a process, from signals or from the process that started it.
-
-    Attributes:
-        drain: report in `/ready` that the process is about to stop, and serve as before.
-        close: close the listening sockets, wait for the running requests, and stop.
-        now: stop without waiting for the running requests.
-        reload: reload the configuration and files; the code that reloads clears the event.
-    """
-
-    def __init__(self) -> None:
-        self.drain = asyncio.Event()
-        self.close = asyncio.Event()
-        self.now = asyncio.Event()
-        self.reload = asyncio.Event()
-
-    def stop(self) -> None:
-        self.drain.set()
-        self.close.set()
-
-    def end(self, delay_s: float = 0) -> None:
-        """Drain, and close after a delay in seconds; at the second call, stop now."""
-        if self.drain.is_set():
-            self.now.set()
-            self.stop()
-        else:
-            self.drain.set()
-            asyncio.get_running_loop().call_later(delay_s, self.close.set)
-
-
-def orders_by_signal(live: LiveConfig) -> Orders:
-    """Return orders that SIGTERM, SIGINT and SIGHUP to this process set."""
-    orders = Orders()
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, lambda: orders.end(live.current.drain_delay_s))
-    # Ctrl-C: there is no load balancer to notify, and the operator waits at the terminal.
-    loop.add_signal_handler(signal.SIGINT, orders.end)
-    loop.add_signal_handler(signal.SIGHUP, orders.reload.set)
-    return orders
 
 
 async def serve(live: LiveConfig, read: Callable[[], ProxyConfig]) -> None:
@@ -100,7 +86,9 @@ async def serve(live: LiveConfig, read: Callable[[], ProxyConfig]) -> None:
             with binding(config):
                 await Site(runner, tls, runner.app[BACKGROUND], **where).start()
             for address in runner.addresses:
-                log.info("listening", url=url(config, address), topology=topology(config))
+                log.info(
+                    "listening", url=listening_url(config, address), topology=topology_name(config)
+                )
             await orders.drain.wait()
             log.info("draining")
             await orders.close.wait()
@@ -205,30 +193,3 @@ async def _finished(runner: web.AppRunner) -> None:
 async def _later(event: asyncio.Event, delay_s: float) -> None:
     await event.wait()
     await asyncio.sleep(delay_s)
-
-
-async def first_of(*waits: Coroutine[Any, Any, object]) -> None:
-    """Wait until one of the coroutines has ended, and cancel the others."""
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks)
-
-
-def url(config: ProxyConfig, address: Any) -> str:
-    """Return the URL for clients, from the address of a listening socket."""
-    if config.uds is not None:
-        return f"unix:{config.uds}"
-    host, port, *_ = address
-    return f"{'http' if config.ssl_certfile is None else 'https'}://{host}:{port}"
-
-
-def topology(config: ProxyConfig) -> str:
-    """Return the number of instances per role, such as `2e1p1d`; `dynamic` if it may change."""
-    if config.dynamic:
-        return "dynamic"
-    encode, decode = len(config.encode_servers_urls), len(config.decode_servers_urls)
-    prefill = len(config.prefill_servers_urls)
-    encodes = f"{encode}e" if encode else ""
-    return f"{encodes}{prefill}p{decode}d" if prefill else f"{encodes}{decode}pd"

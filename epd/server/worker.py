@@ -9,60 +9,23 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import orjson
 import structlog
 import uvloop
 
-from epd.config import ConfigInvalid, ProxyConfig
+from epd.config import ProxyConfig
 from epd.config.live import LiveConfig
-from epd.edge.listening import Site
-from epd.edge.tls import server_context
+from epd.edge.listening import Site, server_context
 from epd.observe import logs
 from epd.observe.metrics import MetricsObserver
-from epd.observe.shared_page import SharedPage
-from epd.observe.worker_metrics import WorkerMetrics
-from epd.server.assembly import METRICS, POLICIES
-from epd.server.last_good import read_from
-from epd.server.serve import Orders, running
-from epd.server.slots import BACKGROUND
-from epd.server.ui import BOARD
-from epd.ui.board import Board
-
-DRAIN, RELOAD = b"drain", b"reload "
-"""Prefixes of the orders that a worker reads from its pipe, one per line."""
-READ_BYTES = 64 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Inherited:
-    """Descriptors that a worker inherits from the first process.
-
-    Attributes:
-        number: number of the worker, from 1.
-        sockets: sockets to listen on.
-        files: copies of the files that a reload reads, by the names of their fields.
-        pages: shared pages with the metrics of each worker.
-        recents: shared pages with the recent events of each worker.
-        registrations: URL of the shared store of registrations; None without one.
-        policies: shared page with the policies that were set.
-    """
-
-    number: int
-    sockets: Sequence[int]
-    files: Mapping[str, int]
-    pages: Sequence[int]
-    recents: Sequence[int]
-    registrations: str | None
-    policies: int
-
-    @property
-    def descriptors(self) -> tuple[int, ...]:
-        files = self.files.values()
-        return (*self.sockets, *files, *self.pages, *self.recents, self.policies)
+from epd.observe.worker_metrics import SharedPage, WorkerMetrics
+from epd.server.app_keys import BACKGROUND
+from epd.server.operator_routes import BOARD, METRICS, POLICIES
+from epd.server.orders import Inherited, Pipe
+from epd.server.reload import read_from
+from epd.server.serve import running
+from epd.ui.dashboard import Board
 
 
 async def work(config: ProxyConfig, inherited: Inherited) -> None:
@@ -107,49 +70,6 @@ def _shared(metrics: MetricsObserver, inherited: Inherited) -> WorkerMetrics:
 def _shared_board(board: Board, inherited: Inherited) -> Board:
     board.share([SharedPage(one) for one in inherited.recents], inherited.number - 1)
     return board
-
-
-class Pipe:
-    """Pipe from the first process on standard input.
-
-    Attributes:
-        orders: orders that have arrived.
-    """
-
-    def __init__(self) -> None:
-        self.orders = Orders()
-        self._rest = b""
-        self._said: dict[str, Any] = {}
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_signal_handler(signal.SIGUSR1, self._end)
-        self._loop.add_reader(sys.stdin.fileno(), self._read)
-
-    def configured(self) -> ProxyConfig:
-        """Return the configuration of the latest order to reload.
-
-        Raises:
-            ConfigInvalid: the first process found it invalid.
-        """
-        if "refused" in self._said:
-            raise ConfigInvalid(self._said["refused"])
-        return ProxyConfig.model_validate(self._said["config"])
-
-    def _read(self) -> None:
-        said = os.read(sys.stdin.fileno(), READ_BYTES)
-        if not said:
-            self._loop.remove_reader(sys.stdin.fileno())
-            self.orders.stop()
-        *lines, self._rest = (self._rest + said).split(b"\n")
-        for line in lines:
-            if line == DRAIN:
-                self.orders.drain.set()
-            elif line.startswith(RELOAD):
-                self._said = orjson.loads(line.removeprefix(RELOAD))
-                self.orders.reload.set()
-
-    def _end(self) -> None:
-        self.orders.now.set()
-        self.orders.stop()
 
 
 def main() -> None:

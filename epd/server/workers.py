@@ -24,27 +24,27 @@ from typing import Any, cast
 import orjson
 import structlog
 
-from epd.background import Background
+from epd.aio import Background
 from epd.config import ProxyConfig
 from epd.config.live import LiveConfig
 from epd.discovery.membership import shared_store
-from epd.edge.listening import BACKLOG, binding
-from epd.edge.unix_socket import listening_at
-from epd.observe.shared_page import SharedPage
-from epd.observe.worker_metrics import bury
-from epd.server.last_good import LastGood
-from epd.server.policies import said_otherwise
-from epd.server.serve import (
+from epd.edge.listening import BACKLOG, binding, listening_at
+from epd.observe.worker_metrics import SharedPage, bury
+from epd.server.orders import (
     CLEANUP_S,
     CUT_S,
+    DRAIN,
+    RELOAD,
+    Inherited,
     Orders,
     first_of,
+    listening_url,
     orders_by_signal,
-    topology,
-    url,
+    topology_name,
 )
-from epd.server.worker import DRAIN, RELOAD, Inherited
-from epd.ui.board import forget
+from epd.server.policies_api import said_otherwise
+from epd.server.reload import LastGood
+from epd.ui.dashboard import forget
 
 STEADY_S = 30.0
 """Lifetime of a worker, in seconds and from its start, after which its death is not an early one.
@@ -132,8 +132,8 @@ async def _supervise(live: LiveConfig, read: Callable[[], ProxyConfig], shares: 
         for listener in groups[0]:
             log.info(
                 "listening",
-                url=url(config, listener.getsockname()),
-                topology=topology(config),
+                url=listening_url(config, listener.getsockname()),
+                topology=topology_name(config),
                 workers=config.workers,
             )
         keepers = [

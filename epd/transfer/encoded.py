@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ec_store import EntryInfo
-from epd.bodies.items import MM_KWARGS, Body, MMItem, metadata_part, raw_part, with_parts
+from ec_store.entry import EntryInfo
+from epd.api.body import reply_field
+from epd.api.items import MM_KWARGS, Body, MMItem, metadata_part, raw_part, with_parts
 from epd.errors import EncodeMismatch, UnknownMedia
 from epd.events import ItemResult
-from epd.transfer.params import Params, reply_field
+from epd.transfer.params import Params
 
 METADATA_ONLY = ("image", "audio")
 """Modalities whose placeholder metadata has all that a consumer needs."""

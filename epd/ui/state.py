@@ -17,8 +17,8 @@ from epd.ui.snapshot import (
     Second,
     Seen,
     Snapshot,
+    Totals,
 )
-from epd.ui.totals import Totals
 from epd.version import __version__
 
 RATE_S = 10.0

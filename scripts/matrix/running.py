@@ -12,8 +12,10 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from epd.fleet import Engine, ProcessDied, Topology
 from epd.routing.instances import Role
+from epd.tools.fleet.engine import Engine
+from epd.tools.fleet.process import ProcessDied
+from epd.tools.fleet.settings import Topology
 from scripts.forked import ForkedStack
 from scripts.make_media import MEDIA
 from scripts.matrix.answer import TOLERANCES, Answer, differences

@@ -1,9 +1,8 @@
 import orjson
 import pytest
 
-from epd.bench.figures import DIRECT, Result, Sample, details, sample, table
-from epd.bench.load import Done, Load
-from epd.bench.scenarios import SCENARIOS
+from epd.tools.bench.load import Done, Load
+from epd.tools.bench.scenarios import DIRECT, SCENARIOS, Result, Sample, details, sample, table
 
 
 def turn(cpu_ms: float, first_ms: float = 1.0, failed: int = 0) -> Sample:

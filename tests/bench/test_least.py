@@ -3,7 +3,7 @@
 import aiohttp
 from aiohttp.test_utils import TestServer
 
-from epd.bench.least import Instances, create_app
+from scripts.contenders.least import Instances, create_app
 from tests.proxy.fake_instance import FakeInstance, decodes, encodes, prefills
 from tests.requests import image, request, text
 

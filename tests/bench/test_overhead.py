@@ -10,13 +10,15 @@ from typing import Any
 import orjson
 import pytest
 
-from epd.bench.machine import machine
-from epd.cli import main
+from epd.__main__ import main
+from epd.tools.bench.overhead import machine
+from tests.conftest import ROOT
 from tests.fleet.processes import left, marked, new_mark, processes_of
 
-RELAY = f"{sys.executable} -m epd.bench.relay {{port}} {{decode_urls}}"
+RELAY = f"{sys.executable} {ROOT}/scripts/contenders/relay.py {{port}} {{decode_urls}}"
+BASELINE = ("--against", f"relay={RELAY}")
 URLS = "{encode_urls} {prefill_urls} {decode_urls}"
-LEAST = f"{sys.executable} -m epd.bench.least {{port}} {URLS}"
+LEAST = f"{sys.executable} {ROOT}/scripts/contenders/least.py {{port}} {URLS}"
 
 HEALTHY = """
 import sys
@@ -64,7 +66,9 @@ def refused(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
 def test_every_scenario_is_answered_by_every_contender(tmp_path: Path) -> None:
     out = tmp_path / "results.json"
     scenarios = ("text-json", "text-sse", "picture-100kb", "picture-1mb-reuse", "epd-sse")
-    done = bench("--scenario", *scenarios, "--against", f"least={LEAST}", "--out", str(out))
+    done = bench(
+        "--scenario", *scenarios, *BASELINE, "--against", f"least={LEAST}", "--out", str(out)
+    )
 
     assert done.returncode == 0, done.stderr
     document = orjson.loads(out.read_bytes())
@@ -116,7 +120,7 @@ def test_a_ratio_above_the_record_of_this_processor_is_an_error(
         for scenario, some in records.items()
         for n, it in enumerate(some)
     ]
-    done = bench("--scenario", *records, "--check", *files)
+    done = bench("--scenario", *records, *BASELINE, "--check", *files)
 
     assert done.returncode == (1 if slower else 0), done.stderr
     assert all(f"{scenario}: " in done.stdout for scenario in records)
@@ -153,6 +157,7 @@ def test_a_contender_that_refuses_requests_is_no_success(tmp_path: Path) -> None
         (("--against", "a=x {port.y}"), "has a placeholder other"),
         (("--out", "/nonexistent/x"), "No such file"),
         (("--against", "epd=x"), "distinct names"),
+        (("--check", "x.json"), "--check needs --against relay=COMMAND"),
         (("--check", "/nonexistent"), "No such file"),
     ],
 )
@@ -177,7 +182,7 @@ def test_a_check_that_checks_nothing_is_an_error(
     file = tmp_path / "recorded.json"
     file.write_bytes(orjson.dumps(recorded))
 
-    assert message in refused(capsys, "--scenario", "text-json", "--check", str(file))
+    assert message in refused(capsys, "--scenario", "text-json", *BASELINE, "--check", str(file))
 
 
 @pytest.mark.parametrize(
@@ -189,7 +194,7 @@ def test_a_record_that_says_nothing_of_what_is_measured_is_an_error(
 ) -> None:
     file = record(tmp_path / "recorded.json", *written)
 
-    assert message in refused(capsys, "--scenario", "text-json", "--check", file)
+    assert message in refused(capsys, "--scenario", "text-json", *BASELINE, "--check", file)
 
 
 def test_a_contender_that_cannot_be_started_leaves_no_other() -> None:

@@ -6,7 +6,7 @@ from xml.etree import ElementTree as ET
 import orjson
 import pytest
 
-from epd.cli import main
+from epd.__main__ import main
 
 RUN = {
     "name": "epd",

@@ -12,9 +12,9 @@ from uuid import uuid4
 import pytest
 from aiohttp import web
 
-from epd.bench import vllm_bench
-from epd.bench.dataset import digests, local
-from epd.cli import main
+from epd.__main__ import main
+from epd.tools.bench import vllm_bench
+from epd.tools.bench.dataset import digests, local
 from tests.fleet.processes import processes_of
 from tests.proxy.backed import Backed, caching
 from tests.proxy.conftest import backed, keys, launch, store, url

@@ -12,11 +12,9 @@ from epd.config import ProxyConfig
 from epd.config.live import LiveConfig
 from epd.conversations.conversations import Conversations
 from epd.conversations.entry import Entry
-from epd.conversations.memory import InMemory
-from epd.conversations.redis_store import InRedis
-from epd.conversations.stores import StoreAway
+from epd.conversations.stores import InMemory, InRedis, StoreAway
 from epd.conversations.turn import Turn
-from epd.discovery import redis_store as registrations
+from epd.discovery import stores as registrations
 from tests.proxy.fleet import until
 from tests.store.redis_server import Certificates, RedisServer
 

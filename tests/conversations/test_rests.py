@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.conversations.rests import HUNG_S, MOST, REST_S, Rest, Rests
+from epd.request.kv_readback import HUNG_S, MOST, REST_S, Rest, Rests
 
 
 class Clock:

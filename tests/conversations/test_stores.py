@@ -13,11 +13,8 @@ from structlog.testing import capture_logs
 from epd.config import ProxyConfig
 from epd.config.live import LiveConfig
 from epd.conversations.conversations import Conversations
-from epd.conversations.entry import Entry, Held, read
-from epd.conversations.fingerprint import Fingerprint
-from epd.conversations.memory import InMemory
-from epd.conversations.redis_store import InRedis
-from epd.conversations.stores import Store, StoreAway
+from epd.conversations.entry import Entry, Fingerprint, Held, read
+from epd.conversations.stores import InMemory, InRedis, Store, StoreAway
 from epd.conversations.turn import Turn
 from epd.redis_urls import MAX_CONNECTIONS
 from tests.store.redis_server import RedisServer

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from epd.config.settings import Settings
+from epd.config.flags import Settings
 from tests.deploy.tools import DEPLOY, load
 from tests.proxy.fleet import Fleet, Launch
 

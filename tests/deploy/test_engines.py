@@ -2,8 +2,8 @@
 
 import pytest
 
-from epd.fleet.planning import planned
-from epd.fleet.settings import FleetSettings
+from epd.tools.fleet.plan import planned
+from epd.tools.fleet.settings import FleetSettings
 from tests.deploy.manifests import ENGINES, WORKLOADS, container, settings
 from tests.e2e.test_up import parsed
 

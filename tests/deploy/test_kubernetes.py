@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from ec_store import Entry, EntryKey, open_store
-from epd.config.settings import Settings
+from epd.config.flags import Settings
 from epd.routing.instances import Instance, Role
-from epd.server.operators import OPENAPI
+from epd.server.operator_routes import OPENAPI
 from epd.version import __version__
 from tests.deploy.manifests import (
     ENGINES,

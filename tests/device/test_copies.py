@@ -9,9 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: scripts/test.sh does it")
 
-from ec_store.device import copies  # noqa: E402 - only with torch
-from ec_store.device.copies import HostCopies  # noqa: E402
-from ec_store.device.tensors import to_device  # noqa: E402
+from ec_store.device import tensors  # noqa: E402 - only with torch
+from ec_store.device.tensors import HostCopies, to_device  # noqa: E402
 from tests.fake_accelerator import FakeAccelerator, until  # noqa: E402
 
 VALUES = torch.arange(4096, dtype=torch.float32).reshape(16, 256)
@@ -96,7 +95,7 @@ def test_a_tensor_larger_than_the_ring_is_copied_beside_it(fake: FakeAccelerator
 def test_a_copy_that_fails_fails_alone(
     fake: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make = copies.copy
+    make = tensors.copy
     failures = iter([RuntimeError("device")])
 
     def failing(*arguments: Any) -> None:
@@ -104,7 +103,7 @@ def test_a_copy_that_fails_fails_alone(
             raise error
         make(*arguments)
 
-    monkeypatch.setattr(copies, "copy", failing)
+    monkeypatch.setattr(tensors, "copy", failing)
     ring = HostCopies(2 * SIZE)
     broken, whole = (ring.start(fake.tensor(VALUES)) for _ in range(2))
     assert broken
@@ -174,7 +173,7 @@ def test_memory_is_pageable_where_pinning_is_refused(monkeypatch: pytest.MonkeyP
         return empty(*arguments, **more)
 
     monkeypatch.setattr(torch, "empty", refusing)
-    assert copies.pinned(10).shape == (10,)
+    assert tensors.pinned(10).shape == (10,)
     assert asked == [True, False]
 
 

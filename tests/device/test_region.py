@@ -12,15 +12,15 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed: scripts/test.sh does it")
 
 from ec_store.device import region as region_module  # noqa: E402 - only with torch
-from ec_store.device.loads import Loader  # noqa: E402
 from ec_store.device.region import (  # noqa: E402
+    ALIGNMENT,
     HEADER_BYTES,
     MAX_READERS,
     Place,
     Region,
     RegionReader,
 )
-from ec_store.device.slots import ALIGNMENT  # noqa: E402
+from ec_store.device.tensors import Loader  # noqa: E402
 from tests.fake_accelerator import FakeAccelerator, until  # noqa: E402
 
 DATA = memoryview(bytes(range(256)) * 64)

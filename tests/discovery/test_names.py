@@ -11,9 +11,7 @@ import dns.resolver
 import pytest
 
 from epd.discovery import watching
-from epd.discovery.look_ups import LookUpFailed
-from epd.discovery.names import Names
-from epd.discovery.sightings import Sightings
+from epd.discovery.dns import LookUpFailed, Names, Sightings
 from epd.routing.instances import Role
 from tests.certificates import Authority
 from tests.discovery.name_server import NameServer

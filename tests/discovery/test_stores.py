@@ -9,12 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from epd.discovery.folder import Folder
-from epd.discovery.redis_store import InRedis
-from epd.discovery.registrations import Clash, Registrations
-from epd.discovery.stores import REGISTERED, Edit, InFolder, InProcess, Store, StoreFailed
-from epd.routing.instances import Instance, Role
-from epd.routing.registry import Registry
+from epd.discovery.membership import Clash, Registrations
+from epd.discovery.stores import (
+    REGISTERED,
+    Edit,
+    Folder,
+    InFolder,
+    InProcess,
+    InRedis,
+    Store,
+    StoreFailed,
+)
+from epd.routing.instances import Instance, Registry, Role
 from epd.routing.table import InstanceTable
 from tests.store.redis_server import RedisServer
 
@@ -116,7 +122,7 @@ async def test_a_folder_that_cannot_be_written_refuses_and_changes_nothing(tmp_p
 
 async def test_a_lock_is_free_again_when_its_holder_is_killed(tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from epd.discovery.folder import Folder\n"
+        "import sys; from pathlib import Path; from epd.discovery.stores import Folder\n"
         f"with Folder(Path({str(tmp_path)!r})).locked():\n"
         "    print('locked', flush=True); sys.stdin.read()"
     )
@@ -163,7 +169,7 @@ async def test_redis_that_goes_away_and_comes_back_empty_takes_nobody_away(tmp_p
 async def test_who_follows_redis_ends_when_told_at_whatever_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("epd.discovery.registrations.POLL_S", 0)
+    monkeypatch.setattr("epd.discovery.membership.POLL_S", 0)
     with RedisServer(tmp_path / "redis") as server:
         for steps in range(40):  # of the event loop: a connect, and some reads
             async with InRedis.connected(server.url()) as store:

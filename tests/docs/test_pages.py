@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-import ec_store.cli
-from ec_store.disk_settings import StoreSettings
-from epd.cli import make_parser
+import ec_store.__main__
+from ec_store.disk.config import StoreSettings
+from epd.__main__ import make_parser
 from tests.deploy.tools import PROMETHEUS, rules
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,7 +56,7 @@ def test_there_are_commands_to_look_at() -> None:
 @pytest.mark.parametrize("line", COMMANDS)
 def test_a_command_in_the_documents_is_taken(line: str) -> None:
     program, *words = shlex.split(re.split(">+", line)[0], comments=True)
-    parser = make_parser() if program == "epd" else ec_store.cli.make_parser()
+    parser = make_parser() if program == "epd" else ec_store.__main__.make_parser()
 
     parser.parse_args(words)
 

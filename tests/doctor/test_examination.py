@@ -15,10 +15,10 @@ from aiohttp import web
 from ec_store import open_store
 from epd.config import ProxyConfig
 from epd.discovery.entries import write_json
-from epd.doctor import examination, instances, store, turns
-from epd.doctor.examination import examine
-from epd.doctor.findings import Finding, Verdict
 from epd.routing.instances import Instance, Role
+from epd.tools.doctor import environment, examination, instances, trials
+from epd.tools.doctor.examination import examine
+from epd.tools.doctor.facts import Finding, Verdict
 from tests.discovery.name_server import NameServer
 from tests.proxy.backed import Backed
 from tests.proxy.fake_instance import (
@@ -143,7 +143,7 @@ async def test_a_conversation_is_tried_and_its_second_turn_read(
     assert [one for one in findings if one.verdict is not Verdict.OK] == []
     assert "reads what decode holds of a conversation's last turn" in {one.seen for one in findings}
     assert len(talking.read) == 1
-    assert talking.read[0] >= turns.TOKENS
+    assert talking.read[0] >= trials.TOKENS
     # Else prefill would have them in its own cache.
     asked = [call.body for call in clinic.prefill.calls if call.path == "/v1/completions"]
     assert len({one["cache_salt"] for one in asked}) == len(asked) == 2
@@ -151,13 +151,13 @@ async def test_a_conversation_is_tried_and_its_second_turn_read(
     first, second = (one["prompt"] for one in asked)
     answer = [ord(one) for one in says({"prompt": first})]
     assert second == [*first, *answer, first[-1]]
-    assert len(first) == turns.TOKENS
+    assert len(first) == trials.TOKENS
 
 
 async def test_a_prefill_that_waits_in_vain_for_decodes_blocks_is_found(
     clinic: Clinic, talking: Turns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "READ_S", 0.3)
+    monkeypatch.setattr(trials, "READ_S", 0.3)
     computes = clinic.prefill.chat
 
     async def waits(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -248,7 +248,7 @@ async def test_an_engine_that_writes_under_another_namespace_than_it_reports_is_
     clinic: Clinic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encodes = clinic.encode.chat
-    monkeypatch.setattr(store, "ARRIVES_S", 0.0)
+    monkeypatch.setattr(environment, "ARRIVES_S", 0.0)
 
     async def reports_another(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         reply = await encodes(request, body)

@@ -8,12 +8,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd.config import ProxyConfig
-from epd.doctor.facts import InstanceFacts, Model, StoreFacts, Trial
-from epd.doctor.findings import Finding, Verdict, as_json, as_text, fail, ok, warn, worst
-from epd.doctor.host import judge_backlog, judge_host
-from epd.doctor.judge import judge_fleet, judge_instance, judge_store
-from epd.doctor.mounts import Mount, mount_of
 from epd.routing.instances import Instance, Role
+from epd.tools.doctor.environment import judge_backlog, judge_host
+from epd.tools.doctor.facts import (
+    Finding,
+    InstanceFacts,
+    Model,
+    Mount,
+    StoreFacts,
+    Trial,
+    Verdict,
+    as_json,
+    as_text,
+    fail,
+    mount_of,
+    ok,
+    warn,
+    worst,
+)
+from epd.tools.doctor.judge import judge_fleet, judge_instance, judge_store
 
 E = Instance(Role.ENCODE, "http://e")
 PD = Instance(Role.PREFILL_DECODE, "http://pd")

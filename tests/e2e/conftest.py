@@ -17,8 +17,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from xdist.scheduler import LoadScopeScheduling
 
 from ec_store import EntryInfo, open_store
-from epd.fleet import Engine, Stack, Topology
 from epd.routing.instances import Role
+from epd.tools.fleet.engine import Engine
+from epd.tools.fleet.settings import Topology
+from epd.tools.fleet.stack import Stack
 from scripts.forked import ForkedStack
 from tests.collector import Collector, over_http
 from tests.e2e.stacks import AUDIO_STACKS, CLUSTER, REDIS, STACKS, VISION_STACKS, Spec

@@ -12,8 +12,8 @@ import openai
 import pytest
 from PIL import Image
 
-from epd.bodies.chat import CHAT
-from epd.cache.identity import content_key
+from epd.api.chat import CHAT
+from epd.encoder_cache.identity import content_key
 from epd.media.parts import Inline, source
 from epd.tenants import Scope
 from tests.e2e.conftest import MEDIA, Served, metric, stored

@@ -1,9 +1,9 @@
 """The doctor in front of real engines."""
 
 from epd.config import ProxyConfig
-from epd.doctor.examination import examine
-from epd.doctor.findings import Finding, Verdict
 from epd.routing.instances import Role
+from epd.tools.doctor.examination import examine
+from epd.tools.doctor.facts import Finding, Verdict
 from tests.e2e.conftest import Served, metric
 from tests.e2e.stacks import CONVERSING, on
 from tests.e2e.test_conversations import READ

@@ -9,9 +9,8 @@ from pathlib import Path
 import httpx
 import openai
 
-from epd.fleet.ports import free_ports
-from epd.fleet.process import Process, stop, wait_until_ready
 from epd.routing.instances import Role
+from epd.tools.fleet.process import Process, free_ports, stop, wait_until_ready
 from scripts.forked import ForkedProcess
 from tests.e2e.conftest import Served, metric
 from tests.e2e.stacks import ON_DISK, on

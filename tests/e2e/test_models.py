@@ -17,7 +17,7 @@ import httpx
 import openai
 import pytest
 
-from epd.routing.report_page import read_namespace
+from epd.routing.load import read_namespace
 from scripts.matrix.media import frames
 from tests.e2e.conftest import Served, metric
 from tests.e2e.stacks import MODEL_STACKS, on

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from ec_store import Entry, EntryKey, Store, StoreUnavailable, open_store
-from ec_store.breaker import OPEN_S
-from ec_store.disk_opening import LOOK_EVERY_S
-from epd.cache.claims import WRITTEN_WITHIN_S
-from epd.fleet import Engine
+from ec_store.concurrency import OPEN_S
+from ec_store.disk.opening import LOOK_EVERY_S
+from epd.encoder_cache.claims import WRITTEN_WITHIN_S
+from epd.tools.fleet.engine import Engine
 from tests.e2e.conftest import Served, metric, stored
 from tests.e2e.stacks import ON_CLUSTER, ON_DISK, ON_REDIS, on
 from tests.e2e.test_answers import PICTURES, ask, picture, unseen

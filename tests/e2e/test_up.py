@@ -14,9 +14,9 @@ import httpx
 import openai
 import pytest
 
-from epd.fleet import free_ports
-from epd.fleet.planning import planned
-from epd.fleet.settings import FleetSettings
+from epd.tools.fleet.plan import planned
+from epd.tools.fleet.process import free_ports
+from epd.tools.fleet.settings import FleetSettings
 from tests.e2e.conftest import MEDIA
 from tests.e2e.stacks import VISION
 from tests.fleet.processes import left, marked, new_mark, processes_of

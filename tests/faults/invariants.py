@@ -12,7 +12,7 @@ import aiohttp
 import orjson
 from prometheus_client.parser import text_string_to_metric_families
 
-from epd.server.assembly import METRICS
+from epd.server.operator_routes import METRICS
 from tests.proxy.fleet import Fleet, Launch, until
 
 GRACE_S = 20.0

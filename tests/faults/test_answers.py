@@ -11,7 +11,7 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epd.bodies.sse import EventAligner
+from epd.api.sse import EventAligner
 from epd.request import stages
 from epd.server import middlewares
 from tests.faults.relay import End, Relay

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from multidict import CIMultiDict
 
-from epd.bodies.parsing import MAX_CONTAINERS, MAX_DEPTH, MAX_VALUES
+from epd.api.body import MAX_CONTAINERS, MAX_DEPTH, MAX_VALUES
 from tests.proxy.fake_instance import decodes
 from tests.proxy.fleet import Fleet, Launch
 from tests.requests import audio_url, image, input_audio, request, text, video

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from epd.http.addresses import Addresses
 from epd.http.connection import (
     DEAD_HOST_S,
     JOINED_BYTES,
@@ -23,7 +22,7 @@ from epd.http.connection import (
     Unreachable,
 )
 from epd.http.http1 import Origin, request_head, target_of
-from epd.http.pool import Pool
+from epd.http.pool import Addresses, Pool
 from tests.faults.scripted import (
     STREAM_HEAD,
     Exchange,
@@ -239,7 +238,7 @@ async def test_a_name_that_nobody_asks_for_any_more_is_forgotten(
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
         for kept_s in (60.0, 0.0):
-            monkeypatch.setattr("epd.http.addresses.KEPT_S", kept_s)
+            monkeypatch.setattr("epd.http.pool.KEPT_S", kept_s)
             for number in range(4):
                 name, port = f"engine-{kept_s}-{number}.test", server.sockets[0].getsockname()[1]
                 with await addresses.connect(name, port):

@@ -12,7 +12,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from epd.edge.descriptors import client_connections
+from epd.edge.request_head import client_connections
 from tests.faults.processes import INSTANCES, serving
 from tests.faults.raw import answer, connected, ended, post
 from tests.proxy.fake_instance import FakeInstance, decodes, encodes

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from epd.request.encoding import AT_ONCE
+from epd.request.encode import AT_ONCE
 from tests.faults.scripted import Scripted, answer, read_head, read_request, reset, send, wait
 from tests.proxy.fake_instance import (
     FakeInstance,

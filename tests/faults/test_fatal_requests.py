@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from epd.edge.drain import DRAIN
 from epd.routing.instances import Role
-from epd.server.assembly import TABLE
+from epd.server.operator_routes import TABLE
 from tests.faults.scripted import Scripted, answer, read_request, reset, send
 from tests.proxy.clients import ALICE, BOB, bearer
 from tests.proxy.fake_instance import (

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from epd.request import peers
+from epd.request import kv_peers
 from tests.proxy.fake_instance import Handler, drops, fails_first, hangs, refuses
 from tests.proxy.fleet import Fleet, Launch, until
 from tests.proxy.strict_instance import MooncakeWire, strict
@@ -277,7 +277,7 @@ async def test_a_prefill_instance_that_was_replaced_is_asked_who_it_is(launch: L
 async def test_what_is_known_of_a_connector_does_not_hold_for_ever(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "KNOWN_S", 0.0)
+    monkeypatch.setattr(kv_peers, "KNOWN_S", 0.0)
     async with strict(launch, "mooncake") as (fleet, wire):
         for n in range(3):
             wire.engines[0] = {"0": f"engine-{n}"}

@@ -366,7 +366,7 @@ async def test_a_request_behind_an_upgrade_that_is_declined_is_no_head_that_has_
 
 @pytest.mark.fault(47)
 async def test_a_body_that_comes_too_slowly_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("epd.edge.body.GRACE_S", 0.3)
+    monkeypatch.setattr("epd.server.intake.GRACE_S", 0.3)
     async with launch(body_min_rate_bytes=10_000) as fleet:
         async with connected(fleet.url) as (reader, writer):
             writer.write(post(1_000_000))
@@ -381,7 +381,7 @@ async def test_a_body_that_comes_too_slowly_is_a_408(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.fault(47)
 async def test_a_body_that_comes_fast_enough_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("epd.edge.body.GRACE_S", 0.3)
+    monkeypatch.setattr("epd.server.intake.GRACE_S", 0.3)
     body = chat(padding="x" * 8000)
     async with launch(body_min_rate_bytes=500) as fleet, connected(fleet.url) as (reader, writer):
         writer.write(post(len(body)))

@@ -65,7 +65,7 @@ async def test_a_bug_is_noticed(launch: Launch, monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(AssertionError, match="the proxy failed"):
             await fleet.chat(request(text()))
 
-    monkeypatch.setattr("epd.server.clients.read", bug)
+    monkeypatch.setattr("epd.server.api_routes.read", bug)
     with pytest.raises(AssertionError, match="internal_error"):
         async with launch() as fleet:
             await chat(fleet)

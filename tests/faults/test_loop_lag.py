@@ -7,10 +7,10 @@ import time
 import pytest
 import structlog
 
-from epd.background import Background
-from epd.cache import identity, keys
+from epd.aio import Background
+from epd.encoder_cache import identity, keys
 from epd.media.parts import Inline
-from epd.observe.loop_lag import watched
+from epd.observe.metrics import watched
 from epd.tenants import Scope
 from tests.proxy.fleet import Launch, until
 from tests.requests import image, input_audio, request

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from epd.server.slots import ADMISSION
+from epd.server.app_keys import ADMISSION
 from tests.proxy.fake_instance import Handler, chunk
 from tests.proxy.fleet import Fleet, Launch
 from tests.requests import image, request, text

@@ -17,8 +17,8 @@ import pytest
 from pydantic import ValidationError
 
 import epd
+from epd.edge.listening import server_context
 from epd.edge.protocol import MAX_REFUSALS
-from epd.edge.tls import server_context
 from epd.http import tls
 from epd.http.tls import TlsInvalid, upstream_context
 from tests.certificates import Authority, Certificate, encrypted

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from epd.fleet import free_ports
+from epd.tools.fleet.process import free_ports
 from tests.fleet.processes import left, marked, new_mark
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"

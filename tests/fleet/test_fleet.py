@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from epd.fleet import Engine, Process, ProcessDied, Stack, Topology
-from epd.fleet.ports import free_ports
-from epd.fleet.process import stop, wait_until_ready
 from epd.routing.instances import Role
+from epd.tools.fleet.engine import Engine
+from epd.tools.fleet.process import Process, ProcessDied, free_ports, stop, wait_until_ready
+from epd.tools.fleet.settings import Topology
+from epd.tools.fleet.stack import Stack
 
 SERVER = """
 import subprocess, sys, http.server
@@ -103,7 +104,7 @@ def test_what_a_server_does_is_told_from_its_log(tmp_path: Path, log: str, doing
 
 
 def test_what_a_server_does_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("epd.fleet.process.PROGRESS_S", 0.2)
+    monkeypatch.setattr("epd.tools.fleet.process.PROGRESS_S", 0.2)
     reports: list[str] = []
     process = start(tmp_path, "import time; time.sleep(60)")
     with pytest.raises(TimeoutError):
@@ -126,7 +127,7 @@ def test_a_server_that_never_serves_is_reported(tmp_path: Path) -> None:
 def test_a_server_that_ignores_sigterm_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("epd.fleet.process.STOP_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("epd.tools.fleet.process.STOP_TIMEOUT_S", 0.5)
     process = start(tmp_path, how="stubborn")
     wait_until_ready([process], 30, lambda _: None)
     stop([process])
@@ -249,7 +250,7 @@ import signal
 import sys
 from pathlib import Path
 from tests.fleet.test_fleet import start
-from epd.fleet.process import stop, wait_until_ready
+from epd.tools.fleet.process import stop, wait_until_ready
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 process = start(Path({str(tmp_path)!r}), how="stubborn")
 wait_until_ready([process], 30, lambda _: None)
@@ -274,8 +275,8 @@ stop([process])
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from epd.fleet import Process
-from epd.fleet.guarding import Guard
+from epd.tools.fleet import Process
+from epd.tools.fleet.process import Guard
 
 log, *command = sys.argv[1:]
 process = Process("server", "http://127.0.0.1:1", command, {}, Path(log), Guard())

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from epd.fleet import Process, Stack, Topology, held, leave_contexts_on_signals
-from epd.fleet.interrupts import ENDING
+from epd.tools.fleet.process import ENDING, Process, held, leave_contexts_on_signals
+from epd.tools.fleet.settings import Topology
+from epd.tools.fleet.stack import Stack
 from tests.fleet.processes import left, marked, new_mark
 
 
@@ -84,7 +85,7 @@ def test_ctrl_c_while_a_server_is_started_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mark = new_mark()
-    monkeypatch.setattr("epd.fleet.stack.Process", Interrupted)
+    monkeypatch.setattr("epd.tools.fleet.stack.Process", Interrupted)
     monkeypatch.setattr(os, "environ", marked(mark))
     stack = Stack(tmp_path, Topology.parse("1e1pd"), tmp_path, local_media=tmp_path)
     with pytest.raises(KeyboardInterrupt), stack:

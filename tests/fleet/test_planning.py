@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epd.fleet.cache_folder import (
+from epd.routing.instances import Role
+from epd.tools.fleet.cache_folder import (
     FolderTaken,
     default_folder,
     default_url,
@@ -21,15 +22,21 @@ from epd.fleet.cache_folder import (
     make,
     remove_abandoned,
 )
-from epd.fleet.devices import LETTERS, assign, overfull, parse, parse_instances
-from epd.fleet.engine import Engine
-from epd.fleet.plan import Plan, url_of
-from epd.fleet.planning import planned
-from epd.fleet.platforms import CPU, CUDA, XPU, detected
-from epd.fleet.server import Server
-from epd.fleet.settings import FleetSettings
-from epd.fleet.topology import Topology
-from epd.routing.instances import Role
+from epd.tools.fleet.engine import (
+    CPU,
+    CUDA,
+    LETTERS,
+    XPU,
+    Engine,
+    Server,
+    assign,
+    detected,
+    overfull,
+    parse,
+    parse_instances,
+)
+from epd.tools.fleet.plan import Plan, planned, url_of
+from epd.tools.fleet.settings import FleetSettings, Topology
 
 STORE = "file:///ec"
 TWO = MappingProxyType({"CUDA_VISIBLE_DEVICES": "0,1"})

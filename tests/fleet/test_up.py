@@ -20,7 +20,7 @@ import httpx
 import pytest
 from PIL import Image
 
-from epd.fleet.ports import free_ports
+from epd.tools.fleet.process import free_ports
 from tests.fleet.processes import left, marked, new_mark, processes_of
 
 FAKE = f"{sys.executable} {Path(__file__).with_name('fake_vllm.py')}"

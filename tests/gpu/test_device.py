@@ -11,10 +11,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from ec_store.device import region as region_module  # noqa: E402 - only with torch
-from ec_store.device.copies import HostCopies, pinned  # noqa: E402
-from ec_store.device.loads import Loader  # noqa: E402
 from ec_store.device.region import Region  # noqa: E402
-from ec_store.device.tensors import to_device  # noqa: E402
+from ec_store.device.tensors import (  # noqa: E402
+    HostCopies,
+    Loader,
+    pinned,
+    to_device,
+)
 
 MIB = 2**20
 LONG = 200_000_000

@@ -4,14 +4,16 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 from ec_store import Entry, EntryKey, Store
-from epd.background import Background
-from epd.cache.encoder_cache import EncoderCache
+from ec_store.opening import open_async_store
+from epd.aio import Background
+from epd.encoder_cache.client import EncoderCache
 from tests.proxy.fake_instance import REPLY, FakeInstance, decodes, encodes, refuses
 from tests.proxy.fleet import Fleet, Launch
 from tests.requests import Part
@@ -24,7 +26,12 @@ BUDGET_S = 5.0
 def opened_cache(url: str, lease_s: float) -> AbstractAsyncContextManager[EncoderCache]:
     """The proxy's side of a store, without a proxy."""
     background = Background(lambda *_: None)
-    return EncoderCache.connect(url, budget_s=BUDGET_S, lease_s=lease_s, background=background)
+    return EncoderCache.connect(
+        partial(open_async_store, url, create=False, lazy=True),
+        budget_s=BUDGET_S,
+        lease_s=lease_s,
+        background=background,
+    )
 
 
 class Backed:

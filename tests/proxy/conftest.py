@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ec_store import Store, open_store
-from epd.flights import Flights, Start
+from epd.aio import Flights, Start
 from epd.tenants import key_line
 from tests.faults.invariants import WatchedLaunch
 from tests.proxy.backed import NAMESPACE, Backed

@@ -7,7 +7,7 @@ import anthropic
 import openai
 import pytest
 
-from epd.bodies.endpoints import ENDPOINTS
+from epd.api.endpoints import ENDPOINTS
 from tests.proxy.fake_instance import RANKINGS, SCORES
 from tests.proxy.fleet import Fleet
 from tests.requests import data_url, image

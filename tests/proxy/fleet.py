@@ -16,7 +16,7 @@ import epd
 from epd.edge.listening import Site
 from epd.edge.protocol import Runner
 from epd.events import InstanceChanged, RequestRecord, StageDone
-from epd.server.slots import BACKGROUND, CONFIG, OBSERVERS
+from epd.server.app_keys import BACKGROUND, CONFIG, OBSERVERS
 from tests.proxy.fake_instance import FakeInstance, decodes, encodes, prefills
 
 
@@ -121,7 +121,8 @@ class Launch:
             events = Recorder()
             settings = UNASKED | urls | config
             app = epd.create_app(epd.ProxyConfig(**settings), observers=[events])
-            runner = Runner(app, app[CONFIG], app[OBSERVERS])
+            live = app[CONFIG]
+            runner = Runner(app, live, app[OBSERVERS])
             await runner.setup()
             stack.push_async_callback(runner.cleanup)
             await Site(runner, None, app[BACKGROUND], host="127.0.0.1", port=0).start()

@@ -9,7 +9,7 @@ from aiohttp.test_utils import TestClient, TestServer
 import epd
 from epd.routing.instances import Instance, Role
 from epd.server.admin import KEPT_S
-from epd.server.assembly import TABLE
+from epd.server.operator_routes import TABLE
 from tests.proxy.fake_instance import refuses
 from tests.proxy.fleet import Fleet, Launch, until
 from tests.requests import image, request, text

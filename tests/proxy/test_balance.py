@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from epd.request.reports import MAX_PAGE_BYTES
+from epd.request.polling import MAX_PAGE_BYTES
 from epd.routing.instances import Role
 from tests.proxy.fake_instance import FakeInstance, decodes, reports
 from tests.proxy.fleet import Fleet, Launch, until

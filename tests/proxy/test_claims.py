@@ -10,10 +10,10 @@ import pytest
 
 from ec_store import Entry, EntryInfo, EntryKey, Store, StoreUnavailable
 from ec_store.aio import AsyncStore
-from ec_store.shared_disk import SharedDiskStore
-from epd.cache.claims import Claims, Turn
-from epd.cache.encoder_cache import EncoderCache
-from epd.cache.look import Look
+from ec_store.disk.store import SharedDiskStore
+from epd.encoder_cache.claims import Claims, Turn
+from epd.encoder_cache.client import EncoderCache
+from epd.encoder_cache.lookup import Look
 from tests.proxy.backed import NAMESPACE, Backed, opened_cache
 from tests.proxy.fleet import until
 
@@ -96,7 +96,7 @@ async def test_claims_go_back_at_once_where_nothing_was_made(backed: Backed, url
 async def test_a_claim_is_kept_while_an_instance_may_still_write(
     backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("epd.cache.claims.WRITTEN_WITHIN_S", 3600.0)
+    monkeypatch.setattr("epd.encoder_cache.claims.WRITTEN_WITHIN_S", 3600.0)
     async with claiming(url) as claims:
         async with looked(claims, "a", "b"), come(claims, "a") as (turn, _):
             turn.made = True
@@ -108,7 +108,7 @@ async def test_a_claim_is_kept_while_an_instance_may_still_write(
 async def test_a_claim_goes_back_when_an_instance_has_had_time_to_write(
     backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("epd.cache.claims.WRITTEN_WITHIN_S", 0.1)
+    monkeypatch.setattr("epd.encoder_cache.claims.WRITTEN_WITHIN_S", 0.1)
     async with claiming(url) as claims:
         async with looked(claims, "a"), come(claims, "a") as (turn, _):
             turn.made = True
@@ -131,7 +131,7 @@ async def test_who_comes_second_looks_anew(backed: Backed, url: str) -> None:
 async def test_a_claim_is_renewed_for_as_long_as_it_is_held(
     backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch, calls: list[str]
 ) -> None:
-    monkeypatch.setattr("epd.cache.claims.CLAIM_S", 3.0)
+    monkeypatch.setattr("epd.encoder_cache.claims.CLAIM_S", 3.0)
     async with claiming(url) as claims, looked(claims, "a"):
         await until(lambda: calls.count("claim") > 1, timeout_s=30)
         assert not free(backed.store, KEYS[0])

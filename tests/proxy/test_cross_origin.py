@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 
 import epd
 from epd.edge.access import Access
-from epd.server.web import ROUTES
+from epd.server.app import ROUTES
 from tests.proxy.clients import ALICE, bearer
 from tests.proxy.fleet import Fleet, Launch
 from tests.requests import request, text

@@ -12,7 +12,7 @@ from aiohttp.web_urldispatcher import UrlDispatcher
 
 import epd
 from epd.edge.protocol import Runner
-from epd.server.slots import CONFIG, OBSERVERS
+from epd.server.app_keys import CONFIG, OBSERVERS
 from tests.proxy.fake_instance import FakeInstance, decodes
 from tests.proxy.fleet import UNASKED
 from tests.requests import request, text
@@ -27,7 +27,8 @@ async def serving(change: Callable[[web.Application], None]) -> AsyncIterator[st
         urls = {"encode_servers_urls": (decode.url,), "decode_servers_urls": (decode.url,)}
         app = epd.create_app(epd.ProxyConfig(**UNASKED | urls), observers=[])
         change(app)
-        runner = Runner(app, app[CONFIG], app[OBSERVERS])
+        live = app[CONFIG]
+        runner = Runner(app, live, app[OBSERVERS])
         await runner.setup()
         try:
             await web.TCPSite(runner, "127.0.0.1", 0).start()

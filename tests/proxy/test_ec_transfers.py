@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from epd.flights import Flights
+from epd.aio import Flights
 from epd.routing.instances import Role
 from tests.proxy.fake_instance import (
     FakeInstance,

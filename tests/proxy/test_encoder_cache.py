@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
 from ec_store import Entry, EntryKey, open_store
-from epd.cache.claims import Claims
+from epd.encoder_cache.claims import Claims
 from epd.observe.logs import LogObserver
 from tests.proxy.backed import (
     NAMESPACE,
@@ -263,7 +263,7 @@ async def test_without_the_store_requests_are_served(
 async def test_a_store_that_is_missing_is_logged_once_and_never_made_by_the_proxy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("epd.cache.encoder_cache.REFRESH_S", 1.0)
+    monkeypatch.setattr("epd.encoder_cache.client.REFRESH_S", 1.0)
     folder = tmp_path / "store"
     url = folder.as_uri()
     key = EntryKey(NAMESPACE, "picture")
@@ -317,8 +317,8 @@ async def test_a_store_that_hangs_costs_its_budget_and_then_nothing(
         await items_of(fleet, request(image()))
         await asyncio.gather(*backed.writes)
         # What is kept in memory cannot hang, and may be asked on the event loop.
-        monkeypatch.setattr("ec_store.shared_disk.SharedDiskStore.in_memory", False)
-        monkeypatch.setattr("ec_store.shared_disk.SharedDiskStore.lookup", lookup)
+        monkeypatch.setattr("ec_store.disk.store.SharedDiskStore.in_memory", False)
+        monkeypatch.setattr("ec_store.disk.store.SharedDiskStore.lookup", lookup)
         try:
             done = [await items_of(fleet, request(image())) for _ in range(8)]
         finally:
@@ -331,7 +331,7 @@ async def test_a_store_that_hangs_costs_its_budget_and_then_nothing(
 async def test_the_namespace_is_followed_when_it_changes(
     launch: Launch, backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("epd.cache.encoder_cache.REFRESH_S", 0.05)
+    monkeypatch.setattr("epd.encoder_cache.client.REFRESH_S", 0.05)
     async with caching(launch, backed, url) as fleet:
         await items_of(fleet, request(image()))
         await asyncio.gather(*backed.writes)
@@ -651,7 +651,7 @@ async def test_a_claim_of_a_client_that_left_is_given_back(
         await backed.forget()
         await asyncio.sleep(0.2)
         with monkeypatch.context() as slowly:
-            slowly.setattr("ec_store.shared_disk.SharedDiskStore.claim", slow)
+            slowly.setattr("ec_store.disk.store.SharedDiskStore.claim", slow)
             client = asyncio.create_task(items_of(fleet, request(image())))
             await asyncio.sleep(0.2)
             client.cancel()
@@ -674,12 +674,12 @@ async def test_a_claim_in_use_is_not_given_back_with_a_renewal_that_nobody_waits
         released.append(time.monotonic())
         release(*args)
 
-    monkeypatch.setattr("epd.cache.claims.CLAIM_S", 0.3)
-    monkeypatch.setattr("ec_store.shared_disk.SharedDiskStore.release", recorded)
+    monkeypatch.setattr("epd.encoder_cache.claims.CLAIM_S", 0.3)
+    monkeypatch.setattr("ec_store.disk.store.SharedDiskStore.release", recorded)
     async with opened_cache(url, lease_s=1) as cache:
         with Claims(cache).turn("m", "item", 1) as turn:
             await turn.come()
-            monkeypatch.setattr("ec_store.shared_disk.SharedDiskStore.claim", slow)
+            monkeypatch.setattr("ec_store.disk.store.SharedDiskStore.claim", slow)
             await asyncio.sleep(0.2)  # a renewal has begun
             turn.made = True
         await until(lambda: released)

@@ -5,7 +5,7 @@ from pathlib import Path
 import anthropic
 import pytest
 
-from epd.bodies.endpoints import ENDPOINTS
+from epd.api.endpoints import ENDPOINTS
 from tests.proxy.clients import ALICE, BOB, bearer
 from tests.proxy.endpoints import PLAIN, SALTED, ask, message
 from tests.proxy.fleet import Fleet, Launch

@@ -7,7 +7,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from epd.bodies.forms import read_form
+from epd.api.forms import read_form
 from tests.proxy.endpoints import PLAIN, URL, WITH_MEDIA, ask, content_of
 from tests.proxy.fleet import Fleet, Launch
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from epd.bodies.endpoints import ENDPOINTS
+from epd.api.endpoints import ENDPOINTS
 from tests.proxy.backed import Backed, caching
 from tests.proxy.endpoints import (
     URL,

@@ -10,7 +10,7 @@ import openai
 import pytest
 from aiohttp import web
 
-from epd.bodies.endpoints import ENDPOINTS
+from epd.api.endpoints import ENDPOINTS
 from epd.version import __version__
 from tests.proxy.endpoints import (
     GENERATES,

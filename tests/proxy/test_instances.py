@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from epd.fleet import free_ports
 from epd.routing.instances import Role
+from epd.tools.fleet.process import free_ports
 from tests.proxy.fake_instance import FakeInstance, decodes, encodes, prefills, refuses
 from tests.proxy.fleet import Fleet, Launch, until
 from tests.requests import image, request, text

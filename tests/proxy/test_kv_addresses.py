@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from epd.config import ConfigInvalid, ProxyConfig
-from epd.config.sources import load
+from epd.config.load import load
 from epd.discovery.entries import read_json, write_json
 from epd.routing.instances import Instance, Role
 from tests.proxy.fleet import Launch

@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import aiohttp
 import pytest
 
 from ec_store import open_store
-from epd.cache.encoder_cache import EncoderCache
+from ec_store.opening import open_async_store
+from epd.encoder_cache.client import EncoderCache
 from epd.observe.logs import REQUEST_ID
 from tests.proxy.backed import NAMESPACE, Backed
 from tests.proxy.fake_instance import (
@@ -197,7 +199,7 @@ async def test_what_is_done_for_the_store_later_is_in_no_requests_name() -> None
         seen.set_result(REQUEST_ID.get())
 
     REQUEST_ID.set("r-1")
-    EncoderCache("file:///nowhere", budget_s=1, lease_s=1).later(work())
+    EncoderCache(partial(open_async_store, "file:///nowhere"), budget_s=1, lease_s=1).later(work())
 
     assert await seen is None
 

@@ -261,7 +261,7 @@ async def test_a_name_that_could_not_be_written_anew_stands_for_nothing(
             await asyncio.gather(*backed.writes)
         await items_of(fleet, request(image(b"1", uuid="cat")))
         with monkeypatch.context() as full:
-            full.setattr("ec_store.shared_disk.SharedDiskStore.put", put)
+            full.setattr("ec_store.disk.store.SharedDiskStore.put", put)
             await items_of(fleet, request(image(b"2", uuid="cat")))
             assert (await fleet.chat(request(named("cat"))))[0] == 404
         await items_of(fleet, request(image(b"2", uuid="cat")))
@@ -292,7 +292,7 @@ async def test_a_name_that_one_proxy_could_not_write_is_found_when_another_did(
             await push(one, image(content))
         await push(one, image(b"1", uuid="cat"))
         with monkeypatch.context() as full:
-            full.setattr("ec_store.shared_disk.SharedDiskStore.put", put)
+            full.setattr("ec_store.disk.store.SharedDiskStore.put", put)
             await items_of(one, request(image(b"2", uuid="cat")))
         assert (await one.chat(request(named("cat"))))[0] == 404
         await push(other, image(b"2", uuid="cat"))
@@ -342,7 +342,7 @@ async def test_a_slow_store_is_waited_for_and_then_a_503(
 
     async with caching(launch, backed, url, ec_store_budget_s=0.02) as fleet:
         await push(fleet, image(b"cat", uuid="cat"))
-        monkeypatch.setattr("ec_store.shared_disk.SharedDiskStore.lookup", slow)
+        monkeypatch.setattr("ec_store.disk.store.SharedDiskStore.lookup", slow)
         status, reply = await fleet.chat(request(named("cat")))
 
         assert status == (200 if slow_s < 1 else 503), reply

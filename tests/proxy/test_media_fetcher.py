@@ -15,7 +15,7 @@ from epd.config import ProxyConfig
 from epd.config.live import LiveConfig
 from epd.errors import ProxyError
 from epd.media.fetch import MediaFetcher
-from epd.media.held import Uncounted
+from epd.media.memory import Uncounted
 from tests.proxy.fake_origin import ALLOWED, FakeNames, FakeOrigin
 from tests.proxy.fleet import until
 from tests.requests import data_url

@@ -15,7 +15,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as read_text
 from structlog.testing import capture_logs
 
-from epd.observe.figures import FIGURES
+from epd.observe.metric_defs import FIGURES
 from epd.version import __version__
 from tests.faults.relay import Relay, Way
 from tests.proxy.backed import Backed, caching

@@ -14,7 +14,7 @@ import pytest
 from pydantic import ValidationError
 
 from epd import ProxyConfig
-from epd.transfer.flavours import EC_TRANSFERS, KV_TRANSFERS
+from epd.transfer.registry import EC_TRANSFERS, KV_TRANSFERS
 from tests.covering import Case, in_pairs
 from tests.faults.invariants import becomes
 from tests.proxy.fleet import Fleet, Launch

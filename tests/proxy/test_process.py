@@ -323,9 +323,9 @@ def test_a_store_that_hangs_does_not_keep_the_process_from_ending(tmp_path: Path
     """Row 25: as an NFS mount does whose server is gone."""
     code = (
         "import sys, time\n"
-        "from ec_store.shared_disk import SharedDiskStore\n"
+        "from ec_store.disk.store import SharedDiskStore\n"
         "SharedDiskStore.namespaces = SharedDiskStore.close = lambda self: time.sleep(120)\n"
-        "from epd.cli import main\n"
+        "from epd.__main__ import main\n"
         "main(sys.argv[1:])\n"
     )
     flags = [*ADDRESS, "--log-format", "json", "--drain-delay-s", "0"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from epd.server.slots import ADMISSION, CONFIG
+from epd.server.app_keys import ADMISSION, CONFIG
 from tests.proxy.fake_instance import Handler
 from tests.proxy.fleet import Fleet, Launch, until
 from tests.requests import image, request, text

@@ -8,7 +8,7 @@ import orjson
 import pytest
 from aiohttp import web
 
-from epd.server.slots import ADMISSION
+from epd.server.app_keys import ADMISSION
 from tests.proxy.fake_instance import chunk, encodes_without_params, hangs
 from tests.proxy.fake_origin import ALLOWED, FakeOrigin
 from tests.proxy.fleet import Launch, until
@@ -176,7 +176,7 @@ async def test_fetched_media_are_not_parsed_or_written_with_the_body(
         return written
 
     async with launch(**ALLOWED, decode_media="raw") as fleet:
-        monkeypatch.setattr("epd.bodies.parsing.orjson.dumps", measured)
+        monkeypatch.setattr("epd.api.body.orjson.dumps", measured)
         inline = data_url(b"y" * 60_000)
         status, _ = await fleet.chat(request(image(origin.url), image(inline), text()))
 

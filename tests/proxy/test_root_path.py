@@ -6,7 +6,7 @@ import orjson
 import pytest
 
 import epd
-from epd.server.operators import OPENAPI
+from epd.server.operator_routes import OPENAPI
 from tests.proxy.fleet import Launch
 from tests.requests import request, text
 from tests.security.wire import ask

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 
 from ec_store import Entry, EntryInfo, EntryKey, Store, StoreUnavailable
-from ec_store.shared_disk import SharedDiskStore
-from epd.cache import at_once
-from epd.cache.at_once import MOST_KEYS
-from epd.cache.encoder_cache import EncoderCache
-from epd.cache.look import Look
+from ec_store.disk.store import SharedDiskStore
+from epd.encoder_cache.client import EncoderCache
+from epd.encoder_cache.lookup import MOST_KEYS, Look
 from tests.proxy.backed import NAMESPACE, opened_cache
 from tests.proxy.fleet import until
 
@@ -53,7 +51,7 @@ def seen(store: Store, monkeypatch: pytest.MonkeyPatch) -> Seen:
     monkeypatch.setattr(SharedDiskStore, "lookup", lookup)
     monkeypatch.setattr(SharedDiskStore, "claim", claiming)
     monkeypatch.setattr(SharedDiskStore, "in_memory", True)
-    monkeypatch.setattr(at_once, "SLOW_S", 0.05)  # other processes may have the core meanwhile
+    monkeypatch.setattr(lookup, "SLOW_S", 0.05)  # other processes may have the core meanwhile
     return calls
 
 

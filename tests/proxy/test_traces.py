@@ -13,7 +13,8 @@ import aiohttp
 import pytest
 from structlog.testing import capture_logs
 
-from epd.server.assembly import METRICS, PIPELINE
+from epd.server.api_routes import PIPELINE
+from epd.server.operator_routes import METRICS
 from tests.collector import Collector, Span, over_grpc, over_http
 from tests.proxy.backed import Backed, caching
 from tests.proxy.fake_instance import (
@@ -514,9 +515,9 @@ def test_every_process_exports_what_is_left_when_it_ends(
 def test_without_an_endpoint_nothing_of_opentelemetry_is_imported() -> None:
     code = (
         "import asyncio, sys\n"
-        "import epd.cli\n"
+        "import epd.__main__\n"
         "from epd import ProxyConfig, create_app\n"
-        "from epd.server.slots import CONFIG, OBSERVERS\n"
+        "from epd.server.app_keys import CONFIG, OBSERVERS\n"
         "from epd.edge.protocol import Runner\n"
         "async def main():\n"
         "    urls = ('http://127.0.0.1:9',)\n"
@@ -540,7 +541,7 @@ def test_an_endpoint_without_the_extra_ends_in_one_line() -> None:
     code = (
         "import sys\n"
         "sys.modules['opentelemetry'] = None\n"
-        "from epd.cli import main\n"
+        "from epd.__main__ import main\n"
         f"main(['serve', *{INSTANCES!r}, '--otlp-traces-endpoint', 'http://c:4317'])\n"
     )
     ended = subprocess.run(

@@ -18,10 +18,10 @@ import aiohttp
 import pytest
 from multidict import CIMultiDict
 
-from epd.observe.shared_page import SharedPage
-from epd.server.ui import ASSETS, BOARD
+from epd.observe.worker_metrics import SharedPage
+from epd.server.operator_routes import ASSETS, BOARD
 from epd.tenants import key_line
-from epd.ui import board
+from epd.ui import dashboard
 from tests.proxy.clients import ALICE, bearer
 from tests.proxy.fake_instance import FakeInstance, decodes, encodes, refuses
 from tests.proxy.fleet import Fleet, Launch, until
@@ -163,8 +163,8 @@ async def test_however_many_look_the_state_is_made_twice_a_second(launch: Launch
 async def test_a_board_is_written_only_while_it_is_read(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(board, "WRITE_S", 0.001)
-    monkeypatch.setattr(board, "POLL_S", 0.001)
+    monkeypatch.setattr(dashboard, "WRITE_S", 0.001)
+    monkeypatch.setattr(dashboard, "POLL_S", 0.001)
     with closing(SharedPage.made()) as first, closing(SharedPage.made()) as second:
         async with launch() as here, launch() as there:
             boards = [one.runner.app[BOARD] for one in (here, there)]
@@ -181,7 +181,7 @@ async def test_a_board_is_written_only_while_it_is_read(
                 await there.chat(request(text()))
                 await until(lambda: second.number() > written)
 
-                monkeypatch.setattr(board, "LOOKED_S", 0)
+                monkeypatch.setattr(dashboard, "LOOKED_S", 0)
                 await asyncio.sleep(0.05)
                 written = second.number()
                 await there.chat(request(text()))
@@ -194,7 +194,7 @@ async def test_a_board_is_written_only_while_it_is_read(
 async def test_a_look_does_not_wait_for_a_worker_that_writes_nothing(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(board, "AWAKE_S", 0.05)
+    monkeypatch.setattr(dashboard, "AWAKE_S", 0.05)
     with closing(SharedPage.made()) as first, closing(SharedPage.made()) as second:
         async with launch() as here:
             here.runner.app[BOARD].share([first, second], 0)

@@ -15,8 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from epd.edge.listening import BACKLOG
-from epd.edge.unix_socket import listening_at
+from epd.edge.listening import BACKLOG, listening_at
 from tests.proxy.fake_instance import FakeInstance, decodes, encodes, hangs
 from tests.proxy.fleet import until
 from tests.proxy.test_process import INSTANCES, certificate, run, serving

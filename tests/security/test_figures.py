@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 from prometheus_client.parser import text_string_to_metric_families
 
 from epd.conversations.conversations import RESULTS
-from epd.policies.catalogue import OWN
+from epd.policies.registry import OWN
 from epd.version import __version__
 from tests.conftest import ROOT
 from tests.proxy.clients import ALICE, bearer

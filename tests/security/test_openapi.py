@@ -24,10 +24,10 @@ from schemathesis.specs.openapi.checks import (
 )
 
 import epd
-from epd.bodies.endpoints import ENDPOINTS
+from epd.api.endpoints import ENDPOINTS
 from epd.edge.access import Access
-from epd.server.operators import OPENAPI
-from epd.server.web import ROUTES
+from epd.server.app import ROUTES
+from epd.server.operator_routes import OPENAPI
 from epd.version import __version__
 from tests.proxy.backed import Backed
 from tests.proxy.clients import bearer

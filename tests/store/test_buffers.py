@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 
 from ec_store import Entry, EntryKey, open_store
-from ec_store.buffers import UNUSED_BYTES, Buffers
-from ec_store.fetch_queue import Want
+from ec_store.disk.store import SharedDiskStore
+from ec_store.entry import UNUSED_BYTES, Buffers
+from ec_store.fetch_queue import LARGE_BYTES, OVERHEAD_BYTES, Want, buffer_bytes, entry_bytes
 from ec_store.fetcher import Fetcher, State
-from ec_store.memory import LARGE_BYTES, OVERHEAD_BYTES, buffer_bytes, entry_bytes
-from ec_store.shared_disk import SharedDiskStore
 from tests.store.entries import entry
 
 MIB = 2**20

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from ec_store import EntryKey, StoreUnavailable
-from ec_store import claims as disk_claims
 from ec_store.base import LONGEST_CLAIM_S
-from ec_store.files import Folder
-from ec_store.redis_client import RedisClient
-from ec_store.redis_link import Command, Reply
-from ec_store.redis_store import RedisStore
-from ec_store.shared_disk import SharedDiskStore
+from ec_store.disk import claims as disk_claims
+from ec_store.disk.files import Folder
+from ec_store.disk.store import SharedDiskStore
+from ec_store.redis.client import RedisClient
+from ec_store.redis.link import Command, Reply
+from ec_store.redis.store import RedisStore
 from tests.store.claims_contract import running
 from tests.store.contract import key
 from tests.store.redis_server import RedisServer

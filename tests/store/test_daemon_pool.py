@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from ec_store import Entry, EntryKey, entry_files, open_store
+from ec_store import Entry, EntryKey, open_store
 from ec_store.aio import on_thread
-from ec_store.threads import DaemonPool
+from ec_store.concurrency import DaemonPool
+from ec_store.disk import entry_files
 
 
 def test_calls_are_made_and_their_ends_told() -> None:
@@ -124,7 +125,7 @@ async def test_what_an_event_loop_waits_for_is_cancelled_when_the_pool_is_closed
 def test_a_process_ends_while_a_call_hangs() -> None:
     code = (
         "import time\n"
-        "from ec_store.threads import DaemonPool\n"
+        "from ec_store.concurrency import DaemonPool\n"
         "pool = DaemonPool(2, 'test')\n"
         "pool.submit(lambda: time.sleep(60))\n"
         "time.sleep(0.2)\n"

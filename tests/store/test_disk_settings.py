@@ -10,11 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ec_store import StoreUnavailable, disk_opening, open_store
-from ec_store.cli import main
-from ec_store.disk_config import DiskConfig
-from ec_store.disk_settings import FORMAT, NAME, GivenSettings, SettingsInvalid, StoreSettings
-from ec_store.shared_disk import SharedDiskStore
+from ec_store import StoreUnavailable, open_store
+from ec_store.__main__ import main
+from ec_store.disk import opening
+from ec_store.disk.config import (
+    FORMAT,
+    NAME,
+    DiskConfig,
+    GivenSettings,
+    SettingsInvalid,
+    StoreSettings,
+)
+from ec_store.disk.store import SharedDiskStore
 from tests.small_disk import small_disk
 from tests.store.contract import assert_same, key, sized
 
@@ -39,7 +46,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def looks_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_opening, "LOOK_EVERY_S", SOON_S)
+    monkeypatch.setattr(opening, "LOOK_EVERY_S", SOON_S)
 
 
 @pytest.fixture
@@ -160,7 +167,7 @@ def test_of_two_that_make_a_store_both_go_by_the_first(
         opened(root, "max_bytes=1GiB").close()
         return None
 
-    monkeypatch.setattr(disk_opening, "read_settings", late)
+    monkeypatch.setattr(opening, "read_settings", late)
     with opened(root, "max_bytes=2GiB") as second:
         assert second.settings.max_bytes == 2**30
     assert held(root).max_bytes == 2**30

@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 
 from ec_store import Entry, EntryKey, Store, StoreUnavailable, open_store
-from ec_store.breaker import FAILURES, OPEN_S
-from ec_store.fetch_queue import Want
+from ec_store.concurrency import FAILURES, OPEN_S
+from ec_store.fetch_queue import OVERHEAD_BYTES, Want, buffer_bytes, entry_bytes
 from ec_store.fetcher import CHECK_EVERY_S, Fetcher, State
-from ec_store.memory import OVERHEAD_BYTES, buffer_bytes, entry_bytes
 from tests.store.entries import entry
 
 NAMESPACE = "ns"

@@ -3,7 +3,7 @@
 import gc
 import os
 
-from ec_store import forks
+from ec_store import counts
 
 
 class Renewed:
@@ -17,12 +17,12 @@ class Renewed:
 def test_methods_are_called_in_a_child_while_their_object_lives() -> None:
     """What is registered with the system stays for ever: a proxy that waits for its store grew."""
     gc.collect()  # what other tests have left
-    kept, before = Renewed(), len(forks._renewed)  # noqa: SLF001
-    forks.after_fork(kept.renew)
+    kept, before = Renewed(), len(counts._renewed)  # noqa: SLF001
+    counts.after_fork(kept.renew)
     for _ in range(100):
-        forks.after_fork(Renewed().renew)
+        counts.after_fork(Renewed().renew)
     gc.collect()
-    assert len(forks._renewed) == before + 1  # noqa: SLF001
+    assert len(counts._renewed) == before + 1  # noqa: SLF001
     child = os.fork()
     if child == 0:
         os._exit(kept.times)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ec_store.entry import Entry
-from ec_store.memory import (
+from ec_store.fetch_queue import (
     LARGE_BYTES,
     OVERHEAD_BYTES,
     PAGE_BYTES,

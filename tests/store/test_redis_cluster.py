@@ -11,9 +11,10 @@ import hiredis
 import pytest
 from redis.crc import key_slot
 
-from ec_store import EntryKey, StoreUnavailable, redis_client
-from ec_store.redis_client import MOST_MOVES
-from ec_store.redis_store import RedisStore
+from ec_store import EntryKey, StoreUnavailable
+from ec_store.redis import client
+from ec_store.redis.client import MOST_MOVES
+from ec_store.redis.store import RedisStore
 from tests.store.contract import key
 
 NODES = 3
@@ -115,7 +116,7 @@ def move(cluster: FakeCluster, one: EntryKey, node: int) -> None:
 def test_every_move_is_learnt_at_once_and_no_connection_is_closed(
     cluster: FakeCluster, store: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redis_client, "RELOAD_S", 3600.0)
+    monkeypatch.setattr(client, "RELOAD_S", 3600.0)
     keys = [key(str(n)) for n in range(60)]
     for n, each in enumerate(keys):
         move(cluster, each, 1 + n % 2)
@@ -132,21 +133,21 @@ def test_every_move_is_learnt_at_once_and_no_connection_is_closed(
 def test_the_map_is_loaded_once_a_second_at_most_while_slots_move(
     cluster: FakeCluster, store: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redis_client, "RELOAD_S", 0.0)
+    monkeypatch.setattr(client, "RELOAD_S", 0.0)
     move(cluster, key(), 1)
     store.lookup([key()])
     assert cluster.maps == 1
     store.lookup([key()])
     assert cluster.maps == 2
 
-    monkeypatch.setattr(redis_client, "RELOAD_S", 3600.0)
+    monkeypatch.setattr(client, "RELOAD_S", 3600.0)
     for n in range(40):
         move(cluster, key(str(n)), 1 + n % 2)
         store.lookup([key(str(n))])
     assert cluster.maps == 2
 
     cluster.known = list(cluster.owner)
-    monkeypatch.setattr(redis_client, "RELOAD_S", 0.0)
+    monkeypatch.setattr(client, "RELOAD_S", 0.0)
     store.lookup([key()])
     assert cluster.maps == 3
     store.lookup([key(str(n)) for n in range(40)])
@@ -156,7 +157,7 @@ def test_the_map_is_loaded_once_a_second_at_most_while_slots_move(
 def test_a_map_that_cannot_be_loaded_fails_no_call(
     cluster: FakeCluster, store: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redis_client, "RELOAD_S", 0.0)
+    monkeypatch.setattr(client, "RELOAD_S", 0.0)
     cluster.maps_fail = True
     move(cluster, key(), 1)
 

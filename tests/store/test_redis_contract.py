@@ -8,7 +8,8 @@ import pytest
 import redis
 from redis.crc import key_slot
 
-from ec_store import EntryKey, open_store, redis_entries
+from ec_store import EntryKey, open_store
+from ec_store.redis import entries
 from tests.store.claims_contract import ClaimsContract
 from tests.store.contract import Opened, Spoil, StoreContract
 from tests.store.redis_server import Certificates, RedisServer, cluster, has_tls
@@ -70,8 +71,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sequence[Redis
 @pytest.fixture
 def tiny_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small entries are read in many pieces."""
-    monkeypatch.setattr(redis_entries, "FIRST_BYTES", 1024)
-    monkeypatch.setattr(redis_entries, "WINDOW_BYTES", 1024)
+    monkeypatch.setattr(entries, "FIRST_BYTES", 1024)
+    monkeypatch.setattr(entries, "WINDOW_BYTES", 1024)
 
 
 class TestRedis(StoreContract, ClaimsContract):

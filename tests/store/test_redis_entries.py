@@ -16,13 +16,14 @@ import pytest
 import redis
 from aiohttp.test_utils import TestServer
 
-from ec_store import Entry, EntryKey, EntryTooLarge, StoreUnavailable, redis_entries
+from ec_store import Entry, EntryKey, EntryTooLarge, StoreUnavailable
 from ec_store.aio import AsyncStore
 from ec_store.entry import encode_header
-from ec_store.redis_client import RedisClient
-from ec_store.redis_entries import RedisEntries
-from ec_store.redis_link import Link, packed
-from ec_store.redis_store import ATTEMPTS, RedisStore
+from ec_store.redis import entries
+from ec_store.redis.client import RedisClient
+from ec_store.redis.entries import RedisEntries
+from ec_store.redis.link import Link, packed
+from ec_store.redis.store import ATTEMPTS, RedisStore
 from ec_store.service import create_app
 from tests.store.contract import assert_same, key, sized
 from tests.store.redis_server import RedisServer
@@ -43,8 +44,8 @@ def store(server: RedisServer, client: Any) -> Iterator[RedisStore]:
 @pytest.fixture
 def tiny_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small entries are read in many pieces."""
-    monkeypatch.setattr(redis_entries, "FIRST_BYTES", 64)
-    monkeypatch.setattr(redis_entries, "WINDOW_BYTES", 64)
+    monkeypatch.setattr(entries, "FIRST_BYTES", 64)
+    monkeypatch.setattr(entries, "WINDOW_BYTES", 64)
 
 
 def name_of(one: EntryKey) -> bytes:
@@ -84,8 +85,8 @@ def test_an_entry_as_long_as_what_is_read_at_first(
     kept = sized(1000)
     store.put(key(), kept)
     size = len(encode_header(key(), kept)) + 1000
-    monkeypatch.setattr(redis_entries, "FIRST_BYTES", size - 1 + extra)
-    monkeypatch.setattr(redis_entries, "WINDOW_BYTES", 64)
+    monkeypatch.setattr(entries, "FIRST_BYTES", size - 1 + extra)
+    monkeypatch.setattr(entries, "WINDOW_BYTES", 64)
 
     assert_same(kept, store.get(key()))
     assert round_trips(monkeypatch, lambda: store.get(key())) == (1 if extra else 2)
@@ -136,8 +137,8 @@ def test_every_cut_is_a_miss(
     store: RedisStore, client: Any, monkeypatch: pytest.MonkeyPatch, windows: int
 ) -> None:
     if windows:
-        monkeypatch.setattr(redis_entries, "FIRST_BYTES", 64)
-        monkeypatch.setattr(redis_entries, "WINDOW_BYTES", 64)
+        monkeypatch.setattr(entries, "FIRST_BYTES", 64)
+        monkeypatch.setattr(entries, "WINDOW_BYTES", 64)
     store.put(key(), sized(100))
     value = client.get(name_of(key()))
     cuts = range(0, len(value), 7)
@@ -301,7 +302,7 @@ def test_writers_of_one_key_never_mix(
     server: RedisServer, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They delete and write again all the time, so that a reader meets many of them."""
-    monkeypatch.setattr(redis_entries, "WINDOW_BYTES", 512)
+    monkeypatch.setattr(entries, "WINDOW_BYTES", 512)
     rounds, length = 100, 2000
     allowed = {bytes(sized(length, seed).data) for seed in range(6)}
     stop = threading.Event()

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from ec_store import EntryKey, StoreUnavailable
-from ec_store.redis_link import Node
-from ec_store.redis_store import RedisStore
-from ec_store.redis_url import redis_options
+from ec_store.redis.link import Node
+from ec_store.redis.store import RedisStore
+from ec_store.redis.url import redis_options
 from tests.faults.relay import Relay
 from tests.store.contract import assert_same, key, sized
 from tests.store.redis_server import Certificates, RedisServer, cluster, has_tls

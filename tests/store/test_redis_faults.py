@@ -15,10 +15,11 @@ import pytest
 import redis
 from redis.crc import key_slot
 
-from ec_store import StoreUnavailable, redis_client
-from ec_store.redis_link import Node
-from ec_store.redis_store import RedisStore
-from ec_store.redis_url import redis_options
+from ec_store import StoreUnavailable
+from ec_store.redis import client
+from ec_store.redis.link import Node
+from ec_store.redis.store import RedisStore
+from ec_store.redis.url import redis_options
 from tests.store.contract import assert_same, key, sized
 from tests.store.redis_server import RedisServer, cluster, free_port
 
@@ -358,7 +359,7 @@ def test_a_lookup_in_a_cluster_asks_every_node_once_and_none_that_hangs(
                 store._client._slots = []  # noqa: SLF001 - as another thread does
                 return key_slot(name)
 
-            patched.setattr(redis_client, "key_slot", forgotten_meanwhile)
+            patched.setattr(client, "key_slot", forgotten_meanwhile)
             assert all(store.lookup(keys))
 
         first, hanging = servers[0], servers[2]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ec_store import StoreUnavailable, open_store
-from ec_store.redis_store import RedisStore
-from ec_store.redis_url import Address, Tls, redis_options
+from ec_store.redis.store import RedisStore
+from ec_store.redis.url import Address, Tls, redis_options
 from tests.store.contract import assert_same, key, sized
 from tests.store.redis_server import Certificates, RedisServer, has_tls
 

@@ -14,13 +14,14 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from ec_store import EntryKey, StoreUnavailable, open_store
+from ec_store.__main__ import main
 from ec_store.aio import CLOSE_S, AsyncStore
-from ec_store.cli import main
-from ec_store.disk_settings import GivenSettings
+from ec_store.concurrency import DaemonPool
+from ec_store.disk.config import GivenSettings
+from ec_store.disk.store import SharedDiskStore
 from ec_store.errors import StoreMissing
+from ec_store.opening import open_async_store
 from ec_store.service import create_app
-from ec_store.shared_disk import SharedDiskStore
-from ec_store.threads import DaemonPool
 from tests.conftest import ROOT
 from tests.deploy.expressions import asked, queries
 from tests.deploy.tools import DASHBOARD, rules
@@ -35,7 +36,7 @@ def url(tmp_path: Path) -> str:
 
 
 async def test_the_same_calls_awaited(url: str) -> None:
-    async with await AsyncStore.open(url) as store:
+    async with await open_async_store(url) as store:
         assert await store.put(KEY, entry())
         assert not await store.put(KEY, entry())
         assert await store.get(KEY) == entry()
@@ -72,15 +73,15 @@ async def test_a_store_is_closed_while_every_thread_hangs(url: str) -> None:
 async def test_a_store_that_is_not_to_be_made_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ec_store.disk_opening.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("ec_store.disk.opening.LOOK_EVERY_S", 0.0)
     root = tmp_path / "store"
     with pytest.raises(StoreMissing, match=f"there is no store in {root}"):
-        await AsyncStore.open(root.as_uri(), create=False)
+        await open_async_store(root.as_uri(), create=False)
     assert not root.exists()
 
     with open_store(root.as_uri()):
         pass
-    async with await AsyncStore.open(root.as_uri(), create=False) as store:
+    async with await open_async_store(root.as_uri(), create=False) as store:
         shutil.rmtree(root)
         with pytest.raises(StoreMissing, match=f"there is no store in {root}"):
             await store.claim([KEY], "a", 10)
@@ -93,7 +94,7 @@ async def test_a_store_that_is_not_to_be_made_is_missing(
 
 
 async def test_calls_leave_the_event_loop_free(url: str) -> None:
-    async with await AsyncStore.open(url) as store:
+    async with await open_async_store(url) as store:
         large = entry(shape=(1000, 200))
         ticks = 0
 

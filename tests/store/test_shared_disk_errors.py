@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ec_store import StoreUnavailable
-from ec_store.shared_disk import SharedDiskStore
+from ec_store.disk.store import SharedDiskStore
 from tests.store.contract import assert_same, key, sized
 
 LENGTH = 2000

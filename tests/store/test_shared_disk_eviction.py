@@ -16,15 +16,16 @@ from typing import Any
 
 import pytest
 
-from ec_store import Entry, EntryTooLarge, StoreUnavailable, eviction, evictor, housekeeping, tree
-from ec_store.disk_settings import GivenSettings
-from ec_store.entry_files import EntryFiles
-from ec_store.eviction import Kept, taken_bytes
-from ec_store.files import Folder, Modes, StoreClock
-from ec_store.leases import LONGEST_S, Leases
-from ec_store.ledger import Ledger
-from ec_store.lock import FileLock
-from ec_store.shared_disk import SharedDiskStore
+from ec_store import Entry, EntryTooLarge, StoreUnavailable
+from ec_store.disk import evictor, housekeeping, tree
+from ec_store.disk.claims import LONGEST_S, Leases
+from ec_store.disk.config import GivenSettings
+from ec_store.disk.entry_files import EntryFiles
+from ec_store.disk.files import Folder, Modes, StoreClock
+from ec_store.disk.ledger import Ledger
+from ec_store.disk.lock import FileLock
+from ec_store.disk.store import SharedDiskStore
+from ec_store.disk.tree import Kept, taken_bytes
 from tests.small_disk import small_disk
 from tests.store.contract import key, sized
 from tests.store.test_shared_disk_faults import age, entries_bytes, files, opened, path_of
@@ -224,7 +225,7 @@ def test_sweep_that_lost_its_lock_corrects_nothing(
 
 def choosing(monkeypatch: pytest.MonkeyPatch, then: Callable[[Sequence[Kept]], None]) -> None:
     """Have something done once, when it is chosen what goes and nothing has gone yet."""
-    choose = eviction.victims
+    choose = tree.victims
 
     def chosen(sample: Sequence[Kept], **more: Any) -> list[Kept]:
         monkeypatch.setattr(evictor, "victims", choose)

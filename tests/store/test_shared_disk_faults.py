@@ -18,16 +18,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from ec_store import Entry, EntryKey, EntryTooLarge, StoreUnavailable, evictor, open_store
-from ec_store.buffers import UNUSED_BYTES, Buffers
-from ec_store.disk_settings import GivenSettings
-from ec_store.entry_files import EntryFiles
-from ec_store.eviction import taken_bytes
-from ec_store.files import Folder, Modes, StoreClock
-from ec_store.housekeeping import QUARANTINED
-from ec_store.leases import Leases
-from ec_store.lock import FileLock
-from ec_store.shared_disk import SharedDiskStore
+from ec_store import Entry, EntryKey, EntryTooLarge, StoreUnavailable, open_store
+from ec_store.disk import evictor
+from ec_store.disk.claims import Leases
+from ec_store.disk.config import GivenSettings
+from ec_store.disk.entry_files import EntryFiles
+from ec_store.disk.files import Folder, Modes, StoreClock
+from ec_store.disk.housekeeping import QUARANTINED
+from ec_store.disk.lock import FileLock
+from ec_store.disk.store import SharedDiskStore
+from ec_store.disk.tree import taken_bytes
+from ec_store.entry import UNUSED_BYTES, Buffers
 from tests.store.contract import assert_same, entry, key, sized
 
 HOUR = 3600.0

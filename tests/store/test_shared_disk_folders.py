@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from ec_store import EntryKey, disk_opening, tree
-from ec_store.files import Folder
-from ec_store.shared_disk import SharedDiskStore
+from ec_store import EntryKey
+from ec_store.disk import opening, tree
+from ec_store.disk.files import Folder
+from ec_store.disk.store import SharedDiskStore
 from tests.store.contract import assert_same, key, sized
 from tests.store.test_shared_disk_eviction import counted
 
@@ -36,7 +37,7 @@ def store(root: Path) -> Iterator[SharedDiskStore]:
 
 @pytest.fixture
 def looks_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_opening, "LOOK_EVERY_S", SOON_S)
+    monkeypatch.setattr(opening, "LOOK_EVERY_S", SOON_S)
 
 
 def opened(root: Path) -> SharedDiskStore:
@@ -74,7 +75,7 @@ def test_what_another_puts_into_a_folder_made_again_is_found(
 def test_what_one_puts_into_a_folder_made_again_is_found_at_once(
     root: Path, store: SharedDiskStore, monkeypatch: pytest.MonkeyPatch, depth: int
 ) -> None:
-    monkeypatch.setattr(disk_opening, "LOOK_EVERY_S", 3600.0)
+    monkeypatch.setattr(opening, "LOOK_EVERY_S", 3600.0)
     store.put(key(), sized(10, 1))
     assert store.get(key()) is not None
     shutil.rmtree(path_of(root, key()).parents[depth])
@@ -101,7 +102,7 @@ def test_folders_kept_open_are_few_and_closed_with_the_store(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Each look at the path closes them, and the look-up of all keys may take longer than a second.
-    monkeypatch.setattr(disk_opening, "LOOK_EVERY_S", 3600.0)
+    monkeypatch.setattr(opening, "LOOK_EVERY_S", 3600.0)
     keys = [key(str(number)) for number in range(2 * tree.KEPT_FOLDERS)]
     with opened(root) as writer:
         for one in keys:
@@ -139,7 +140,7 @@ def test_threads_lose_no_folder_that_is_kept_no_more(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tree, "KEPT_FOLDERS", 20)
-    monkeypatch.setattr(disk_opening, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(opening, "LOOK_EVERY_S", 0.0)
     keys = [key(str(number)) for number in range(50)]
     until_s = time.monotonic() + 1.0
     with opened(root) as store:
@@ -213,7 +214,7 @@ def test_a_sweep_removes_empty_folders_and_no_others(root: Path, store: SharedDi
 def test_what_another_puts_into_a_folder_removed_as_empty_is_found_at_once(
     root: Path, store: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_opening, "LOOK_EVERY_S", 3600.0)
+    monkeypatch.setattr(opening, "LOOK_EVERY_S", 3600.0)
     store.put(key(), sized(100, 1))
     assert store.get(key()) is not None  # its folder is kept open
     with opened(root) as other:

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from ec_store import StoreUnavailable, evictor
-from ec_store.eviction import taken_bytes
-from ec_store.shared_disk import SharedDiskStore
+from ec_store import StoreUnavailable
+from ec_store.disk import evictor
+from ec_store.disk.store import SharedDiskStore
+from ec_store.disk.tree import taken_bytes
 from tests.store.contract import key, sized
 
 KILLS = 40

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from ec_store import StoreUnavailable, files
-from ec_store.disk_settings import GivenSettings
-from ec_store.shared_disk import SharedDiskStore
+from ec_store import StoreUnavailable
+from ec_store.disk import files
+from ec_store.disk.config import GivenSettings
+from ec_store.disk.store import SharedDiskStore
 from tests.store.contract import assert_same, key, sized
 
 GROUP = 54320
@@ -218,7 +219,7 @@ def test_a_folder_whose_permissions_are_not_set_yet_is_waited_for(
     mode = stat.S_IMODE(first.stat().st_mode)
     first.chmod(0o700)
     monkeypatch.setattr(files, "SETTLES_IN_S", 60.0)
-    monkeypatch.setattr("ec_store.files.time.sleep", sleep)
+    monkeypatch.setattr("ec_store.disk.files.time.sleep", sleep)
     working = start(USERS[1], work)
     assert waits.wait(60)
     first.chmod(mode)

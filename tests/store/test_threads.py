@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ec_store import Entry, EntryInfo, EntryKey, Store, StoreUnavailable, open_store
-from ec_store.breaker import FAILURES, OPEN_S
+from ec_store.concurrency import FAILURES, OPEN_S
 from ec_store.counts import MAX_OBSERVATIONS, Counts
 from ec_store.writer import Writer
 from tests.store.entries import entry

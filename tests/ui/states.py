@@ -4,9 +4,8 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 
 from epd.events import InstanceChanged, RequestRecord, StageDone
 from epd.ui.recent import Recent
-from epd.ui.snapshot import Seen, Snapshot
+from epd.ui.snapshot import Seen, Snapshot, totals
 from epd.ui.state import WORST, Moment, State, state
-from epd.ui.totals import totals
 
 NOW_S = 5000.0
 UNIX_S = 1e9

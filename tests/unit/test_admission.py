@@ -17,10 +17,8 @@ from hypothesis.stateful import (
 )
 
 from epd.config import ProxyConfig
-from epd.edge.admission import Admission
-from epd.edge.door import Door, QueueFull, Ticket
-from epd.edge.limits import Limits, limits_of
-from epd.edge.pace import Pace
+from epd.edge.admission import Admission, Limits, limits_of
+from epd.edge.fair_queue import Door, Pace, QueueFull, Ticket
 from epd.errors import Overloaded, TooManyRequests, TryLater
 from epd.tenants import Tenant
 

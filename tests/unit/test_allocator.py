@@ -3,11 +3,11 @@ import sys
 
 import pytest
 
-from epd.server import memory
+from epd.server import serve
 
 FAULTS = """
 import resource, sys
-from epd.server.memory import keep_freed_memory
+from epd.server.serve import keep_freed_memory
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -47,6 +47,6 @@ def test_freed_bodies_are_used_again_without_page_faults() -> None:
     assert faults < PAGES
 
 
-@pytest.mark.parametrize("name", memory.OPERATORS)
+@pytest.mark.parametrize("name", serve.OPERATORS)
 def test_settings_of_the_operator_stay(name: str) -> None:
     assert _run("kept", **{name: ""})[0] == "False"

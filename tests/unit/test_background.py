@@ -11,22 +11,19 @@ from typing import Any, cast
 import pytest
 from structlog.testing import capture_logs
 
-from epd import background as module
-from epd.background import Background
+from epd import aio as module
+from epd.aio import Background
 from epd.config import ProxyConfig
 from epd.config.live import LiveConfig
 from epd.discovery.membership import membership
 from epd.edge.listening import Handshakes
 from epd.edge.protocol import Server
 from epd.errors import UpstreamUnreachable
-from epd.request.polling import Polling, Question
-from epd.request.probes import probing
-from epd.request.reports import reporting
+from epd.request.polling import Polling, Question, probing, reporting
 from epd.routing.health import State
-from epd.routing.instances import Instance, Role
-from epd.routing.registry import Registry
+from epd.routing.instances import Instance, Registry, Role
 from epd.routing.table import InstanceTable
-from epd.upstream.client import Upstream
+from epd.upstream import Upstream
 from tests.faults.raw import connected, ended
 from tests.proxy.fake_instance import FakeInstance, decodes
 from tests.proxy.fleet import Launch, until

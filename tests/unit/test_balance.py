@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd.errors import UpstreamUnreachable
+from epd.routing import ItemBalanceName
 from epd.routing.balance import (
     BALANCES,
     LOAD_FACTOR,
     OUTLIER,
     Choice,
-    ItemBalanceName,
     LeastLoad,
     PowerOfTwo,
     Rendezvous,
@@ -23,7 +23,7 @@ from epd.routing.balance import (
 from epd.routing.instances import Instance, Role
 from epd.routing.load import Load, Report
 from epd.routing.table import InstanceTable
-from epd.routing.weights import MAX_WEIGHT, MIN_WEIGHT
+from epd.routing.urls import MAX_WEIGHT, MIN_WEIGHT
 
 KEYS = [f"key-{number}" for number in range(4000)]
 WEIGHTS = [1.0, 2.0, 5.0]

@@ -12,14 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.bench import results, vllm_bench
-from epd.bench.dataset import Dataset
-from epd.bench.targets import Items, Model, NoFigures, Target, parse_items
-from epd.bench.vllm_bench import Load
-from epd.edge.admission import Admission
-from epd.edge.limits import Limits
+from epd.edge.admission import Admission, Limits
 from epd.events import ItemResult, RequestRecord, StageDone
 from epd.observe.metrics import MetricsObserver
+from epd.tools.bench import results, vllm_bench
+from epd.tools.bench.dataset import Dataset
+from epd.tools.bench.targets import Items, Model, NoFigures, Target, parse_items
+from epd.tools.bench.vllm_bench import Load
 
 TARGET = Target("epd", "http://h:1")
 DATASET = Dataset("local", "/data", ("a", "b", "a", "a"))

@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.bodies import items
-from epd.bodies.chat import CHAT
-from epd.bodies.endpoint import RESERVED
+from epd.api import items
+from epd.api.chat import CHAT
+from epd.api.endpoint import RESERVED
 from epd.errors import BadRequest
 from tests.requests import image, input_audio, request, text
 

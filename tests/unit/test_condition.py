@@ -1,7 +1,6 @@
 import pytest
 
-from epd.routing.condition import UNANSWERED, Condition, condition
-from epd.routing.health import State
+from epd.routing.health import UNANSWERED, Condition, State, condition
 
 
 @pytest.mark.parametrize(

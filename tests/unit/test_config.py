@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 
 from epd.config import ConfigInvalid
-from epd.config.flags import add_flags, metavar_of
-from epd.config.settings import SECRETS, Settings, flag_of
-from epd.config.shown import as_json, as_yaml
-from epd.config.sources import Loaded, load
+from epd.config.flags import SECRETS, Settings, add_flags, flag_of, metavar_of
+from epd.config.load import Loaded, as_json, as_yaml, load
 from epd.parser import Parser
 from epd.routing.instances import Role
 

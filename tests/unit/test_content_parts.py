@@ -5,9 +5,9 @@ from typing import Any
 import orjson
 import pytest
 
-from epd.bodies.endpoints import ENDPOINTS
-from epd.bodies.items import TEXTS, MMItem
-from epd.bodies.messages import BLOCKS, RESULTS
+from epd.api.endpoints import ENDPOINTS
+from epd.api.items import TEXTS, MMItem
+from epd.api.messages import BLOCKS, RESULTS
 from epd.errors import BadRequest
 from epd.media.parts import Known, source
 from tests.requests import data_url, image, input_audio, text

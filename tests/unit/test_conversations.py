@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.bodies.prompts import ALIKE, NEUTRAL, prompt_of
-from epd.cache.identity import conversation_key
-from epd.conversations.fingerprint import CHUNK, Fingerprint
-from epd.conversations.heard import Heard
+from epd.api.prompts import ALIKE, NEUTRAL, prompt_of
+from epd.conversations.entry import CHUNK, Fingerprint
+from epd.conversations.turn import Heard
+from epd.encoder_cache.identity import conversation_key
 from epd.routing.balance import Choice
 from epd.routing.instances import Instance, Role
 from epd.routing.table import InstanceTable

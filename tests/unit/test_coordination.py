@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import epd
-from epd.bodies.prompt import prompt_tokens
+from epd.api.prompts import prompt_tokens
 from epd.config.live import LiveConfig
-from epd.policies.active import activate, decide
-from epd.policies.catalogue import OWN, PolicyInvalid, find, known
-from epd.policies.course import Course, Facts
+from epd.config.proxy_config import active_policies
+from epd.policies.plan import Course, Facts
+from epd.policies.registry import OWN, PolicyInvalid, activate, decide, find, known
 from epd.routing.instances import Role
 
 EPD = frozenset({Role.ENCODE, Role.PREFILL, Role.DECODE})
@@ -255,7 +255,7 @@ def test_the_configuration_says_which_are_in_force(
 
 def test_the_local_prefill_instance_is_the_first_one_by_default() -> None:
     config = epd.ProxyConfig(**URLS, **P, policies=("prefill_local_decode_remote",))
-    [local] = config.activated(config.policies)
+    [local] = active_policies(config, config.policies)
 
     assert local.options["local_prefill_url"] == "http://p:1"
 
@@ -300,7 +300,8 @@ def test_policies_change_at_a_reload() -> None:
 
     assert change.changed == {"policies", "skip_prefill_below_tokens"}
     assert (
-        live.current.activated(live.current.policies)[0].options["skip_prefill_below_tokens"] == 8
+        active_policies(live.current, live.current.policies)[0].options["skip_prefill_below_tokens"]
+        == 8
     )
 
 
@@ -327,7 +328,7 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 PLUGIN = """
 from dataclasses import dataclass
 
-from epd.policies.course import Course, Facts
+from epd.policies.plan import Course, Facts
 
 FEW = 3
 
@@ -345,7 +346,7 @@ class NightShift:
 
 def test_a_policy_of_another_distribution_is_found_by_name(plugins: Path) -> None:
     config = epd.ProxyConfig(**URLS, policies=("night_shift?most_items=1", "encode_pd"))
-    policies = config.activated(config.policies)
+    policies = active_policies(config, config.policies)
 
     assert "night_shift" in known()
     assert decide(policies, facts(E_PD, items=1)) == ("night_shift", COURSE)

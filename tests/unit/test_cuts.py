@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.bodies.cuts import MARK_LENGTH, NO_CUTS, WINDOW, cut, pieces
-from epd.bodies.endpoints import ENDPOINTS
-from epd.bodies.items import MMItem
+from epd.api.body import MARK_LENGTH, NO_CUTS, WINDOW, cut, pieces
+from epd.api.endpoints import ENDPOINTS
+from epd.api.items import MMItem
 from epd.errors import BadRequest
 from epd.media.parts import Inline, source
 

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from epd.deadline import within
+from epd.aio import within
 
 
 async def lose_one() -> None:

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 import epd
-from epd.policies.course import Course, DecodeFrom, Facts
+from epd.policies.plan import Course, DecodeFrom, Facts
+from epd.request.attempts import Attempt
 from epd.request.context import RequestContext
-from epd.request.decoders import Decoders
-from epd.request.sending import Attempt
+from epd.request.targets import Decoders
 from epd.routing.instances import Instance, Role
 from epd.routing.table import InstanceTable
 

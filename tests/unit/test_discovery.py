@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from epd.discovery.dns import Sightings
 from epd.discovery.entries import (
     EntriesInvalid,
     read_json,
@@ -13,13 +14,13 @@ from epd.discovery.entries import (
     registration,
     write_json,
 )
-from epd.discovery.sightings import Sightings
 from epd.http.http1 import target_of
-from epd.routing.allowed import check_pattern, is_allowed
 from epd.routing.instances import Instance, Role
 from epd.routing.urls import (
     at_address,
     base_url,
+    check_pattern,
+    is_allowed,
     name_server,
     registration_store_url,
     service_url,

@@ -7,16 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.bodies.chat import CHAT, encode_body, features
+from epd.api.chat import CHAT, encode_body, features
 from epd.errors import NoInstance, UpstreamFailed
 from epd.routing.instances import Instance, Role
-from epd.routing.table import InstanceTable
-from epd.routing.use import Place
-from epd.transfer.ec import ECTransfer, Example, Store
-from epd.transfer.ec_mooncake import ECMooncake
-from epd.transfer.ec_nixl import ECNixl
+from epd.routing.table import InstanceTable, Place
+from epd.transfer.ec import ECMooncake, ECNixl, ECTransfer, Example, Store
 from epd.transfer.encoded import Encoded, read_encoded
-from epd.transfer.flavours import EC_TRANSFERS
+from epd.transfer.registry import EC_TRANSFERS
 from tests.requests import image, request, video
 
 MEMORY: dict[str, Any] = {"peer_host": "e", "peer_port": 5601, "size_bytes": 512, "shape": [1, 256]}

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.bodies.endpoint import RESERVED, Endpoint
-from epd.bodies.endpoints import ENDPOINTS
-from epd.bodies.items import EMBEDS, MODALITY, metadata_part, raw_part, with_parts
+from epd.api.endpoint import RESERVED, Endpoint
+from epd.api.endpoints import ENDPOINTS
+from epd.api.items import EMBEDS, MODALITY, metadata_part, raw_part, with_parts
 from epd.errors import BadRequest, Overloaded, ProxyError
 from epd.transfer.encoded import Encoded, EncodedItem, consumer_body
 from tests.requests import data_url

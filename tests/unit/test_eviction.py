@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ec_store.eviction import (
+from ec_store.disk.ledger import Count, Usage
+from ec_store.disk.tree import (
     BATCH,
     BLOCK_BYTES,
     SAMPLED,
@@ -18,7 +19,6 @@ from ec_store.eviction import (
     taken_bytes,
     victims,
 )
-from ec_store.ledger import Count, Usage
 
 GIB = 2**30
 KEPT = st.lists(

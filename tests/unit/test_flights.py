@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from epd.aio import Flights
 from epd.errors import ProxyError
-from epd.flights import Flights
 
 
 class Work:

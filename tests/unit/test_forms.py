@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.bodies.endpoints import ENDPOINTS
-from epd.bodies.forms import MAX_HEAD_BYTES, MAX_PARTS, FormPart, new_form, read_form
-from epd.bodies.passed_on import MAX_FIELD_BYTES
+from epd.api.endpoints import ENDPOINTS
+from epd.api.forms import MAX_HEAD_BYTES, MAX_PARTS, FormPart, new_form, read_form
+from epd.api.passthrough import MAX_FIELD_BYTES
 from epd.errors import BadRequest, ProxyError
 
 AUDIO = ENDPOINTS["/v1/audio/transcriptions"]

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
+from epd.aio import StrictTaskGroup, gather_first
 from epd.edge.drain import Drain
 from epd.errors import Overloaded, UpstreamTimeout
-from epd.gather import StrictTaskGroup, gather_first
 
 
 async def fails() -> None:

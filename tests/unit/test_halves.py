@@ -6,8 +6,8 @@ from contextlib import suppress
 import pytest
 
 from epd.errors import UpstreamDied, UpstreamFailed
-from epd.request import handover
-from epd.request.handover import Halves
+from epd.request import prefill_decode
+from epd.request.prefill_decode import Halves
 
 pytestmark = pytest.mark.fault(68)
 
@@ -42,7 +42,7 @@ async def test_a_death_a_moment_after_the_other_is_seen() -> None:
 
 
 async def test_a_half_that_lives_on_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handover, "DIES_WITHIN_S", 0.05)
+    monkeypatch.setattr(prefill_decode, "DIES_WITHIN_S", 0.05)
 
     assert await ended(0.0, None) == ["prefill"]
 

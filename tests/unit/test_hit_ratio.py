@@ -10,9 +10,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from epd.events import ItemResult
-from epd.observe.figures import ITEMS, ITEMS_HIT_RATIO
-from epd.observe.hit_ratio import WithHitRatio
-from epd.observe.metric_sums import added, dump, load
+from epd.observe.metric_defs import ITEMS, ITEMS_HIT_RATIO
+from epd.observe.metrics import WithHitRatio
+from epd.observe.worker_metrics import added, dump, load
 
 Counts = dict[tuple[str, ItemResult], int]
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.cache.identity import content_key, name_key, salted
+from epd.encoder_cache.identity import content_key, name_key, salted
 from epd.errors import BadRequest
 from epd.media.parts import Inline
 from epd.tenants import Scope, Tenant

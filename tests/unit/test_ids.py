@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 
-from epd.request.ids import child_id, request_id
+from epd.request.context import child_id, request_id
 
 
 def test_they_are_as_long_as_they_were_and_begin_with_the_clients() -> None:
@@ -25,7 +25,7 @@ def test_a_seed_of_somebody_else_makes_no_two_the_same() -> None:
 
 FORKS = """
 import os
-from epd.request.ids import request_id
+from epd.request.context import request_id
 child = os.fork()
 os.write(1, f"{request_id(None)}\\n".encode())  # at once: the two do not wait for each other
 if child:

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import pytest
 
 from epd.errors import ProxyError, UpstreamFailed, UpstreamRejected
-from epd.server import keys
-from epd.server.keys import MAX_KEYS, KeyJudge
+from epd.server import responses
+from epd.server.responses import MAX_KEYS, KeyJudge
 
 
 class Asked:
@@ -42,7 +42,7 @@ async def test_an_accepted_key_is_asked_about_once() -> None:
 async def test_an_accepted_key_is_asked_about_again_after_its_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(keys, "ACCEPTED_S", 0.0)
+    monkeypatch.setattr(responses, "ACCEPTED_S", 0.0)
     asked = Asked()
     judge = KeyJudge(asked)
     for _ in range(3):

@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 
 from epd.errors import UpstreamFailed
 from epd.routing.instances import Instance, Role
-from epd.transfer.flavours import KV_TRANSFERS
-from epd.transfer.kv import KVTransfer, Pair
-from epd.transfer.lmcache import LMCache
+from epd.transfer.kv import KVTransfer, LMCache, Pair
 from epd.transfer.mooncake import Mooncake
 from epd.transfer.nixl import KEEP, Multi, Nixl, NixlPush
+from epd.transfer.registry import KV_TRANSFERS
 
 EVERY = [made() for made in dict.fromkeys(KV_TRANSFERS.values())]
 NAMES = [one.name for one in EVERY]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import orjson
 import pytest
 
-from epd.observe.lines import BATCH_BYTES, BATCH_S, WHOLE_BYTES, LineLogger, LineWriter
+from epd.observe.log_lines import BATCH_BYTES, BATCH_S, WHOLE_BYTES, LineLogger, LineWriter
 
 REQUESTS = """
 import asyncio, logging, re, structlog, sys

@@ -9,14 +9,12 @@ from pydantic import ValidationError
 
 from epd.config import ConfigInvalid, ProxyConfig
 from epd.config.live import FIXED, LiveConfig
-from epd.edge.admission import Admission
-from epd.edge.door import Door
-from epd.edge.limits import Limits
+from epd.edge.admission import Admission, Limits
+from epd.edge.fair_queue import Door
 from epd.errors import TooManyRequests, UpstreamUnreachable
 from epd.routing.balance import Choice
 from epd.routing.health import HealthPolicy, State
-from epd.routing.instances import Instance, Role
-from epd.routing.registry import Registry, Source
+from epd.routing.instances import Instance, Registry, Role, Source
 from epd.routing.table import InstanceTable
 from epd.tenants import Tenant
 

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from epd.routing.instances import Instance, Role
-from epd.routing.load import KEPT_INTERVALS, Load, Report
-from epd.routing.ranks import Ranks
+from epd.routing.load import KEPT_INTERVALS, Load, Ranks, Report
 from epd.routing.table import InstanceTable
 
 INTERVAL_S = 1.0

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.bodies.items import MMItem
+from epd.api.items import MMItem
 from epd.errors import BadRequest
 from epd.media.parts import Inline, Remote, check_inside, source
 from tests.requests import data_url

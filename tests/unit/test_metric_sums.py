@@ -3,6 +3,7 @@
 import time
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import partial
 from random import Random
 
 import pytest
@@ -11,17 +12,16 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import Metric
 
-from epd.cache.encoder_cache import EncoderCache
+from ec_store.opening import open_async_store
 from epd.config import ProxyConfig
 from epd.config.live import LiveConfig
 from epd.conversations.conversations import Conversations
-from epd.edge.admission import Admission
-from epd.edge.limits import limits_of
-from epd.observe.figures import FIGURES
-from epd.observe.glances import ConversationsGlance, InstancesGlance, StoreGlance
-from epd.observe.hit_ratio import WithHitRatio
-from epd.observe.metric_sums import added, counted, dump, load
-from epd.observe.metrics import MetricsObserver
+from epd.edge.admission import Admission, limits_of
+from epd.encoder_cache.client import EncoderCache
+from epd.observe.collectors import ConversationsGlance, InstancesGlance, StoreGlance
+from epd.observe.metric_defs import FIGURES
+from epd.observe.metrics import MetricsObserver, WithHitRatio
+from epd.observe.worker_metrics import added, counted, dump, load
 from epd.routing.table import InstanceTable
 
 GAUGES = {name: one.of_workers for name, one in FIGURES.items() if one.kind == "gauge"}
@@ -121,7 +121,7 @@ def test_of_all_workers_the_slowest_and_the_one_that_failed_are_shown() -> None:
 def families() -> list[Metric]:
     config = ProxyConfig(encode_servers_urls=("http://e:1",), decode_servers_urls=("http://d:1",))
     observer = MetricsObserver(Admission(limits_of(config), time.monotonic))
-    cache = EncoderCache("file:///nowhere", budget_s=1, lease_s=1)
+    cache = EncoderCache(partial(open_async_store, "file:///nowhere"), budget_s=1, lease_s=1)
     observer.registry.register(InstancesGlance(InstanceTable(config.instances)))
     observer.registry.register(StoreGlance(cache))
     observer.registry.register(ConversationsGlance(Conversations.of(LiveConfig(config))))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from epd.fleet import ProcessDied
+from epd.tools.fleet.process import ProcessDied
 from scripts.matrix.answer import Answer, differences
 from scripts.matrix.asking import read_answer, read_events
 from scripts.matrix.cases import cases, distinct

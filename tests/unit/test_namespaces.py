@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from epd.errors import NoInstance
 from epd.routing.balance import Choice
 from epd.routing.instances import Instance, Role
+from epd.routing.load import NAMESPACE, read_namespace
 from epd.routing.namespaces import INTERVAL_S, Namespaces
-from epd.routing.report_page import NAMESPACE, read_namespace
 from epd.routing.table import InstanceTable
 
 E1, E2 = (Instance(Role.ENCODE, f"http://e{n}") for n in (1, 2))

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.bodies import parsing
+from epd.api import body
 from epd.errors import BadRequest
 
 
 @pytest.mark.fault(65)
 def test_no_garbage_is_looked_for_among_what_is_parsed() -> None:
     """A collection for each 700 new lists would go over all that came before, and hold the loop."""
-    raw = b"[%s 1]" % (b"[]," * (parsing.MAX_CONTAINERS - 1))
+    raw = b"[%s 1]" % (b"[]," * (body.MAX_CONTAINERS - 1))
     begun: list[str] = []
 
     def count(phase: str, _: dict[str, int]) -> None:
@@ -22,7 +22,7 @@ def test_no_garbage_is_looked_for_among_what_is_parsed() -> None:
     gc.collect()
     gc.callbacks.append(count)
     try:
-        parsing.parse_json(raw)
+        body.parse_json(raw)
         # What comes once it is allowed again is one.
         assert begun.count("start") <= 1
     finally:
@@ -31,11 +31,11 @@ def test_no_garbage_is_looked_for_among_what_is_parsed() -> None:
 
 @pytest.mark.fault(65)
 @pytest.mark.parametrize(
-    "raw", [b"{}", b"{", b"[" * parsing.MAX_DEPTH + b"[]" + b"]" * parsing.MAX_DEPTH]
+    "raw", [b"{}", b"{", b"[" * body.MAX_DEPTH + b"[]" + b"]" * body.MAX_DEPTH]
 )
 def test_garbage_is_collected_again_once_a_body_is_read_or_refused(raw: bytes) -> None:
     with suppress(BadRequest):
-        parsing.parse_json(raw)
+        body.parse_json(raw)
 
     assert gc.isenabled()
 
@@ -59,10 +59,10 @@ def values(value: object) -> tuple[int, int, int]:
 def test_values_are_counted_and_not_what_words_look_like(value: object) -> None:
     every, containers, empty = values(value)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parsing, "MAX_CONTAINERS", 2)
-        patch.setattr(parsing, "MAX_VALUES", 6)
+        patch.setattr(body, "MAX_CONTAINERS", 2)
+        patch.setattr(body, "MAX_VALUES", 6)
         try:
-            parsing.parse_json(orjson.dumps(value))
+            body.parse_json(orjson.dumps(value))
         except BadRequest:
             assert containers > 2 or every + empty > 6
         else:
@@ -81,10 +81,10 @@ def test_what_is_wrong_with_a_large_body_is_not_looked_for_in_its_media(
 
     def parse(rest: bytes | bytearray) -> object:
         sizes.append(len(rest))
-        return parsing.parse_json(rest)
+        return body.parse_json(rest)
 
     with pytest.raises(BadRequest):
-        parsing.cut_and_parsed(raw, parse, limit)
+        body.cut_and_parsed(raw, parse, limit)
 
     assert len(sizes) == times
     assert sizes[0] < 200
@@ -97,17 +97,17 @@ def test_what_is_wrong_with_a_large_body_is_not_looked_for_in_its_media(
 def test_half_a_surrogate_pair_is_refused(raw: bytes) -> None:
     """UTF-8 has no form of it, so no body with it could be written for an instance."""
     with pytest.raises(BadRequest) as refused:
-        parsing.parse_json(raw)
+        body.parse_json(raw)
 
     assert refused.value.slug == "invalid_json"
-    assert parsing.parse_json(rb'"\ud83d\ude00"') == "\U0001f600"
+    assert body.parse_json(rb'"\ud83d\ude00"') == "\U0001f600"
 
 
 @pytest.mark.parametrize("number", [2**64, -(2**63) - 1, 10**40, 2**64 - 1, -(2**63), 7])
 def test_integers_of_any_size_are_exact(number: int) -> None:
     raw = b'{"tools": [{"maximum": %d, "text": "%d", "most": 1.5}]}' % (number, number)
-    value = parsing.parse_json(raw)
+    value = body.parse_json(raw)
 
     assert value == {"tools": [{"maximum": number, "text": str(number), "most": 1.5}]}
     assert type(value["tools"][0]["maximum"]) is int
-    assert parsing.dumped(value) == raw.replace(b" ", b"")
+    assert body.dumped(value) == raw.replace(b" ", b"")

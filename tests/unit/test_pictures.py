@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from epd.bench.pictures import MAX_PIXELS, MAX_TURNS, MIN_PIXELS, conversation, jpeg, size
-from epd.bench.replays import rng
+from epd.tools.bench.dataset import MAX_PIXELS, MAX_TURNS, MIN_PIXELS, conversation, jpeg, rng, size
 
 
 @given(st.integers())

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.bodies.chat import CHAT
-from epd.bodies.items import MMItem
+from epd.api.chat import CHAT
+from epd.api.items import MMItem
 from epd.config import ProxyConfig
 from epd.errors import (
     BadRequest,
@@ -25,7 +25,8 @@ from epd.errors import (
     UpstreamTimeout,
     UpstreamUnreachable,
 )
-from epd.policies.course import Course, Facts
+from epd.policies.plan import Course, Facts
+from epd.request.attempts import Attempt, Encodings, Sending
 from epd.request.context import RequestContext
 from epd.request.recovery import (
     ENCODE_RULES,
@@ -37,7 +38,6 @@ from epd.request.recovery import (
     encode_delay_s,
     next_attempt,
 )
-from epd.request.sending import Attempt, Encodings, Sending
 from epd.routing.instances import Instance, Role
 from epd.routing.table import InstanceTable
 from epd.transfer.encoded import Consumed, Encoded, EncodedItem

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from epd.routing.health import State
-from epd.routing.instances import Instance, Role
-from epd.routing.ranks import Ranks
-from epd.routing.registry import CLASHES, Change, Registry, Source
+from epd.routing.instances import CLASHES, Change, Instance, Registry, Role, Source
+from epd.routing.load import Ranks
 from epd.routing.table import InstanceTable
 
 E1, E2 = (Instance(Role.ENCODE, f"http://e{number}:1") for number in (1, 2))

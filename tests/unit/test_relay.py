@@ -10,12 +10,12 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.bodies.endpoints import ENDPOINTS
+from epd.api.endpoints import ENDPOINTS
 from epd.config import ProxyConfig
 from epd.http.connection import Sink
 from epd.request.context import RequestContext
-from epd.request.relay import StreamRelay
-from epd.upstream.reply import Reply
+from epd.request.stream import StreamRelay
+from epd.upstream import Reply
 
 EVENT = b"data: 1\n\n"
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.bench.replays import (
+from epd.tools.bench.dataset import (
     NEW_IN_ARENA,
     POOL,
     REPLAYS,

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.routing.load import Report
-from epd.routing.report_page import MAX_REQUESTS, MAX_SAMPLES, read_report
+from epd.routing.load import MAX_REQUESTS, MAX_SAMPLES, Report, read_report
 
 REAL = Path(__file__).with_name("vllm_metrics.txt").read_bytes()
 """A page of vLLM 0.32's, cut short: three requests run."""

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.observe.shared_page import HALF_BYTES, HEAD, NUMBER, PageUnreadable, SharedPage
+from epd.observe.worker_metrics import HALF_BYTES, HEAD, NUMBER, PageUnreadable, SharedPage
 from epd.server.workers import _forget
 
 WRITES = """
 import sys
-from epd.observe.shared_page import SharedPage
+from epd.observe.worker_metrics import SharedPage
 page = SharedPage(int(sys.argv[1]))
 number = int(page.read() and page.read().split()[0] or 0)
 print("writes", flush=True)
@@ -171,7 +171,7 @@ async def test_what_was_set_of_policies_is_forgotten_once_nobody_else_writes() -
 
 def test_a_page_is_wanted_for_a_while(page: SharedPage, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 1000.0
-    monkeypatch.setattr("epd.observe.shared_page.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("epd.observe.worker_metrics.time.monotonic", lambda: now_s)
 
     assert not page.wanted_within(math.inf)
     page.write(b"1")

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from epd.bodies import sse
-from epd.bodies.sse import ANTHROPIC, OPENAI, RESPONSES, EventAligner, Grammar
+from epd.api import sse
+from epd.api.sse import ANTHROPIC, OPENAI, RESPONSES, EventAligner, Grammar
 
 EVENTS = [
     "data: é漢\n\n".encode(),

@@ -9,9 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.fleet import model_config as reading
-from epd.fleet.model_config import model_config, text_architectures
-from epd.fleet.suitability import flag_value, needs_bfloat16, reconfigures, unservable
+from epd.tools.fleet import model_config as reading
+from epd.tools.fleet.model_config import (
+    flag_value,
+    model_config,
+    needs_bfloat16,
+    reconfigures,
+    text_architectures,
+    unservable,
+)
 
 TEXT = frozenset({"LlamaForCausalLM", "T5ForConditionalGeneration"})
 WHISPER = {"architectures": ["WhisperForConditionalGeneration"], "is_encoder_decoder": True}

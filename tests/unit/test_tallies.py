@@ -6,9 +6,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from epd import histogram
-from epd.observe.figures import Figure
-from epd.observe.tallies import Counted, Spread
+from epd import events
+from epd.observe.metric_defs import Figure
+from epd.observe.metrics import Counted, Spread
 
 BOUNDS = (0.1, 0.5, 1, 2.5)
 LABELS = st.tuples(st.sampled_from(["m", 'q"\\\n']), st.sampled_from([200, 499]), st.booleans())
@@ -66,7 +66,7 @@ def test_what_is_counted_is_a_counter(values: list[tuple[tuple[str, int, bool], 
 
 @given(st.lists(VALUES, max_size=20), st.lists(VALUES, max_size=20))
 def test_merged_is_as_if_all_were_added_to_one(these: list[float], those: list[float]) -> None:
-    one, two, both = (histogram.Histogram(BOUNDS) for _ in range(3))
+    one, two, both = (events.Histogram(BOUNDS) for _ in range(3))
     for value in these:
         one.add(value)
     for value in those:

@@ -6,10 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from epd.top.figures import bar, printed, seconds, share, size, spark
-from epd.top.screen import frame
+from epd.tools.top_screen import bar, frame, printed, seconds, share, size, spark
+from epd.ui.snapshot import totals
 from epd.ui.state import State
-from epd.ui.totals import totals
 from tests.ui.states import large
 
 

@@ -3,15 +3,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.bodies.chat import CHAT
-from epd.bodies.items import Body
+from epd.api.body import reply_field
+from epd.api.chat import CHAT
+from epd.api.items import Body
 from epd.errors import UnknownMedia, UpstreamFailed
 from epd.routing.instances import Instance, Role
 from epd.transfer.ec import Store
 from epd.transfer.encoded import Encoded, EncodedItem, consumer_body, read_encoded
 from epd.transfer.kv import Pair
 from epd.transfer.nixl import Nixl
-from epd.transfer.params import Params, reply_field
+from epd.transfer.params import Params
 from tests.requests import Part, image, input_audio, request, text, video
 
 GRID = {"image_grid_thw": [1, 36, 54]}

@@ -12,9 +12,8 @@ from epd.errors import Stage
 from epd.events import InstanceChanged
 from epd.ui import snapshot as kept
 from epd.ui.recent import SHOWN_SPANS, SHOWN_TEXT, Recent
-from epd.ui.snapshot import Seen, Snapshot
+from epd.ui.snapshot import Seen, Snapshot, totals
 from epd.ui.state import FLOWS, SPARK_S, Moment, State, quantile, state
-from epd.ui.totals import totals
 from tests.ui.states import NOW_S, UNIX_S, Clock, done, families, large, stage
 
 NOW = Moment(NOW_S, UNIX_S)

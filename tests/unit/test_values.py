@@ -8,7 +8,7 @@ from epd.config import ProxyConfig
 from epd.errors import BadRequest, UpstreamRejected
 from epd.events import StageDone, stage_seconds
 from epd.routing.instances import Role
-from epd.server.answers import reason_of
+from epd.server.responses import reason_of
 
 PROXY_FETCH = {"media_fetch": "proxy"}
 WRONG_DOMAINS = ["https://a.test", "a.test/x", "a.test:443", "*.a.test", "u@a.test", "a.test,", "["]

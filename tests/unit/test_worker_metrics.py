@@ -14,12 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from epd.edge.admission import Admission
-from epd.edge.limits import Limits
+from epd.edge.admission import Admission, Limits
 from epd.observe import worker_metrics
 from epd.observe.metrics import MetricsObserver
-from epd.observe.shared_page import HALF_BYTES, HEAD, NUMBER, SharedPage
-from epd.observe.worker_metrics import WorkerMetrics, bury
+from epd.observe.worker_metrics import HALF_BYTES, HEAD, NUMBER, SharedPage, WorkerMetrics, bury
 
 SEATS = st.integers(0, 2)
 

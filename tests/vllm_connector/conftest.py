@@ -25,13 +25,13 @@ def vllm(models: Path) -> Any:
 @pytest.fixture(scope="session")
 def fit(vllm: Any) -> Any:
     """The module that says which entries fit."""
-    return importlib.import_module("ec_store.vllm_connector.fit")
+    return importlib.import_module("ec_store.vllm_connector.accept")
 
 
 @pytest.fixture(scope="session")
 def finite(vllm: Any) -> Any:
     """The module that looks for NaN and infinity."""
-    return importlib.import_module("ec_store.vllm_connector.finite")
+    return importlib.import_module("ec_store.vllm_connector.accept")
 
 
 @pytest.fixture

@@ -38,12 +38,11 @@ from vllm.v1.worker.gpu.ec_connector import ActiveECConnector
 from ec_store import Entry
 from ec_store.backchannel import Receiver, Sender
 from ec_store.counts import Counts
-from ec_store.device.loads import Loader
-from ec_store.device.tensors import DTYPES
+from ec_store.device.tensors import DTYPES, Loader
 from ec_store.fetcher import Fetcher
 from ec_store.vllm_connector import ECStoreConnector
+from ec_store.vllm_connector.accept import Widths
 from ec_store.vllm_connector.consumer import Consumer
-from ec_store.vllm_connector.fit import Widths
 from ec_store.vllm_connector.namespace import layout_of, namespace_of
 from ec_store.vllm_connector.step import StepMetadata
 from ec_store.vllm_connector.worker import Learner, Saver, load, reader, writes

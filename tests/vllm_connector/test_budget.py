@@ -13,8 +13,8 @@ import pytest
 from ec_store import Entry, EntryKey
 from ec_store.counts import Counts
 from ec_store.entry import payload_bytes
+from ec_store.fetch_queue import buffer_bytes
 from ec_store.fetcher import Fetcher
-from ec_store.memory import buffer_bytes
 from tests.vllm_connector.conftest import Connect
 from tests.vllm_connector.test_connector import Step, counted, put, settle
 

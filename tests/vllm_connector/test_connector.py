@@ -327,7 +327,7 @@ def test_an_engine_starts_without_its_store_and_uses_it_later(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("ec_store.vllm_connector.registration.RETRY_S", 0.05)
+    monkeypatch.setattr("ec_store.vllm_connector.config.RETRY_S", 0.05)
     blocked = tmp_path / "blocked"
     blocked.write_text("")
     connector = connect(store=f"file://{blocked}/store")
@@ -348,7 +348,7 @@ def test_a_store_that_takes_no_names_is_no_reason_not_to_serve(
         raise StoreUnavailable("read-only")
 
     monkeypatch.setattr(
-        "ec_store.shared_disk.SharedDiskStore.register_namespace", register_namespace
+        "ec_store.disk.store.SharedDiskStore.register_namespace", register_namespace
     )
     assert settle(connect(), vllm.request(vllm.feature("a"))) == set()
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epd.bodies.endpoints import ENDPOINTS
-from epd.bodies.items import MODALITY, PICTURE, REFUSED, TEXTS, raw_part, with_parts
-from epd.bodies.messages import BLOCKS
+from epd.api.endpoints import ENDPOINTS
+from epd.api.items import MODALITY, PICTURE, REFUSED, TEXTS, raw_part, with_parts
+from epd.api.messages import BLOCKS
 from epd.errors import BadRequest
 from epd.media.parts import Known, source
 

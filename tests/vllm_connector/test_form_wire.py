@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
-from epd.bodies.endpoints import ENDPOINTS
-from epd.bodies.passed_on import FIELDS
+from epd.api.endpoints import ENDPOINTS
+from epd.api.passthrough import FIELDS
 from epd.errors import ProxyError
 
 AUDIO = ENDPOINTS["/v1/audio/transcriptions"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ec_store import open_store
-from epd.routing.report_page import read_namespace
+from epd.routing.load import read_namespace
 from tests.vllm_connector.conftest import Connect
 
 TEXT = {

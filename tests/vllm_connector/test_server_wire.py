@@ -14,11 +14,11 @@ from starlette.testclient import TestClient
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from epd.bodies.endpoints import ENDPOINTS
-from epd.bodies.pooling import SCORED
+from epd.api.endpoints import ENDPOINTS
+from epd.api.passthrough import SCORED
 from epd.edge.engine_headers import LOAD_FORMAT, PRIORITY, SESSION
 from epd.errors import BadRequest
-from epd.server.web import ROUTES
+from epd.server.app import ROUTES
 from tests.conftest import ROOT
 
 LONE = rb'{"model": "m", "messages": [{"role": "user", "content": "a\ud83d"}]}'

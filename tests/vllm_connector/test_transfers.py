@@ -12,9 +12,7 @@ import torch
 
 from epd.routing.instances import Instance, Role
 from epd.routing.table import InstanceTable
-from epd.transfer.ec import ECTransfer
-from epd.transfer.ec_mooncake import ECMooncake
-from epd.transfer.ec_nixl import ECNixl
+from epd.transfer.ec import ECMooncake, ECNixl, ECTransfer
 from epd.transfer.encoded import Encoded, read_encoded
 
 ADDRESS = "tcp://127.0.0.1:19019"

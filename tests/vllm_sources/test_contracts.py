@@ -11,15 +11,13 @@ from typing import Any
 
 import pytest
 
-from epd.bodies.chat import CHAT
-from epd.bodies.items import PICTURE, TEXTS
+from epd.api.chat import CHAT
+from epd.api.items import PICTURE, TEXTS
 from epd.errors import BadRequest
-from epd.fleet.engine import FETCHES_ONCE, Engine
-from epd.fleet.model_config import text_architectures
-from epd.fleet.platforms import OFFLINE, PLATFORMS
-from epd.fleet.suitability import ENCODER_DECODERS
 from epd.routing.instances import Role
-from epd.routing.report_page import RUNNING, WAITING
+from epd.routing.load import RUNNING, WAITING
+from epd.tools.fleet.engine import FETCHES_ONCE, OFFLINE, PLATFORMS, Engine
+from epd.tools.fleet.model_config import ENCODER_DECODERS, text_architectures
 from epd.transfer.encoded import TIMESTAMPS
 from epd.transfer.nixl import KEEP, NixlPush
 from tests.vllm_sources.reading import (

@@ -1,0 +1,149 @@
+"""Daemon threads, which a process does not wait for at exit: a store may hang indefinitely.
+
+A circuit breaker: after repeated failures, calls are skipped for a while.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
+
+Job = Callable[[], object]
+
+
+class DaemonPool:
+    """Pool of daemon threads, each started when it is needed.
+
+    `concurrent.futures.ThreadPoolExecutor` differs in one respect: the interpreter waits for its
+    threads before it exits. With one call that never returns, the process could not be stopped.
+    """
+
+    def __init__(self, threads: int, name: str) -> None:
+        """Create a pool without threads.
+
+        Args:
+            threads: upper bound of the calls that run at once; others wait.
+            name: prefix of the threads' names.
+        """
+        self._most = threads
+        self._name = name
+        self._jobs: queue.SimpleQueue[tuple[Job, Job] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._idle = 0
+        self._threads = 0
+        self._closed = False
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """Queue a call and return its future; closing the pool cancels calls that wait."""
+        future: Future[T] = Future()
+
+        def job() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(call())
+            except BaseException as error:  # noqa: BLE001 - the future raises it
+                future.set_exception(error)
+
+        self.begin(job, future.cancel)
+        return future
+
+    def begin(self, job: Job, dropped: Job) -> None:
+        """Queue a job, which must not raise; if the pool is closed, call `dropped` instead."""
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                self._jobs.put((job, dropped))
+                self._wake()
+        if closed:
+            dropped()
+
+    def _wake(self) -> None:
+        """Start a thread for one more job, if none is idle and the limit allows one."""
+        if self._idle:
+            self._idle -= 1
+        elif self._threads < self._most:
+            self._threads += 1
+            name = f"{self._name}-{self._threads}"
+            try:
+                threading.Thread(target=self._work, name=name, daemon=True).start()
+            except RuntimeError:
+                # The interpreter is exiting, or there are too many threads: another thread takes
+                # the job.
+                self._threads -= 1
+
+    def close(self) -> None:
+        """Start no more calls; running ones end by themselves."""
+        with self._lock:
+            self._closed = True
+            for _ in range(self._threads):
+                self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (jobs := self._jobs.get()) is not None:
+            job, dropped = jobs
+            (dropped if self._closed else job)()
+            # Dropped before the wait for the next job: these refer to the call's arguments.
+            del job, dropped, jobs
+            with self._lock:
+                self._idle += 1
+
+
+FAILURES = 3
+OPEN_S = 5.0
+
+logger = logging.getLogger("vllm.ec_store")
+
+
+class Breaker:
+    """Circuit breaker that opens after consecutive failures and closes after `open_s`.
+
+    The first result after that decides: a single failure opens it again.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        failures: int = FAILURES,
+        open_s: float = OPEN_S,
+        clock: Callable[[], float] = time.monotonic,
+        warn: Callable[[str], object] = logger.warning,
+    ) -> None:
+        """Create a closed breaker.
+
+        Args:
+            name: subject of the log message.
+            failures: consecutive failures that open it.
+            open_s: seconds that it stays open.
+            clock: monotonic clock in seconds.
+            warn: function that gets the log message each time it opens.
+        """
+        self._name = name
+        self._most = failures
+        self._open_s = open_s
+        self._clock = clock
+        self._warn = warn
+        self._failures = 0
+        self._until_s = 0.0
+
+    @property
+    def open(self) -> bool:
+        """Return whether calls are to be skipped now."""
+        return self._clock() < self._until_s
+
+    def succeeded(self) -> None:
+        """Record a successful call, which resets the count of failures."""
+        self._failures = 0
+
+    def failed(self, reason: object) -> None:
+        """Record a failed call and its reason; enough of them open the breaker."""
+        self._failures += 1
+        if self._failures >= self._most and not self.open:
+            self._until_s = self._clock() + self._open_s
+            self._warn(f"{self._name} keeps failing, skipping it for {self._open_s:g} s: {reason}")

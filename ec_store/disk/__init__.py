@@ -1,0 +1,1 @@
+"""Store in a directory, on disk or in shared memory."""

@@ -1,0 +1,218 @@
+"""Claims as symbolic links: the link `<digest>` holds the owner of a claim and its lifetime.
+
+The links have no target, and no code follows them. One call creates a whole link, or fails if there
+is one: that call takes a claim. A claim starts when its link was created, by the clock of the file
+server. A link is never modified: a renewal or takeover renames a new link over the old one. Before
+a process renames over a link, or removes an expired one, it creates `<digest>.next`, which only one
+process at a time can, and then reads the claim once more.
+
+File locks are not used: some file systems lack them, and over NFS they may outlive their holder.
+
+Leases as files: `<end of the lease>/<digest>`.
+
+The entry's own time stamp, set ahead, would not do. Only the owner of a file may set it, so two
+users could not lease each other's entries. A use would overwrite a lease, and a short lease a long
+one. A lease file is never modified, so such races cannot occur.
+"""
+
+import errno
+import hashlib
+import math
+import os
+import random
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from ec_store.base import LONGEST_CLAIM_S
+from ec_store.disk.files import DIGEST, NO_LINKS, Folder
+
+LONGEST_S = 3600.0
+"""Upper bound in seconds of a lease, both when it is written and when it is read."""
+
+
+class Leases:
+    """Leases of one store, below one folder."""
+
+    def add(self, folder: Folder, digests: Sequence[str], seconds: float, now_s: float) -> None:
+        """Lease entries from now on, for `seconds` and at most an eighth longer.
+
+        Rounding lets leases that end at about the same time share a folder.
+        """
+        step = max(1, round(min(seconds, LONGEST_S) / 8))
+        end = math.ceil((now_s + min(seconds, LONGEST_S)) / step) * step
+        if folder.made(str(end)):
+            self.sweep(folder, now_s)
+        ending = folder.folder(str(end))
+        for digest in digests:
+            with suppress(FileExistsError):
+                os.close(ending.create(digest))
+
+    def leased(self, folder: Folder, digests: Collection[str], now_s: float) -> set[str]:
+        """Return the leased ones of `digests`. Each is looked up: there may be very many leases.
+
+        On NFS the listing of the ends may be some seconds old. A lease counts as a use, so an entry
+        that was leased that recently is evicted last.
+        """
+        names = [
+            name for name, ending in _endings(folder) if now_s <= ending <= now_s + 1.25 * LONGEST_S
+        ]
+        return {
+            digest for digest in digests if any(folder.has(f"{name}/{digest}") for name in names)
+        }
+
+    def sweep(self, folder: Folder, now_s: float) -> None:
+        """Remove expired leases from the store."""
+        for name, ending in _endings(folder):
+            if not now_s - 1 <= ending <= now_s + 1.25 * LONGEST_S:
+                with suppress(OSError):
+                    ended = folder.folder(name)
+                    for digest in ended.names():
+                        ended.remove(digest)
+                    folder.remove_folder(name)
+
+
+def _endings(folder: Folder) -> Iterator[tuple[str, int]]:
+    for name in folder.names():
+        if name.isascii() and name.isdecimal():
+            yield name, int(name)
+
+
+STALE_S = 5.0
+"""Seconds after which an unfinished change counts as left by a crash. If two other processes change
+the claim at the moment of its removal, both may hold it: the entry is encoded twice."""
+
+WAIT_S = 1.0
+"""Upper bound in seconds of the wait for other processes' changes, for all entries of one call."""
+
+SLACK_S = 60.0
+"""Tolerance in seconds. A claim that starts later than this was written while the store's clock was
+ahead."""
+
+SURE_S = 1.0
+"""Remaining lifetime in seconds below which `give_back` keeps a claim. It could expire between the
+check and the removal, which would then remove another owner's claim. A process that is suspended
+for longer at this point may cause a second encode."""
+
+_NEXT = ".next"
+
+Clock = Callable[[], float]
+
+
+class _Claim(NamedTuple):
+    """Content of a link: the owner as `_signed` makes it, and the remaining lifetime."""
+
+    holder: str
+    left_s: float
+
+
+class Claims:
+    """Claims of one store, in one folder. Every method raises OSError if it cannot write."""
+
+    def take(  # noqa: PLR0913 - the parts of a claim
+        self,
+        folder: Folder,
+        digests: Iterable[str],
+        owner: bytes,
+        seconds: float,
+        now: Clock,
+        *,
+        wait: bool = True,
+    ) -> list[bool]:
+        """Take or renew claims; False for each entry that another owner claims.
+
+        On a file system without symbolic links, every claim succeeds: owners do not wait for each
+        other. Without `wait`, a claim that another process is changing is not taken.
+        """
+        ours, deadline_s = _signed(owner), time.monotonic() + (WAIT_S if wait else 0.0)
+        claim = f"{seconds:.3f} {ours}"
+        return [self._take(folder, digest, ours, claim, deadline_s, now) for digest in digests]
+
+    @staticmethod
+    def _take(  # noqa: PLR0913, PLR0917
+        folder: Folder, digest: str, ours: str, claim: str, deadline_s: float, now: Clock
+    ) -> bool:
+        try:
+            while not folder.link(digest, claim):
+                holder = _holder(folder, digest, now())
+                if holder not in {None, ours}:
+                    return False
+                if _changed(folder, digest, {None, ours}, claim, now):
+                    return True
+                if time.monotonic() >= deadline_s:
+                    return holder == ours
+                time.sleep(random.uniform(0.001, 0.005))  # noqa: S311
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+        return True
+
+    def give_back(self, folder: Folder, digest: str, owner: bytes, now: Clock) -> None:
+        """Release a claim. A claim of another owner stays."""
+        claim = _read(folder, digest, now())
+        if claim is not None and claim.holder == _signed(owner) and claim.left_s > SURE_S:
+            with suppress(FileNotFoundError):
+                os.unlink(digest, dir_fd=folder.fd)
+
+    def sweep(self, folder: Folder, now: Clock) -> None:
+        """Remove expired claims, and unfinished changes that crashes left."""
+        for digest in {name.removesuffix(_NEXT) for name in folder.names()}:
+            if DIGEST.fullmatch(digest) and _holder(folder, digest, now()) is None:
+                with suppress(OSError):
+                    _changed(folder, digest, {None}, None, now)
+
+
+def _changed(
+    folder: Folder, digest: str, holders: Collection[str | None], claim: str | None, now: Clock
+) -> bool:
+    """Replace a claim by another one or by none, if one of `holders` holds it.
+
+    Returns:
+        False if another owner holds the claim, if it is gone, or if another process is changing it.
+    """
+    change = digest + _NEXT
+    if not folder.link(change, claim or "-"):
+        with suppress(FileNotFoundError):
+            if not -SLACK_S <= now() - folder.stat(change).st_mtime <= STALE_S:
+                folder.remove(change)
+        return False
+    try:
+        # An existing link stays until this change ends; a missing one may be created meanwhile.
+        if not folder.has(digest) or _holder(folder, digest, now()) not in holders:
+            return False
+        if claim is None:
+            return folder.remove(digest)
+        folder.rename(change, digest)
+        return True
+    finally:
+        folder.remove(change)
+
+
+def _holder(folder: Folder, digest: str, now_s: float) -> str | None:
+    """Return the current holder of a claim, as `_signed` makes it."""
+    claim = _read(folder, digest, now_s)
+    return claim.holder if claim is not None and claim.left_s > 0 else None
+
+
+def _read(folder: Folder, digest: str, now_s: float) -> _Claim | None:
+    """Return the claim of an entry; None if there is no link or its text is invalid."""
+    try:
+        # Time before text: if the link is replaced in between, the claim seems older than it is.
+        age_s = now_s - folder.stat(digest).st_mtime
+        seconds, _, holder = os.readlink(digest, dir_fd=folder.fd).partition(" ")
+        lives_s = float(seconds)
+    except (FileNotFoundError, ValueError):
+        return None
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # not a symbolic link
+            raise
+        return None
+    if not holder or age_s < -SLACK_S or math.isnan(lives_s):
+        return None
+    return _Claim(holder, min(lives_s, LONGEST_CLAIM_S) - age_s)
+
+
+def _signed(owner: bytes) -> str:
+    """Return a hash of the owner: short enough that file systems keep the link in its inode."""
+    return hashlib.blake2b(owner, digest_size=16).hexdigest()

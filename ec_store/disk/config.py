@@ -1,0 +1,241 @@
+"""Settings of a shared directory: `config.json`, beside its entries.
+
+A quota or an expiry belongs to the store, not to each process that opens it: a process with a
+smaller one would delete entries that the others keep.
+
+Options in the URL of a shared directory.
+"""
+
+import json
+import os
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, Self
+from urllib.parse import unquote, urlsplit
+
+from ec_store.config import duration_s, octal, parameters, size_bytes, size_text
+from ec_store.disk.files import Folder
+from ec_store.errors import StoreUnavailable
+
+FORMAT = 1
+"""Format version of the store's folders and files. Changes that older releases cannot read increase
+it."""
+
+NAME = "config.json"
+LARGEST_BYTES = 4096
+
+
+class SettingsInvalid(StoreUnavailable):
+    """Error of a `config.json` that cannot be used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreSettings:
+    """Settings that apply to every process that opens the store.
+
+    Attributes:
+        max_bytes: quota in bytes; each entry counts as whole blocks of 4 KiB.
+        max_share: largest share of the file system that the store may take, from 0 to 1. The
+            smaller of this and `max_bytes` is in force.
+        ttl: seconds after which an unused entry expires.
+        dir_mode, file_mode: permissions of new folders and files.
+    """
+
+    max_bytes: int = 64 * 2**30
+    max_share: float = 0.5
+    ttl: float = 7 * 86400.0
+    dir_mode: int = 0o750
+    file_mode: int = 0o640
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ValueError: a value is out of range.
+        """
+        if self.max_bytes <= 0 or self.ttl <= 0:
+            raise ValueError("max_bytes and ttl must be greater than 0")
+        if not 0 < self.max_share <= 1:
+            raise ValueError("max_share must be greater than 0 and at most 1")
+
+    @classmethod
+    def from_json(cls, content: bytes) -> Self:
+        """Parse the content of `config.json`.
+
+        Raises:
+            SettingsInvalid: the content is invalid, or has another format version.
+        """
+        try:
+            held: dict[str, Any] = json.loads(content)
+            version = held["format"]
+            if version == FORMAT:
+                return cls(
+                    max_bytes=int(held["max_bytes"]),
+                    max_share=float(held["max_share"]),
+                    ttl=float(held["ttl_s"]),
+                    dir_mode=octal(held["dir_mode"]),
+                    file_mode=octal(held["file_mode"]),
+                )
+        except (ValueError, TypeError, LookupError, OverflowError) as error:
+            raise SettingsInvalid(
+                f"{NAME} of the store cannot be read ({error!r}): rewrite it with "
+                "`ec-store configure`"
+            ) from error
+        raise SettingsInvalid(
+            f"the store has format version {version}, and this release reads version {FORMAT}: "
+            "use another directory for this release"
+        )
+
+    def to_json(self) -> bytes:
+        """Return the content of `config.json`."""
+        held = {
+            "format": FORMAT,
+            "max_bytes": self.max_bytes,
+            "max_share": self.max_share,
+            "ttl_s": self.ttl,
+            "dir_mode": f"{self.dir_mode:o}",
+            "file_mode": f"{self.file_mode:o}",
+        }
+        return json.dumps(held, indent=1).encode() + b"\n"
+
+    def shown(self) -> dict[str, str]:
+        """Return each setting in the notation of a store URL."""
+        return {
+            "max_bytes": size_text(self.max_bytes),
+            "max_share": f"{self.max_share:g}",
+            "ttl": f"{self.ttl:.15g}s",
+            "dir_mode": f"{self.dir_mode:o}",
+            "file_mode": f"{self.file_mode:o}",
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenSettings:
+    """Settings from a URL or a command line; None means not given."""
+
+    max_bytes: int | None = None
+    max_share: float | None = None
+    ttl: float | None = None
+    dir_mode: int | None = None
+    file_mode: int | None = None
+
+    def over(self, settings: StoreSettings) -> StoreSettings:
+        """Return `settings`, with the given values in their place.
+
+        Raises:
+            ValueError: a value is out of range.
+        """
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        return replace(settings, **given)
+
+    def not_in_force(self, settings: StoreSettings) -> list[str]:
+        """Return the given settings that differ from the store's, as text with both values."""
+        mine, held = self.over(settings).shown(), settings.shown()
+        return [
+            f"{field.name}={mine[field.name]} (the store has {held[field.name]})"
+            for field in fields(self)
+            if getattr(self, field.name) not in {None, getattr(settings, field.name)}
+        ]
+
+
+def read_settings(root: Folder) -> StoreSettings | None:
+    """Read the settings of a store; None if it has no `config.json`.
+
+    Raises:
+        SettingsInvalid: as `StoreSettings.from_json`.
+        OSError: the file cannot be read.
+    """
+    try:
+        return StoreSettings.from_json(root.read(NAME, LARGEST_BYTES))
+    except FileNotFoundError:
+        return None
+
+
+def write_settings(root: Folder, settings: StoreSettings, *, replace: bool) -> bool:
+    """Write the settings of a store; False if it has some and `replace` is not set.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    if replace:
+        root.replace(NAME, settings.to_json())
+        return True
+    return root.add(NAME, settings.to_json())
+
+
+@dataclass(frozen=True, slots=True)
+class DiskConfig:
+    """Location of a shared directory, and how this process uses it.
+
+    Attributes:
+        path: absolute path of the directory.
+        given: settings for a store without `config.json`. The settings in an existing `config.json`
+            take precedence.
+        durability: `fsync` if an entry has to survive a power cut once `put` has returned.
+        max_entry_bytes: size of the largest entry that this process writes or reads.
+        require_mount: whether the store is unavailable unless a file system is mounted at the
+            directory or above it. Without its mount, `/mnt/ec` is a directory of the root disk.
+    """
+
+    path: str
+    given: GivenSettings = field(default_factory=GivenSettings)
+    durability: Literal["none", "fsync"] = "none"
+    max_entry_bytes: int = 4 * 2**30
+    require_mount: bool = False
+
+    @classmethod
+    def from_url(cls, url: str) -> Self:
+        """Parse a URL such as `file:///path?max_bytes=64GiB&ttl=7d&…`.
+
+        Raises:
+            ValueError: the URL has no path, or an unknown or invalid parameter.
+        """
+        parts = urlsplit(url)
+        if parts.scheme != "file" or parts.netloc not in {"", "localhost"} or parts.fragment:
+            raise ValueError(f"{url!r} is not file:///path")
+        said = parameters(url, _PARAMETERS)
+        given = {each.name: said.pop(each.name, None) for each in fields(GivenSettings)}
+        config = cls(os.path.normpath(unquote(parts.path)) if parts.path else "")
+        return replace(config, given=GivenSettings(**given), **said)
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ValueError: a value is out of range.
+        """
+        if not os.path.isabs(self.path) or "\0" in self.path:  # noqa: PTH117
+            raise ValueError(f"{self.path!r} is not an absolute path such as file:///mnt/store")
+        if self.max_entry_bytes <= 0:
+            raise ValueError("max_entry_bytes must be greater than 0")
+        self.given.over(StoreSettings())
+
+    @property
+    def mounted(self) -> bool:
+        """Return whether a file system other than the root's is mounted at the path or above it."""
+        path = Path(self.path).resolve()
+        return any(folder.is_mount() for folder in (path, *path.parents) if folder.name)
+
+
+def _durability(text: str) -> str:
+    if text not in {"none", "fsync"}:
+        raise ValueError(f"{text!r} is not none or fsync")
+    return text
+
+
+def _switch(text: str) -> bool:
+    if text not in {"0", "1"}:
+        raise ValueError(f"{text!r} is not 0 or 1")
+    return text == "1"
+
+
+_PARAMETERS = {
+    "max_bytes": size_bytes,
+    "max_share": float,
+    "ttl": duration_s,
+    "durability": _durability,
+    "dir_mode": octal,
+    "file_mode": octal,
+    "max_entry_bytes": size_bytes,
+    "require_mount": _switch,
+}

@@ -1,0 +1,248 @@
+"""Eviction of entries from a shared directory, and removal of files that crashes left."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
+from typing import NamedTuple
+
+from ec_store.counts import Counts
+from ec_store.disk.claims import Leases
+from ec_store.disk.files import Folder, StoreClock
+from ec_store.disk.ledger import Count, Ledger, Usage
+from ec_store.disk.lock import FileLock
+from ec_store.disk.tree import Found, Kept, Tree, sample_size, staging_name, taken_bytes, victims
+
+STAGING_S = 3600.0
+"""Age in seconds from which a staging file without writes counts as left by a crash."""
+
+SAMPLES = 4
+"""Consecutive samples without a removal after which the store counts as having nothing to evict."""
+
+
+class Freed(NamedTuple):
+    """Result of an eviction.
+
+    Attributes:
+        bytes: bytes that were freed.
+        full: whether no entry may be evicted. False if other processes removed the entries first,
+            or used them meanwhile.
+    """
+
+    bytes: int
+    full: bool
+
+
+class Evictor:
+    """Remover of entries, which also releases their usage in the ledger.
+
+    Attributes:
+        evictions: number of entries removed by this process.
+    """
+
+    def __init__(self, clock: StoreClock, ledger: Ledger, leases: Leases, counts: Counts) -> None:
+        self.evictions = 0
+        self._counts = counts
+        self._clock = clock
+        self._ledger = ledger
+        self._leases = leases
+        self._lock = FileLock("evicting")
+        self.renew_locks()
+
+    def renew_locks(self) -> None:
+        """Replace the lock by a free one, in a child of `fork`."""
+        self._counting = threading.Lock()
+
+    def free(self, tree: Tree, excess_bytes: int, ttl_s: float) -> Freed | None:
+        """Evict the least recently used of a random sample, and its expired entries.
+
+        The cost depends on the bytes to free, not on the number of entries in the store.
+
+        Args:
+            tree: folders of the store.
+            excess_bytes: bytes to free; 0 evicts only the expired entries of one small sample.
+            ttl_s: seconds after which an unused entry is expired.
+
+        Returns:
+            The result; None if another process is evicting.
+        """
+        if not self._lock.acquire(tree.root, lambda: self._clock.now(tree.root)):
+            return None
+        try:
+            return self._free_timed(tree, excess_bytes, ttl_s, lambda: self._lock.held(tree.root))
+        finally:
+            self._lock.release(tree.root)
+
+    def free_beside(self, tree: Tree, excess_bytes: int, ttl_s: float) -> Freed:
+        """Evict while another process does, for an entry that has to be written.
+
+        A writer that frees only the size of its own entry needs no lock. All writers together free
+        what they write, and if two remove the same entry, the second gets ENOENT.
+        """
+        return self._free_timed(tree, excess_bytes, ttl_s, None)
+
+    def sweep(self, tree: Tree, ttl_s: float, goes_on: Callable[[], bool]) -> None:
+        """Read all entries: remove the expired ones, and correct the ledger.
+
+        Args:
+            tree: folders of the store.
+            ttl_s: seconds after which an unused entry is expired.
+            goes_on: called once a second, and before the ledger is corrected; False ends the sweep.
+                Two sweeps that corrected the ledger at once would both apply the same correction.
+        """
+        now = self._clock.now(tree.root)
+        count, unread = Count(self._ledger.total(tree.usage)), list[OSError]()
+        asked_s = time.monotonic()
+        for kept in self._counted(tree, now, count, unread):
+            if time.monotonic() - asked_s > 1:
+                asked_s = time.monotonic()
+                if not goes_on():
+                    return
+            if now - kept.used_s > ttl_s and (freed := self._remove(tree, [kept], now)[0]):
+                count.remove(freed)
+        if goes_on():
+            self._correct(tree, count, unread)
+
+    def _free_timed(
+        self, tree: Tree, excess: int, ttl_s: float, holds: Callable[[], bool] | None
+    ) -> Freed:
+        """Call `_free`, and observe its duration if room was needed."""
+        started_s = time.monotonic()
+        freed = self._free(tree, excess, ttl_s, holds)
+        if excess > 0:
+            self._counts.observe("eviction_seconds", time.monotonic() - started_s)
+        return freed
+
+    def _free(
+        self, tree: Tree, excess: int, ttl_s: float, holds: Callable[[], bool] | None
+    ) -> Freed:
+        """Evict until `excess` bytes are freed, or no entry can be evicted.
+
+        Args:
+            tree: folders of the store.
+            excess: bytes to free.
+            ttl_s: as in `free`.
+            holds: whether the lock is still held; None without the lock, and then the ledger is not
+                corrected: two processes that did so at once would both apply the same correction.
+        """
+        freed = fruitless = 0
+        while holds is None or holds():
+            gone, found, all_seen = self._free_some(
+                tree, excess - freed, ttl_s, corrects=holds is not None
+            )
+            freed += gone
+            fruitless = 0 if found else fruitless + 1
+            if fruitless == SAMPLES or (all_seen and not found):
+                return Freed(freed, full=not freed)
+            others_removed_them = found and not gone  # the caller reads the ledger again then
+            if freed >= excess or others_removed_them:
+                break
+        return Freed(freed, full=False)
+
+    def _free_some(
+        self, tree: Tree, excess: int, ttl_s: float, *, corrects: bool
+    ) -> tuple[int, bool, bool]:
+        """Evict from one sample.
+
+        Returns:
+            Bytes freed, whether there was an entry to evict, and whether the sample was the whole
+            store.
+        """
+        now = self._clock.now(tree.root)
+        count, unread = Count(self._ledger.total(tree.usage)), list[OSError]()
+        wanted = sample_size(excess, count.before.bytes / max(1, count.before.entries))
+        sample = list(islice(self._counted(tree, now, count, unread), wanted))
+        all_seen = len(sample) < wanted
+        if all_seen and corrects:
+            self._correct(tree, count, unread)
+        while True:
+            going = victims(sample, all_seen=all_seen, now_s=now, ttl_s=ttl_s, excess=excess)
+            # Leases are read only for the entries that would be evicted.
+            leased = self._leases.leased(tree.leases, [kept.digest for kept in going], now)
+            if not leased:
+                freed, kept_back = self._remove(tree, going, now)
+                return freed, len(going) > kept_back, all_seen
+            sample = [kept for kept in sample if kept.digest not in leased]
+
+    def _counted(
+        self, tree: Tree, now: float, count: Count, unread: list[OSError]
+    ) -> Iterator[Kept]:
+        """Yield entries in random order and count them; remove staging files that crashes left."""
+        for found in tree.scan(unread, remove_empty=True):
+            size = taken_bytes(found.size_bytes)
+            published = found.staging and found.links > 1  # the file counts under its other name
+            if not published:
+                count.add(size)
+            if not found.staging:
+                yield Kept(found.digest, found.size_bytes, _used_s(found, now))
+                continue
+            stale = now - found.changed_s > STAGING_S
+            if stale and found.folder.remove(found.name) and not published:
+                self._ledger.release(tree.usage, size)
+                count.remove(size)
+
+    def _correct(self, tree: Tree, count: Count, unread: Sequence[OSError]) -> None:
+        """Correct the ledger by a count of all files."""
+        correction = count.correction(self._ledger.total(tree.usage))
+        if unread:  # files that cannot be read still take room
+            correction = Usage(correction.charged_bytes, correction.charged)
+        if correction != Usage():
+            self._ledger.add(tree.usage, correction)
+
+    def _remove(self, tree: Tree, going: Sequence[Kept], now: float) -> tuple[int, int]:
+        """Remove entries, except those used or leased since they were sampled.
+
+        An entry is renamed first, then checked again, and then removed. A process that leases an
+        entry writes the lease first, and then checks that the entry exists. So either this process
+        sees the lease and restores the name, or the other process sees that the entry is gone.
+
+        Returns:
+            Bytes freed, and the number of entries that this process is not able to remove.
+        """
+        aside: list[tuple[Folder, str, Kept]] = []
+        kept_back = 0
+        for kept in going:
+            try:
+                folder = tree.folder(kept.digest)
+                name = staging_name(kept.digest, kept.size_bytes)
+                folder.rename(kept.digest, name)
+                aside.append((folder, name, kept))
+            except FileNotFoundError:  # another process has removed it
+                continue
+            except OSError:
+                kept_back += 1
+        digests = {kept.digest for _, _, kept in aside}
+        try:
+            leased = self._leases.leased(tree.leases, digests, now)
+        except OSError:
+            leased = digests
+        freed = removed = 0
+        for folder, name, kept in aside:
+            with suppress(OSError):
+                used = folder.stat(name).st_mtime > kept.used_s
+                if (used or kept.digest in leased) and folder.publish(name, kept.digest):
+                    folder.remove(name)
+                    continue
+            if folder.remove(name):
+                tree.remove_empty(kept.digest)
+                freed += taken_bytes(kept.size_bytes)
+                removed += 1
+                with suppress(OSError):  # otherwise the sum is too high until the next sweep
+                    self._ledger.release(tree.usage, taken_bytes(kept.size_bytes))
+        with self._counting:
+            self.evictions += removed
+        return freed, kept_back
+
+
+def _used_s(found: Found, now: float) -> float:
+    """Return when an entry was last used, at most one minute from now.
+
+    A later time comes from a store's clock that was ahead, and would keep the entry indefinitely.
+    """
+    if found.modified_s <= now + 60:
+        return found.modified_s
+    with suppress(OSError):
+        os.utime(found.name, dir_fd=found.folder.fd, follow_symlinks=False)
+    return now

@@ -1,0 +1,291 @@
+"""Housekeeping of a shared directory: its quota, its expired entries, and leftovers of crashes."""
+
+import logging
+import random
+import secrets
+import time
+from contextlib import suppress
+from os.path import ismount
+
+from ec_store.counts import Counts
+from ec_store.disk.claims import Claims, Leases
+from ec_store.disk.config import StoreSettings
+from ec_store.disk.evictor import STAGING_S, Evictor, Freed
+from ec_store.disk.files import StoreClock, regular
+from ec_store.disk.ledger import Ledger
+from ec_store.disk.lock import FileLock
+from ec_store.disk.tree import HIGH_WATER, FileSystem, Tree, excess_bytes, taken_bytes
+from ec_store.errors import EntryTooLarge, StoreUnavailable
+
+logger = logging.getLogger("vllm.ec_store")
+
+QUARANTINE_S = 86400.0
+QUARANTINED = 64
+TIDY_EVERY_S = 900.0
+WAIT_S = 5.0
+"""Upper bound in seconds of a writer's wait for room that another process is making. After it, the
+entry is dropped."""
+
+PAUSES_S = (0.002, 0.1)
+"""Shortest and longest pause in seconds of a waiting writer; each pause is twice the one before."""
+
+FRUITLESS_S = 1.0
+"""Seconds for which a store without evictable entries counts as full without another check."""
+
+AHEAD = 8
+"""Multiple of its own size that a writer frees, so that the next writers find room."""
+
+
+class Housekeeping:
+    """Housekeeping of one store. Any process may do it, one at a time, and none has to.
+
+    The cost of a call does not depend on the number of entries, except for `sweep`.
+
+    Attributes:
+        settings: settings of the store, as last read.
+    """
+
+    def __init__(self, counts: Counts) -> None:
+        """Create the object without access to a store.
+
+        Args:
+            counts: observes `eviction_seconds`.
+        """
+        self.clock = StoreClock()
+        self.ledger = Ledger()
+        self.leases = Leases()
+        self.claims = Claims()
+        self.settings = StoreSettings()
+        self._evictor = Evictor(self.clock, self.ledger, self.leases, counts)
+        self._sweeping = FileLock("sweeping")
+        self._fruitless_until_s = float("-inf")
+        self._tidy_looked_s = float("-inf")
+        self._reserve_kept = True
+
+    def renew_locks(self) -> None:
+        """Replace the locks by free ones, in a child of `fork`."""
+        self._evictor.renew_locks()
+        self.ledger.renew_locks()
+        self.clock.renew_locks()
+
+    @property
+    def evictions(self) -> int:
+        """Return the number of entries that this process removed."""
+        return self._evictor.evictions
+
+    def quota_bytes(self, tree: Tree) -> int:
+        """Return the effective quota in bytes at the moment."""
+        return self._quota_bytes(tree.file_system())
+
+    def _quota_bytes(self, file_system: FileSystem) -> int:
+        return file_system.quota_bytes(self.settings.max_bytes, self.settings.max_share)
+
+    def log_limits(self, tree: Tree, path: str) -> None:
+        """Log the limits of a store that shares its file system with other files."""
+        file_system = tree.file_system()
+        if file_system.size_bytes and not ismount(path):
+            logger.info(
+                "the encoder cache in %s takes at most %.2f GiB of a file system of %.2f GiB, and "
+                "leaves %.2f GiB of it free for others",
+                path,
+                self._quota_bytes(file_system) / 2**30,
+                file_system.size_bytes / 2**30,
+                file_system.reserve_bytes / 2**30,
+            )
+
+    def make_room(self, tree: Tree, coming_bytes: int) -> None:
+        """Free room for an entry that is charged and not written yet.
+
+        Afterwards the usage is within the quota, and the file system keeps its reserve.
+
+        Raises:
+            EntryTooLarge: the entry is larger than the whole quota.
+            StoreUnavailable: no more entries can be removed, or another process evicts for too
+                long.
+        """
+        patience = _Patience()
+        while True:
+            file_system = tree.file_system()
+            quota = self._quota_bytes(file_system)
+            if coming_bytes > quota:
+                raise EntryTooLarge(f"it takes {coming_bytes} bytes of a quota of {quota}")
+            reserved = file_system.lacking_bytes(coming_bytes)
+            lacking = max(reserved, self.ledger.total(tree.usage).bytes - quota)
+            if lacking <= 0:
+                self._reserve_kept = True
+                break
+            if time.monotonic() < self._fruitless_until_s:
+                if reserved:
+                    self._warn(file_system)
+                raise StoreUnavailable("the store is full, and none of its entries can be evicted")
+            ahead = min(AHEAD * coming_bytes, int(quota * (1 - HIGH_WATER)))
+            if self._free_or_wait(tree, lacking + ahead, coming_bytes, patience).full:
+                self._fruitless_until_s = time.monotonic() + FRUITLESS_S
+        self._tidy_if_due(tree)
+
+    def free(self, tree: Tree, size_bytes: int) -> None:
+        """Evict `size_bytes` after a write failed for lack of space.
+
+        The file system may still report free space, for example under a user's quota.
+
+        Raises:
+            StoreUnavailable: another process evicts for too long.
+        """
+        patience = _Patience()
+        while self._free_or_wait(tree, size_bytes, size_bytes, patience) == (0, False):
+            pass
+
+    def evict(self, tree: Tree) -> int | None:
+        """Free room ahead of writers, and remove the expired entries of a small sample.
+
+        Returns:
+            Number of removed entries; None if another process is evicting.
+        """
+        file_system = tree.file_system()
+        quota = self._quota_bytes(file_system)
+        used = self.ledger.total(tree.usage).bytes
+        excess = max(excess_bytes(used, quota), file_system.lacking_bytes(0))
+        before = self.evictions
+        if self._evictor.free(tree, excess, self.settings.ttl) is None:
+            return None
+        self._tidy_if_due(tree)
+        return self.evictions - before
+
+    def sweep(self, tree: Tree, every_s: float) -> int:
+        """Read all entries: remove the expired ones, and correct the ledger.
+
+        The duration grows with the number of entries. Writers are not blocked.
+
+        Args:
+            tree: folders of the store.
+            every_s: skip the sweep if any process has started one less than this many seconds ago.
+
+        Returns:
+            Number of removed entries; 0 if another process is sweeping.
+        """
+        if not self._due(tree, "swept", min(every_s, self.settings.ttl)):
+            return 0
+        if not self._sweeping.acquire(tree.root, lambda: self.clock.now(tree.root)):
+            return 0
+        before = self.evictions
+        try:
+            _mark(tree, "swept")
+            self._evictor.sweep(tree, self.settings.ttl, lambda: self._sweeping.held(tree.root))
+            self._tidy(tree)
+        finally:
+            self._sweeping.release(tree.root)
+        return self.evictions - before
+
+    def _free_or_wait(
+        self, tree: Tree, size_bytes: int, own_bytes: int, patience: "_Patience"
+    ) -> Freed:
+        """Free `size_bytes`, or `own_bytes` if another process is evicting.
+
+        Pause if other processes were faster. The store counts as full only while no other process
+        is evicting from it.
+        """
+        freed = self._evictor.free(tree, size_bytes, self.settings.ttl)
+        if freed is None:
+            patience.check()
+            beside = self._evictor.free_beside(tree, own_bytes, self.settings.ttl)
+            freed = Freed(beside.bytes, full=False)
+        if freed == (0, False):
+            patience.pause()
+        return freed
+
+    def _warn(self, file_system: FileSystem) -> None:
+        """Log once, until it is resolved, that less than the reserve is free."""
+        if self._reserve_kept:
+            logger.warning(
+                "the encoder cache drops entries: its file system has %d bytes free, %d are "
+                "reserved for others, and no more entries can be evicted. Free some, or give the "
+                "store a file system of its own",
+                file_system.free_bytes,
+                file_system.reserve_bytes,
+            )
+        self._reserve_kept = False
+
+    def _tidy_if_due(self, tree: Tree) -> None:
+        every_s = min(TIDY_EVERY_S, self.settings.ttl / 4)
+        if time.monotonic() < self._tidy_looked_s + every_s / 4:
+            return
+        self._tidy_looked_s = time.monotonic()
+        with suppress(OSError):
+            if self._due(tree, "tidied", every_s):
+                _mark(tree, "tidied")
+                self._evictor.free(tree, 0, self.settings.ttl)
+                self._tidy(tree)
+
+    def _due(self, tree: Tree, mark: str, every_s: float) -> bool:
+        """Return whether the task of this mark has not run for `every_s` seconds in any process."""
+        try:
+            age_s = self.clock.now(tree.root) - tree.root.stat(mark).st_mtime
+        except FileNotFoundError:
+            return True
+        return every_s <= 0 or age_s >= every_s  # a new mark may be ahead of the clock
+
+    def _tidy(self, tree: Tree) -> None:
+        """Remove expired leases, claims, ledger lines and leftover files; entries are not read."""
+        now = self.clock.now(tree.root)
+        self.leases.sweep(tree.leases, now)
+        self.claims.sweep(tree.claims, lambda: self.clock.now(tree.root))
+        self.ledger.merge(tree.usage, now)
+        for folder, age_s in (
+            (tree.root, STAGING_S),
+            (tree.namespaces, STAGING_S),
+            (tree.quarantine, QUARANTINE_S),
+        ):
+            for name in folder.names():
+                if folder is tree.quarantine or (name[0] == "." and name.endswith(".tmp")):
+                    with suppress(OSError):
+                        if now - folder.stat(name).st_ctime > age_s:
+                            folder.remove(name)
+
+    def quarantine(self, tree: Tree, digest: str, inode: int | None) -> bool:
+        """Move a corrupt entry aside; False if it is gone or was replaced since.
+
+        Some corrupt entries are kept for the operator to examine; the rest is removed.
+        """
+        folder = tree.folder(digest)
+        status = folder.stat(digest)
+        if inode not in {None, status.st_ino}:
+            return False
+        sizes = []
+        for name in tree.quarantine.names():
+            with suppress(OSError):
+                sizes.append(tree.quarantine.stat(name).st_size)
+        full = (
+            len(sizes) >= QUARANTINED or sum(sizes) + status.st_size > self.settings.max_bytes // 16
+        )
+        if full and regular(status):
+            gone = folder.remove(digest)
+        else:
+            folder.rename(digest, f"{digest}.{secrets.token_hex(8)}", tree.quarantine)
+            gone = True
+        if gone and regular(status):
+            self.ledger.release(tree.usage, taken_bytes(status.st_size))
+        return gone
+
+
+class _Patience:
+    """Bounded wait of a writer while another process is evicting."""
+
+    def __init__(self) -> None:
+        self._deadline_s = time.monotonic() + WAIT_S
+        self._pause_s, self._longest_s = PAUSES_S
+
+    def check(self) -> None:
+        """Raise StoreUnavailable after `WAIT_S`."""
+        if time.monotonic() >= self._deadline_s:
+            raise StoreUnavailable("the store is full, and another process is still evicting")
+
+    def pause(self) -> None:
+        """Sleep, longer each time. Raises StoreUnavailable after `WAIT_S`."""
+        self.check()
+        time.sleep(random.uniform(self._pause_s / 2, self._pause_s))  # noqa: S311
+        self._pause_s = min(2 * self._pause_s, self._longest_s)
+
+
+def _mark(tree: Tree, name: str) -> None:
+    with suppress(OSError):
+        tree.root.replace(name, b"")

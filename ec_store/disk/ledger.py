@@ -1,0 +1,200 @@
+"""Ledger of a shared directory's usage: no put has to count the files."""
+
+import os
+import re
+import secrets
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+import xxhash
+
+from ec_store.disk.files import Folder
+
+IDLE_S = 3600.0
+"""Seconds without a write after which a process counts as ended, and its line is merged."""
+
+_LINE = re.compile(
+    r"((?P<writer>[0-9a-f]{16})\.([0-9a-f]{1,15})\.([0-9a-f]{1,15})\.([0-9a-f]{1,15})\."
+    r"([0-9a-f]{1,15}))\.(?P<digest>[0-9a-f]{8})"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Bytes and entries charged and released since the store was created."""
+
+    charged_bytes: int = 0
+    charged: int = 0
+    released_bytes: int = 0
+    released: int = 0
+
+    def __add__(self, other: "Usage") -> "Usage":
+        return Usage(
+            self.charged_bytes + other.charged_bytes,
+            self.charged + other.charged,
+            self.released_bytes + other.released_bytes,
+            self.released + other.released,
+        )
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes in use."""
+        return self.charged_bytes - self.released_bytes
+
+    @property
+    def entries(self) -> int:
+        """Return the number of entries."""
+        return self.charged - self.released
+
+
+@dataclass(slots=True)
+class Count:
+    """Count of all files, which takes a while: other processes write and remove meanwhile.
+
+    Attributes:
+        before: sum of the ledger at the start of the count.
+        bytes, entries: size and number of the files seen, those removed during the count included.
+        removed_bytes, removed: part of these that this process removed and released itself.
+    """
+
+    before: Usage
+    bytes: int = 0
+    entries: int = 0
+    removed_bytes: int = 0
+    removed: int = 0
+
+    def add(self, size_bytes: int) -> None:
+        """Count a file of this size."""
+        self.bytes += size_bytes
+        self.entries += 1
+
+    def remove(self, size_bytes: int, entries: int = 1) -> None:
+        """Record that counted files were removed and released."""
+        self.removed_bytes += size_bytes
+        self.removed += entries
+
+    def correction(self, after: Usage) -> Usage:
+        """Return the part of the ledger's error that is certain.
+
+        A file that came or went during the count may have been seen or not. So the number of files
+        at the start is at least the number seen less those that came, and at most the number seen
+        plus those that other processes removed. The ledger is wrong by at least its distance from
+        that range.
+
+        Args:
+            after: sum of the ledger at the end of the count.
+        """
+        size = _beyond(
+            self.before.bytes,
+            self.bytes - (after.charged_bytes - self.before.charged_bytes),
+            self.bytes + after.released_bytes - self.before.released_bytes - self.removed_bytes,
+        )
+        number = _beyond(
+            self.before.entries,
+            self.entries - (after.charged - self.before.charged),
+            self.entries + after.released - self.before.released - self.removed,
+        )
+        return Usage(max(0, size), max(0, number), max(0, -size), max(0, -number))
+
+
+class Ledger:
+    """Usage ledger of one empty file for each process, with the sums of the process in its name.
+
+    The usage is the sum of the names: one listing, for any number of writers, and without a lock.
+    Only its own process renames a file, so no change is lost, and no reader sees half of one. A
+    process charges an entry before it appears, and releases it after it is gone. A process that
+    dies in between leaves the sum too high until the next count of the files corrects it.
+    """
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self._writer = secrets.token_hex(8)
+        self._own = Usage()
+        self._name = ""
+        self._lock = threading.Lock()
+
+    def renew_locks(self) -> None:
+        """Start a new line, in a child of `fork`: the present line is the parent's."""
+        self._begin()
+
+    def charge(self, folder: Folder, size_bytes: int, entries: int = 1) -> None:
+        """Charge an entry before it appears."""
+        self.add(folder, Usage(charged_bytes=size_bytes, charged=entries))
+
+    def release(self, folder: Folder, size_bytes: int, entries: int = 1) -> None:
+        """Release an entry after it is gone."""
+        self.add(folder, Usage(released_bytes=size_bytes, released=entries))
+
+    def add(self, folder: Folder, change: Usage) -> None:
+        """Add charges and releases. If it raises OSError, nothing was added."""
+        with self._lock:
+            own = self._own + change
+            name = _line(self._writer, own)
+            if not self._name or not self._renamed(folder, name):
+                # The first change, or the line was merged into another process's: start a new line.
+                own, self._writer = change, secrets.token_hex(8)
+                name = _line(self._writer, own)
+                os.close(folder.create(name))
+            self._own, self._name = own, name
+
+    def _renamed(self, folder: Folder, name: str) -> bool:
+        try:
+            folder.rename(self._name, name)
+        except FileNotFoundError:
+            # An NFS client repeats a call if the reply is lost: the first one may have renamed it.
+            return folder.has(name)
+        return True
+
+    def total(self, folder: Folder) -> Usage:
+        """Return the sum of all processes' charges and releases."""
+        return sum(_lines(folder).values(), Usage())
+
+    def empty(self, folder: Folder) -> bool:
+        """Return whether it has no lines: the store is new, or its files have to be counted."""
+        return not _lines(folder)
+
+    def merge(self, folder: Folder, now_s: float) -> None:
+        """Take over the lines of ended processes, and remove files with invalid names."""
+        for name in folder.names():
+            with suppress(OSError):
+                # The time of the last rename; the content of the file never changes.
+                if name == self._name or now_s - folder.stat(name).st_ctime <= IDLE_S:
+                    continue
+                # If its process has renamed it meanwhile, `remove` returns False, and the line
+                # stays.
+                if folder.remove(name) and (line := _read(name)):
+                    self.add(folder, line[1])
+
+
+def _line(writer: str, usage: Usage) -> str:
+    figures = f"{usage.charged_bytes:x}.{usage.charged:x}.{usage.released_bytes:x}"
+    text = f"{writer}.{figures}.{usage.released:x}"
+    return f"{text}.{xxhash.xxh32_hexdigest(text.encode())}"
+
+
+def _read(name: str) -> tuple[str, Usage] | None:
+    """Return the writer and the usage in a line; None if the name is not a valid line."""
+    match = _LINE.fullmatch(name)
+    if match is None or xxhash.xxh32_hexdigest(match[1].encode()) != match["digest"]:
+        return None
+    return match["writer"], Usage(*(int(match[group], 16) for group in range(3, 7)))
+
+
+def _lines(folder: Folder) -> Mapping[str, Usage]:
+    lines: dict[str, Usage] = {}
+    for name in folder.names():
+        if line := _read(name):
+            writer, usage = line
+            # A line that is renamed during the listing may be seen twice: the later one counts.
+            known = lines.get(writer, usage)
+            lines[writer] = max(usage, known, key=lambda one: one.charged + one.released)
+    return lines
+
+
+def _beyond(value: int, low: int, high: int) -> int:
+    """Return the change that brings a value into a range; 0 for a value inside it."""
+    return max(0, low - value) + min(0, high - value)

@@ -1,0 +1,109 @@
+"""Lock file that expires with its holder, and works over NFS."""
+
+import os
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from ec_store.disk.files import Folder, write
+
+STALE_S = 30.0
+"""Seconds without a renewal after which a holder has lost its lock."""
+
+
+def _machine() -> str:
+    """Return a name of the scope of process ids: the boot and the PID namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+        # os.stat, since Path cannot stat the target of a descriptor's link, which has the number.
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"  # noqa: PTH116
+    except OSError:
+        return secrets.token_hex(8)
+
+
+class FileLock:
+    """File that exists while a process does exclusive work, such as eviction.
+
+    The lock saves work; two holders at once do no harm. Each holder checks that the lock is still
+    its own before each batch that it removes. So a slow holder that lost its lock ends its work,
+    and no entry is counted twice: of two processes that remove it, the second finds it gone.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Create the lock of this file name. Threads may share it: one at a time acquires it."""
+        self._file = name
+        self._machine = _machine()
+        self._token = ""
+
+    def acquire(self, folder: Folder, now: Callable[[], float]) -> bool:
+        """Take the lock; False, without a write, if another process holds it. Raises OSError."""
+        token = f"{self._machine} {os.getpid()} {secrets.token_hex(8)}"
+        for _ in range(2):
+            if not self._break(folder, now()):
+                return False
+            if self._create(folder, token):
+                self._token = token
+                return True
+        return False
+
+    def _create(self, folder: Folder, token: str) -> bool:
+        # Written first and then linked: a reader must never see the lock without its holder.
+        staging = f".{secrets.token_hex(8)}.tmp"
+        fd = folder.create(staging)
+        try:
+            try:
+                write(fd, [memoryview(token.encode())])
+            finally:
+                os.close(fd)  # other NFS clients see a file once it is closed
+            return folder.publish(staging, self._file)
+        finally:
+            folder.remove(staging)
+
+    def held(self, folder: Folder) -> bool:
+        """Return whether the lock is still this holder's, and renew it."""
+        try:
+            if folder.read(self._file, 512).decode(errors="replace") != self._token:
+                return False
+            os.utime(self._file, dir_fd=folder.fd, follow_symlinks=False)
+        except OSError:
+            return False
+        return True
+
+    def release(self, folder: Folder) -> None:
+        """Release the lock if it is still this holder's."""
+        if self.held(folder):
+            self._token = ""  # before another thread may take the lock
+            folder.remove(self._file)
+
+    def _break(self, folder: Folder, now_s: float) -> bool:
+        """Remove the lock of a dead holder; True if the lock is free now."""
+        try:
+            holder = folder.read(self._file, 512).decode(errors="replace")
+            if now_s - folder.stat(self._file).st_mtime <= STALE_S and not self._dead(holder):
+                return False
+            aside = f".{secrets.token_hex(8)}.tmp"
+            folder.rename(self._file, aside)
+        except FileNotFoundError:
+            return True
+        except PermissionError:
+            return False
+        # Another process may have taken the lock since the read: its lock is restored.
+        with suppress(OSError):
+            if folder.read(aside, 512).decode(errors="replace") != holder:
+                folder.publish(aside, self._file)
+        folder.remove(aside)
+        return True
+
+    def _dead(self, holder: str) -> bool:
+        machine, _, rest = holder.partition(" ")
+        pid, _, _ = rest.partition(" ")
+        if machine != self._machine or not pid.isdecimal():
+            return False
+        try:
+            os.kill(int(pid), 0)
+        except ProcessLookupError:
+            return True
+        except OSError:
+            return False
+        return False

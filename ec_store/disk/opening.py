@@ -1,0 +1,226 @@
+"""Opening of a shared directory, and the settings that the directory holds.
+
+Type of the file system that holds a file.
+"""
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from ec_store.disk.config import (
+    DiskConfig,
+    GivenSettings,
+    SettingsInvalid,
+    StoreSettings,
+    read_settings,
+    write_settings,
+)
+from ec_store.disk.files import NO_ROOM, Folder, Modes
+from ec_store.disk.housekeeping import Housekeeping
+from ec_store.disk.tree import Tree, staging_name
+from ec_store.errors import StoreUnavailable
+
+TABLE = Path("/proc/self/mountinfo")
+MEMORY = frozenset({"tmpfs", "ramfs"})
+
+
+def in_memory(fd: int) -> bool:
+    """Return whether an open file or folder is in this machine's memory (tmpfs).
+
+    False if the system has no mount table, as outside Linux.
+    """
+    try:
+        device = os.fstat(fd).st_dev
+        table = TABLE.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return False
+    return kind_of(device, table) in MEMORY
+
+
+def kind_of(device: int, table: Iterable[str]) -> str | None:
+    """Return the type of the file system on a device; None if the table does not list it.
+
+    Args:
+        device: device number, as `os.stat` returns it.
+        table: lines of `/proc/self/mountinfo` (proc_pid_mountinfo(5)).
+    """
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in table:
+        mount, _, system = line.partition(" - ")
+        if mount.split(" ")[2:3] == [number]:
+            return system.partition(" ")[0]
+    return None
+
+
+logger = logging.getLogger("vllm.ec_store")
+
+LOOK_EVERY_S = 1.0
+"""Interval in seconds at which an open store checks that its path still leads to its directory."""
+
+
+class DiskOpening:
+    """Directory that is opened at its first use, and reopened when its path leads elsewhere.
+
+    Attributes:
+        settings: settings of the store, as last read; they apply to every process that opens it.
+        in_memory: whether the directory that was opened last is on tmpfs.
+    """
+
+    def __init__(self, config: DiskConfig, keeper: Housekeeping, *, create: bool) -> None:
+        """Create the object without opening the directory.
+
+        Args:
+            config: location of the directory, and the settings of a new one.
+            keeper: housekeeping of the store: gets the settings, and counts the entries of a
+                directory without a ledger.
+            create: whether to create a missing directory.
+        """
+        self.settings = config.given.over(StoreSettings())
+        self.in_memory = False
+        self._config = config
+        self._keeper = keeper
+        self._create = create
+        self._opened: Tree | None = None
+        self._looked_s = 0.0
+        self._ignored: list[str] = []
+        self._unread = False
+        self._closed = False
+
+    def tree(self, *, create: bool = False) -> Tree:
+        """Return the open directory.
+
+        Args:
+            create: whether to create a missing directory, if this store may create one at all.
+
+        Raises:
+            OSError: the directory is missing or cannot be used.
+            StoreUnavailable: the store is closed, or its settings cannot be used.
+        """
+        if self._closed:
+            raise StoreUnavailable("the store is closed")
+        tree, now = self._opened, time.monotonic()
+        look = now - self._looked_s > LOOK_EVERY_S
+        if look:
+            self._looked_s = now
+        if tree is None or (look and not tree.current()):
+            self._opened = None  # if opening fails, the next use retries it
+            tree = self._opened = self._open(create=create and self._create)
+        elif look:
+            self._follow(tree)
+        return tree
+
+    def configure(self, given: GivenSettings) -> None:
+        """Write settings, and reopen the directory. Raises OSError and ValueError."""
+        root = self._root(create=True)
+        try:
+            settings = read_settings(root)
+        except SettingsInvalid:
+            settings = None
+        settings = given.over(settings or self._config.given.over(StoreSettings()))
+        write_settings(root, settings, replace=True)
+        self._opened = None
+        self.tree(create=True)
+
+    def probe(self) -> None:
+        """Open the directory, and write to it as a test if this process may create it.
+
+        A full file system is not an error: its entries can still be read.
+
+        Raises:
+            OSError: the directory is missing or cannot be written.
+            StoreUnavailable: the content read differs from the content written.
+        """
+        tree = self.tree(create=True)
+        if not self._create:
+            return
+        name, content = staging_name("probe", 0), os.urandom(16)
+        try:
+            tree.root.replace(name, content)
+            if tree.root.read(name, 64) != content:
+                raise StoreUnavailable("a test file has other content than was written to it")
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+        finally:
+            tree.root.remove(name)
+
+    def lost(self, error: OSError) -> None:
+        """Reopen the directory at its next use if an error shows that its descriptors are stale."""
+        if error.errno in {errno.ESTALE, errno.EBADF}:
+            self.forget()
+
+    def forget(self) -> None:
+        """Reopen the directory at its next use."""
+        self._opened = None
+
+    def close(self) -> None:
+        """Close the directory; later calls raise StoreUnavailable."""
+        self._closed = True
+        self._opened = None
+
+    def _follow(self, tree: Tree) -> None:
+        """Adopt changed settings. If they cannot be read, the present ones stay in force."""
+        try:
+            self._adopt(read_settings(tree.root) or self.settings)
+        except (SettingsInvalid, OSError) as error:
+            if not self._unread:  # logged once, not every second
+                logger.warning("the store in %s keeps its settings: %s", self._config.path, error)
+            self._unread = True
+        else:
+            self._unread = False
+
+    def _open(self, *, create: bool) -> Tree:
+        """Open the directory and read its settings, or write them if it is new."""
+        config = self._config
+        root = self._root(create=create)
+        held = read_settings(root)
+        if held is None:
+            held = config.given.over(StoreSettings())
+            if create and not write_settings(root, held, replace=False):
+                held = read_settings(root) or held
+        tree = Tree(config.path, Modes(held.dir_mode, held.file_mode), create=create)
+        self.in_memory = in_memory(tree.entries.fd)
+        for folder in tree.folders:
+            folder.check_owner(config.given.dir_mode or 0)
+        self._adopt(held)
+        if self._create:
+            self._begin(tree)
+        return tree
+
+    def _begin(self, tree: Tree) -> None:
+        """Count the entries of a store without a ledger, and log how much space it leaves free.
+
+        A process without the permission to write skips this: it can still read.
+        """
+        with suppress(OSError):
+            if self._keeper.ledger.empty(tree.usage):
+                self._keeper.sweep(tree, every_s=0.0)
+            self._keeper.log_limits(tree, self._config.path)
+
+    def _root(self, *, create: bool) -> Folder:
+        config = self._config
+        if config.require_mount and not config.mounted:
+            raise StoreUnavailable(
+                f"nothing is mounted at {config.path}, and the URL has require_mount=1: mount the "
+                "file system first"
+            )
+        made = config.given.over(StoreSettings())
+        modes = Modes(made.dir_mode, made.file_mode)
+        return Folder.at(config.path, modes) if create else Folder.there(config.path, modes)
+
+    def _adopt(self, settings: StoreSettings) -> None:
+        """Apply the store's settings, and log the settings of this process that differ."""
+        self.settings = self._keeper.settings = settings
+        ignored = self._config.given.not_in_force(settings)
+        if ignored and ignored != self._ignored:
+            logger.error(
+                "the store in %s was opened with %s: the store's own settings are used. Change "
+                "them with `ec-store configure`, or the store URL.",
+                self._config.path,
+                ", ".join(ignored),
+            )
+        self._ignored = ignored

@@ -1,0 +1,386 @@
+"""Store in a shared directory, on tmpfs or a disk, without a server."""
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Self, TypeVar
+
+from ec_store.base import Listed, Store, StoreStats
+from ec_store.counts import Counts, after_fork
+from ec_store.disk.config import DiskConfig, GivenSettings, StoreSettings
+from ec_store.disk.entry_files import EntryFiles, blob_bytes, listed, load_header, registered
+from ec_store.disk.files import NO_ROOM, Folder, regular
+from ec_store.disk.housekeeping import Housekeeping
+from ec_store.disk.opening import DiskOpening
+from ec_store.disk.tree import Tree, staging_name, taken_bytes
+from ec_store.entry import MAX_HEADER_BYTES, Entry, EntryInfo
+from ec_store.errors import CorruptEntry, EntryTooLarge, StoreMissing, StoreUnavailable
+from ec_store.keys import EntryKey, owner_bytes
+
+logger = logging.getLogger("vllm.ec_store")
+
+T = TypeVar("T")
+
+TOUCH_EVERY_S = 1.0
+"""Seconds after a use during which further uses of the entry are not recorded."""
+
+MODES_S = 0.05
+"""Delay in seconds before a write is retried. A process of another user that creates a folder needs
+up to this long to set its permissions, which `mkdir` leaves too narrow under a narrow umask."""
+
+SHARING = (
+    "; to share a store, users need its group, and dir_mode=2770 and file_mode=0660 in each URL"
+)
+
+
+class SharedDiskStore(Store):
+    """Store of entries as files, each named by the digest of its key."""
+
+    def __init__(self, config: DiskConfig, *, create: bool = True) -> None:
+        """Create the store; its first use opens the directory.
+
+        Args:
+            config: location of the directory.
+            create: whether to create a missing directory.
+        """
+        self._config = config
+        self._create = create
+        self.counts = Counts()
+        self._keeper = Housekeeping(self.counts)
+        self._opening = DiskOpening(config, self._keeper, create=create)
+        self._files = EntryFiles()
+        after_fork(self._renew_locks)
+
+    @classmethod
+    def from_url(cls, url: str, *, create: bool = True) -> Self:
+        """Open `file:///path?max_bytes=64GiB&ttl=7d&…`, with the parameters of `DiskConfig`.
+
+        Raises:
+            ValueError: the URL has no path, or an unknown or invalid parameter.
+            StoreUnavailable: the directory cannot be used.
+        """
+        store = cls(DiskConfig.from_url(url), create=create)
+        store.check()
+        return store
+
+    def check(self) -> None:
+        """Open the directory (see `Store.check`); a process that may create it tests a write."""
+        try:
+            self._opening.probe()
+        except OSError as error:
+            raise self._problem(
+                f"{self._config.path} cannot be used",
+                error,
+                SHARING if isinstance(error, PermissionError) else "",
+            ) from error
+
+    @property
+    def settings(self) -> StoreSettings:
+        """Return the settings that apply to every process that opens the store."""
+        return self._opening.settings
+
+    @property
+    def in_memory(self) -> bool:
+        """Return whether the directory that was opened last is on tmpfs."""
+        return self._opening.in_memory
+
+    def configure(self, given: GivenSettings) -> StoreSettings:
+        """Change the store's settings; other processes adopt them within a second.
+
+        Raises:
+            StoreUnavailable: the store cannot be used or written.
+            ValueError: a value is out of range.
+        """
+        with self._unavailable("the store cannot be configured"):
+            self._opening.configure(given)
+        return self.settings
+
+    def put(self, key: EntryKey, entry: Entry, *, replace: bool = False) -> bool:
+        size = blob_bytes(key, entry)
+        limit = min(self._config.max_entry_bytes, self.settings.max_bytes)
+        if size > limit:
+            raise EntryTooLarge(f"it has {size} bytes; the limit is {limit}")
+        try:
+            with self._unavailable("the entry could not be written"):
+                written = self._put(key, entry, size, replace=replace)
+        except StoreUnavailable:
+            self.counts.add(drops=1)
+            raise
+        if written:
+            self.counts.add(puts=1)
+        return written
+
+    def get(self, key: EntryKey) -> Entry | None:
+        entry = self._read(key, key.digest, self._files.load, use=True)
+        self.counts.add(misses=entry is None, hits=entry is not None)
+        return entry
+
+    def lookup(self, keys: Sequence[EntryKey]) -> list[EntryInfo | None]:
+        return [self._read(key, key.digest, load_header, use=False) for key in keys]
+
+    def lease(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
+        """Lease entries (see `Store.lease`). If leases cannot be written, all keys are misses."""
+        digests = [key.digest for key in keys]
+        found = [
+            self._read(key, digest, load_header, use=True)
+            for key, digest in zip(keys, digests, strict=True)
+        ]
+        there = [digest for digest, info in zip(digests, found, strict=True) if info]
+        if not there:
+            return found
+        try:
+            tree = self._opening.tree()
+            self._keeper.leases.add(tree.leases, there, seconds, self._now(tree))
+        except OSError as error:
+            self._opening.lost(error)
+            return [None] * len(keys)
+        # Checked again: an evictor may have removed the entry before it saw the lease.
+        return [
+            info if info and tree.there(digest) else None
+            for digest, info in zip(digests, found, strict=True)
+        ]
+
+    def claim(
+        self, keys: Sequence[EntryKey], owner: str, seconds: float, *, wait: bool = True
+    ) -> list[bool]:
+        """Claim entries (see `Store.claim`). Exactly one of several owners gets a claim."""
+        name = owner_bytes(owner)
+        with self._unavailable("claims could not be written"):
+            tree = self._opening.tree(create=True)
+            digests = [key.digest for key in keys]
+            return self._keeper.claims.take(
+                tree.claims, digests, name, seconds, lambda: self._now(tree), wait=wait
+            )
+
+    def release(self, keys: Sequence[EntryKey], owner: str) -> None:
+        name = owner_bytes(owner)
+        with self._unavailable("claims could not be released"):
+            tree = self._opening.tree()
+            for key in keys:
+                self._keeper.claims.give_back(
+                    tree.claims, key.digest, name, lambda: self._now(tree)
+                )
+
+    def delete(self, keys: Sequence[EntryKey]) -> int:
+        with self._unavailable("entries could not be deleted"):
+            tree = self._opening.tree()
+            return sum(self._delete(tree, key.digest) for key in keys)
+
+    def purge(self, namespace: str) -> int:
+        purged = 0
+        with self._unavailable("the namespace could not be purged"):
+            tree = self._opening.tree()
+            for row in listed(tree):
+                if row.info and row.info.key.namespace == namespace:
+                    purged += self._delete(tree, row.digest)
+            for name, _, its_namespace in registered(tree.namespaces):
+                if its_namespace == namespace:
+                    tree.namespaces.remove(name)
+        return purged
+
+    def ls(self) -> Iterator[Listed]:
+        with self._unavailable("the store cannot be listed"):
+            yield from listed(self._opening.tree())
+
+    def verify(self, *, fix: bool = False) -> Iterator[Listed]:
+        with self._unavailable("the store cannot be verified"):
+            for row in listed(self._opening.tree(), self._files):
+                if row.problem and fix:
+                    self._delete(self._opening.tree(), row.digest)
+                yield row
+
+    def evict(self) -> int:
+        """Evict (see `Store.evict`), unless another process is evicting."""
+        with self._unavailable("the store cannot be evicted from"):
+            return self._keeper.evict(self._opening.tree()) or 0
+
+    def sweep(self, every_s: float = 0.0) -> int:
+        """Sweep (see `Store.sweep`), unless another process is sweeping."""
+        with self._unavailable("the store cannot be swept"):
+            tree = self._opening.tree()
+            return self._keeper.sweep(tree, every_s) + (self._keeper.evict(tree) or 0)
+
+    def stats(self) -> StoreStats:
+        with self._unavailable("the store cannot be read"):
+            tree = self._opening.tree()
+            usage = self._keeper.ledger.total(tree.usage)
+            quota_bytes = self._keeper.quota_bytes(tree)
+        return StoreStats(
+            entries=max(0, usage.entries),
+            bytes=max(0, usage.bytes),
+            max_bytes=quota_bytes,
+            hits=self.counts["hits"],
+            misses=self.counts["misses"],
+            puts=self.counts["puts"],
+            drops=self.counts["drops"],
+            corrupt=self.counts["corrupt"],
+            evictions=self._keeper.evictions,
+        )
+
+    def register_namespace(self, model: str, namespace: str) -> None:
+        name = hashlib.sha256(model.encode("utf-8", "surrogatepass")).hexdigest() + ".json"
+        # Not orjson, which rejects the lone surrogates that a name may have.
+        content = json.dumps({"model": model, "namespace": namespace}).encode()
+        with self._unavailable("the namespace could not be registered"):
+            self._opening.tree(create=True).namespaces.replace(name, content)
+
+    def namespaces(self) -> Mapping[str, str]:
+        with self._unavailable("the namespaces cannot be read"):
+            # Created if missing: engines read the namespaces of a new store before they register
+            # one.
+            tree = self._opening.tree(create=True)
+            return {model: name for _, model, name in registered(tree.namespaces)}
+
+    def close(self) -> None:
+        self._opening.close()
+        self._files.close()
+
+    @contextmanager
+    def _unavailable(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._opening.lost(error)
+            raise self._problem(what, error) from error
+
+    def _problem(self, what: str, error: OSError, advice: str = "") -> StoreUnavailable:
+        if isinstance(error, FileNotFoundError) and not self._create:
+            return StoreMissing(f"there is no store in {self._config.path}")
+        return StoreUnavailable(f"{what}: {error.strerror or error}{advice}")
+
+    def _renew_locks(self) -> None:
+        self._files.renew_locks()
+        self._keeper.renew_locks()
+
+    def _now(self, tree: Tree) -> float:
+        return self._keeper.clock.now(tree.root)
+
+    def _put(self, key: EntryKey, entry: Entry, size: int, *, replace: bool) -> bool:
+        digest = key.digest
+        if not replace:
+            if self._read(key, digest, load_header, use=True):
+                return False
+            self._forget_expired(digest)
+        try:
+            return self._write(self._opening.tree(create=True), key, entry, size, replace=replace)
+        except OSError as error:
+            if error.errno in NO_ROOM:
+                self._keeper.free(self._opening.tree(), taken_bytes(size))
+            elif error.errno in {errno.ENOENT, errno.ESTALE}:
+                self._opening.forget()  # the directory was removed while it was open
+            elif error.errno == errno.EACCES:
+                time.sleep(MODES_S)
+            else:
+                raise
+        return self._write(self._opening.tree(create=True), key, entry, size, replace=replace)
+
+    def _forget_expired(self, digest: str) -> None:
+        """Delete an expired entry: readers miss it, but its name would block a new one."""
+        with suppress(OSError):
+            tree = self._opening.tree()
+            if not self._live(tree, tree.folder(digest).stat(digest)):
+                self._delete(tree, digest)
+
+    def _write(self, tree: Tree, key: EntryKey, entry: Entry, size: int, *, replace: bool) -> bool:
+        digest, taken = key.digest, taken_bytes(size)
+        staging = staging_name(digest, size)
+        folder, fd = tree.create(digest, staging)
+        charged = published = False
+        try:
+            try:
+                # Charged after the staging file, which names its size, exists, and before its first
+                # byte: a count sees either, and no writer exceeds the quota while it checks.
+                self._keeper.ledger.charge(tree.usage, taken)
+                charged = True
+                self._keeper.make_room(tree, taken)
+                self._files.store(key, entry, fd)
+                if self._config.durability == "fsync":
+                    os.fsync(fd)
+            finally:
+                # NFS clients flush here, and report failed writes before the entry is published.
+                os.close(fd)
+            if replace:
+                self._replace(tree, folder, staging, digest)
+            published = replace or folder.publish(staging, digest)
+        finally:
+            if charged and not published:
+                with suppress(OSError):
+                    self._keeper.ledger.release(tree.usage, taken)
+            folder.remove(staging)
+        if published and self._config.durability == "fsync":
+            tree.sync(digest)
+        return published
+
+    def _replace(self, tree: Tree, folder: Folder, staging: str, digest: str) -> None:
+        before = 0
+        with suppress(OSError):
+            before = taken_bytes(folder.stat(digest).st_size)
+        folder.rename(staging, digest)
+        if before:
+            self._keeper.ledger.release(tree.usage, before)
+
+    def _read(
+        self, key: EntryKey, digest: str, load: Callable[[EntryKey, int, int], T], *, use: bool
+    ) -> T | None:
+        """Open a live entry's file and call `load`; None if it is missing or corrupt."""
+        try:
+            tree = self._opening.tree()
+            fd = tree.open(digest)
+        except OSError as error:
+            self._opening.lost(error)
+            if error.errno == errno.ELOOP:  # a link in place of an entry
+                self._quarantine(tree, digest)
+            return None
+        try:
+            status = os.fstat(fd)
+            if not regular(status):
+                self._quarantine(tree, digest, status.st_ino)
+                return None
+            if not self._live(tree, status):
+                return None
+            loaded = load(key, fd, status.st_size)
+            if use:
+                self._touch(tree, fd, status)
+        except OSError as error:
+            self._opening.lost(error)
+            return None
+        except CorruptEntry:
+            self._quarantine(tree, digest, status.st_ino)
+            return None
+        finally:
+            os.close(fd)
+        return loaded
+
+    def _live(self, tree: Tree, status: os.stat_result) -> bool:
+        age_s = self._now(tree) - status.st_mtime
+        # A larger entry, written under another process's limit, would exhaust the memory here.
+        limit = self._config.max_entry_bytes + MAX_HEADER_BYTES
+        return age_s <= self.settings.ttl and status.st_size <= limit
+
+    def _touch(self, tree: Tree, fd: int, status: os.stat_result) -> None:
+        """Record a use of an entry now, by the store's clock."""
+        if self._now(tree) - status.st_mtime > min(TOUCH_EVERY_S, self.settings.ttl / 4):
+            with suppress(OSError):  # a reader without write permission
+                os.utime(fd)
+
+    def _quarantine(self, tree: Tree, digest: str, inode: int | None = None) -> None:
+        gone = False
+        with suppress(OSError):
+            gone = self._keeper.quarantine(tree, digest, inode)
+        if gone:
+            self.counts.add(corrupt=1)
+
+    def _delete(self, tree: Tree, digest: str) -> bool:
+        try:
+            folder = tree.folder(digest)
+            size = folder.stat(digest).st_size
+            os.unlink(digest, dir_fd=folder.fd)
+        except FileNotFoundError:
+            return False
+        self._keeper.ledger.release(tree.usage, taken_bytes(size))
+        return True

@@ -1,0 +1,387 @@
+"""Folders of a shared directory.
+
+config.json                                 settings for every process that opens the store
+entries/ab/cd/<digest>                      an entry
+entries/ab/cd/.<digest>.<size>.<random>.tmp an entry that is being written or removed
+leases/<end of the lease>/<digest>          a lease
+claims/<digest>                             a link; its text is the holder of a claim
+claims/<digest>.next                        a claim that is being changed
+namespaces/<digest of the model>.json       a model's namespace
+quarantine/<digest>.<random>                a corrupt entry
+usage/<random>.<sums>.<checksum>            bytes and entries that one process wrote and removed
+clock                                       touched to measure the file server's time
+evicting, sweeping                          locks of the evicting and of the sweeping process
+tidied, swept                               times of the last removal of leftovers, last sweep
+
+Eviction policy: how many bytes to free, and which entries to evict. Pure.
+"""
+
+import errno
+import math
+import os
+import random
+import re
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from ec_store.disk.files import DIGEST, READ, Folder, Modes, regular
+
+BLOCK_BYTES = 4096
+"""Allocation unit of file systems in bytes: a file takes whole blocks, at least one."""
+
+HIGH_WATER = 0.95
+"""Share of the quota down to which `evict` empties a store, so that writers find room for a
+while."""
+
+RESERVE_SHARE = 0.05
+RESERVE_BYTES = 2**30
+
+SAMPLED = 8
+"""Entries sampled for each entry evicted. The oldest of eight is in the older half of all entries
+with a probability of 255/256; Redis samples five."""
+
+BATCH = 16
+"""Upper bound of the entries evicted at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Entry as the eviction policy sees it.
+
+    Attributes:
+        digest: digest of its key.
+        size_bytes: size of its file.
+        used_s: time of last use, by the store's clock.
+    """
+
+    digest: str
+    size_bytes: int
+    used_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class FileSystem:
+    """Size and free space of a file system at one moment.
+
+    Attributes:
+        size_bytes: size of the file system; 0 if the file system does not report it.
+        free_bytes: bytes that a user may still write.
+    """
+
+    size_bytes: int
+    free_bytes: int
+
+    @property
+    def reserve_bytes(self) -> int:
+        """Return how many bytes a store leaves free.
+
+        Shared memory of other processes may be allocated at its first use. If nothing is free then,
+        those processes end with SIGBUS.
+        """
+        return min(int(self.size_bytes * RESERVE_SHARE), RESERVE_BYTES)
+
+    def quota_bytes(self, max_bytes: int, share: float) -> int:
+        """Return the quota: `max_bytes`, or `share` of the file system if that is less."""
+        return min(max_bytes, int(self.size_bytes * share)) if self.size_bytes else max_bytes
+
+    def lacking_bytes(self, coming_bytes: int) -> int:
+        """Return how many bytes to free so that `coming_bytes` more leave the reserve free."""
+        if not self.size_bytes:
+            return 0
+        return max(0, self.reserve_bytes + coming_bytes - self.free_bytes)
+
+
+def taken_bytes(size_bytes: int) -> int:
+    """Return how many bytes a file of `size_bytes` takes on disk."""
+    return max(1, math.ceil(size_bytes / BLOCK_BYTES)) * BLOCK_BYTES
+
+
+def excess_bytes(used_bytes: int, quota_bytes: int) -> int:
+    """Return how many bytes to free ahead of writers: the usage above the high-water mark."""
+    return max(0, used_bytes - int(quota_bytes * HIGH_WATER))
+
+
+def sample_size(excess_bytes: int, mean_bytes: float) -> int:
+    """Return how many entries of `mean_bytes` to sample in order to free `excess_bytes`."""
+    return SAMPLED * min(BATCH, max(1, math.ceil(excess_bytes / max(mean_bytes, BLOCK_BYTES))))
+
+
+def victims(
+    sample: Sequence[Kept],
+    *,
+    all_seen: bool,
+    now_s: float,
+    ttl_s: float,
+    excess: int,
+) -> list[Kept]:
+    """Return the entries of a sample to evict: the expired, then the least recently used.
+
+    Args:
+        sample: entries that may be evicted.
+        all_seen: whether the sample is the whole store.
+        now_s: current time, by the store's clock.
+        ttl_s: seconds after which an unused entry is expired.
+        excess: bytes to free.
+
+    Returns:
+        All expired entries of the sample, and others until `excess` is freed. Of a partial sample
+        at most one entry in `SAMPLED` is evicted, the oldest ones: the next ones may be recent
+        compared with the rest of the store.
+    """
+    free = sorted(sample, key=lambda entry: entry.used_s)
+    going = [entry for entry in free if now_s - entry.used_s > ttl_s]
+    most = len(free) if all_seen else math.ceil(len(free) / SAMPLED)
+    left = excess - sum(taken_bytes(entry.size_bytes) for entry in going)
+    for entry in free[len(going) : most]:
+        if left <= 0:
+            break
+        going.append(entry)
+        left -= taken_bytes(entry.size_bytes)
+    return going
+
+
+KEPT_FOLDERS = 256
+"""Upper bound of the open folders of entries: more than a lookup of 64 keys needs, and a quarter of
+the usual limit of descriptors of a process."""
+
+RACES = 3
+"""Attempts to create a folder that other processes remove before it contains a file."""
+
+_STAGING = re.compile(r"\.([0-9a-f]{64})\.([0-9a-f]{1,16})\.[0-9a-f]{16}\.tmp")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """File below `entries`.
+
+    Attributes:
+        folder: folder of the file.
+        name: name in that folder.
+        digest: digest of the entry's key.
+        size_bytes: size of the file; of a staging file, the size it will have.
+        modified_s: time of the last write or use, by the store's clock.
+        changed_s: time of the last write or rename.
+        links: number of names; a staging file with two is published.
+        staging: whether this is a staging file: an entry that is being written or removed.
+    """
+
+    folder: Folder
+    name: str
+    digest: str
+    size_bytes: int
+    modified_s: float
+    changed_s: float
+    links: int
+    staging: bool
+
+
+class Tree:
+    """Open folders of a store. They stay the same even if the path leads elsewhere later.
+
+    Attributes:
+        folders: all folders except those of entries.
+    """
+
+    def __init__(self, path: str, modes: Modes, *, create: bool) -> None:
+        """Open the folders, and create missing ones if `create` is set.
+
+        Raises:
+            OSError: a folder is missing or cannot be created.
+        """
+        self.root = Folder.at(path, modes) if create else Folder.there(path, modes)
+        opened = self.root.ensured if create else self.root.folder
+        self.entries = opened("entries")
+        self.leases = opened("leases")
+        self.claims = opened("claims")
+        self.namespaces = opened("namespaces")
+        self.quarantine = opened("quarantine")
+        self.usage = opened("usage")
+        self.folders = (
+            self.root,
+            self.entries,
+            self.leases,
+            self.claims,
+            self.namespaces,
+            self.quarantine,
+            self.usage,
+        )
+        status = os.fstat(self.entries.fd)
+        self._path = os.path.join(path, "entries")  # noqa: PTH118 - stat'ed every second
+        self._identity = status.st_dev, status.st_ino
+        self._forget()
+
+    def current(self) -> bool:
+        """Return whether the path still leads here, and drop the cached folders of entries."""
+        self._forget()
+        try:
+            status = os.stat(self._path)  # noqa: PTH116
+        except OSError:
+            return False
+        return (status.st_dev, status.st_ino) == self._identity
+
+    def open(self, digest: str) -> int:
+        """Open an entry's file. Raises OSError."""
+        folder = self._kept_open(digest[:4])
+        try:
+            return folder.open(digest, READ)
+        except OSError as error:
+            if not _is_removed(folder, error):
+                raise
+        # The folder was removed because it was empty, and may have been created again since.
+        self._kept.pop(digest[:4], None)
+        return self._kept_open(digest[:4]).open(digest, READ)
+
+    def folder(self, digest: str) -> Folder:
+        """Open the folder of an entry. Raises OSError."""
+        return self.entries.folder(digest[:2]).folder(digest[2:4])
+
+    def create(self, digest: str, name: str) -> tuple[Folder, int]:
+        """Create a file in the folder of an entry, and return folder and descriptor.
+
+        The folder is created if it is missing.
+
+        Raises:
+            OSError: the file cannot be created; ENOENT also if other processes keep removing its
+                folder.
+        """
+        for _ in range(RACES):
+            with suppress(FileNotFoundError):
+                folder = self._ensured(digest)
+                return folder, folder.create(name)
+        folder = self._ensured(digest)
+        return folder, folder.create(name)
+
+    def _ensured(self, digest: str) -> Folder:
+        try:
+            return self.folder(digest)
+        except FileNotFoundError:
+            # The cached folder may be a removed one: reads must find a new entry at once.
+            self._kept.pop(digest[:4], None)
+            self._kept.pop(digest[:2], None)
+            return self.entries.ensured(digest[:2]).ensured(digest[2:4])
+
+    def remove_empty(self, digest: str) -> None:
+        """Remove the folder of an entry if it is empty.
+
+        Eviction visits entries folder by folder. Empty folders would cost as much as full ones, and
+        an old store would have all 65,536. A process that has just created the folder creates it
+        again.
+        """
+        with suppress(OSError):
+            self.entries.folder(digest[:2]).remove_folder(digest[2:4])
+
+    def sync(self, digest: str) -> None:
+        """Flush the names of an entry and of its folders to disk, also those of other processes."""
+        first = self.entries.folder(digest[:2])
+        for folder in (first.folder(digest[2:4]), first, self.entries):
+            folder.sync()
+
+    def _kept_open(self, name: str) -> Folder:
+        """Return the cached folder of the entries with digests that begin with `name`.
+
+        The folder may have been removed since. Threads share it: a folder stays open while it is in
+        use, even if it is no longer cached.
+        """
+        kept = self._kept  # `_forget` replaces it
+        folder = kept.get(name)
+        if folder is None:
+            # Opened step by step: O_NOFOLLOW applies to the last part of a path only.
+            folder = self._kept_open(name[:-2]).folder(name[-2:])
+            # No replacement: if all folders are in use, replacing costs more than it saves.
+            if len(kept) < KEPT_FOLDERS:
+                kept[name] = folder
+        return folder
+
+    def _forget(self) -> None:
+        self._kept = {"": self.entries}
+
+    def there(self, digest: str) -> bool:
+        """Return whether an entry exists."""
+        try:
+            self.folder(digest).stat(digest)
+        except OSError:
+            return False
+        return True
+
+    def scan(self, unread: list[OSError], *, remove_empty: bool = False) -> Iterator[Found]:
+        """Yield all files below `entries`, folder by folder; files removed meanwhile are left out.
+
+        The order of the folders is random, and digests are independent of their entries' content:
+        the first files are a random sample.
+
+        Args:
+            unread: list that gets an error for each folder or file that could not be read; the scan
+                continues.
+            remove_empty: whether to remove folders without a file.
+        """
+        for _, first in _folders(self.entries, unread):
+            for name, second in _folders(first, unread):
+                found = _scan(second, unread)
+                if not found and remove_empty:
+                    first.remove_folder(name)
+                yield from found
+
+    def file_system(self) -> FileSystem:
+        """Return the size and the free space of the file system. Raises OSError."""
+        status = os.fstatvfs(self.root.fd)
+        return FileSystem(status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize)
+
+
+def staging_name(digest: str, size_bytes: int) -> str:
+    """Return a name for an entry that is being written or removed, which holds the charged size."""
+    return f".{digest}.{size_bytes:x}.{secrets.token_hex(8)}.tmp"
+
+
+def _folders(folder: Folder, unread: list[OSError]) -> Iterator[tuple[str, Folder]]:
+    with _noted(unread):
+        names = folder.names()
+        random.shuffle(names)
+        for name in names:
+            with _noted(unread):
+                yield name, folder.to_list(name)
+
+
+def _scan(folder: Folder, unread: list[OSError]) -> list[Found]:
+    found = []
+    with _noted(unread), folder.scan() as listing:
+        for item in listing:
+            staging = _STAGING.fullmatch(item.name)
+            if not staging and not DIGEST.fullmatch(item.name):
+                continue
+            with _noted(unread):
+                status = item.stat(follow_symlinks=False)
+                if regular(status):
+                    digest = staging[1] if staging else item.name
+                    size = int(staging[2], 16) if staging else status.st_size
+                    found.append(
+                        Found(
+                            folder,
+                            item.name,
+                            digest,
+                            size,
+                            status.st_mtime,
+                            status.st_ctime,
+                            status.st_nlink,
+                            staging is not None,
+                        )
+                    )
+    return found
+
+
+def _is_removed(folder: Folder, error: OSError) -> bool:
+    """Return whether an error was caused by a removed folder, on this host or another one."""
+    if error.errno == errno.ENOENT:
+        return not os.fstat(folder.fd).st_nlink
+    return error.errno == errno.ESTALE
+
+
+@contextmanager
+def _noted(unread: list[OSError]) -> Iterator[None]:
+    """Append an error to the list and continue, unless the file is gone or not a folder."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}:
+            unread.append(error)

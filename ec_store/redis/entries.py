@@ -1,0 +1,317 @@
+"""Reading, writing and removal of entries in Redis, where each entry is one value.
+
+Redis evicts and expires whole values: an entry exists whole or not at all. A large entry is read
+with `GETRANGE`, window by window, into reused memory.
+
+Names of a store's keys in Redis (docs/redis.md).
+
+    {prefix}:{<digest>}:e2     entry: 16 random bytes, the blob of docs/store-format.md
+    {prefix}:{<digest>}:c      claim: the owner
+    {prefix}:namespaces        hash, served model to namespace
+
+The digest in braces is the hash tag: an entry and its claim are in one cluster slot. The 2 is the
+number of the layout: processes of another layout neither read nor remove these entries.
+"""
+
+import re
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ec_store.counts import after_fork
+from ec_store.entry import Buffers, Entry, EntryInfo, checksum, decode, header_length, read_header
+from ec_store.errors import CorruptEntry
+from ec_store.keys import EntryKey
+from ec_store.redis.client import RedisClient
+from ec_store.redis.link import Command, Reply
+
+_ENTRY = re.compile(rb".*:\{([0-9a-f]{64})\}:e2", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Names of the keys of one store.
+
+    Attributes:
+        prefix: first part of every name.
+    """
+
+    prefix: str
+
+    @property
+    def namespaces(self) -> bytes:
+        """Return the name of the hash of served models."""
+        return f"{self.prefix}:namespaces".encode()
+
+    @property
+    def entries(self) -> bytes:
+        """Return the pattern of all entries' names."""
+        return f"{self.prefix}:{{*}}:e2".encode()
+
+    def entry(self, digest: str) -> bytes:
+        """Return the name of an entry."""
+        return f"{self.prefix}:{{{digest}}}:e2".encode()
+
+    def claim(self, digest: str) -> bytes:
+        """Return the name of an entry's claim."""
+        return f"{self.prefix}:{{{digest}}}:c".encode()
+
+
+def entry_digest(name: bytes) -> str | None:
+    """Return the digest in the name of an entry; None for any other name."""
+    match = _ENTRY.fullmatch(name)
+    return match[1].decode() if match else None
+
+
+ID_BYTES = 16
+"""Random bytes before each entry, different for every write. They show a reader that an entry was
+replaced between two windows, even by an equal one, and a writer that an entry is its own."""
+
+HEAD_BYTES = 2048
+"""Bytes of an entry that are read for its header; a longer header costs a second round trip."""
+
+FIRST_BYTES = 2**20
+"""Bytes that `get` reads in its first round trip: the whole of a small entry."""
+
+WINDOW_BYTES = 2**20
+"""Bytes of one reply. The allocator of Redis returns buffers of 8 MiB or more to the system at
+once, so that the kernel would clear each of them again."""
+
+WINDOWS = 4
+"""Upper bound of the pending replies: enough to keep the connection busy, and a bound on the memory
+that the server holds for a client, which counts towards `maxmemory`."""
+
+REFRESH_BELOW = 0.9
+"""Share of the time to live below which a use renews it. So an entry expires between 0.9 and 1 of
+`ttl` after its last use, and few uses cost another round trip."""
+
+SCAN_BATCH = 512
+"""Keys that SCAN visits in one step: some 0.1 ms, during which Redis serves no other client."""
+
+NO_KEY = -2
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """First bytes of an entry.
+
+    Attributes:
+        write_id: random bytes of its write.
+        blob: the first `FIRST_BYTES` of it, or the header if that is longer.
+        left_ms: remaining time to live in milliseconds.
+    """
+
+    write_id: bytes
+    blob: bytes
+    left_ms: int
+
+
+class RedisEntries:
+    """Entries of one store. Every method may raise StoreUnavailable."""
+
+    def __init__(self, client: RedisClient, names: Names, ttl_ms: int) -> None:
+        self._client = client
+        self._names = names
+        self._ttl_ms = ttl_ms
+        self._buffers = Buffers()
+        after_fork(self._renew_locks)
+
+    def _renew_locks(self) -> None:
+        self._buffers.renew_locks()
+
+    def write(
+        self, digest: str, header: bytes, payload: memoryview, *, replace: bool = False
+    ) -> bool:
+        """Write an entry; False if a valid one exists: it stays, and counts as used.
+
+        One round trip. A second one renews the existing entry's time to live, or replaces an
+        invalid value.
+        """
+        name, write_id = self._names.entry(digest), secrets.token_bytes(ID_BYTES)
+        value = (write_id + header, payload)
+        if replace:
+            self._client.run([("SET", name, value, "PX", self._ttl_ms)])
+            return True
+        written, there, *found = self._client.run(
+            [
+                ("SET", name, value, "NX", "PX", self._ttl_ms),
+                self._id(digest),
+                *self.look([digest]),
+                ("PTTL", name),
+            ]
+        )
+        # A command that was repeated after a lost reply finds its own first write.
+        if written is not None or there == write_id:
+            return True
+        if self._used([digest], found, 0)[0] is not None:
+            return False
+        return self.write(digest, header, payload, replace=True)
+
+    def use(self, digests: Sequence[str], seconds: float) -> list[EntryInfo | None]:
+        """Return the headers' fields of entries, which do not expire for `seconds` from now.
+
+        One round trip, and a second one if the time to live of any entry has to be set.
+        """
+        ages: list[Command] = [("PTTL", self._names.entry(digest)) for digest in digests]
+        return self._used(digests, self._client.run([*self.look(digests), *ages]), seconds)
+
+    def _used(
+        self, digests: Sequence[str], replies: Sequence[Reply], seconds: float
+    ) -> list[EntryInfo | None]:
+        """Process the replies to `look`, followed by those to `PTTL`, as `use`."""
+        infos = self.infos(digests, replies[: len(digests)])
+        least_ms = max(int(seconds * 1000), int(REFRESH_BELOW * self._ttl_ms))
+        short = [
+            place
+            for place, (info, left_ms) in enumerate(
+                zip(infos, replies[len(digests) :], strict=True)
+            )
+            if info and left_ms < least_ms
+        ]
+        ms = max(int(seconds * 1000), self._ttl_ms)
+        kept = self._client.run(
+            [("PEXPIRE", self._names.entry(digests[place]), ms) for place in short]
+        )
+        for place, done in zip(short, kept, strict=True):
+            if not done:  # evicted between the two
+                infos[place] = None
+        return infos
+
+    def infos(
+        self, digests: Sequence[str], looked: Sequence[bytes] | None = None
+    ) -> list[EntryInfo | None]:
+        """Return the headers' fields; None for each entry without a valid header.
+
+        Args:
+            digests: digests of the entries.
+            looked: replies to `look`, if they have been read already.
+        """
+        heads = self._client.run(self.look(digests)) if looked is None else list(looked)
+        pairs = zip(digests, self._completed(digests, heads), strict=True)
+        return [info_or_none(digest, head) for digest, head in pairs]
+
+    def look(self, digests: Sequence[str]) -> list[Command]:
+        """Return the commands that `infos` needs, one for each entry."""
+        return [self._range(digest, 0, HEAD_BYTES) for digest in digests]
+
+    def _range(self, digest: str, start: int, size: int) -> Command:
+        """Return the command that reads `size` bytes of an entry from offset `start`."""
+        first = ID_BYTES + start
+        return ("GETRANGE", self._names.entry(digest), first, first + size - 1)
+
+    def _id(self, digest: str) -> Command:
+        return ("GETRANGE", self._names.entry(digest), 0, ID_BYTES - 1)
+
+    def heads(self, digests: Sequence[str]) -> list[bytes]:
+        """Return the first bytes of entries, headers at least; empty for missing entries."""
+        return self._completed(digests, self._client.run(self.look(digests)))
+
+    def _completed(self, digests: Sequence[str], heads: list[bytes]) -> list[bytes]:
+        """Replace heads that end within a long header by longer ones."""
+        longer: dict[int, Command] = {}
+        for place, head in enumerate(heads):
+            with suppress(CorruptEntry):
+                end = header_length(memoryview(head))
+                if end > len(head) > 0:
+                    longer[place] = self._range(digests[place], 0, end)
+        for place, head in zip(longer, self._client.run(list(longer.values())), strict=True):
+            heads[place] = head
+        return heads
+
+    def begin(self, digest: str) -> Beginning | None:
+        """Read the first bytes of an entry; None if there is no such value."""
+        write_id, first, left_ms = self._client.run(
+            [
+                self._id(digest),
+                self._range(digest, 0, FIRST_BYTES),
+                ("PTTL", self._names.entry(digest)),
+            ]
+        )
+        if left_ms == NO_KEY:
+            return None
+        return Beginning(write_id, self._completed([digest], [first])[0], left_ms)
+
+    def read(self, key: EntryKey, beginning: Beginning) -> Entry:
+        """Read an entry, from the first bytes that `begin` has read.
+
+        Raises:
+            CorruptEntry: the bytes are not the entry of this key, or it was replaced or evicted
+                meanwhile.
+        """
+        first = beginning.blob
+        if len(first) < FIRST_BYTES:
+            return decode(key, memoryview(first))
+        info = read_header(memoryview(first))
+        if info.key != key:
+            raise CorruptEntry("it is another key's entry")
+        payload = self._buffers.take(info.payload_bytes)
+        there = min(len(first) - info.header_bytes, len(payload))
+        payload[:there] = memoryview(first)[info.header_bytes :][:there]
+        self._fill(payload[there:], key.digest, info.header_bytes + there)
+        if checksum(payload) != info.checksum:
+            raise CorruptEntry("its checksum does not match its payload")
+        return Entry(payload.toreadonly(), info.dtype, info.shape, info.modality, info.metadata)
+
+    def _fill(self, room: memoryview, digest: str, offset: int) -> None:
+        starts = range(0, len(room), WINDOW_BYTES)
+        rooms = [room[start : start + WINDOW_BYTES] for start in starts]
+        commands: list[Command] = [
+            self._range(digest, offset + start, len(piece))
+            for start, piece in zip(starts, rooms, strict=True)
+        ]
+        lengths = self._client.run(commands, window=WINDOWS, into=rooms)
+        if lengths != list(map(len, rooms)):
+            raise CorruptEntry("it is shorter than its header says")
+
+    def is_still(self, digest: str, beginning: Beginning) -> bool:
+        """Return whether an entry exists and has not been replaced since `begin`."""
+        [write_id] = self._client.run([self._id(digest)])
+        return bool(write_id == beginning.write_id)
+
+    def refresh(self, digest: str, left_ms: int) -> None:
+        """Renew the time to live of a used entry, if less than `REFRESH_BELOW` of it is left."""
+        if left_ms < REFRESH_BELOW * self._ttl_ms:
+            self._client.run([("PEXPIRE", self._names.entry(digest), self._ttl_ms)])
+
+    def forget(self, digests: Sequence[str]) -> int:
+        """Remove entries, and return how many existed."""
+        return sum(self._client.run([("UNLINK", self._names.entry(each)) for each in digests]))
+
+    def scan(self) -> Iterator[dict[str, bytes]]:
+        """Yield digest and head of every entry once, in batches."""
+        seen: set[str] = set()
+        for found in self._client.scan(self._names.entries, SCAN_BATCH):
+            new = list({digest for name in found if (digest := entry_digest(name))} - seen)
+            seen.update(new)
+            heads = self.heads(new)
+            yield {digest: head for digest, head in zip(new, heads, strict=True) if head}
+
+    def sizes(self, digests: Sequence[str]) -> list[int]:
+        """Return the size of each entry in bytes, header included; 0 for missing entries."""
+        values = self._client.run([("STRLEN", self._names.entry(digest)) for digest in digests])
+        return [max(0, size - ID_BYTES) for size in values]
+
+    def close(self) -> None:
+        """Release the unused memory."""
+        self._buffers = Buffers()
+
+
+def info_of(digest: str, head: bytes) -> EntryInfo:
+    """Return the fields of the header in the first bytes of an entry.
+
+    Raises:
+        CorruptEntry: the bytes are not the header of the entry of this digest.
+    """
+    info = read_header(memoryview(head))
+    if info.key.digest != digest:
+        raise CorruptEntry("it is another key's entry")
+    return info
+
+
+def info_or_none(digest: str, head: bytes) -> EntryInfo | None:
+    """Return the fields as `info_of`, or None if the header is invalid."""
+    try:
+        return info_of(digest, head)
+    except CorruptEntry:
+        return None

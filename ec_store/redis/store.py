@@ -1,0 +1,343 @@
+"""Store in Redis, Redis Cluster, or a compatible server (docs/redis.md).
+
+Claims in Redis: `SET NX PX`, with the owner as value.
+
+No script compares and renews, or compares and removes, atomically: the Redis user would need the
+right to run any script. If a claim expires between the two commands and another owner takes it, the
+second command renews or removes that owner's claim. At worst an entry is encoded twice, and a claim
+of a dead holder lives for twice its time.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Self
+
+from ec_store.base import LONGEST_CLAIM_S, Listed, Store, StoreStats
+from ec_store.counts import Counts
+from ec_store.entry import Entry, EntryInfo, encode_header
+from ec_store.errors import CorruptEntry, EntryTooLarge, StoreUnavailable
+from ec_store.keys import EntryKey, owner_bytes
+from ec_store.redis.client import OutOfMemory, RedisClient, Refused
+from ec_store.redis.entries import Beginning, Names, RedisEntries, info_of, info_or_none
+from ec_store.redis.link import Command, Reply
+from ec_store.redis.url import RedisOptions, redis_options
+
+
+class RedisClaims:
+    """Claims of one store. Every method may raise StoreUnavailable."""
+
+    def __init__(self, client: RedisClient, names: Names) -> None:
+        self._client = client
+        self._names = names
+
+    def take(self, digests: Sequence[str], owner: bytes, ms: int) -> list[bool]:
+        """Take or renew claims; False for each entry that another owner claims.
+
+        One round trip, and a second one if this owner held some of them already.
+        """
+        return self.take_and_ask(digests, owner, ms, ())[0]
+
+    def take_and_ask(
+        self, digests: Sequence[str], owner: bytes, ms: int, then: Sequence[Command]
+    ) -> tuple[list[bool], list[Reply]]:
+        """Take claims as `take`, and return the replies to commands sent in the same round trip."""
+        names = [self._names.claim(digest) for digest in digests]
+        claims: list[Command] = [
+            command
+            for name in names
+            for command in (("SET", name, owner, "NX", "PX", ms), ("GET", name))
+        ]
+        replies = self._client.run([*claims, *then])
+        replies, answers = replies[: len(claims)], replies[len(claims) :]
+        # A PEXPIRE in the same round trip would renew another owner's claim with each call.
+        held = [
+            name
+            for name, taken, holder in zip(names, replies[::2], replies[1::2], strict=True)
+            if not taken and holder == owner
+        ]
+        renewed = self._renewed(held, owner, ms)
+        taken = [
+            bool(taken) or renewed.get(name, False)
+            for name, taken in zip(names, replies[::2], strict=True)
+        ]
+        return taken, answers
+
+    def _renewed(self, names: Sequence[bytes], owner: bytes, ms: int) -> dict[bytes, bool]:
+        replies = self._client.run(
+            [command for name in names for command in (("PEXPIRE", name, ms), ("GET", name))]
+        )
+        return {name: holder == owner for name, holder in zip(names, replies[1::2], strict=True)}
+
+    def give_back(self, digests: Sequence[str], owner: bytes) -> None:
+        """Release claims. Claims of other owners stay. Two round trips."""
+        names = [self._names.claim(digest) for digest in digests]
+        holders = self._client.run([("GET", name) for name in names])
+        self._client.run(
+            [
+                ("UNLINK", name)
+                for name, holder in zip(names, holders, strict=True)
+                if holder == owner
+            ]
+        )
+
+
+WRITES_OFF_S = 5.0
+"""Seconds without writes after Redis has reported that it is out of memory."""
+
+ATTEMPTS = 3
+"""Attempts to read an entry that is replaced during the read."""
+
+
+class RedisStore(Store):
+    """Store of entries in Redis. Thread-safe, also after forks; it connects at the first use.
+
+    Redis itself evicts and expires entries. A lease sets an entry's time to live to at least its
+    seconds. That prevents expiry, but not eviction under `maxmemory`, from which Redis cannot
+    protect a key. So a leased entry may be gone, and callers must treat that as a miss.
+    """
+
+    def __init__(self, options: RedisOptions) -> None:
+        self._options = options
+        self._names = Names(options.prefix)
+        self._client = RedisClient(options)
+        self._entries = RedisEntries(self._client, self._names, int(options.ttl_s * 1000))
+        self._claims = RedisClaims(self._client, self._names)
+        self._writes_off_until = 0.0
+        self.counts = Counts()
+
+    @classmethod
+    def from_url(cls, url: str) -> Self:
+        """Create a store from its URL; the first call connects.
+
+        Raises:
+            ValueError: the URL is invalid, or has an unknown or invalid parameter.
+        """
+        return cls(redis_options(url))
+
+    def __repr__(self) -> str:
+        return f"RedisStore({', '.join(map(str, self._options.addresses))})"
+
+    def put(self, key: EntryKey, entry: Entry, *, replace: bool = False) -> bool:
+        """Write an entry (see `Store.put`). After an "out of memory" no write is sent for 5 s.
+
+        One round trip, which sends the tensor even if the entry exists. A caller that can skip
+        making the entry calls `lease` first, as the connector does.
+        """
+        header = encode_header(key, entry)
+        size = len(header) + entry.data.nbytes
+        if size > self._options.max_entry_bytes:
+            raise EntryTooLarge(
+                f"it has {size} bytes; the limit is {self._options.max_entry_bytes}"
+            )
+        try:
+            with self._client.bounded():
+                written = self._put(key, header, entry.data.cast("B"), replace=replace)
+        except StoreUnavailable as error:
+            if isinstance(error, OutOfMemory):
+                self._writes_off_until = time.monotonic() + WRITES_OFF_S
+            self.counts.add(drops=1)
+            raise
+        self.counts.add(puts=written)
+        return written
+
+    def get(self, key: EntryKey) -> Entry | None:
+        """Return an entry (see `Store.get`). A server that is loading or failing over is a miss."""
+        entry = None
+        with suppress(Refused), self._client.bounded():
+            entry = self._get(key)
+        self.counts.add(misses=entry is None, hits=entry is not None)
+        return entry
+
+    def lookup(self, keys: Sequence[EntryKey]) -> list[EntryInfo | None]:
+        """Look up headers (see `Store.lookup`).
+
+        One round trip, and a second one if a header is longer than `HEAD_BYTES`.
+        """
+        with self._client.bounded():
+            return self._entries.infos([key.digest for key in keys])
+
+    def lease(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
+        """Look up entries and prevent their expiry for `seconds`.
+
+        Redis may still evict them, see the class. One round trip, and a second one if the time to
+        live of an entry has to be set.
+        """
+        with self._client.bounded():
+            return self._entries.use([key.digest for key in keys], seconds)
+
+    def claim(
+        self,
+        keys: Sequence[EntryKey],
+        owner: str,
+        seconds: float,
+        *,
+        wait: bool = True,  # noqa: ARG002 - part of the interface
+    ) -> list[bool]:
+        """Claim entries (see `Store.claim`). One round trip, two if some claims are renewed.
+
+        No claim waits for another one: `wait` has no effect.
+        """
+        digests = [key.digest for key in keys]
+        return self._claims.take(digests, owner_bytes(owner), _claim_ms(seconds))
+
+    def claim_or_find(
+        self, keys: Sequence[EntryKey], owner: str, seconds: float
+    ) -> list[EntryInfo | bool]:
+        """Claim missing entries (see `Store.claim_or_find`), in as many round trips as `claim`."""
+        digests = [key.digest for key in keys]
+        with self._client.bounded():
+            claims, heads = self._claims.take_and_ask(
+                digests, owner_bytes(owner), _claim_ms(seconds), self._entries.look(digests)
+            )
+            infos = self._entries.infos(digests, heads)
+        self.release(
+            [
+                key
+                for key, info, held in zip(keys, infos, claims, strict=True)
+                if held and info is not None
+            ],
+            owner,
+        )
+        return [info or held for info, held in zip(infos, claims, strict=True)]
+
+    def release(self, keys: Sequence[EntryKey], owner: str) -> None:
+        self._claims.give_back([key.digest for key in keys], owner_bytes(owner))
+
+    def delete(self, keys: Sequence[EntryKey]) -> int:
+        """Delete entries, and return how many existed."""
+        digests = list(dict.fromkeys(key.digest for key in keys))
+        with self._client.bounded():
+            return self._entries.forget(digests)
+
+    def purge(self, namespace: str) -> int:
+        """Delete a namespace and its entries. Reads the headers of all entries of the store."""
+        count = 0
+        for heads in self._entries.scan():
+            infos = [info_or_none(digest, head) for digest, head in heads.items()]
+            count += self._entries.forget(
+                [info.key.digest for info in infos if info and info.key.namespace == namespace]
+            )
+        gone = [name for name, value in self.namespaces().items() if value == namespace]
+        if gone:
+            self._client.run([("HDEL", self._names.namespaces, *map(_encoded, gone))])
+        return count
+
+    def ls(self) -> Iterator[Listed]:
+        """Yield every entry; Redis does not report when one was used."""
+        for heads in self._entries.scan():
+            sizes = self._entries.sizes(list(heads))
+            for (digest, head), size in zip(heads.items(), sizes, strict=True):
+                if size:
+                    yield _listed(digest, head, size)
+
+    def verify(self, *, fix: bool = False) -> Iterator[Listed]:
+        for row in self.ls():
+            problem = row.problem
+            if row.info and not problem:
+                problem = self._problem(row.info.key)
+            if problem and fix:
+                self._entries.forget([row.digest])
+            yield replace(row, problem=problem)
+
+    def _problem(self, key: EntryKey) -> str | None:
+        """Return why an entry is corrupt; None if it is valid or gone."""
+        beginning = self._entries.begin(key.digest)
+        if beginning is None:
+            return None
+        try:
+            self._entries.read(key, beginning)
+        except CorruptEntry as error:
+            return str(error) if self._entries.is_still(key.digest, beginning) else None
+        return None
+
+    def evict(self) -> int:
+        """Return 0 without a command: Redis evicts and expires by itself, whole entries only."""
+        return 0
+
+    def stats(self) -> StoreStats:
+        """Return metrics; the bytes are all memory that Redis uses, for any purpose."""
+        used = quota = 0
+        unbounded = False
+        for reply in self._client.masters(("INFO", "memory")):
+            figures = dict(line.split(b":", 1) for line in reply.split(b"\r\n") if b":" in line)
+            used += int(figures[b"used_memory"])
+            quota += int(figures[b"maxmemory"])
+            unbounded = unbounded or figures[b"maxmemory"] == b"0"
+        return StoreStats(
+            entries=None,
+            bytes=used,
+            max_bytes=None if unbounded else quota,
+            hits=self.counts["hits"],
+            misses=self.counts["misses"],
+            puts=self.counts["puts"],
+            drops=self.counts["drops"],
+            corrupt=self.counts["corrupt"],
+            evictions=0,
+        )
+
+    def register_namespace(self, model: str, namespace: str) -> None:
+        pair = (_encoded(model), _encoded(namespace))
+        self._client.run([("HSET", self._names.namespaces, *pair)])
+
+    def namespaces(self) -> Mapping[str, str]:
+        reply = self._client.run([("HGETALL", self._names.namespaces)])[0]
+        texts = [_decoded(part) for part in reply]
+        return dict(zip(texts[::2], texts[1::2], strict=True))
+
+    def close(self) -> None:
+        self._client.close()
+        self._entries.close()
+
+    def _put(self, key: EntryKey, header: bytes, payload: memoryview, *, replace: bool) -> bool:
+        if time.monotonic() < self._writes_off_until:
+            raise StoreUnavailable("Redis was out of memory a moment ago, so the entry is dropped")
+        return self._entries.write(key.digest, header, payload, replace=replace)
+
+    def _get(self, key: EntryKey) -> Entry | None:
+        for _ in range(ATTEMPTS):
+            beginning = self._entries.begin(key.digest)
+            if beginning is None:
+                return None
+            try:
+                entry = self._read(key, beginning)
+            except CorruptEntry:
+                if self._entries.is_still(key.digest, beginning):
+                    self.counts.add(corrupt=1)
+                    with suppress(StoreUnavailable):
+                        self._entries.forget([key.digest])
+                    return None
+                continue  # replaced or evicted while it was read
+            # A replica, or a user without write permission, still serves reads.
+            with suppress(StoreUnavailable):
+                self._entries.refresh(key.digest, beginning.left_ms)
+            return entry
+        return None
+
+    def _read(self, key: EntryKey, beginning: Beginning) -> Entry | None:
+        """Read the entry; None if it is larger than this store accepts."""
+        if info_of(key.digest, beginning.blob).size_bytes > self._options.max_entry_bytes:
+            return None
+        return self._entries.read(key, beginning)
+
+
+def _listed(digest: str, head: bytes, size: int) -> Listed:
+    try:
+        info = info_of(digest, head)
+    except CorruptEntry as error:
+        return Listed(digest, None, size, None, str(error))
+    problem = None if size == info.size_bytes else f"{size} bytes, not {info.size_bytes}"
+    return Listed(digest, info, size, None, problem)
+
+
+def _claim_ms(seconds: float) -> int:
+    return max(1, int(min(seconds, LONGEST_CLAIM_S) * 1000))
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _decoded(raw: bytes) -> str:
+    return raw.decode("utf-8", "surrogatepass")

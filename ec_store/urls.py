@@ -1,0 +1,44 @@
+"""URLs of stores: their schemes, and the check of a URL without opening its store."""
+
+from urllib.parse import urlsplit
+
+from ec_store.config import redacted
+from ec_store.disk.config import DiskConfig
+from ec_store.redis.url import redis_options
+
+DISK = ("file",)
+REDIS = ("redis", "rediss", "redis+cluster", "rediss+cluster")
+
+FETCH_THREADS = {**dict.fromkeys(DISK, 4), **dict.fromkeys(REDIS, 16)}
+"""Entries that a connector fetches at once, by scheme. Reading from memory keeps a core busy, and a
+second core for large entries. Waiting for a server keeps none busy; a node keeps as many idle
+connections (`ec_store.redis.link.MAX_IDLE`)."""
+
+
+def check_url(url: str) -> str:
+    """Check that `open_store` accepts a URL, and return it; nothing is opened.
+
+    Raises:
+        ValueError: as `open_store`.
+    """
+    scheme = urlsplit(url).scheme
+    if scheme in DISK:
+        DiskConfig.from_url(url)
+    elif scheme in REDIS:
+        redis_options(url)
+    else:
+        raise unknown_scheme(url)
+    return url
+
+
+def fetch_threads(url: str) -> int:
+    """Return the default number of fetch threads for the store of a valid URL."""
+    return FETCH_THREADS[urlsplit(url).scheme]
+
+
+def unknown_scheme(url: str) -> ValueError:
+    """Return the error for a URL of another scheme."""
+    return ValueError(
+        f"{redacted(url)!r} is not the URL of a store: use file://, redis://, rediss://, "
+        "redis+cluster:// or rediss+cluster://"
+    )

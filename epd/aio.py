@@ -1,0 +1,294 @@
+"""Single flight: concurrent callers of one key share one run.
+
+Background tasks that run while a process serves. Their failures are logged and counted.
+
+A time limit for code that may lose a cancellation.
+
+Concurrent calls that stop at the first error.
+"""
+
+import asyncio
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Hashable,
+    Iterable,
+    Iterator,
+)
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+import structlog
+
+from epd.errors import ProxyError
+
+FIRST_DELAY_S = 1.0
+"""Delay before the restart of a task that raised. Each further exception doubles it."""
+MAX_DELAY_S = 60.0
+"""Upper bound of the delay. A task that ran for this long starts again with the first delay."""
+
+Work = Callable[[], Awaitable[None]]
+
+
+class Background:
+    """Runs tasks in the background, and restarts a task that raises.
+
+    An unexpected exception is logged at once with its traceback, counted, and followed by a restart
+    after a delay. It does not end the process. These tasks (probes, load reports, sources of
+    instances, pages for other workers, reloads) only refresh the state that requests use, and
+    requests are better served with stale state than not at all. Worker processes differ: the proxy
+    cannot serve without them, so `server.workers` ends if they do not live.
+    """
+
+    def __init__(self, count: Callable[[str, int], None]) -> None:
+        """Create the runner without tasks.
+
+        Args:
+            count: called with a task's name and 1 for each unexpected exception. Called with 0 when
+                the task starts, because Prometheus sees no increase in a series that begins at 1.
+        """
+        self._count = count
+
+    def failed(self, task: str) -> None:
+        """Count an unexpected exception of a task that logs it and continues."""
+        self._count(task, 1)
+
+    @asynccontextmanager
+    async def running(self, task: str, work: Work) -> AsyncIterator[None]:
+        """Run a task until the context exits. The exit waits for the end of the task.
+
+        Args:
+            task: name in the log and in the metric.
+            work: function to call at each start. It is not started again after it returns.
+        """
+        kept = asyncio.create_task(self.keep(task, work))
+        try:
+            yield
+        finally:
+            kept.cancel()
+            with suppress(asyncio.CancelledError):
+                await kept
+
+    async def keep(self, task: str, work: Work) -> None:
+        """Run a task to its end, and restart it after each exception. See `running`."""
+        clock = asyncio.get_running_loop().time
+        delay_s = FIRST_DELAY_S
+        self._count(task, 0)
+        while True:
+            started_s = clock()
+            try:
+                await work()
+            except Exception as error:  # noqa: BLE001 - every exception is logged and counted
+                if clock() - started_s >= MAX_DELAY_S:
+                    delay_s = FIRST_DELAY_S
+                self.failed(task)
+                structlog.get_logger("epd").error(
+                    "background task failed", task=task, restart_in_s=delay_s, exc_info=error
+                )
+            else:
+                return
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, MAX_DELAY_S)
+
+
+AGAIN_S = 0.05
+"""Delay after which a task that still runs is cancelled again."""
+
+
+@contextmanager
+def within(limit_s: float) -> Iterator[None]:
+    """Cancel the body after a time, as `asyncio.timeout` does, and again until it ends.
+
+    A library can lose a cancellation and then wait without a limit: Python 3.11's
+    `asyncio.wait_for` drops one that arrives just as it ends
+    (https://github.com/python/cpython/issues/86296).
+
+    Args:
+        limit_s: seconds from now.
+
+    Raises:
+        TimeoutError: the limit was reached and the body was cancelled.
+    """
+    task = asyncio.current_task()
+    if task is None:
+        raise RuntimeError("there is no task to cancel")
+    loop = asyncio.get_running_loop()
+    others, told = task.cancelling(), 0
+    timer: asyncio.TimerHandle
+
+    def tell() -> None:
+        nonlocal told, timer
+        told += 1
+        task.cancel()
+        timer = loop.call_later(AGAIN_S, tell)
+
+    timer = loop.call_later(limit_s, tell)
+    try:
+        yield
+    except asyncio.CancelledError as end:
+        if told and task.cancelling() - told <= others:
+            raise TimeoutError from end
+        raise
+    finally:
+        timer.cancel()
+        for _ in range(told):
+            task.uncancel()
+
+
+T = TypeVar("T")
+V = TypeVar("V")
+
+
+class StrictTaskGroup(asyncio.TaskGroup):
+    """A task group that keeps its task's count of cancellations (`Task.cancelling`) correct.
+
+    Time limits rely on that count (`asyncio.timeout`, `epd.edge.drain`). The task group of Python
+    3.11 has two faults. If a task fails while the group waits at its end, one cancellation too many
+    stays counted: the body of the group therefore waits for its tasks (`asyncio.wait`). A
+    cancellation from outside at the moment of a failure is lost: this class raises it in place of
+    the failure.
+    """
+
+    async def __aenter__(self) -> Self:
+        self._cancels = _cancels()
+        await super().__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Leave the group.
+
+        Raises:
+            BaseExceptionGroup: at least one task failed.
+            asyncio.CancelledError: the task was cancelled, with or without a failure.
+        """
+        try:
+            await super().__aexit__(kind, error, trace)
+        except BaseExceptionGroup:
+            if _cancels() > self._cancels:
+                raise asyncio.CancelledError from None
+            raise
+
+
+def _cancels() -> int:
+    task = asyncio.current_task()
+    return 0 if task is None else task.cancelling()
+
+
+async def gather_first(
+    call: Callable[[T], Coroutine[Any, Any, V]], values: Iterable[T], at_once: int
+) -> list[V]:
+    """Return the result of `call` for each value, in the order of the values.
+
+    Args:
+        call: function that runs as a task for each value.
+        values: arguments of the calls.
+        at_once: maximum number of concurrent calls.
+
+    Raises:
+        Exception: the first error of a call; the other calls are cancelled.
+    """
+    places = asyncio.Semaphore(at_once)
+    tasks = []
+    try:
+        async with StrictTaskGroup() as group:
+            for value in values:
+                await places.acquire()
+                task = group.create_task(call(value))
+                task.add_done_callback(lambda _: places.release())
+                tasks.append(task)
+            if tasks:
+                await asyncio.wait(tasks)
+    except ExceptionGroup as failures:
+        first = failures.exceptions[0]
+        raise first from first.__cause__
+    return [task.result() for task in tasks]
+
+
+K = TypeVar("K", bound=Hashable)
+
+Start = Callable[[], Coroutine[Any, Any, V]]
+
+
+@dataclass(slots=True)
+class _Flight(Generic[V]):
+    task: asyncio.Task[V]
+    waiters: int = 0
+
+
+class Flights(Generic[K, V]):
+    """Runs by key, one at a time for each key. A run without waiters is cancelled.
+
+    Belongs to one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._flights: dict[K, _Flight[V]] = {}
+        self._tasks: set[asyncio.Task[V]] = set()
+
+    def __contains__(self, key: K) -> bool:
+        """Return whether a run of this key is in progress, which a caller can join."""
+        return key in self._flights
+
+    async def join(self, key: K, start: Start[V]) -> V:
+        """Return the result of the run of this key; call `start` if there is no run.
+
+        Every waiter receives an error of the run. Cancelling one waiter does not cancel the run for
+        the others.
+        """
+        flight = self._flights.get(key) or self._add(key, asyncio.create_task(start()))
+        return await self._wait(key, flight)
+
+    async def try_join(self, key: K, start: Start[V]) -> V:
+        """Join as `join` does, but take only a success from a run that began before this call.
+
+        Raises:
+            ProxyError: a run that began after this call failed.
+        """
+        begun = self._flights.get(key)
+        if begun is not None:
+            try:
+                return await self._wait(key, begun)
+            except ProxyError:
+                begun = self._flights.get(key)
+        flight = begun or self._add(key, asyncio.create_task(start()))
+        return await self._wait(key, flight)
+
+    async def close(self) -> None:
+        """Cancel all runs, and wait for their end."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _add(self, key: K, task: asyncio.Task[V]) -> _Flight[V]:
+        flight = self._flights[key] = _Flight(task)
+        self._tasks.add(task)
+        task.add_done_callback(lambda _: self._land(key, flight))
+        return flight
+
+    async def _wait(self, key: K, flight: _Flight[V]) -> V:
+        flight.waiters += 1
+        try:
+            return await asyncio.shield(flight.task)
+        finally:
+            flight.waiters -= 1
+            if not flight.waiters and not flight.task.done():
+                self._land(key, flight)
+                flight.task.cancel()
+
+    def _land(self, key: K, flight: _Flight[V]) -> None:
+        """Close a run to further waiters."""
+        if self._flights.get(key) is flight:
+            del self._flights[key]
+        if flight.task.done():
+            self._tasks.discard(flight.task)
+            if not flight.task.cancelled():
+                flight.task.exception()  # mark it as retrieved: there may be no waiter left

@@ -1,0 +1,101 @@
+"""`/v1/chat/completions`, and what encode instances are sent: chat requests of one item.
+
+The wire is vLLM's chat completion API (`vllm/entrypoints/openai/chat_completion/protocol.py`).
+
+`/v1/completions`: a prompt without media, through prefill and decode.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from epd.api.endpoint import Endpoint
+from epd.api.items import MM_KWARGS, Body, MMItem, chat_items, raw_part
+from epd.errors import BadRequest
+
+FOR_ENCODE = ("model", *MM_KWARGS)
+"""Fields of a request that its encode requests need as well.
+
+`priority` is not among them: vLLM's API says that an instance without priority scheduling refuses
+one, and an encode serves every request with the same item."""
+
+
+class ChatCompletions(Endpoint):
+    """OpenAI's chat completions, with vLLM's media parts."""
+
+    path = "/v1/chat/completions"
+    limits = ("max_tokens", "max_completion_tokens")
+    paced = True
+    tokenized = (
+        "messages",
+        "tools",
+        "chat_template",
+        "chat_template_kwargs",
+        "add_generation_prompt",
+        "continue_final_message",
+        "add_special_tokens",
+        *MM_KWARGS,
+    )
+
+    def check(self, body: Body) -> None:
+        """Refuse what has no conversation."""
+        if not isinstance(body.get("messages"), list):
+            raise BadRequest("messages must be a list", param="messages")
+
+    def items(self, body: Body) -> Iterator[MMItem]:
+        """The media parts of all messages, in order."""
+        return chat_items(body["messages"], ("messages",))
+
+
+CHAT = ChatCompletions()
+
+
+def features(body: Body, item: MMItem) -> int:
+    """How many encoder outputs vLLM makes of an item: a video's sound is one of its own."""
+    kwargs = body.get("mm_processor_kwargs")
+    sound = isinstance(kwargs, dict) and bool(kwargs.get("use_audio_in_video"))
+    return 2 if sound and item.modality == "video" else 1
+
+
+def encode_body(
+    body: Body,
+    item: MMItem,
+    uuid: str | None,
+    ec_transfer_params: Mapping[str, Any] | None = None,
+) -> Body:
+    """The encode request of one item: the item alone, no text."""
+    own = {} if ec_transfer_params is None else {"ec_transfer_params": ec_transfer_params}
+    return {
+        **own,
+        **{field: body[field] for field in FOR_ENCODE if field in body},
+        "messages": [{"role": "user", "content": [raw_part(item, uuid)]}],
+        "stream": False,
+        "max_tokens": 1,
+    }
+
+
+class Completions(Endpoint):
+    """OpenAI's completions (`vllm/entrypoints/openai/completion/protocol.py`)."""
+
+    path = "/v1/completions"
+    operation = "text_completion"
+    paced = True
+    tokenized = ("prompt", "add_special_tokens")
+
+    def prefills(self, body: Body) -> bool:
+        """Whether it has one prompt: `kv_transfer_params` are of one."""
+        return (
+            super().prefills(body) and "prompt_embeds" not in body and _is_one(body.get("prompt"))
+        )
+
+
+def _is_one(prompt: Any) -> bool:
+    """Whether it is one text, or the tokens of one; a list may hold it."""
+    match prompt:
+        case [str() | list() as only]:
+            return isinstance(only, str) or _is_tokens(only)
+        case _:
+            return isinstance(prompt, str) or _is_tokens(prompt)
+
+
+def _is_tokens(prompt: Any) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and all(isinstance(one, int) for one in prompt)

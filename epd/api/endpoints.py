@@ -1,0 +1,55 @@
+"""All endpoints, by their route."""
+
+from collections.abc import Mapping
+
+from epd.api.chat import CHAT, Completions
+from epd.api.endpoint import Endpoint
+from epd.api.messages import CountTokens, Messages
+from epd.api.passthrough import (
+    Classify,
+    CohereEmbed,
+    Detokenize,
+    Embeddings,
+    Pooling,
+    Rerank,
+    RerankV1,
+    RerankV2,
+    Score,
+    ScoreV1,
+    Tokenize,
+    Transcriptions,
+    Translations,
+)
+from epd.api.responses import Responses
+
+ENDPOINTS: Mapping[str, Endpoint] = {
+    endpoint.path: endpoint
+    for endpoint in (
+        CHAT,
+        Completions(),
+        Responses(),
+        Messages(),
+        CountTokens(),
+        Embeddings(),
+        Tokenize(),
+        Detokenize(),
+        Score(),
+        ScoreV1(),
+        Rerank(),
+        RerankV1(),
+        RerankV2(),
+        Pooling(),
+        Classify(),
+        CohereEmbed(),
+        Transcriptions(),
+        Translations(),
+    )
+}
+
+
+def is_api(route: str) -> bool:
+    """Return whether a route is of the API: its requests are logged, shown and traced.
+
+    Health, metrics and what is no route are not.
+    """
+    return route in ENDPOINTS or route.startswith("/v1/")

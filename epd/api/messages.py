@@ -1,0 +1,153 @@
+"""`/v1/messages` and `/v1/messages/count_tokens`: Anthropic's API, as vLLM has it.
+
+vLLM makes a chat request of it and keeps nothing of a picture but its URL
+(`vllm/entrypoints/anthropic/serving.py`): neither a key nor placeholder metadata go through. So an
+engine names a picture by a hash of its content, the same for encode, prefill and decode, and finds
+its output by that.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+
+from epd.api.endpoint import Endpoint
+from epd.api.items import MM_KWARGS, Body, Form, MMItem, Part, Path, param, unknown_part
+from epd.api.sse import ANTHROPIC
+from epd.errors import BadRequest, ProxyError
+
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""`error.type` by status: clients go by it."""
+
+RESULTS = frozenset({"text", "image", "tool_reference"})
+"""Types of the blocks in a tool result that vLLM reads. It ignores all others, so they are dropped:
+Anthropic's clients put documents and search results there."""
+
+BLOCKS = RESULTS | {
+    "redacted_thinking",
+    "thinking",
+    "tool_addition",
+    "tool_removal",
+    "tool_result",
+    "tool_use",
+}
+"""Types of content blocks that vLLM accepts (`vllm/entrypoints/anthropic/protocol.py`)."""
+
+API_ERROR = 500
+"""The least status that is the server's own fault."""
+
+
+class Messages(Endpoint):
+    """Anthropic's messages."""
+
+    path = "/v1/messages"
+    grammar = ANTHROPIC
+    priority_field = False
+    key_header = "X-API-Key"
+
+    def parse(self, raw: bytes | bytearray) -> Body:
+        """The request, without fields that vLLM would look at in a chat request alone."""
+        body = {key: value for key, value in super().parse(raw).items() if key not in MM_KWARGS}
+        for message in body["messages"]:
+            if isinstance(message, dict) and isinstance(message.get("content"), list):
+                _drop_ignored(message["content"])
+        return body
+
+    def check(self, body: Body) -> None:
+        """Refuse a request without a conversation, and a system prompt that is not text."""
+        if not isinstance(body.get("messages"), list):
+            raise BadRequest("messages must be a list", param="messages")
+        system = body.get("system")
+        for position, block in enumerate(system if isinstance(system, list) else ()):
+            if not isinstance(block, dict) or block.get("type") != "text":
+                raise unknown_part(("system", position), ("text",))
+
+    def items(self, body: Body) -> Iterator[MMItem]:
+        """The pictures of all messages, and of what tools have answered in them, in order."""
+        for index, message in enumerate(body["messages"]):
+            if not isinstance(message, dict):
+                raise BadRequest("a message must be an object", param=f"messages[{index}]")
+            if isinstance(message.get("content"), list):
+                yield from _pictures(message["content"], ("messages", index, "content"))
+
+    def error(self, error: ProxyError) -> bytes:
+        """Anthropic's shape, whoever's error it is."""
+        said = error.param is None or error.message.startswith(f"{error.param} ")
+        other = "api_error" if error.status >= API_ERROR else "invalid_request_error"
+        detail = {
+            "type": TYPES.get(error.status, other),
+            "message": error.message if said else f"{error.param}: {error.message}",
+        }
+        return orjson.dumps({"type": "error", "error": detail})
+
+    def error_event(self, error: ProxyError) -> bytes:
+        """The event by which Anthropic's client raises."""
+        return b"event: error\ndata: " + self.error(error) + b"\n\n"
+
+
+class CountTokens(Messages):
+    """How many tokens such a request has: decode says it, of the media as they are."""
+
+    path = "/v1/messages/count_tokens"
+    encodes = False
+    generates = False
+    salted = False
+    operation = None
+
+
+def _drop_ignored(blocks: list[Any]) -> None:
+    """Drop the blocks that vLLM ignores from tool results: no later vLLM is to read them either."""
+    for block in blocks:
+        if isinstance(block, dict) and block.get("type") == "tool_result":
+            inner = block.get("content")
+            if isinstance(inner, list):
+                inner[:] = [one for one in inner if not _is_ignored(one)]
+
+
+def _is_ignored(block: Any) -> bool:
+    kind = block.get("type") if isinstance(block, dict) else None
+    return isinstance(kind, str) and kind not in RESULTS
+
+
+def _pictures(blocks: list[Any], path: Path) -> Iterator[MMItem]:
+    for position, block in enumerate(blocks):
+        where = (*path, position)
+        if not isinstance(block, dict):
+            raise BadRequest("a content block must be an object", param=param(where))
+        kind, inner = block.get("type"), block.get("content")
+        if not isinstance(kind, str) or kind not in BLOCKS:
+            raise unknown_part(where, sorted(BLOCKS))
+        if kind == "image":
+            yield MMItem(where, "image_url", _chat_part(block.get("source"), where), FORM)
+        elif kind == "tool_result" and isinstance(inner, list):
+            yield from _pictures(inner, (*where, "content"))
+
+
+def _chat_part(source: Any, path: Path) -> Part:
+    match source:
+        case {"type": "url", "url": str() as url} if url:
+            pass
+        case {"type": "base64", "media_type": str() as media_type, "data": str() as data} if data:
+            url = f"data:{media_type};base64,{data}"
+        case _:
+            raise BadRequest(
+                "the source of an image is base64 with its media_type and data, or a url",
+                param=param((*path, "source")),
+            )
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _write(part: Part) -> Part:
+    return {"type": "image", "source": {"type": "url", "url": part["image_url"]["url"]}}
+
+
+FORM = Form(_write, media="source", named=False)

@@ -1,0 +1,371 @@
+"""What decode answers alone: embeddings, tokens, sounds as forms.
+
+Their media are checked as those of all endpoints are, and passed on under the proxy's own keys.
+
+Scores, rankings, classes and poolings, which decode answers alone.
+
+The wire is vLLM's (`vllm/entrypoints/pooling`). Media are checked wherever vLLM reads them, and
+sent as they came under the proxy's own keys.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar
+
+from epd.api.body import NO_CUTS, Cuts, Pieces, dumped, parse_json
+from epd.api.endpoint import RESERVED, Endpoint, check_xargs, reserved
+from epd.api.forms import FormPart, new_form, read_form
+from epd.api.items import (
+    Body,
+    Form,
+    MMItem,
+    Part,
+    Path,
+    chat_items,
+    check_part,
+    content_items,
+    param,
+    unknown_part,
+)
+from epd.errors import BadRequest
+
+FILE = "file"
+XARGS = "vllm_xargs"
+SEVERAL = frozenset({"timestamp_granularities[]"})
+"""Fields of a form that may come more than once."""
+
+FIELDS = SEVERAL | {
+    FILE,
+    XARGS,
+    "frequency_penalty",
+    "hotwords",
+    "include_stop_str_in_output",
+    "language",
+    "length_penalty",
+    "max_completion_tokens",
+    "min_p",
+    "model",
+    "n",
+    "presence_penalty",
+    "prompt",
+    "repetition_penalty",
+    "response_format",
+    "seed",
+    "stream",
+    "stream_continuous_usage_stats",
+    "stream_include_usage",
+    "temperature",
+    "to_language",
+    "top_k",
+    "top_p",
+    "use_beam_search",
+    "watermarking",
+}
+"""Fields of a form that vLLM 0.32 and 0.33 know (`vllm/entrypoints/speech_to_text`)."""
+
+IGNORED = frozenset(
+    {
+        "chunking_strategy",
+        "conversation_id",
+        "include",
+        "known_speaker_names",
+        "known_speaker_references",
+        "timestamp_granularities",
+    }
+)
+"""Fields of a form that OpenAI's API or the proxy knows and vLLM ignores. They are dropped."""
+
+MAX_FIELD_BYTES = 2**20
+"""Upper bound of a field that is not a file, as of starlette, by which vLLM reads forms."""
+
+MAX_NAME = 64
+"""Characters of an unknown field's name that an error repeats."""
+
+
+class PassedOn(Endpoint):
+    """What decode answers without a stage before it."""
+
+    encodes = False
+    generates = False
+    operation: ClassVar[str | None] = None
+
+
+class Embeddings(PassedOn):
+    """OpenAI's embeddings: of texts, and as vLLM has them, of conversations.
+
+    Those are in `messages` or `input`, one or a list of them
+    (`vllm/entrypoints/pooling/embed/protocol.py`).
+    """
+
+    path = "/v1/embeddings"
+    operation: ClassVar[str | None] = "embeddings"
+
+    def items(self, body: Body) -> Iterator[MMItem]:
+        """The media parts of all conversations, in order."""
+        for field in ("messages", "input"):
+            if isinstance(body.get(field), list):
+                yield from _conversations(body[field], (field,))
+
+
+class Tokenize(PassedOn):
+    """vLLM's tokens of a prompt or of a conversation."""
+
+    path = "/tokenize"
+    salted = False
+
+    def items(self, body: Body) -> Iterator[MMItem]:
+        """The media parts of its conversation, in order."""
+        if isinstance(body.get("messages"), list):
+            yield from chat_items(body["messages"], ("messages",))
+
+
+class Detokenize(PassedOn):
+    """vLLM's prompt of tokens."""
+
+    path = "/detokenize"
+    salted = False
+
+
+class Transcriptions(PassedOn):
+    """OpenAI's transcriptions: a form with a file, read and written anew."""
+
+    path = "/v1/audio/transcriptions"
+    salted = False
+
+    def read(
+        self,
+        raw: bytes | bytearray,
+        content_type: str,
+        max_text_bytes: int,  # noqa: ARG002 - that of each field
+    ) -> tuple[Body, Cuts]:
+        """Read the form.
+
+        Returns:
+            `form`, the form to send, and `model`, where the form names one; no cuts.
+
+        Raises:
+            RequestRefused: 415, the body is not a form.
+            BadRequest: the form is malformed, or has a field that no instance may get.
+        """
+        form = new_form(_kept(read_form(raw, content_type)))
+        model = next((part.text() for part in form.parts if part.name == "model"), None)
+        return {"form": form} if model is None else {"model": model, "form": form}, NO_CUTS
+
+    def content_type(self, body: Body) -> str:
+        """The form's, with its boundary."""
+        return str(body["form"].content_type)
+
+    def written(self, body: Body, cuts: Cuts) -> Pieces:  # noqa: ARG002
+        """The form."""
+        pieces: Pieces = body["form"].pieces()
+        return pieces
+
+
+class Translations(Transcriptions):
+    """OpenAI's translations."""
+
+    path = "/v1/audio/translations"
+
+
+def _conversations(value: list[Any], path: Path) -> Iterator[MMItem]:
+    """The media parts of a conversation, or of a list of them; texts and tokens have none."""
+    if any(isinstance(one, dict) for one in value):
+        yield from chat_items(value, path)
+        return
+    for index, one in enumerate(value):
+        if isinstance(one, list):
+            yield from _conversations(one, (*path, index))
+
+
+def _kept(parts: Iterable[FormPart]) -> Iterator[FormPart]:
+    """The parts of a form that an instance is sent.
+
+    Raises:
+        BadRequest: a field is reserved or unknown, comes twice, or is a file where it must not be.
+    """
+    seen = set[str]()
+    for part in parts:
+        base = part.name.partition("[")[0]
+        if base in RESERVED:
+            raise reserved(base)
+        if base in IGNORED and part.name not in FIELDS:
+            continue
+        if part.name not in FIELDS:
+            raise BadRequest(
+                "the form has a field that this endpoint does not know",
+                slug="unknown_field",
+                param=part.name[:MAX_NAME],
+            )
+        if part.name in seen and part.name not in SEVERAL:
+            raise BadRequest("the form has this field twice", slug="invalid_form", param=part.name)
+        seen.add(part.name)
+        yield _checked(part)
+
+
+def _checked(part: FormPart) -> FormPart:
+    if (part.filename is not None) != (part.name == FILE):
+        raise BadRequest(
+            f"the field {FILE} must be a file, and no other may be one",
+            slug="invalid_form",
+            param=part.name,
+        )
+    if part.name == FILE:
+        return part
+    if len(part.data) > MAX_FIELD_BYTES:
+        raise BadRequest(
+            f"the field is larger than {MAX_FIELD_BYTES} bytes",
+            slug="invalid_form",
+            param=part.name,
+        )
+    text = part.text()
+    return _written_xargs(text) if part.name == XARGS else FormPart(part.name, text.encode())
+
+
+def _written_xargs(text: str) -> FormPart:
+    """The field by which a form has extra arguments, which vLLM parses as JSON."""
+    try:
+        xargs = parse_json(text.encode())
+    except BadRequest as error:
+        raise BadRequest(f"{XARGS} must be a JSON object: {error.message}", param=XARGS) from None
+    check_xargs({XARGS: xargs})
+    return FormPart(XARGS, dumped(xargs))
+
+
+SCORED = ("queries", "documents", "items", "data_1", "data_2", "text_1", "text_2", "query")
+"""Fields of a request for scores or a ranking that hold what is compared."""
+
+
+class Score(PassedOn):
+    """vLLM's scores of pairs, each side a text or content parts."""
+
+    path = "/score"
+
+    def items(self, body: Body) -> Iterator[MMItem]:
+        """The media parts of both sides, in the order of `SCORED`."""
+        for field in SCORED:
+            value = body.get(field)
+            if isinstance(value, list):
+                for index, one in enumerate(value):
+                    yield from _scored(one, (field, index))
+            elif value is not None:
+                yield from _scored(value, (field,))
+
+
+class ScoreV1(Score):
+    """The same scores by vLLM's older path."""
+
+    path = "/v1/score"
+
+
+class Rerank(Score):
+    """Jina's and Cohere's ranking of documents, with vLLM's content parts."""
+
+    path = "/rerank"
+
+
+class RerankV1(Rerank):
+    """Jina's path."""
+
+    path = "/v1/rerank"
+
+
+class RerankV2(Rerank):
+    """Cohere's path."""
+
+    path = "/v2/rerank"
+
+
+class Classify(Embeddings):
+    """vLLM's classes of texts or of a conversation."""
+
+    path = "/classify"
+    operation = None
+
+
+class Pooling(Embeddings):
+    """vLLM's pooled hidden states of texts or of a conversation."""
+
+    path = "/pooling"
+    operation = None
+
+    def check(self, body: Body) -> None:
+        """Refuse `data`, which an I/O processor plugin of the instance would read.
+
+        It can be anything, a URL that the plugin fetches among it, and no check covers it.
+        """
+        if "data" in body:
+            raise BadRequest(
+                "data of I/O processor plugins is not accepted",
+                slug="unsupported_field",
+                param="data",
+            )
+
+
+class CohereEmbed(PassedOn):
+    """Cohere's embeddings of texts, of images, or of inputs of both."""
+
+    path = "/v2/embed"
+    salted = False
+    operation = "embeddings"
+
+    def items(self, body: Body) -> Iterator[MMItem]:
+        """The images, and those among the content of inputs."""
+        for index, image in enumerate(_list(body.get("images"), ("images",))):
+            if not isinstance(image, str):
+                raise BadRequest("an image must be a URL", param=f"images[{index}]")
+            yield MMItem(("images", index), "image_url", _image(image), URL)
+        for index, one in enumerate(_list(body.get("inputs"), ("inputs",))):
+            where: Path = ("inputs", index)
+            if not isinstance(one, dict):
+                raise BadRequest("an input must be an object", param=param(where))
+            content = _list(one.get("content"), (*where, "content"))
+            for position, part in enumerate(content):
+                yield from _cohere_part(part, (*where, "content", position))
+
+
+def _scored(value: Any, path: Path) -> Iterator[MMItem]:
+    """The media parts of one side of a pair."""
+    if isinstance(value, str):
+        return
+    content = value.get("content") if isinstance(value, dict) else None
+    if not isinstance(content, list):
+        raise BadRequest(
+            'what is compared must be a string or {"content": [content parts]}', param=param(path)
+        )
+    yield from content_items(content, (*path, "content"))
+
+
+def _list(value: Any, path: Path) -> list[Any]:
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise BadRequest("must be a list", param=param(path))
+    return value
+
+
+def _cohere_part(part: Any, path: Path) -> Iterator[MMItem]:
+    """The item that a part of an input is; none for text."""
+    check_part(part, path, kinds=())
+    if part["type"] == "text":
+        return
+    image = part.get("image_url")
+    url = image.get("url") if isinstance(image, dict) else None
+    if part["type"] != "image_url":
+        raise unknown_part(path, ("text", "image_url"))
+    if not isinstance(url, str):
+        raise BadRequest('image_url must be an object with a "url"', param=param(path))
+    yield MMItem(path, "image_url", _image(url), PART)
+
+
+def _image(url: str) -> Part:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+URL = Form(lambda part: part["image_url"]["url"], media="", named=False)
+"""An image as a string. vLLM takes no key for it."""
+
+PART = Form(
+    lambda part: {"type": "image_url", "image_url": part["image_url"]},
+    media="image_url.url",
+    named=False,
+)
+"""An image among the content of an input. vLLM ignores a key there."""

@@ -1,0 +1,116 @@
+"""`/v1/responses`: pictures in what is asked and in what tools have answered.
+
+vLLM takes fields of a part that OpenAI does not know, and reads them as it reads a chat part's
+(`vllm/entrypoints/openai/responses/protocol.py`, `vllm/renderers/chat_utils`): so a part can say
+by which key its encoder output is found, and come without its picture.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+
+from epd.api.endpoint import Endpoint
+from epd.api.items import (
+    MODALITY,
+    PICTURE,
+    TEXTS,
+    Body,
+    Form,
+    MMItem,
+    Part,
+    Path,
+    check_message,
+    check_part,
+    param,
+    picture_part,
+    unknown_part,
+)
+from epd.api.sse import RESPONSES
+from epd.errors import BadRequest, ProxyError
+
+WORDS = TEXTS | {"reasoning_text", "summary_text"}
+"""Types of parts that are text; the last two are a reasoning item's."""
+
+CONTENTS = ("content", "output")
+"""Where an input item has parts: a message, what a tool has answered."""
+
+STATEFUL = ("previous_response_id", "previous_input_messages", "conversation", "background")
+"""Fields by which an engine would have to remember, or go on without its client. It would be that
+one engine alone, until it ends, and no other could take its place."""
+
+
+class Responses(Endpoint):
+    """OpenAI's responses; each request brings its whole conversation."""
+
+    path = "/v1/responses"
+    limits = ("max_output_tokens",)
+    grammar = RESPONSES
+
+    def parse(self, raw: bytes | bytearray) -> Body:
+        """The request; no engine is to keep it, or to know it by its client's id."""
+        body = {key: value for key, value in super().parse(raw).items() if key != "request_id"}
+        return {**body, "store": False}
+
+    def check(self, body: Body) -> None:
+        """Refuse what has no input, and what would need a memory."""
+        if not isinstance(body.get("input"), str | list):
+            raise BadRequest("input must be a string or a list", param="input")
+        for field in STATEFUL:
+            if body.get(field):
+                raise BadRequest(
+                    f"{field} is not supported: nothing is kept between requests, "
+                    "send the whole conversation as input",
+                    slug="unsupported_field",
+                    param=field,
+                )
+
+    def items(self, body: Body) -> Iterator[MMItem]:
+        """The pictures of all input items, in order."""
+        if isinstance(body["input"], str):
+            return
+        for index, item in enumerate(body["input"]):
+            check_message(item, ("input",), index)
+            for field in CONTENTS:
+                if isinstance(item.get(field), list):
+                    yield from _pictures(item[field], ("input", index, field))
+
+    def error_event(self, error: ProxyError) -> bytes:
+        """An event of the API's own, which has `error` too: by that, OpenAI's client raises."""
+        own = {
+            "type": "error",
+            "code": error.slug,
+            "message": error.message,
+            "param": error.param,
+            "error": error.detail,
+        }
+        return b"event: error\ndata: " + orjson.dumps(own) + b"\n\n"
+
+
+def _pictures(parts: list[Any], path: Path) -> Iterator[MMItem]:
+    for position, part in enumerate(parts):
+        where = (*path, position)
+        if isinstance(part, dict) and part.get("type") == PICTURE:
+            yield MMItem(where, "image_url", picture_part(part, where), FORM)
+        elif not isinstance(part, str):
+            check_part(part, where, kinds=())
+            if part["type"] in MODALITY:
+                raise BadRequest(
+                    f"media come in parts of the type {PICTURE}", param=param((*where, "type"))
+                )
+            if part["type"] not in WORDS:
+                raise unknown_part(where, (*sorted(WORDS), PICTURE))
+
+
+def _write(part: Part) -> Part:
+    """A chat part of a picture, or of its placeholder metadata, as one of this API.
+
+    vLLM ignores `detail`, but wants it.
+    """
+    fields = {key: value for key, value in part.items() if key != "type"}
+    if "image_url" in fields:
+        fields["image_url"] = fields["image_url"]["url"]
+    return {"type": PICTURE, "detail": "auto", **fields}
+
+
+FORM = Form(_write, media="image_url", named=True)

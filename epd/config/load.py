@@ -1,0 +1,369 @@
+"""Loading of the configuration from flags, the environment, a file and defaults, in this order.
+
+Settings from the environment.
+
+Reading of settings from a YAML file.
+
+Values are taken as text, like those of the environment: `no`, `1e3` and `0x10` have the same
+meaning in both, independent of the version of YAML.
+
+Output of the configuration in force, as YAML or JSON and without secrets.
+"""
+
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+import yaml
+from pydantic import SecretStr, ValidationError
+from pydantic_settings import EnvSettingsSource
+
+from ec_store.config import redacted
+from epd.config.flags import (
+    PREFIX,
+    SECRETS,
+    Settings,
+    flag_of,
+    group_of,
+    name_of,
+    variables_of,
+    with_urls,
+)
+from epd.config.invalid import ConfigInvalid, Given, unknown
+from epd.config.proxy_config import ProxyConfig
+
+OTHERS = ("EPD_UP_", "EPD_BENCH_", "EPD_PYTHON")
+"""Prefixes of variables that configure other commands."""
+SERVICE_LINK = re.compile(
+    r"EPD_(.+_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
+)
+"""Variables that Kubernetes sets in every pod for each Service with a name that begins with `epd`.
+"""
+LINK = re.compile(r"(tcp|udp|sctp)://")
+"""Prefix of the value of `EPD_PORT` if Kubernetes has set it for a Service named `epd`."""
+
+
+def from_environment() -> dict[str, Given]:
+    """Return the settings of the environment, by the names of `Settings`."""
+    present = {variable.upper() for variable in os.environ}
+    names = {variables_of(name)[0]: name for name in Settings.model_fields}
+    found = {}
+    for alias, value in EnvSettingsSource(Settings)().items():
+        name = names.get(alias, alias)
+        variable = next(one for one in variables_of(name) if one in present)
+        if not _is_service_link(variable, value):
+            found[name] = Given(value, "environment", variable, variable)
+    return found
+
+
+def unknown_variables() -> Iterator[str]:
+    """Yield an error message for each variable that has the prefix of settings and is unknown."""
+    known = [variable for name in Settings.model_fields for variable in variables_of(name)]
+    for name, value in os.environ.items():
+        variable = name.upper()
+        if not variable.startswith(PREFIX) or variable.startswith(OTHERS) or variable in known:
+            continue
+        if not _is_service_link(variable, value):
+            yield unknown(variable, known)
+
+
+def _is_service_link(variable: str, value: str) -> bool:
+    linked = variable.endswith("_PORT") and LINK.match(value) is not None
+    return linked or SERVICE_LINK.fullmatch(variable) is not None
+
+
+MAX_BYTES = 1024**2
+STANDARD = "tag:yaml.org,2002:"
+NULL = STANDARD + "null"
+PLAIN = {f"{STANDARD}{kind}" for kind in ("str", "int", "float", "bool", "timestamp", "null")}
+OCTAL = re.compile(r"[-+]?0[0-9_]+")
+"""Number with a leading 0: octal in YAML 1.1, decimal in YAML 1.2."""
+
+Say = Callable[[yaml.Node, str], None]
+"""Function called with a node and its error message."""
+
+
+def read_yaml(path: Path, names: Collection[str]) -> tuple[dict[str, Given], list[str]]:
+    """Return the settings of a file, and the error messages for its invalid lines.
+
+    A key without a value sets nothing.
+
+    Args:
+        path: path of the file.
+        names: names of the settings that the file may have.
+
+    Raises:
+        ConfigInvalid: the file cannot be read, or is not YAML.
+    """
+    root, reasons = _parsed(path), list[str]()
+    if root is None:
+        return {}, reasons
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigInvalid([f"{path}:{_line(root)}: must be lines of `name: value`"])
+
+    def say(node: yaml.Node, reason: str) -> None:
+        reasons.append(f"{path}:{_line(node)}: {reason}")
+
+    found: dict[str, Given] = {}
+    for key, node in _entries(root, names, say):
+        value = _value(key.value, node, say)
+        if value is not None:
+            where = f"{path}:{_line(key)}"
+            found[key.value] = Given(value, "file", where, f"{where}: {key.value}")
+    return found, reasons
+
+
+def _parsed(path: Path) -> yaml.Node | None:
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigInvalid([f"--config {path}: {error.strerror}"]) from None
+    if len(text) > MAX_BYTES:
+        raise ConfigInvalid([f"--config {path}: is larger than {MAX_BYTES} bytes"])
+    try:
+        node: yaml.Node | None = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigInvalid([f"{path}{line}: {error.problem}"]) from None
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigInvalid([f"{path}: {type(error).__name__}: is not YAML"]) from None
+    return node
+
+
+def _entries(
+    root: yaml.MappingNode, names: Collection[str], say: Say
+) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
+    """Yield each valid key once, with its value."""
+    lines: dict[str, int] = {}
+    for key, node in root.value:
+        if not isinstance(key, yaml.ScalarNode):
+            say(key, "the name of a setting must be a word")
+        elif key.value in SECRETS:
+            say(
+                key,
+                f"{key.value} is a secret and not allowed in this file: set "
+                f"{variables_of(key.value)[0]}, or {key.value}_file",
+            )
+        elif key.value not in names:
+            say(key, unknown(key.value, names))
+        elif key.value in lines:
+            say(key, f"{key.value} is already set in line {lines[key.value]}")
+        else:
+            lines[key.value] = _line(key)
+            yield key, node
+
+
+def _value(name: str, node: yaml.Node, say: Say) -> Any:
+    """Return the value as text, or as a tuple of texts; None if there is no value."""
+    if isinstance(node, yaml.SequenceNode):
+        return tuple(_text(f"an item of {name}", one, say) or "" for one in node.value)
+    return _text(name, node, say)
+
+
+def _text(name: str, node: yaml.Node, say: Say) -> str | None:
+    if not isinstance(node, yaml.ScalarNode):
+        say(node, f"{name} must be a value" + ("" if " " in name else ", or a list of values"))
+        return None
+    if node.tag not in PLAIN:
+        say(node, f"{name} has the tag {node.tag}, which is not supported: remove it")
+    if node.style is None and OCTAL.fullmatch(node.value):
+        say(node, f"{name} begins with a 0, which YAML reads as an octal number: remove the 0")
+    return None if node.tag == NULL else str(node.value)
+
+
+def _line(node: yaml.Node) -> int:
+    return int(node.start_mark.line) + 1
+
+
+MAX_SECRET_BYTES = 64 * 1024
+NO_TEXT = re.compile(r"[\ud800-\udfff]")
+"""Characters that Python decodes from invalid UTF-8 in flags and in the environment."""
+
+Layer = Mapping[str, Given]
+"""Settings of one source, by the names of `Settings`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Configuration, with the sources of its values.
+
+    Attributes:
+        config: complete configuration.
+        given: settings with a given value, by the names of `Settings`; the others have defaults.
+    """
+
+    config: ProxyConfig
+    given: Layer
+
+
+def load(flags: Mapping[str, Any]) -> Loaded:
+    """Return the configuration from these flags, the current environment and the current file.
+
+    Args:
+        flags: given flags, by the names of `Settings` or of vLLM's example proxies.
+
+    Raises:
+        ConfigInvalid: settings are invalid; the error lists all of them.
+    """
+    reasons = list(unknown_variables())
+    flags = with_urls(flags, reasons)
+    layers: list[Layer] = [
+        {name: Given(value, "flag", flag_of(name), flag_of(name)) for name, value in flags.items()},
+        from_environment(),
+    ]
+    layers.append(_file(layers, reasons))
+    given = _texts(_first(layers, reasons), reasons)
+    values = {name: one.value for name, one in given.items() if name in ProxyConfig.model_fields}
+    values |= _secrets(given, reasons)
+    try:
+        config = ProxyConfig.model_validate(values)
+    except ValidationError as invalid:
+        reasons += _wrong(invalid, given, complete=not reasons)
+    if reasons:
+        raise ConfigInvalid(reasons)
+    return Loaded(config, given)
+
+
+def _file(layers: Iterable[Layer], reasons: list[str]) -> Layer:
+    named = next((layer["config"].value for layer in layers if "config" in layer), "")
+    if not str(named):
+        return {}
+    names = [name for name in Settings.model_fields if name != "config"]
+    try:
+        found, wrong = read_yaml(Path(named), names)
+    except ConfigInvalid as invalid:
+        found, wrong = {}, list(invalid.reasons)
+    reasons += wrong
+    return found
+
+
+def _first(layers: Sequence[Layer], reasons: list[str]) -> dict[str, Given]:
+    """Return each setting from the first source that has it; a secret and its file are one."""
+    given: dict[str, Given] = {}
+    for layer in reversed(layers):
+        for name in SECRETS:
+            here = [layer[one] for one in (name, f"{name}_file") if one in layer]
+            if len(here) > 1:
+                reasons.append(f"{here[0].where} and {here[1].where} exclude each other: keep one")
+            if here:
+                given.pop(name, None)
+                given.pop(f"{name}_file", None)
+        given |= layer
+    return given
+
+
+def _texts(given: Layer, reasons: list[str]) -> Layer:
+    """Return the settings that are valid UTF-8: others cannot be sent to other processes."""
+    texts = {}
+    for name, one in given.items():
+        values = one.value if isinstance(one.value, tuple | list) else (one.value,)
+        if any(NO_TEXT.search(str(value)) for value in values):
+            reasons.append(f"{one.label} is not UTF-8")
+        else:
+            texts[name] = one
+    return texts
+
+
+def _secrets(given: Layer, reasons: list[str]) -> dict[str, str]:
+    """Return the secrets from their files, without surrounding white space."""
+    found = {}
+    for name in SECRETS:
+        if (file := given.get(f"{name}_file")) is None:
+            continue
+        try:
+            with Path(file.value).open("rb") as opened:
+                text = opened.read(MAX_SECRET_BYTES).decode().strip()
+        except OSError as error:
+            reasons.append(f"{file.label} {file.value}: {error.strerror}")
+        except UnicodeDecodeError:
+            reasons.append(f"{file.label} {file.value}: is not UTF-8 text")
+        else:
+            if text:
+                found[name] = text
+            else:
+                reasons.append(f"{file.label} {file.value}: is empty")
+    return found
+
+
+def _wrong(invalid: ValidationError, given: Layer, *, complete: bool) -> list[str]:
+    """Return a line for each error.
+
+    If a source could not be read, missing and conflicting settings are not reported: the unread
+    source may resolve them.
+    """
+    lines = []
+    for error in invalid.errors(include_url=False, include_context=False, include_input=False):
+        name = str(error["loc"][0]) if error["loc"] else ""
+        message = error["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        if not complete and (error["type"] == "missing" or not name):
+            continue
+        if error["type"] == "missing":
+            lines.append(f"{name_of(name)} is required")
+            continue
+        one = given.get(name) or given.get(f"{name}_file")
+        label = one.label if one else name_of(name) if name else ""
+        lines += [f"{label} {line}".lstrip() for line in message.splitlines()]
+    return lines
+
+
+HIDDEN = "**********"
+
+
+def as_yaml(loaded: Loaded) -> str:
+    """Return a file for `--config` with the same settings; secrets and passwords are comments."""
+    lines, groups = list[str](), dict[str, list[str]]()
+    for name, shown in _settings(loaded):
+        hidden = "# " if shown["hidden"] else ""
+        line = f"{hidden}{name}: {orjson.dumps(shown['value']).decode()}  # {_origin(shown)}"
+        groups.setdefault(group_of(name), []).append(line)
+    for title, settings in groups.items():
+        lines += [f"# {title}", *settings, ""]
+    return "\n".join(lines)
+
+
+def as_json(loaded: Loaded) -> str:
+    """Return the settings as JSON: `{name: {"value": …, "from": …, "where": …}}`."""
+    shown = {
+        name: {key: value for key, value in one.items() if key != "hidden"}
+        for name, one in _settings(loaded)
+    }
+    return orjson.dumps(shown, option=orjson.OPT_INDENT_2, default=str).decode()
+
+
+def _settings(loaded: Loaded) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name in Settings.model_fields:
+        given = loaded.given.get(name)
+        if name == "config" or (name in SECRETS and given is None):
+            continue
+        value = getattr(loaded.config, name, given and given.value)
+        shown = _shown(value)
+        yield (
+            name,
+            {
+                "value": shown,
+                "hidden": name in SECRETS or (isinstance(value, str) and shown != value),
+                "from": "default" if given is None else given.source,
+                "where": None if given is None else given.where,
+            },
+        )
+
+
+def _shown(value: Any) -> Any:
+    match value:
+        case SecretStr():
+            return HIDDEN
+        case str() if "://" in value:
+            return redacted(value)
+        case None | bool() | int() | float() | str() | tuple():
+            return value
+        case _:
+            return str(value)
+
+
+def _origin(shown: dict[str, Any]) -> str:
+    return "default" if shown["from"] == "default" else f"{shown['from']} {shown['where']}"

@@ -1,0 +1,185 @@
+"""Configuration of the proxy: all settings, checked against each other."""
+
+from collections.abc import Mapping, Sequence
+from typing import Self
+
+from pydantic import ValidationInfo, field_validator, model_validator
+
+from ec_store.urls import check_url
+from epd.config.fields import flag_of
+from epd.config.model import ConfigFields
+from epd.config.sections.instances import ENCODE_SOURCES
+from epd.policies.registry import Active, activate, check_suited
+from epd.routing.instances import Role
+from epd.transfer.registry import EC_TRANSFERS, KV_TRANSFERS
+
+
+class ProxyConfig(ConfigFields):
+    """Configuration of the proxy: the settings that `create_app` takes.
+
+    Each field is a flag of `epd serve` and an environment variable `EPD_<FIELD>`. Its description
+    is the flag's help.
+    """
+
+    @field_validator("ec_store")
+    @classmethod
+    def _check_store(cls, url: str | None) -> str | None:
+        return url and check_url(url)
+
+    @model_validator(mode="after")
+    def _check_ec_transfer(self) -> Self:
+        if self.ec_store is not None and not self.encodes:
+            raise ValueError("--ec-store needs encode instances: only they write to it")
+        transfer = EC_TRANSFERS[self.ec_transfer]
+        if self.ec_store and not transfer.stored:
+            raise ValueError(
+                f"--ec-store needs --ec-transfer store: with {self.ec_transfer}, encoder outputs "
+                "are not in a store"
+            )
+        if not transfer.pushed:
+            if self.ec_consumer_zmq_addrs:
+                raise ValueError("--ec-consumer-zmq-addrs needs --ec-transfer mooncake")
+            return self
+        if self.prefill_servers_urls:
+            raise ValueError(
+                "--ec-transfer mooncake needs --prefill-servers-urls disable (E+PD); for prefill "
+                "instances, set ec_zmq_addrs in --instances-file or at their registration"
+            )
+        if self.discover_prefill or self.discover_prefill_decode:
+            raise ValueError(
+                "--ec-transfer mooncake excludes --discover-prefill and --discover-prefill-decode: "
+                "DNS does not give the addresses that receive encoder outputs"
+            )
+        servers = len(self.decode_servers_urls)
+        expected = servers * self.ec_consumer_dp_size
+        if len(self.ec_consumer_zmq_addrs) != expected:
+            raise ValueError(
+                "--ec-consumer-zmq-addrs must have one address per data-parallel rank of each "
+                f"decode instance: {expected} ({servers} instances x {self.ec_consumer_dp_size} "
+                f"ranks), not {len(self.ec_consumer_zmq_addrs)}"
+            )
+        _check_apart("--ec-consumer-zmq-addrs", self.ec_consumer_zmq_addrs)
+        return self
+
+    @model_validator(mode="after")
+    def _check_transfer(self) -> Self:
+        for urls, addresses in (
+            ("prefill_servers_urls", "prefill_kv_addrs"),
+            ("decode_servers_urls", "decode_kv_addrs"),
+        ):
+            found, wanted = len(getattr(self, addresses)), len(getattr(self, urls))
+            if found and found != wanted:
+                raise ValueError(
+                    f"{flag_of(addresses)} needs one address per URL of {flag_of(urls)}: it has "
+                    f"{found} for {wanted}"
+                )
+        transfer = KV_TRANSFERS[self.kv_transfer]()
+        if self.conversation_store is not None and not transfer.bidirectional:
+            able = [name for name, other in KV_TRANSFERS.items() if other.bidirectional]
+            raise ValueError(
+                f"--conversation-store needs --kv-transfer {' or '.join(able)}: with "
+                f"{self.kv_transfer}, prefill cannot read decode's KV blocks of a conversation"
+            )
+        for instance in self.instances:
+            try:
+                transfer.check(instance)
+            except ValueError as error:
+                addrs = "prefill" if instance.role is Role.PREFILL else "decode"
+                raise ValueError(f"{instance.url}: --{addrs}-kv-addrs: {error}") from None
+        if transfer.named_apart:
+            both = (*self.prefill_kv_addrs, *self.decode_kv_addrs)
+            _check_apart("--prefill-kv-addrs, --decode-kv-addrs", both)
+        return self
+
+    @model_validator(mode="after")
+    def _check_topology(self) -> Self:
+        sources = (
+            "another source of these instances: --dynamic-registration, --instances-file, "
+            "--discover-…"
+        )
+        if not self.encodes and "encode_servers_urls" not in self.model_fields_set:
+            raise ValueError(
+                f"--encode-servers-urls is required ('disable' for none), or {sources}"
+            )
+        decodes = self.decode_servers_urls or self.discover_decode or self.discover_prefill_decode
+        if not (decodes or self.dynamic_registration or self.instances_file):
+            if not self._decode_is_named:
+                raise ValueError(f"--decode-servers-urls is required, or {sources}")
+            if not self.decode_hosts:
+                raise ValueError(
+                    "without --decode-servers-urls, --decode-hosts is required: the hosts that may "
+                    "be named to decode"
+                )
+        return self
+
+    @field_validator("policies")
+    @classmethod
+    def _usual(cls, policies: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        """Return the policies of the settings above, then those that the instances allow."""
+        if policies:
+            return policies
+        above = info.data.get
+        asked = {
+            "pd_only": above("skip_prefill_below_tokens") or above("skip_prefill_for_text"),
+            "prefill_local_decode_remote": above("local_prefill_url"),
+        }
+        encodes = any(above(name) for name in ENCODE_SOURCES)
+        stages = ("encode_prefill_decode", "encode_pd") if encodes else ("prefill_decode",)
+        return (*(name for name, wanted in asked.items() if wanted), *stages)
+
+    @model_validator(mode="after")
+    def _check_policies(self) -> Self:
+        active_policies(self, self.policies)
+        return self
+
+    @property
+    def _decode_is_named(self) -> bool:
+        """Return whether a client or a picker may name decode instances outside the table."""
+        return self.decode_from != "table" or any(
+            f"decode_from={other}" in one for one in self.policies for other in ("header", "picker")
+        )
+
+    @model_validator(mode="after")
+    def _check_sources(self) -> Self:
+        if self.dynamic_registration and self.admin_api_key is None:
+            raise ValueError(
+                "--dynamic-registration needs EPD_ADMIN_API_KEY or ADMIN_API_KEY: a registered "
+                "instance gets clients' requests"
+            )
+        return self
+
+
+def _check_apart(flags: str, addresses: Sequence[str]) -> None:
+    """Raise an error for an address of two instances: one would get the other's data."""
+    for address in addresses:
+        if address and addresses.count(address) > 1:  # empty: the instance needs no address
+            raise ValueError(f"{flags}: {address!r} is named twice")
+
+
+def active_policies(config: ConfigFields, policies: Sequence[str]) -> tuple[Active, ...]:
+    """Return the active policies of their text forms; settings are their default options.
+
+    Raises:
+        ValueError: a policy is unknown or cannot be used.
+    """
+    local = config.local_prefill_url or next(iter(config.prefill_servers_urls), None)
+    settings: Mapping[str, object] = {
+        "skip_prefill_below_tokens": config.skip_prefill_below_tokens,
+        "skip_prefill_for_text": config.skip_prefill_for_text,
+        "local_prefill_url": local,
+        "decode_choice": config.decode_choice,
+        "decode_from": config.decode_from,
+        "decode_picker_url": config.decode_picker_url,
+    }
+    active = activate(policies, settings)
+    for one in active:
+        url = one.options.get("local_prefill_url")
+        if url is not None and url not in config.prefill_servers_urls and not config.dynamic:
+            raise ValueError(f"{one.name}: {url} must be one of --prefill-servers-urls")
+    if not config.dynamic:
+        check_suited(
+            active,
+            frozenset(one.role for one in config.instances),
+            pushed=EC_TRANSFERS[config.ec_transfer].pushed,
+        )
+    return active

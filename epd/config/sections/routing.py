@@ -1,0 +1,104 @@
+"""Settings of routing: coordination policies and load balancing."""
+
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from epd.config.fields import (
+    EndpointUrl,
+    HeaderName,
+    HostPatterns,
+    PolicyNames,
+    Seconds,
+    SecondsOrNone,
+)
+from epd.policies.plan import MAX_TOKENS, DecodeChoice, DecodeFrom
+from epd.routing import BalanceName, ItemBalanceName
+
+MIN_LOAD_INTERVAL_S = 0.05
+"""Minimum of `load_interval_s`, in seconds: more frequent load reports would slow the instance."""
+
+
+class RouteSettings(BaseModel):
+    """Fields for coordination policies and load balancing, with their validation."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    skip_prefill_below_tokens: int = Field(
+        default=0,
+        ge=0,
+        le=MAX_TOKENS,
+        description="text prompts with fewer estimated tokens are prefilled by decode itself "
+        "(policy pd_only); 0: no prompts",
+    )
+    skip_prefill_for_text: bool = Field(
+        default=False,
+        description="decode itself prefills all prompts without media (policy pd_only)",
+    )
+    local_prefill_url: EndpointUrl = Field(
+        default=None,
+        description="URL of the prefill instance next to the proxy (policy "
+        "prefill_local_decode_remote); default: the first one of --prefill-servers-urls",
+    )
+    policies: PolicyNames = Field(
+        default=(),
+        validate_default=True,
+        description="coordination policies by name, comma-separated: the first one that applies to "
+        "a request decides which stages run on which instances; options as in "
+        "'pd_only?decode_choice=early'; default: derived from the other settings and the instances",
+    )
+    decode_choice: DecodeChoice = Field(
+        default="late",
+        description="time at which the decode instance is chosen: after the prefill response "
+        "(late), or before the prefill request (early)",
+    )
+    decode_from: DecodeFrom = Field(
+        default="table",
+        description="source of the decode instance: the proxy's table of instances, the client's "
+        "--decode-header if it is sent, or the endpoint picker at --decode-picker-url",
+    )
+    decode_header: HeaderName = Field(
+        default="x-decoder-host-port",
+        description="request header in which a client names the decode instance, as host:port, "
+        "with --decode-from header",
+    )
+    decode_hosts: HostPatterns = Field(
+        default=(),
+        description="hosts that the header or the picker may name in addition to the known "
+        "instances, comma-separated: names, *.domain, networks",
+    )
+    decode_picker_url: EndpointUrl = Field(
+        default=None, description="URL of the endpoint picker, with --decode-from picker"
+    )
+    decode_picker_timeout_s: Seconds = Field(
+        default=0.5, description="maximum time for the picker's response, in seconds"
+    )
+    encode_balance: ItemBalanceName = Field(
+        default="affinity",
+        description="choice of the encode instance of a media item: the same one per item "
+        "(affinity) or per session (session) while its load is within a bound, round robin, the "
+        "least loaded one, or the less loaded one of two random ones (power_of_two)",
+    )
+    prefill_balance: BalanceName = Field(
+        default="least_load",
+        description="choice of the prefill instance of a request, as for --encode-balance",
+    )
+    decode_balance: BalanceName = Field(
+        default="least_load",
+        description="choice of the decode instance of a request, as for --encode-balance",
+    )
+    load_interval_s: SecondsOrNone = Field(
+        default=1.0,
+        description="seconds between two reads of an instance's waiting and running requests (its "
+        "/metrics); 0: neither its load nor its namespace is read",
+    )
+    session_header: HeaderName = Field(
+        default="x-session-id",
+        description="request header with the name of the request's session",
+    )
+
+    @model_validator(mode="after")
+    def _check_interval(self) -> Self:
+        if 0 < self.load_interval_s < MIN_LOAD_INTERVAL_S:
+            raise ValueError(f"--load-interval-s must be 0 or at least {MIN_LOAD_INTERVAL_S}")
+        return self

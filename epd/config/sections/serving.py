@@ -1,0 +1,210 @@
+"""Settings of the listening address, TLS, processes, logs and traces.
+
+Settings of cross-origin requests (CORS): the web pages that may use the proxy.
+
+Settings of tenants: their API keys, limits and isolation.
+"""
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from epd.config.fields import (
+    AdminKey,
+    EndpointUrl,
+    HeaderNames,
+    KeySecret,
+    Methods,
+    Origins,
+    RootPath,
+    Secret,
+    TenantNames,
+    flag_of,
+)
+from epd.tenants import ANONYMOUS, Scope, Tenant
+
+
+class ServingSettings(BaseModel):
+    """Fields for the listening address, TLS, processes, logs and traces."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    host: str = Field(default="0.0.0.0", description="address to listen on")  # noqa: S104
+    port: int = Field(default=8000, ge=0, le=65535, description="port to listen on")
+    uds: Path | None = Field(
+        default=None,
+        description="path of a Unix socket to listen on instead of address and port; a stale "
+        "socket file is replaced",
+    )
+    root_path: RootPath = Field(
+        default=None,
+        description="path prefix that a reverse proxy puts before the routes, such as /vllm; every "
+        "route is answered with and without it",
+    )
+    workers: int = Field(
+        default=1, ge=1, description="number of serving processes; each uses at most one core"
+    )
+    ssl_certfile: Path | None = Field(
+        default=None,
+        description="file with the TLS certificate for clients, and its chain; default: no TLS",
+    )
+    ssl_keyfile: Path | None = Field(
+        default=None,
+        description="file with the private key of the certificate, without passphrase",
+    )
+    ssl_ca_certs: Path | None = Field(
+        default=None, description="file with the CAs that verify clients' certificates"
+    )
+    ssl_cert_reqs: int = Field(
+        default=0,
+        ge=0,
+        le=2,
+        description="clients' certificates: 0 none, 1 optional, 2 required",
+    )
+    upstream_ca_file: Path | None = Field(
+        default=None,
+        description="file with the CAs that verify https instances; default: the system's CAs",
+    )
+    log_format: Literal["console", "json"] = Field(
+        default="console", description="format of log lines: console text, or JSON"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="minimum level of log lines"
+    )
+    log_tenants: bool = Field(
+        default=False,
+        description="add the tenant's name, as in --api-keys-file, to the log line of a request",
+    )
+    otlp_traces_endpoint: EndpointUrl = Field(
+        default=None,
+        description="URL of the OpenTelemetry collector for each request's spans, such as "
+        "http://host:4317 (gRPC), or http://host:4318/v1/traces with "
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL=http/protobuf; OTEL_... variables set the rest; "
+        "default: no traces",
+    )
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ValueError("--ssl-certfile and --ssl-keyfile need each other")
+        if (self.ssl_ca_certs is None) != (self.ssl_cert_reqs == 0):
+            raise ValueError(
+                "--ssl-ca-certs and --ssl-cert-reqs 1 or 2 need each other: one alone would not "
+                "verify clients"
+            )
+        if self.ssl_ca_certs is not None and self.ssl_certfile is None:
+            raise ValueError("--ssl-ca-certs needs --ssl-certfile")
+        return self
+
+
+class CrossOriginSettings(BaseModel):
+    """Fields for cross-origin requests (CORS), with their validation."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    allowed_origins: Origins = Field(
+        default=(),
+        description="origins of web pages that may use the proxy from a browser, as a JSON list "
+        'such as ["https://chat.example.com"], or ["*"] for all; default: none',
+    )
+    allowed_methods: Methods = Field(
+        default=("*",),
+        description="HTTP methods that these web pages may use, as a JSON list; * allows all",
+    )
+    allowed_headers: HeaderNames = Field(
+        default=("*",),
+        description="request headers that these web pages may set, as a JSON list; * allows all",
+    )
+    allow_credentials: bool = Field(
+        default=False,
+        description="allow requests of these web pages to carry cookies and client certificates; "
+        "invalid with the origin *",
+    )
+
+    @model_validator(mode="after")
+    def _check_origins(self) -> Self:
+        if self.allow_credentials and not self.allowed_origins:
+            raise ValueError("--allow-credentials needs --allowed-origins")
+        if self.allow_credentials and "*" in self.allowed_origins:
+            raise ValueError(
+                "--allow-credentials needs explicit origins: with the origin *, every web page "
+                "could use the client certificates of its visitors"
+            )
+        return self
+
+
+class TenancySettings(BaseModel):
+    """Fields for tenants, their API keys, limits and isolation."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    api_keys_file: Path | None = Field(
+        default=None,
+        description="file with lines tenant:sha256, as `epd hash-key` prints them; with it, "
+        "clients need a key, which is not forwarded to the instances",
+    )
+    isolation: Literal["tenant", "shared"] = Field(
+        default="tenant",
+        description="cache entries: separate ones per tenant, or shared by all tenants; applies "
+        "only with --api-keys-file",
+    )
+    key_secret: KeySecret = Field(
+        default=None,
+        description="secret for store keys and cache salts, in addition to the tenant's name",
+    )
+    admin_api_key: AdminKey = Field(
+        default=None,
+        description="key for /metrics, /ui/state, /policies, /start_profile and /stop_profile; "
+        "default: they answer only clients on this machine",
+    )
+    trusted_tenants: TenantNames = Field(
+        default=(),
+        description="tenants, comma-separated, that may set a request's priority and get the load "
+        "of the decode instance; priorities of other tenants are dropped. Without --api-keys-file, "
+        "every client may",
+    )
+    openai_api_key: Secret = Field(
+        default=None,
+        description="API key sent to the instances if the client sends no Authorization",
+    )
+    tenant_max_requests: int | None = Field(
+        default=None,
+        ge=1,
+        description="maximum of concurrent requests of one tenant, queued ones included; further "
+        "ones get 429; default: no limit",
+    )
+    tenant_requests_per_minute: int | None = Field(
+        default=None,
+        ge=1,
+        description="maximum of requests of one tenant per minute; further ones get 429; default: "
+        "no limit",
+    )
+
+    @model_validator(mode="after")
+    def _check_tenants(self) -> Self:
+        # Without keys all clients are one tenant, and any client could lock out the others.
+        for flag in ("tenant_max_requests", "tenant_requests_per_minute"):
+            if getattr(self, flag) is not None and self.api_keys_file is None:
+                raise ValueError(f"{flag_of(flag)} needs --api-keys-file")
+        if self.trusted_tenants and self.api_keys_file is None:
+            raise ValueError("--trusted-tenants needs --api-keys-file")
+        return self
+
+    def trusts(self, tenant: Tenant) -> bool:
+        """Return whether a tenant's requests may have a priority and ask for an engine's load."""
+        return tenant is ANONYMOUS or tenant.name in self.trusted_tenants
+
+    def scope_of(self, tenant: Tenant) -> Scope:
+        """Return the scope for the keys and salts of a tenant's cache entries."""
+        alone = self.isolation == "tenant" and tenant != ANONYMOUS
+        return Scope(tenant if alone else None, self._secret)
+
+    def name_scope_of(self, tenant: Tenant) -> Scope:
+        """Return the scope for the keys of a tenant's names, which no other tenant shares."""
+        return Scope(tenant, self._secret)
+
+    @property
+    def _secret(self) -> bytes:
+        secret = "" if self.key_secret is None else self.key_secret.get_secret_value()
+        return secret.encode("utf-8", "surrogateescape")

@@ -1,0 +1,105 @@
+"""DNS lookups that return all addresses of a name.
+
+Interface of name lookups.
+
+The addresses of a name while its lookups fail and recover. Pure.
+"""
+
+import math
+from collections.abc import Awaitable, Callable, Collection
+
+import dns.asyncresolver
+import dns.exception
+import dns.resolver
+
+from epd.routing.urls import is_address, name_server
+
+LookUp = Callable[[str], Awaitable[frozenset[str]]]
+"""Returns all addresses of a name; an empty set if it has none. Raises `LookUpFailed`."""
+
+
+class LookUpFailed(Exception):
+    """A name lookup failed."""
+
+
+EMPTY_S = 60.0
+"""Time for which a name must have no address before its last addresses are dropped, in seconds."""
+
+
+class Sightings:
+    """The effective addresses of one name.
+
+    A failing resolver says nothing about the instances: their addresses stay. An empty answer may
+    be true, as after scaling to zero, and takes effect after a delay.
+    """
+
+    def __init__(self, empty_s: float = EMPTY_S) -> None:
+        """Start without addresses. `empty_s` is the delay of an empty answer, in seconds."""
+        self.current: frozenset[str] = frozenset()
+        self._empty_s = empty_s
+        self._empty_since_s = math.inf
+
+    def saw(self, addresses: Collection[str], now_s: float) -> None:
+        """Record the answer of a lookup."""
+        if addresses:
+            self.current = frozenset(addresses)
+            self._empty_since_s = math.inf
+            return
+        self._empty_since_s = min(self._empty_since_s, now_s)
+        if now_s - self._empty_since_s >= self._empty_s:
+            self.current = frozenset()
+
+    def failed(self) -> None:
+        """Record a failed lookup: it restarts the delay of an empty answer."""
+        self._empty_since_s = math.inf
+
+
+TIMEOUT_S = 3.0
+"""Timeout of a lookup with all its retries."""
+
+
+class Names:
+    """Resolves names, with the search domains of the machine."""
+
+    def __init__(self, server: str | None = None) -> None:
+        """Use one server, `address` or `address:port`; without it those of the machine."""
+        self._server = server
+        self._made: dns.asyncresolver.Resolver | None = None
+
+    async def addresses(self, host: str) -> frozenset[str]:
+        """Return all IPv4 addresses of a name, or else all its IPv6 addresses.
+
+        Not both: an instance with one of each would count twice.
+
+        Raises:
+            LookUpFailed: the servers did not answer, or answered with an error.
+        """
+        if is_address(host):
+            return frozenset({host})
+        return await self._of(host, "A") or await self._of(host, "AAAA")
+
+    async def _of(self, host: str, kind: str) -> frozenset[str]:
+        try:
+            answer = await self._resolver().resolve(
+                host, kind, search=True, raise_on_no_answer=False
+            )
+        except dns.resolver.NXDOMAIN:
+            return frozenset()
+        except dns.exception.DNSException as error:
+            raise LookUpFailed(type(error).__name__) from error
+        return frozenset(str(record) for record in answer.rrset or ())
+
+    def _resolver(self) -> dns.asyncresolver.Resolver:
+        """Return the resolver, created at first use: the machine may get name servers later.
+
+        Raises:
+            NoResolverConfiguration: the machine has no name servers.
+        """
+        if self._made is None:
+            made = dns.asyncresolver.Resolver(configure=self._server is None)
+            made.lifetime = TIMEOUT_S
+            if self._server is not None:
+                address, made.port = name_server(self._server)
+                made.nameservers = [address]
+            self._made = made
+        return self._made

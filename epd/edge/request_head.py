@@ -1,0 +1,101 @@
+"""Checks for requests that aiohttp's parser accepts and another parser may read differently.
+
+Path prefix that a reverse proxy puts before the paths of this proxy's routes.
+
+Limit of open files and sockets (descriptors) of this process.
+"""
+
+import re
+import resource
+
+from aiohttp import HttpVersion10, HttpVersion11, hdrs, web
+from aiohttp.http_parser import RawRequestMessage
+from yarl import URL
+
+from epd.errors import BadRequest, ProxyError, RequestRefused
+
+MAX_CONTENT_LENGTH = 2**63 - 1
+"""Upper bound of `Content-Length`. llhttp reads 2**64 - 1 as no length, and then parses the body as
+the next request."""
+
+ABSOLUTE = re.compile(r"[a-z][a-z0-9+.-]*://([^/?#]*)", re.IGNORECASE)
+"""Absolute form of a request target, which names its host (RFC 9112, 3.2.2)."""
+
+
+def refusal(request: web.BaseRequest) -> ProxyError | None:
+    """Return the error of a request that no route may serve; None if it is valid."""
+    if _is_ambiguous(request):
+        return invalid("the request's length or version is ambiguous")
+    if _is_elsewhere(request):
+        return invalid("the request's target names another host than its Host header")
+    if hdrs.EXPECT in request.headers and any(
+        it and it.lower() != "100-continue" for it in request.headers.getall(hdrs.EXPECT)
+    ):
+        return RequestRefused(
+            417, "the only supported expectation is 100-continue", slug="unsupported_expectation"
+        )
+    return None
+
+
+def _is_elsewhere(request: web.BaseRequest) -> bool:
+    """Return whether target and `Host` name different hosts.
+
+    aiohttp uses the target's host, so such a request would pass a check of `Host`.
+    """
+    target = ABSOLUTE.match(request.raw_path)
+    return target is not None and target[1].lower() != request.headers.get(hdrs.HOST, "").lower()
+
+
+def _is_ambiguous(request: web.BaseRequest) -> bool:
+    """Return whether another HTTP parser may see other requests in these bytes (smuggling)."""
+    if request.version < HttpVersion10 or (request.content_length or 0) > MAX_CONTENT_LENGTH:
+        return True
+    codings = request.headers.getall(hdrs.TRANSFER_ENCODING, ())
+    return bool(codings) and (
+        request.version < HttpVersion11 or any(coding.lower() != "chunked" for coding in codings)
+    )
+
+
+def invalid(message: str) -> BadRequest:
+    """Return the error for a request that is not valid HTTP or may be read as two requests."""
+    return BadRequest(message, slug="invalid_http")
+
+
+def without_prefix(message: RawRequestMessage, prefix: str) -> RawRequestMessage:
+    """Return a request's head with the prefix removed from its path.
+
+    A path without the prefix is unchanged: a reverse proxy may have removed it already. As in
+    vLLM's server (starlette's `root_path`), both forms are answered.
+
+    Args:
+        message: head of the request.
+        prefix: prefix with a leading slash and no trailing one, such as `/vllm`.
+    """
+    path = message.url.raw_path
+    if path != prefix and not path.startswith(f"{prefix}/"):
+        return message
+    return message._replace(url=_with_path(message.url, path[len(prefix) :] or "/"))
+
+
+def _with_path(url: URL, path: str) -> URL:
+    return url.with_path(path, encoded=True, keep_query=True, keep_fragment=True)
+
+
+RESERVED = 64
+"""Descriptors for other uses than connections: listeners, logs, the event loop, the store."""
+PER_CLIENT = 3
+"""Descriptors per client: its own connection, and two to instances. Most requests have one upstream
+connection at a time, and idle ones are kept open. A request with many items has more
+(`encoding.AT_ONCE`) while they are encoded."""
+
+
+def raise_limit() -> None:
+    """Raise the limit of descriptors to the hard limit, for this process and its children."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def client_connections() -> int:
+    """Return how many clients may be connected so that each has `PER_CLIENT` descriptors."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(1, (soft - RESERVED) // PER_CLIENT)

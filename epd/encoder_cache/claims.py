@@ -1,0 +1,255 @@
+"""Claims of this proxy, so that other proxies on its store wait for its encode.
+
+A claim is part of the lookup that misses, in the same visit to the store. It is a hint: any failure
+costs at most a second encode.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from ec_store.entry import EntryInfo
+from ec_store.keys import EntryKey
+from epd.encoder_cache.client import EncoderCache
+from epd.encoder_cache.lookup import Look
+
+CLAIM_S = 10.0
+"""Lifetime of a claim after its last renewal, in seconds."""
+
+WRITTEN_WITHIN_S = 1.0
+"""Time for which a claim is kept after the encode instance has answered, because the instance is
+still writing. A waiter polls for the entry, so the claim need not be released earlier."""
+
+POLL_S = (0.005, 0.01, 0.02, 0.05)
+"""Delays between two lookups of an entry that another proxy encodes; the last one repeats."""
+
+TENDS = 20
+"""Number of maintenance rounds within `CLAIM_S`. Each renews and releases claims in one call."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """A claim of this proxy.
+
+    Attributes:
+        since_s: time of the last claim or renewal, on the event loop's clock.
+        holders: number of holders.
+        until_s: time until which it is kept without a holder.
+    """
+
+    since_s: float
+    holders: int = 0
+    until_s: float = 0.0
+
+
+class Claims:
+    """Takes claims, renews them while they are held, and releases them. Belongs to one event loop.
+
+    Attributes:
+        cache: client of the store with the claims.
+        first: by key, the first lookup of this process that may claim it.
+    """
+
+    def __init__(self, cache: EncoderCache) -> None:
+        self.cache = cache
+        self._owner = secrets.token_hex(16)
+        self._held: dict[EntryKey, _Held] = {}
+        self.first: dict[EntryKey, Look] = {}
+        self._tending = False
+
+    def look(
+        self,
+        model: str | None,
+        identifiers: Sequence[str],
+        *,
+        patient: bool = False,
+        namespace: str | None = None,
+    ) -> "Looking":
+        """Return a lookup of some items that claims the missing ones.
+
+        Args:
+            model: model of the items.
+            identifiers: keys of the items.
+            patient: whether the request cannot be served without an answer. Such a lookup claims
+                nothing.
+            namespace: namespace of the consumer; None for the model's.
+        """
+        keys = self.cache.keys(model, identifiers, namespace)
+        # Keys that this process has claimed or is looking up are resolved by `turn`.
+        first = not patient and not any(key in self._held or key in self.first for key in keys)
+        look = self._new(keys) if first else Look(keys)
+        return Looking(self, look, first=first, patient=patient)
+
+    def turn(
+        self, model: str | None, identifier: str, wait_s: float, namespace: str | None = None
+    ) -> "Turn":
+        """Return a place in the queue of the requests that need an item encoded.
+
+        Args:
+            model: model of the item.
+            identifier: key of the item.
+            wait_s: maximum wait. After it, or without the store, the item is encoded even if
+                another proxy encodes it too.
+            namespace: namespace of the consumer; None for the model's.
+        """
+        return Turn(self, self.cache.keys(model, [identifier], namespace), wait_s)
+
+    async def visit(self, look: Look, held: list[EntryKey], *, patient: bool) -> bool:
+        """Run a lookup and hold its claims. Return whether the store answered."""
+        try:
+            return await self.cache.visit(look, patient=patient)
+        finally:
+            held += self.hold(look.claimed)
+
+    async def wait_for_turn(
+        self, key: EntryKey, wait_s: float, held: list[EntryKey]
+    ) -> EntryInfo | None:
+        """Return the entry of a key as soon as it is stored.
+
+        Returns:
+            None if the key is claimed and in `held`, the store did not answer, or after `wait_s`.
+        """
+        clock = asyncio.get_running_loop().time
+        deadline_s = clock() + wait_s
+        waits = iter(POLL_S)
+        while True:
+            look = self._new([key])
+            await self.visit(look, held, patient=True)
+            found = (look.found or {}).get(key)
+            if found or held or not look.settled or clock() > deadline_s:
+                return found
+            await asyncio.sleep(next(waits, POLL_S[-1]))
+
+    def _new(self, keys: Sequence[EntryKey]) -> Look:
+        return Look(keys, self._owner, CLAIM_S)
+
+    def hold(self, keys: Sequence[EntryKey]) -> Sequence[EntryKey]:
+        """Add a holder to claims, which keeps them until `let_go`."""
+        now_s = asyncio.get_running_loop().time()
+        for key in keys:
+            self._held.setdefault(key, _Held(now_s)).holders += 1
+        if keys and not self._tending:
+            self._tending = True
+            self.cache.later(self._tend())
+        return keys
+
+    def let_go(self, keys: Sequence[EntryKey], after_s: float = 0.0) -> None:
+        """Remove a holder from claims. Release unheld ones, at once or `after_s` later."""
+        now_s = asyncio.get_running_loop().time()
+        over = []
+        for key in keys:
+            held = self._held[key]
+            held.holders -= 1
+            held.until_s = max(held.until_s, now_s + after_s)
+            if not held.holders and held.until_s <= now_s:
+                del self._held[key]
+                over.append(key)
+        if over:
+            self.cache.later(self.cache.release(over, self._owner))
+
+    async def _tend(self) -> None:
+        """Renew and release claims until there are none."""
+        clock = asyncio.get_running_loop().time
+        while self._held:
+            await asyncio.sleep(CLAIM_S / TENDS)
+            now_s = clock()
+            over = [
+                key
+                for key, held in self._held.items()
+                if not held.holders and held.until_s <= now_s
+            ]
+            for key in over:
+                del self._held[key]
+            await self.cache.release(over, self._owner)
+            await self._renew(
+                [key for key, held in self._held.items() if now_s - held.since_s > CLAIM_S / 3]
+            )
+        self._tending = False
+
+    async def _renew(self, keys: Sequence[EntryKey]) -> None:
+        now_s = asyncio.get_running_loop().time()
+        for key in keys:
+            self._held[key].since_s = now_s
+        if keys:
+            await self.cache.write("renew", lambda store: store.claim(keys, self._owner, CLAIM_S))
+
+
+class Looking:
+    """A lookup in the store as a context manager. It holds its claims until the exit.
+
+    A `Turn` for one of these claims within the context need not wait.
+    """
+
+    __slots__ = ("_claims", "_first", "_held", "_look", "_patient")
+
+    def __init__(self, claims: Claims, look: Look, *, first: bool, patient: bool) -> None:
+        """Create the context; called by `Claims.look`."""
+        self._claims = claims
+        self._look = look
+        self._first = first
+        self._patient = patient
+        self._held: list[EntryKey] = []
+
+    def __enter__(self) -> Self:
+        """Register the lookup for other requests of this process."""
+        if self._first:
+            self._claims.first.update(dict.fromkeys(self._look.keys, self._look))
+        return self
+
+    async def answer(self) -> Look | None:
+        """Return the completed lookup; None if the store did not answer."""
+        answered = await self._claims.visit(self._look, self._held, patient=self._patient)
+        return self._look if answered else None
+
+    def __exit__(self, *_: object) -> None:
+        first = self._claims.first
+        for key in self._look.keys:
+            if first.get(key) is self._look:
+                del first[key]
+        self._claims.let_go(self._held)
+
+
+class Turn:
+    """A place in the queue of the requests that need an item encoded: a context manager.
+
+    Other proxies on the same store wait while it is open. After the exit they continue to wait for
+    the entry, because an encode instance answers before it has written the entry.
+
+    Attributes:
+        made: whether an encode instance is writing the entry; set by the caller.
+    """
+
+    __slots__ = ("_claims", "_held", "_keys", "_wait_s", "made")
+
+    def __init__(self, claims: Claims, keys: Sequence[EntryKey], wait_s: float) -> None:
+        """Create the context; called by `Claims.turn`."""
+        self._claims = claims
+        self._keys = keys
+        self._wait_s = wait_s
+        self._held: list[EntryKey] = []
+        self.made = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    @property
+    def first(self) -> bool:
+        """Whether no other request is known to need the item, so that `come` need not wait."""
+        looks = self._claims.first
+        return all(key in looks and key in looks[key].claimed for key in self._keys)
+
+    async def come(self) -> EntryInfo | None:
+        """Wait until this proxy may encode the item, or its entry is stored; return the entry."""
+        for key in self._keys:
+            # The first waiter reuses the lookup that took the claim. Later ones look again.
+            look = self._claims.first.pop(key, None)
+            if look is None or key not in look.claimed:
+                return await self._claims.wait_for_turn(key, self._wait_s, self._held)
+            self._held += self._claims.hold([key])
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        """Release the claim: at once if no entry is being written."""
+        self._claims.let_go(self._held, WRITTEN_WITHIN_S if self.made else 0.0)

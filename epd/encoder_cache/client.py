@@ -1,0 +1,409 @@
+"""The proxy's client of the encoder-cache store. A failing store must not fail requests.
+
+Every call has a time budget. While the store does not answer, or cannot be opened, the proxy
+bypasses it: every lookup is a miss, and requests are served as without a store.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from contextvars import Context
+from functools import partial
+from typing import Any, Literal, Self, TypeVar
+
+import structlog
+
+from ec_store.aio import AsyncStore
+from ec_store.bounded import BoundedDict
+from ec_store.concurrency import Breaker
+from ec_store.entry import EntryInfo
+from ec_store.errors import StoreError, StoreMissing
+from ec_store.keys import EntryKey
+from epd.aio import Background
+from epd.encoder_cache.lookup import MOST_KEYS, AtOnce, Look
+
+REFRESH_S = 5.0
+"""Interval of reading the namespaces, and of retries to open the store."""
+
+MISSING_EVERY_S = 0.25
+"""Interval of retries to open a store that no engine has created yet."""
+
+OPEN_WITHIN_S = 2.0
+"""Maximum wait for the store at the start of the proxy."""
+
+MAKERS = (
+    ". An engine with ECStoreConnector makes it when it starts, and so do `ec-store serve` and "
+    "`ec-store configure`; the proxy does not"
+)
+
+MAX_LEARNED = 1024
+"""Upper bound of the namespaces of models that are learned from encode instances."""
+
+PATIENT_S = 1.0
+"""Budget of calls that a request cannot be served without, or that are cheap beside an encode."""
+
+LATE = "no answer in time"
+
+MAX_LEASED = 65536
+"""Upper bound of the remembered leases, which avoid repeated calls."""
+
+T = TypeVar("T")
+
+Operation = Literal[
+    "open",
+    "namespaces",
+    "lookup",
+    "claim",
+    "renew",
+    "release",
+    "lease",
+    "get_name",
+    "put_name",
+    "delete",
+]
+"""Operations of the store."""
+Result = Literal["ok", "timeout", "error", "skipped"]
+"""Results of an operation. `skipped`: the store could not be opened, or is bypassed after
+failures."""
+
+OpenStore = Callable[[], Awaitable[AsyncStore]]
+
+logger = structlog.get_logger("epd")
+
+
+class EncoderCache:
+    """A client for the entries of served models. Belongs to one event loop.
+
+    Attributes:
+        operations: number of operations, by operation and result.
+        found_bytes: total size of the entries found.
+    """
+
+    def __init__(self, open_store: OpenStore, *, budget_s: float, lease_s: float) -> None:
+        """Create the client without opening the store.
+
+        Args:
+            open_store: opens the store, an existing one.
+            budget_s: timeout of a lookup, after which everything is a miss.
+            lease_s: time for which a found entry is protected from eviction.
+        """
+        self.operations: Counter[tuple[Operation, Result]] = Counter()
+        self.found_bytes = 0
+        self._open_store = open_store
+        self._budget_s = budget_s
+        self._lease_s = lease_s
+        self._opened: AsyncStore | None = None
+        self._store: AsyncStore | None = None
+        self._problem: str | None = None
+        self._at_once = AtOnce()
+        self._reading = Breaker("reading from the encoder cache", warn=_warn)
+        self._writing = Breaker("writing to the encoder cache", warn=_warn)
+        self._namespaces: Mapping[str, str] = {}
+        self._learned: BoundedDict[str, str] = BoundedDict(MAX_LEARNED)
+        self._refresh_now = asyncio.Event()
+        self._leased: BoundedDict[EntryKey, float] = BoundedDict(MAX_LEASED)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    @asynccontextmanager
+    async def connect(
+        cls, open_store: OpenStore, *, budget_s: float, lease_s: float, background: Background
+    ) -> AsyncIterator[Self]:
+        """Return a cache that opens its store in the background, until the context exits."""
+        cache = cls(open_store, budget_s=budget_s, lease_s=lease_s)
+        ready = asyncio.Event()
+        cache.later(background.keep("encoder_cache", partial(cache._keep_fresh, ready)))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(OPEN_WITHIN_S):
+                await ready.wait()
+        try:
+            yield cache
+        finally:
+            for task in cache._tasks:
+                task.cancel()
+            await asyncio.gather(*cache._tasks, return_exceptions=True)
+            if cache._opened is not None:
+                await cache._opened.close()
+
+    def adopt(self, *, budget_s: float, lease_s: float) -> None:
+        """Change the budget and the length of leases, from the next lookup on."""
+        self._budget_s, self._lease_s = budget_s, lease_s
+
+    @property
+    def circuits(self) -> Mapping[str, bool]:
+        """Whether the store is bypassed, by kind of operation."""
+        return {"store_questions": self._reading.open, "store_changes": self._writing.open}
+
+    async def find(
+        self, keys: Sequence[EntryKey], *, patient: bool = False
+    ) -> Mapping[EntryKey, EntryInfo] | None:
+        """Return the stored entries in one round trip. They are leased soon after.
+
+        Args:
+            keys: keys of the entries.
+            patient: whether the request cannot be served without an answer.
+
+        Returns:
+            The entries by key; None if the store did not answer. The request should then bypass it.
+        """
+        look = Look(keys)
+        return look.found or {} if await self.visit(look, patient=patient) else None
+
+    async def visit(self, look: Look, *, patient: bool = False) -> bool:
+        """Run a lookup. Return whether the store answered. Found entries are leased soon after.
+
+        Claims may take longer than a lookup: after a lookup in time, they get `PATIENT_S`.
+        """
+        if not look.keys:
+            return True
+        if self._store is None or self._reading.open:
+            self.operations["lookup", "skipped"] += 1
+            return False
+        if self._writing.open:
+            look.claim_nothing()
+        if self._is_fast(self._store, len(look.keys)):
+            return self._visited_at_once(look, self._store)
+        visiting = self._store.begin(look.run)
+        try:
+            await _ended(visiting, PATIENT_S if patient else self._budget_s)
+            if look.found is not None and not visiting.done():
+                await _ended(visiting, PATIENT_S)
+        finally:
+            if visiting.done():
+                _seen(visiting)  # the request may be cancelled at this very moment
+            else:
+                look.leave()
+                visiting.add_done_callback(_seen)
+        # Skipped for a cancelled request, which carries no information about the store.
+        self._at_once.took_on_thread(look.took_s, time.monotonic())
+        failure = visiting.exception() if visiting.done() else None
+        return self._judged(look, failure, late=not visiting.done())
+
+    def _is_fast(self, store: AsyncStore, keys: int) -> bool:
+        """Return whether a call for this many keys runs on the event loop."""
+        return store.in_memory and self._at_once.allows(keys, time.monotonic())
+
+    def _visited_at_once(self, look: Look, store: AsyncStore) -> bool:
+        """Run a lookup on the event loop. Return whether the store answered."""
+        failure = None
+        try:
+            store.at_once(look.run_at_once)
+        except (StoreError, ValueError) as error:
+            failure = error
+        self._at_once.took_on_loop(look.took_s or 0.0, time.monotonic())
+        return self._judged(look, failure, late=False)
+
+    def _judged(self, look: Look, failure: BaseException | None, *, late: bool) -> bool:
+        """Return whether a lookup has an answer, and inform the breakers."""
+        if failure is not None and not isinstance(failure, StoreError | ValueError):
+            raise failure
+        if look.found is None:
+            self.operations["lookup", "error" if failure else "timeout"] += 1
+            self._reading.failed(failure or LATE)
+            return False
+        self.operations["lookup", "ok"] += 1
+        self._reading.succeeded()
+        if look.problem is not None or late:
+            self.operations["claim", "error" if look.problem else "timeout"] += 1
+            self._writing.failed(look.problem or LATE)
+        elif look.settled:
+            self.operations["claim", "ok"] += 1
+            self._writing.succeeded()
+        elif look.kept_from_claiming and len(look.found) < len(look.keys):
+            self.operations["claim", "skipped"] += 1
+        if look.found:
+            self.found_bytes += sum([info.size_bytes for info in look.found.values()])
+            self._keep(list(look.found))
+        return True
+
+    def _keep(self, keys: Sequence[EntryKey]) -> None:
+        """Lease entries with less than `lease_s` left of their lease."""
+        now_s = asyncio.get_running_loop().time()
+        short = [key for key in keys if self._leased.get(key, 0.0) < now_s + self._lease_s]
+        if short:
+            self.later(self.lease(short))
+
+    async def lease(self, keys: Sequence[EntryKey]) -> None:
+        """Protect entries from eviction for a while.
+
+        The lease is half as long again as `lease_s`, so that not every hit renews it.
+        """
+        until_s = asyncio.get_running_loop().time() + 1.5 * self._lease_s
+        infos = await self.write("lease", lambda store: store.lease(keys, 1.5 * self._lease_s))
+        for info in infos or ():
+            if info is not None:
+                self._leased[info.key] = until_s
+
+    async def release(self, keys: Sequence[EntryKey], owner: str) -> None:
+        """Release claims: on the event loop `MOST_KEYS` at a time, on threads all at once."""
+        while keys:
+            fast = self._store is not None and self._is_fast(self._store, 1)
+            some = keys[:MOST_KEYS] if fast else keys
+            await self.write("release", partial(self._released, some, owner, fast=fast))
+            keys = keys[len(some) :]
+
+    async def _released(
+        self, keys: Sequence[EntryKey], owner: str, store: AsyncStore, *, fast: bool
+    ) -> None:
+        if not fast:
+            return await store.release(keys, owner)
+        begun_s = time.monotonic()
+        store.at_once(lambda opened: opened.release(keys, owner))
+        ended_s = time.monotonic()
+        self._at_once.took_on_loop(ended_s - begun_s, ended_s)
+        await asyncio.sleep(0)  # let other requests run between two groups
+        return None
+
+    def learn(self, model: str | None, namespace: str) -> None:
+        """Learn the namespace of a model from an encode instance.
+
+        The store's own answer has precedence. If the two differ, the namespaces are read again.
+        """
+        if model is None:
+            return
+        if self._namespaces.get(model, namespace) != namespace:
+            self._refresh_now.set()
+        self._learned[model] = namespace
+
+    def keys(
+        self, model: str | None, identifiers: Sequence[str], namespace: str | None = None
+    ) -> list[EntryKey]:
+        """Return the keys of entries; an empty list if their namespace is unknown.
+
+        Args:
+            model: model of the entries.
+            identifiers: identifiers of the entries.
+            namespace: namespace of the reading instance; None for the model's.
+        """
+        namespace = namespace or self.namespace(model)
+        if namespace is None:
+            return []
+        return [EntryKey(namespace, identifier) for identifier in identifiers]
+
+    def namespace(self, model: str | None) -> str | None:
+        """Return the store's namespace of a served model; None if unknown."""
+        if model is not None:
+            return self._namespaces.get(model) or self._learned.get(model)
+        # vLLM accepts a request without a model. It is unambiguous if there is only one namespace.
+        known = set(self._namespaces.values())
+        return known.pop() if len(known) == 1 else None
+
+    async def read(
+        self, operation: Operation, call: Callable[[AsyncStore], Awaitable[T]]
+    ) -> T | None:
+        """Return the store's answer to a read; None if it did not answer."""
+        return await self._ask(operation, call, self._reading)
+
+    async def write(
+        self, operation: Operation, call: Callable[[AsyncStore], Awaitable[T]]
+    ) -> T | None:
+        """Return the store's answer to a write, which has its own breaker; None without one."""
+        return await self._ask(operation, call, self._writing)
+
+    async def _ask(
+        self, operation: Operation, call: Callable[[AsyncStore], Awaitable[T]], breaker: Breaker
+    ) -> T | None:
+        """Return the store's answer; None if it did not answer."""
+        if self._store is None or breaker.open:
+            self.operations[operation, "skipped"] += 1
+            return None
+        try:
+            async with asyncio.timeout(PATIENT_S):
+                answer = await call(self._store)
+        except TimeoutError:
+            self.operations[operation, "timeout"] += 1
+            breaker.failed(f"no answer within {PATIENT_S:g} s")
+            return None
+        except (StoreError, ValueError) as error:
+            self.operations[operation, "error"] += 1
+            breaker.failed(error)
+            return None
+        self.operations[operation, "ok"] += 1
+        breaker.succeeded()
+        return answer
+
+    async def _keep_fresh(self, ready: asyncio.Event) -> None:
+        """Open the store, and read the namespaces periodically."""
+        while True:
+            again_s = REFRESH_S
+            operation: Operation = "open" if self._store is None else "namespaces"
+            try:
+                if self._store is None:
+                    # The URL must name an existing store: an empty one at a mistyped path would
+                    # always miss.
+                    self._store = await self._checked()
+                async with asyncio.timeout(REFRESH_S):
+                    self._namespaces = await self._store.namespaces()
+                self.operations[operation, "ok"] += 1
+                self._log_usable()
+            except (StoreError, ValueError, OSError) as error:  # TimeoutError is an OSError
+                late = isinstance(error, TimeoutError)
+                self.operations[operation, "timeout" if late else "error"] += 1
+                if isinstance(error, StoreMissing):
+                    again_s = MISSING_EVERY_S
+                self._log_unusable(error, again_s)
+            ready.set()
+            self._refresh_now.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(again_s):
+                    await self._refresh_now.wait()
+
+    async def _checked(self) -> AsyncStore:
+        if self._opened is None:
+            self._opened = await self._open_store()
+        await self._opened.check()
+        return self._opened
+
+    def _log_usable(self) -> None:
+        if self._problem is not None:
+            logger.info("the encoder cache can be used")
+        self._problem = None
+
+    def _log_unusable(self, error: Exception, again_s: float) -> None:
+        """Log the reason once, until it changes."""
+        before, self._problem = self._problem, str(error) or "no answer"
+        if self._problem == before:
+            return
+        if isinstance(error, StoreMissing):
+            event, maker = "there is no encoder cache", MAKERS
+        else:
+            event, maker = "the encoder cache is unavailable", ""
+        again = f"requests bypass it; the proxy retries every {again_s:g} s{maker}"
+        logger.warning(event, reason=self._problem, next=again)
+
+    def later(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run work in the background, outside the context of any request."""
+        task = asyncio.create_task(work, context=Context())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _ended(visiting: "asyncio.Future[None]", timeout_s: float) -> None:
+    """Wait for the end of a visit, with a timeout: a cheaper `asyncio.wait` for one future."""
+    loop = asyncio.get_running_loop()
+    waiter = loop.create_future()
+
+    def wake(*_: object) -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    timer = loop.call_later(timeout_s, wake)
+    visiting.add_done_callback(wake)
+    try:
+        await waiter
+    finally:
+        timer.cancel()
+        visiting.remove_done_callback(wake)
+
+
+def _seen(visiting: "asyncio.Future[None]") -> None:
+    """Retrieve an exception without a waiter, so that asyncio does not log it."""
+    if not visiting.cancelled():
+        visiting.exception()
+
+
+def _warn(text: str) -> None:
+    """Log a message with the logger that is configured at that time."""
+    logger.warning(text)

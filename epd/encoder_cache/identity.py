@@ -1,0 +1,86 @@
+"""Digests that the proxy uses as names: the `uuid` of a media item, the `cache_salt` of a prompt.
+
+vLLM uses a `uuid` as it is, without the model's name and without checking the content
+(`vllm/multimodal/processing/inputs.py`), so the sender of a uuid decides which encoder output a
+request gets. The sender of a `cache_salt` decides from which prefix cache it is served. The proxy
+therefore sends only digests that include the tenant. A client's own value is at most one more input
+of such a digest.
+"""
+
+import hmac
+from collections.abc import Mapping
+from typing import Any
+
+from blake3 import blake3
+
+from epd.api.body import dumped
+from epd.api.items import Body
+from epd.errors import BadRequest
+from epd.media.parts import Inline
+from epd.tenants import Scope
+
+VERSION = b"epd-2"
+
+
+def content_key(scope: Scope, modality: str, media: Inline) -> str:
+    """Return the key of media in the request: 64 hexadecimal digits.
+
+    It covers the base64 text and the declared media type. The text determines the bytes uniquely
+    once the engine's strict decoder has accepted it. vLLM selects a video's decoder by the media
+    type.
+    """
+    content = blake3(media.base64).digest()
+    parts = (modality.encode(), media.media_type.encode(), content)
+    return _digest(scope, b"blake3", *parts)
+
+
+def name_key(scope: Scope, modality: str, uuid: str) -> str:
+    """Return the key of a client's `uuid`: 64 hexadecimal digits.
+
+    The scope includes the tenant even if tenants share entries: names are never shared.
+    """
+    return _digest(scope, b"name", modality.encode(), uuid.encode())
+
+
+def conversation_key(scope: Scope, body: Body, name: str) -> str:
+    """Return the key of a client's conversation id: 64 hexadecimal digits.
+
+    It includes the model and the salt, because blocks of another model or salt are unusable.
+
+    Args:
+        scope: scope with the tenant, even if tenants share entries.
+        body: the request, with its salt.
+        name: the client's conversation id.
+    """
+    others = dumped([body.get("model"), body.get("cache_salt")])
+    return _digest(scope, b"conversation", others, name.encode("utf-8", "surrogatepass"))
+
+
+def salted(body: Body, scope: Scope) -> Body:
+    """Return the body with a `cache_salt` of its tenant, derived from the client's own if present.
+
+    If tenants share entries, the client's own salt is passed on unchanged.
+
+    Raises:
+        BadRequest: vLLM would reject the client's salt.
+    """
+    if scope.tenant is None:
+        return body
+    return {**body, "cache_salt": _digest(scope, b"salt", *_own_salt(body))}
+
+
+def _own_salt(body: Mapping[str, Any]) -> tuple[bytes, ...]:
+    match body.get("cache_salt"):
+        case None:
+            return ()
+        case str() as salt if salt:
+            return (salt.encode(),)
+        case _:
+            raise BadRequest("cache_salt must be a non-empty string", param="cache_salt")
+
+
+def _digest(scope: Scope, purpose: bytes, *parts: bytes) -> str:
+    """Return the HMAC-SHA256 over length-framed parts, so that different lists never collide."""
+    whose = b"shared" if scope.tenant is None else b"tenant " + scope.tenant.name.encode()
+    framed = [len(part).to_bytes(8, "big") + part for part in (VERSION, purpose, whose, *parts)]
+    return hmac.digest(scope.secret, b"".join(framed), "sha256").hex()

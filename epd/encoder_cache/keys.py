@@ -1,0 +1,312 @@
+"""The key of each item, derived from its content or from the client's name for it.
+
+Clients' names for their media, stored in the encoder-cache store.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from ec_store.bounded import BoundedDict
+from ec_store.concurrency import DaemonPool
+from ec_store.entry import Entry, EntryInfo
+from ec_store.errors import StoreUnavailable
+from ec_store.keys import EntryKey
+from epd.api.body import NO_CUTS, Cuts
+from epd.api.items import MODALITY, Body, MMItem
+from epd.config.model import ConfigFields
+from epd.encoder_cache.client import EncoderCache
+from epd.encoder_cache.identity import content_key, name_key
+from epd.errors import BadRequest, MediaFetchFailed, UnknownMedia, no_store
+from epd.media.parts import Inline, Known, check_image, check_inside, source
+from epd.tenants import Scope, Tenant
+from epd.transfer.encoded import EncodedItem, metadata_uuid
+
+NOTHING = memoryview(b"")
+"""The tensor of a name, which is an entry with only metadata."""
+
+MAX_STALE = 65536
+"""Upper bound of the names that are known to have a stale value in the store."""
+
+
+class Name(NamedTuple):
+    """The meaning of a client's name for its media.
+
+    Attributes:
+        key: key under which a consumer finds the output.
+        own: whether the key is a digest that includes the tenant. A hash by an engine does not.
+    """
+
+    key: str
+    own: bool
+
+
+class Names:
+    """The stored names, visible to every proxy on the store. Belongs to one event loop.
+
+    If overwriting a name fails, its old value would be the wrong picture. The proxy ignores that
+    value from then on. If the old value is unknown, it ignores every value until it has written the
+    name.
+    """
+
+    def __init__(self, cache: EncoderCache) -> None:
+        self._cache = cache
+        self._stale: BoundedDict[EntryKey, Mapping[str, Any] | None] = BoundedDict(MAX_STALE)
+
+    async def remember(self, model: str | None, name: str, modality: str, stands_for: Name) -> None:
+        """Store the meaning of a name. It expires as unused entries do."""
+        key = self._key(model, name)
+        if key is None:
+            return
+        metadata = stands_for._asdict()
+        infos = await self._cache.read("get_name", lambda store: store.lookup([key]))
+        before = infos[0].metadata if infos and infos[0] is not None else None
+        if before == metadata:
+            self._stale.pop(key, None)
+            return
+        entry = Entry(NOTHING, "F32", (0,), modality, metadata)
+        written: bool | None = None
+        try:
+            written = await self._cache.write(
+                "put_name", lambda store: store.put(key, entry, replace=True)
+            )
+        finally:
+            if written:
+                self._stale.pop(key, None)
+            else:
+                self._disbelieve(key, before)
+
+    async def recall(self, model: str | None, names: Sequence[str]) -> Mapping[str, Name]:
+        """Return the meanings of the known names.
+
+        Raises:
+            StoreUnavailable: the store did not answer.
+        """
+        keys = [key for name in names if (key := self._key(model, name)) is not None]
+        infos: Sequence[EntryInfo | None] | None = []
+        if keys:
+            infos = await self._cache.read("get_name", lambda store: store.lookup(keys))
+        if infos is None:
+            raise StoreUnavailable("the encoder cache did not answer")
+        known = {info.key: info.metadata for info in infos if info is not None}
+        if known:
+            self._cache.later(self._cache.lease(list(known)))
+        return {
+            key.identifier: Name(str(metadata.get("key")), bool(metadata.get("own")))
+            for key, metadata in known.items()
+            if self._believes(key, metadata)
+        }
+
+    async def forget(
+        self, model: str | None, names: Sequence[str], identifiers: Sequence[str] = ()
+    ) -> None:
+        """Delete names and entries.
+
+        Raises:
+            StoreUnavailable: the store did not answer. This proxy ignores the names nevertheless.
+        """
+        keys = [key for name in names if (key := self._key(model, name)) is not None]
+        namespace = self._cache.namespace(model)
+        entries = [EntryKey(namespace, one) for one in identifiers] if namespace else []
+        deleted: int | None = None
+        try:
+            deleted = await self._cache.write(
+                "delete", lambda store: store.delete([*keys, *entries])
+            )
+        finally:
+            for key in keys:
+                if deleted is None:
+                    self._disbelieve(key, None)
+                else:
+                    self._stale.pop(key, None)
+        if deleted is None:
+            raise StoreUnavailable("the encoder cache did not answer")
+
+    def _key(self, model: str | None, name: str) -> EntryKey | None:
+        namespace = self._cache.namespace(model)
+        return None if namespace is None else EntryKey(f"{namespace}#names", name)
+
+    def _believes(self, key: EntryKey, metadata: Mapping[str, Any]) -> bool:
+        return key not in self._stale or self._stale[key] not in (None, metadata)
+
+    def _disbelieve(self, key: EntryKey, metadata: Mapping[str, Any] | None) -> None:
+        self._stale[key] = metadata
+
+
+IN_THREAD = 4 * 1024**2
+"""Base64 characters in a request above which its media are hashed on a thread. Hashing this many
+takes less than a millisecond; on a busy machine a thread takes longer to start."""
+
+
+FILE_THREADS = 4
+"""Number of threads that resolve `file://` paths."""
+
+
+class Keys:
+    """Gives items their keys, and remembers the keys behind clients' names.
+
+    A client may name its media by a `uuid`, and later send the uuid alone. The name's key is a
+    digest that includes the tenant, so no client can use a name of another tenant.
+    """
+
+    def __init__(self, cache: EncoderCache | None) -> None:
+        self._names = None if cache is None else Names(cache)
+        # A pool of its own: a hanging file system must not block other work.
+        self._files = DaemonPool(FILE_THREADS, "files")
+
+    async def of(
+        self,
+        body: Body,
+        items: Sequence[MMItem],
+        tenant: Tenant,
+        config: ConfigFields,
+        cuts: Cuts = NO_CUTS,
+    ) -> Mapping[MMItem, str | None]:
+        """Return the key of each item; None if an engine makes the key.
+
+        Args:
+            body: the request.
+            items: the items of the request.
+            tenant: tenant of the request.
+            config: limits of media, and isolation of tenants.
+            cuts: media cut out of the body.
+
+        Raises:
+            MediaFetchFailed: the file system did not answer.
+            BadRequest: an item has no media, or media that are not allowed.
+            UnknownMedia: a client's name is unknown.
+            RequestRefused: 503, the store with the names did not answer.
+        """
+        if not items:
+            return {}
+        named: list[MMItem] = []
+        inline: dict[MMItem, Inline] = {}
+        paths: dict[str, str] = {}
+        for item in items:
+            media = source(item, cuts)
+            if isinstance(media, Inline):
+                inline[item] = media
+            elif isinstance(media, Known):
+                named.append(item)
+            elif media.path is not None:
+                paths[item.media_param] = media.path
+        if paths:
+            await self._check_files(paths, config)
+        known = await self._recalled(body, named, tenant, config) if named else {}
+        scope = config.scope_of(tenant)
+        if sum([len(media.base64) for media in inline.values()]) > IN_THREAD:
+            keys = await asyncio.to_thread(_content_keys, scope, inline, config)
+        else:
+            keys = _content_keys(scope, inline, config)
+        return {item: known.get(item) or keys.get(item) for item in items}
+
+    async def _check_files(self, paths: Mapping[str, str], config: ConfigFields) -> None:
+        """Reject files outside the allowed folder. The check has a timeout: a file system may hang.
+
+        Args:
+            paths: paths of the files, by their place in the request.
+            config: configuration of the request.
+        """
+        folder = config.allowed_local_media_path
+        if folder is None:
+            raise BadRequest(
+                "file:// media are disabled; --allowed-local-media-path enables them",
+                param=next(iter(paths)),
+            )
+
+        def check() -> None:
+            for param, path in paths.items():
+                check_inside(path, folder, param)
+
+        try:
+            async with asyncio.timeout(config.media_timeout_s):
+                await asyncio.wrap_future(self._files.submit(check))
+        except TimeoutError:
+            raise MediaFetchFailed("the file system of the file:// media did not answer") from None
+
+    async def remember(
+        self, body: Body, encoded: Sequence[EncodedItem], tenant: Tenant, config: ConfigFields
+    ) -> None:
+        """Let clients name their media by the uuid that they sent or the key in the answer.
+
+        A name is forgotten if its item cannot be referenced by name.
+        """
+        for one in encoded:
+            key = metadata_uuid(one, body)
+            uuid = one.item.uuid or key
+            if self._names is None or uuid is None or not one.item.has_media:
+                continue
+            model, modality = body.get("model"), one.item.modality
+            name = name_key(config.name_scope_of(tenant), modality, uuid)
+            if key is None:
+                with suppress(StoreUnavailable):
+                    await self._names.forget(model, [name])
+            else:
+                stands_for = Name(key, own=one.uuid is not None)
+                await self._names.remember(model, name, modality, stands_for)
+
+    async def forget(
+        self, uuid: str, model: str | None, tenant: Tenant, config: ConfigFields
+    ) -> None:
+        """Forget a tenant's name, and delete the entries behind it that only this tenant uses.
+
+        If tenants share entries, other tenants may use them: the entries remain until they are
+        evicted.
+
+        Raises:
+            UnknownMedia: the name is unknown for this tenant.
+            RequestRefused: 503, there is no store, or it did not answer.
+        """
+        if self._names is None:
+            raise no_store("the proxy has no encoder-cache store; set --ec-store")
+        scope = config.name_scope_of(tenant)
+        names = [name_key(scope, modality, uuid) for modality in {*MODALITY.values()}]
+        try:
+            known = await self._names.recall(model, names)
+            if not known:
+                raise UnknownMedia("no media are stored under this uuid", param="uuid")
+            alone = config.isolation == "tenant"
+            own = [name.key for name in known.values() if name.own and alone]
+            await self._names.forget(model, list(known), own)
+        except StoreUnavailable as error:
+            raise no_store("the encoder cache did not answer; retry later") from error
+
+    async def _recalled(
+        self, body: Body, items: Sequence[MMItem], tenant: Tenant, config: ConfigFields
+    ) -> Mapping[MMItem, str]:
+        scope = config.name_scope_of(tenant)
+        names = {
+            item: name_key(scope, item.modality, item.uuid)
+            for item in items
+            if item.uuid is not None
+        }
+        if not names:
+            return {}
+        found: Mapping[str, Name] = {}
+        if self._names is not None:
+            try:
+                found = await self._names.recall(body.get("model"), list({*names.values()}))
+            except StoreUnavailable as error:
+                raise no_store("the encoder cache did not answer; retry later") from error
+        for item, name in names.items():
+            if name not in found:
+                raise UnknownMedia(
+                    "no media are stored under this uuid; send them again", param=item.param
+                )
+        return {item: found[name].key for item, name in names.items()}
+
+
+def _content_keys(
+    scope: Scope, inline: Mapping[MMItem, Inline], config: ConfigFields
+) -> dict[MMItem, str]:
+    """Return the keys of media in the request, after checking that an engine can process them."""
+    for item, media in inline.items():
+        if item.modality == "image":
+            check_image(
+                media,
+                min_side=config.min_image_side,
+                max_pixels=config.max_image_pixels,
+                param=item.param,
+            )
+    return {item: content_key(scope, item.modality, media) for item, media in inline.items()}

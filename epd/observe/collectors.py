@@ -1,0 +1,91 @@
+"""What is read where it is kept, when the page of metrics is asked for."""
+
+from collections.abc import Iterator
+
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from epd.conversations.conversations import RESULTS, Conversations
+from epd.edge.admission import REFUSALS, Admission
+from epd.encoder_cache.client import EncoderCache
+from epd.observe import metric_defs
+from epd.routing.health import State
+from epd.routing.instances import Role
+from epd.routing.table import InstanceTable
+
+SERVING = frozenset({State.HEALTHY, State.TRIAL})
+
+
+class AdmissionGlance(Collector):
+    """Who is in, who waits, and who was sent away."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+
+    def collect(self) -> Iterator[Metric]:
+        """As it is now."""
+        door, refused = self._admission.door, self._admission.refused
+        yield metric_defs.IN_FLIGHT.family([((), door.inside)])
+        yield metric_defs.QUEUED.family([((), door.waiting)])
+        yield metric_defs.BODY_BYTES.family([((), self._admission.body_bytes)])
+        yield metric_defs.REFUSED.family([((reason,), refused[reason]) for reason in REFUSALS])
+
+
+class InstancesGlance(Collector):
+    """What each instance is thought to be, and has to do."""
+
+    def __init__(self, table: InstanceTable) -> None:
+        self._table = table
+
+    def collect(self) -> Iterator[Metric]:
+        """As it is now, of the instances that take part."""
+        instances = [(one, (one.role, one.url)) for one in self._table.of(*Role)]
+        under_way = self._table.under_way
+        yield metric_defs.INSTANCE_UP.family(
+            [(labels, self._table.state(one) in SERVING) for one, labels in instances]
+        )
+        yield metric_defs.INSTANCE_REQUESTS.family(
+            [(labels, under_way.get(one, 0)) for one, labels in instances]
+        )
+        reports = [(self._table.load(one).report, labels) for one, labels in instances]
+        yield metric_defs.INSTANCE_REPORTED.family(
+            [
+                ((*labels, state), getattr(report, state))
+                for report, labels in reports
+                if report is not None
+                for state in ("waiting", "running")
+            ]
+        )
+
+
+class StoreGlance(Collector):
+    """What the store was asked, and whether it still is."""
+
+    def __init__(self, cache: EncoderCache | None) -> None:
+        self._cache = cache
+
+    def collect(self) -> Iterator[Metric]:
+        """As it is now; without a store, that there are such figures."""
+        cache = self._cache
+        operations = {} if cache is None else cache.operations
+        found = {} if cache is None else {("lookup",): cache.found_bytes}
+        circuits = {} if cache is None else cache.circuits
+        yield metric_defs.STORE_OPERATIONS.family(operations.items())
+        yield metric_defs.STORE_BYTES.family(found.items())
+        yield metric_defs.CIRCUIT_OPEN.family(
+            [((name,), is_open) for name, is_open in circuits.items()]
+        )
+
+
+class ConversationsGlance(Collector):
+    """What conversations leave from turn to turn, and of how much use it is."""
+
+    def __init__(self, conversations: Conversations) -> None:
+        self._conversations = conversations
+
+    def collect(self) -> Iterator[Metric]:
+        """As it is now; in Redis nobody counts how many there are."""
+        kept, results = self._conversations.kept, self._conversations.results
+        yield metric_defs.CONVERSATIONS.family([] if kept is None else [((), kept)])
+        yield metric_defs.CONVERSATION_TURNS.family([((one,), results[one]) for one in RESULTS])
+        yield metric_defs.CONVERSATIONS_EVICTED.family([((), self._conversations.evicted)])

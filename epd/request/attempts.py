@@ -1,0 +1,247 @@
+"""Items of a request that need an encoder output, and the keys of these outputs. No I/O.
+
+One sending of a request: its plan and its results. No I/O.
+"""
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ec_store.bounded import BoundedDict
+from epd.api.body import dumped
+from epd.api.items import MM_KWARGS, Body, MMItem
+from epd.errors import Stage
+from epd.policies.plan import Course, Facts
+from epd.request.context import RequestContext
+from epd.routing.instances import Instance
+from epd.routing.table import Place
+from epd.transfer.encoded import Consumed, Encoded, EncodedItem
+
+
+class Encodings(NamedTuple):
+    """The encoder outputs of a request's items.
+
+    Attributes:
+        items: one output for each item.
+        namespace: namespace of the consuming instance, if known.
+        local_keys: keys of the items that prefill or decode encode themselves.
+    """
+
+    items: tuple[EncodedItem, ...] = ()
+    namespace: str | None = None
+    local_keys: tuple[str, ...] = ()
+
+
+NOT_ENCODED = Encodings()
+"""The value of an attempt that has not reached its encode."""
+
+
+class Targets(NamedTuple):
+    """Instances chosen before the items are encoded.
+
+    Attributes:
+        consumer: the instance that consumes the outputs, if they are pushed or consumers have
+            different namespaces.
+        decode: the decode instance, if it was chosen early and consumes no outputs.
+    """
+
+    consumer: Place | None = None
+    decode: Instance | None = None
+
+
+NO_ENCODINGS = Encodings()
+"""The value of a request without items."""
+
+NO_TARGETS, NO_PROMPT = Targets(), Consumed({})
+
+
+class Attempt(NamedTuple):
+    """The plan of one sending. `epd.request.recovery` derives the next one.
+
+    Attributes:
+        course: stages of the request.
+        facts: facts by which the policies decided the course.
+        prefills: prefill instances that have had the request. Others are preferred.
+        decodes: decode instances that have had the request. Others are preferred.
+        failures: stages that failed before. An unreachable instance does not count.
+        doubtful: a decode instance that may have failed because of a missing entry or block, so
+            that an earlier stage may be at fault.
+        encodings: encoder outputs of an earlier attempt.
+        resent: whether a prefill instance had the request before. The request then gets a new id,
+            because connectors must not confuse the attempts.
+        reencode: whether entries may be lost: all items are encoded again, and the media are sent
+            too.
+        raw: whether all media are sent, because an instance rejected the metadata in their place.
+        without_prefill: whether decode does prefill's work.
+    """
+
+    course: Course
+    facts: Facts
+    prefills: tuple[Instance, ...] = ()
+    decodes: tuple[Instance, ...] = ()
+    failures: tuple[Stage, ...] = ()
+    doubtful: Instance | None = None
+    encodings: Encodings | None = None
+    resent: bool = False
+    reencode: bool = False
+    raw: bool = False
+    without_prefill: bool = False
+
+
+@dataclass(slots=True)
+class Sending:
+    """An attempt in progress. Each field below `context` is set by the step that determines it.
+
+    Attributes:
+        attempt: the plan.
+        context: context of the request.
+        targets: instances chosen before the items were encoded.
+        encodings: encoder outputs of the items; the object `NOT_ENCODED` until they exist.
+        prompt: body for prefill and decode.
+        prefill: place at the prefill instance that has the request.
+        decode: the decode instance that has the request.
+        reads_back: whether prefill was asked to read decode's blocks of the previous turn.
+        prefilled: whether decode received parameters of a prefill instance.
+        accepted: whether decode has begun a 2xx answer.
+    """
+
+    attempt: Attempt
+    context: RequestContext
+    targets: Targets = NO_TARGETS
+    encodings: Encodings = NOT_ENCODED
+    prompt: Consumed = NO_PROMPT
+    prefill: Place | None = None
+    decode: Instance | None = None
+    reads_back: bool = False
+    prefilled: bool = False
+    accepted: bool = False
+
+    def accept(self) -> None:
+        """Record that decode has begun a 2xx answer."""
+        self.accepted = True
+
+    @property
+    def decodes(self) -> tuple[Instance, ...]:
+        """All decode instances that have had the request, in this and earlier attempts."""
+        return self.attempt.decodes if self.decode is None else (*self.attempt.decodes, self.decode)
+
+    def blames_instance(self, stage: Stage) -> bool:
+        """Return whether a 500 of this stage is the instance's own fault.
+
+        The first 500 of a stage that loads entries or blocks may mean that they are missing.
+        """
+        loads = self.prefilled if stage == "decode" else self.reads_back
+        return not (self.prompt.depends or loads) or stage in self.attempt.failures
+
+
+MAX_LEARNED = 65536
+"""Upper bound of the engine-made identifiers that are kept, and of the prefixes of models."""
+
+
+class OutputKey(NamedTuple):
+    """Identity of an encoder output before an engine has made it.
+
+    Attributes:
+        model: served name of the model.
+        uuid: key of the item.
+        named: whether engines receive the key as the item's name; else they name it by a hash.
+        kwargs: processor arguments that the content depends on, as JSON.
+    """
+
+    model: str | None
+    uuid: str
+    named: bool
+    kwargs: bytes
+
+    @property
+    def verbatim(self) -> bool:
+        """Whether engines name the output by the item's key, possibly with a prefix."""
+        return self.named and not self.kwargs
+
+
+class EncodeJob(NamedTuple):
+    """The items of one request, each of which needs an encoder output.
+
+    Attributes:
+        body: the request.
+        uuids: keys of the items; None for a key that an engine makes.
+        context: context of the request.
+        consumer: the instance that receives the outputs, with a transfer that pushes them.
+        namespace: namespace of the consumer, if known.
+        reencode: whether to ignore stored outputs, because a consumer could not load them.
+        found: stored outputs, by item.
+        answered: whether the store answered the lookup.
+    """
+
+    body: Body
+    uuids: Mapping[MMItem, str | None]
+    context: RequestContext
+    consumer: Place | None = None
+    namespace: str | None = None
+    reencode: bool = False
+    found: Mapping[MMItem, Encoded] = {}
+    answered: bool = False
+
+    @property
+    def skips_claims(self) -> bool:
+        """Whether to ignore other proxies' claims, because their outputs would be unusable."""
+        return self.reencode or not self.answered
+
+    @property
+    def has_all_media(self) -> bool:
+        """Whether the request contains the media of all its items, so that all can be sent raw."""
+        return all(item.has_media for item in self.uuids)
+
+    def output(self, item: MMItem) -> OutputKey | None:
+        """Return the output that an item needs; None if an engine makes the item's key."""
+        uuid, body = self.uuids[item], self.body
+        if uuid is None:
+            return None
+        kwargs = {name: body[name] for name in MM_KWARGS if body.get(name)}
+        encoded = dumped(kwargs, sort_keys=True) if kwargs else b""
+        model = body.get("model")
+        return OutputKey(model if isinstance(model, str) else None, uuid, item.named, encoded)
+
+    def flight(self, output: OutputKey) -> Hashable:
+        """Return the key under which requests share the encode of an output.
+
+        Only requests with the same Authorization share it: a 401 must not fail the others.
+        """
+        return output, self.namespace, self.context.headers.get("Authorization"), self.skips_claims
+
+
+class Identifiers:
+    """The store keys of encoder outputs, as far as known."""
+
+    def __init__(self) -> None:
+        self._learned: BoundedDict[OutputKey, str] = BoundedDict(MAX_LEARNED)
+        # The prefix that vLLM adds for a LoRA of the encoder (--enable-tower-connector-lora).
+        self._prefixes: BoundedDict[str | None, str] = BoundedDict(MAX_LEARNED)
+
+    def of(self, output: OutputKey) -> str | None:
+        """Return the store key of an output; None if only an engine can compute it."""
+        known = self._learned.get(output)
+        if known is not None:
+            self._learned.move_to_end(output)
+            return known
+        return self._prefixes.get(output.model, "") + output.uuid if output.verbatim else None
+
+    def learn(self, output: OutputKey, identifier: str) -> None:
+        """Remember the engine's name of an output."""
+        if identifier == self.of(output):
+            return
+        if output.verbatim and identifier.endswith(output.uuid):
+            self._learned.pop(output, None)
+            self._prefixes[output.model] = identifier.removesuffix(output.uuid)
+        else:
+            self._learned[output] = identifier
+
+
+def item_key(item: MMItem, uuid: str | None) -> str:
+    """Return the identity of an item: its key, or its URL if an engine makes the key."""
+    return uuid or str(item.part.get(item.kind))
+
+
+def sent_as(item: MMItem, uuid: str | None) -> str | None:
+    """Return the name of an item in requests to engines; None to leave it unnamed."""
+    return uuid if item.named else None

@@ -1,0 +1,336 @@
+"""The encoder outputs of a request's items: from the store, or from an encode instance.
+
+The steps for one item: a lookup in the store (`encode`); a shared encode with other requests of
+this process (`_encode_item`); a wait for another proxy on the same store (`_claim`); a request to
+an encode instance, and to the next one after a failure (`_ask_instances`).
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import NamedTuple
+
+from epd.aio import Flights, gather_first
+from epd.api.chat import encode_body, features
+from epd.api.items import MMItem
+from epd.encoder_cache.claims import Claims, Looking, Turn
+from epd.errors import (
+    NoInstance,
+    ProxyError,
+    UnknownMedia,
+    UpstreamDied,
+    UpstreamFailed,
+    UpstreamTimeout,
+    no_store,
+)
+from epd.request.attempts import EncodeJob, Identifiers, OutputKey, item_key, sent_as
+from epd.request.context import RequestContext
+from epd.request.recovery import MAX_ENCODES, EncodeFailure, encode_delay_s
+from epd.request.stages import Stages
+from epd.routing.balance import Choice
+from epd.routing.fatal import FatalRequests
+from epd.routing.instances import Instance, Role
+from epd.routing.namespaces import Namespaces
+from epd.routing.retries import Retries
+from epd.routing.table import InstanceTable
+from epd.spans import Span
+from epd.transfer.ec import ECTransfer
+from epd.transfer.encoded import Encoded, EncodedItem, from_entry
+
+AT_ONCE = 16
+"""Maximum number of concurrent encodes of one request. Connections are shared with all other
+requests, and few fleets have more encode instances."""
+
+WAIT = "encode wait"
+"""Name of the span of an item that another request or another proxy encodes."""
+
+
+class Made(NamedTuple):
+    """The encoder output of one item, shared by all requests that need it.
+
+    Attributes:
+        encoded: the output.
+        item: the item that was sent to an encode instance; None if the store has the output.
+        span: span of the request to that instance; None without tracing.
+    """
+
+    encoded: Encoded
+    item: MMItem | None = None
+    span: Span | None = None
+
+
+class Encoder:
+    """Provides the encoder outputs of requests. Belongs to one event loop."""
+
+    def __init__(  # noqa: PLR0913, PLR0917 - its collaborators
+        self,
+        stages: Stages,
+        namespaces: Namespaces,
+        table: InstanceTable,
+        claims: Claims | None,
+        transfer: ECTransfer,
+        fatal: FatalRequests,
+    ) -> None:
+        self._stages = stages
+        self._namespaces = namespaces
+        self._table = table
+        self._claims = claims
+        self._transfer = transfer
+        self._fatal = fatal
+        self._identifiers = Identifiers()
+        self._flights: Flights[object, Made] = Flights()
+        self._choice = Choice(table, Role.ENCODE)
+        self._retries = Retries()
+
+    async def encode(self, job: EncodeJob) -> list[EncodedItem]:
+        """Return the encoder outputs of all items; encode those that are not stored.
+
+        At most `AT_ONCE` encodes of one request run in parallel.
+
+        Raises:
+            ProxyError: an item failed; the encodes of the others are cancelled.
+        """
+        context, uuids = job.context, job.uuids
+        unpushed = self._transfer.pushed and job.consumer is None
+        if not uuids or unpushed or not context.endpoint.encodes:
+            return raw_items(uuids)
+        record = context.record
+        record.hits, record.waits = {}, 0
+        job = job._replace(answered=self._claims is not None)
+        identifiers = self._askable(job)
+        with self._looking(job, identifiers) as looking:
+            if looking is not None:
+                job = await _look_up(looking, job, identifiers)
+            record.at = "encode"
+            missing = [item for item in uuids if item not in job.found]
+            if len(missing) == 1:
+                made = [await self._encode_item(job, missing[0])]
+            else:
+                made = await gather_first(partial(self._encode_item, job), missing, AT_ONCE)
+        encoded = made if not job.found else _in_order(job, made)
+        results = [one.result for one in encoded]
+        record.items = {result: results.count(result) for result in results}
+        if "hit" in record.items:
+            record.hits = Counter([one.item.modality for one in encoded if one.result == "hit"])
+        return encoded
+
+    def _askable(self, job: EncodeJob) -> Mapping[MMItem, str]:
+        """Return the store keys to look up, by item."""
+        if self._claims is None:
+            return {}
+        return {
+            item: identifier
+            for item in job.uuids
+            if not (job.reencode and item.has_media)
+            and (output := job.output(item)) is not None
+            and (identifier := self._identifiers.of(output))
+        }
+
+    def _looking(
+        self, job: EncodeJob, identifiers: Mapping[MMItem, str]
+    ) -> AbstractContextManager[Looking | None]:
+        """Return a lookup in the store. It holds its claims until the items are encoded."""
+        if self._claims is None or not identifiers:
+            return nullcontext()
+        return self._claims.look(
+            job.body.get("model"),
+            list({*identifiers.values()}),
+            patient=not job.has_all_media,
+            namespace=job.namespace,
+        )
+
+    async def _encode_item(self, job: EncodeJob, item: MMItem) -> EncodedItem:
+        """Return the output of an item that is not stored.
+
+        All requests of this process that need an output at the same time share its encode. Two
+        kinds of output are not shared: one that is pushed to a consumer, and one with a key that
+        an engine makes.
+
+        Raises:
+            ProxyError: the encode failed, and prefill or decode may not encode the item either.
+        """
+        context, output = job.context, job.output(item)
+        if not item.has_media:
+            raise _unknown(item, job)
+        try:
+            if output is None or self._transfer.pushed:
+                made = Made(await self._ask_instances(job, item), item)
+            else:
+                flight = job.flight(output)
+                with self._waiting(context, item, flight) as waiting:
+                    work = partial(self._claim, job, item, output, waiting)
+                    made = await self._flights.try_join(flight, work)
+                    if waiting is not None and made.span is not None:
+                        waiting.link(made.span)
+        except ProxyError as failure:
+            error = self._final(failure)
+            if not self._may_be_local(job, error):
+                raise error.at(item.param) from error.__cause__
+            context.record.degraded.add("encode-local")
+            return _local(item, job.uuids[item])
+        mine = made.item is item
+        context.record.waits += not mine
+        name = sent_as(item, job.uuids[item])
+        return EncodedItem(item, name, made.encoded, "encoded" if mine else "hit")
+
+    def _waiting(
+        self, context: RequestContext, item: MMItem, flight: object
+    ) -> AbstractContextManager[Span | None]:
+        """Return the span of a wait for an encode in progress, if the request is traced."""
+        if context.span is None or flight not in self._flights:
+            return nullcontext()
+        return context.span.child(WAIT, item=item)
+
+    async def _claim(
+        self, job: EncodeJob, item: MMItem, output: OutputKey, waiting: Span | None
+    ) -> Made:
+        """Return the output of an item: encode it, unless another proxy already does.
+
+        Args:
+            job: the items.
+            item: the item.
+            output: identity of the output.
+            waiting: span of the wait for an encode that failed.
+        """
+        if waiting is not None:
+            waiting.end()
+        identifier = None if job.skips_claims else self._identifiers.of(output)
+        if self._claims is None or identifier is None:
+            encoded = await self._ask_instances(job, item)
+        else:
+            wait_s = job.context.config.encode_timeout_s
+            with self._claims.turn(output.model, identifier, wait_s, job.namespace) as turn:
+                with _wait_span(turn, item, job.context):
+                    found = await turn.come()
+                if found is not None and found.modality == item.modality:
+                    return Made(from_entry(found))
+                encoded = await self._ask_instances(job, item)
+                turn.made = encoded.identifier is not None
+        if self._claims is not None and encoded.namespace is not None:
+            self._claims.cache.learn(output.model, encoded.namespace)
+        if encoded.identifier is not None:
+            self._identifiers.learn(output, encoded.identifier)
+        span = job.context.span
+        return Made(encoded, item, None if span is None else span.sent("encode", item))
+
+    async def _ask_instances(self, job: EncodeJob, item: MMItem) -> Encoded:
+        """Return the output from an encode instance, or from the next one after a failure.
+
+        Instances with another namespace than the consumer's are skipped.
+
+        Raises:
+            ProxyError: all tries failed, or the item itself is invalid.
+        """
+        uuid, context = job.uuids[item], job.context
+        key, watched = item_key(item, uuid), context.watched
+        fits = None if job.namespace is None else partial(self._shares, job.namespace)
+        clock = asyncio.get_running_loop().time
+        tried: list[Instance] = []
+        started_s = clock()
+        with self._retries.tries(MAX_ENCODES) as tries:
+            while True:
+                try:
+                    self._fatal.check(watched, [key])
+                    balance, session = context.config.encode_balance, context.session
+                    instance = self._choice.best(
+                        tried, balance=balance, item=key, session=session, fits=fits
+                    )
+                    tried.append(instance)
+                    # New for each instance: an instance that failed may still push its output
+                    # later.
+                    params = self._transfer.encode_params(job.consumer, features(job.body, item))
+                    with self._table.using(instance):
+                        sent = encode_body(job.body, item, sent_as(item, uuid), params)
+                        replied = await self._stages.encode(instance, sent, item, context)
+                        encoded = self._transfer.encoded(replied, params)
+                    self._fatal.survived(watched, [key], body=False)
+                    return self._kept(encoded, instance, job.namespace)
+                except ProxyError as failure:
+                    error = failure
+                    if isinstance(failure, UpstreamDied):
+                        error = self._fatal.after(failure, tried[-1], watched, [key])
+                    others, elapsed_s = self._choice.others(tried, fits), clock() - started_s
+                    local = context.config.on_encode_failure == "local"
+                    patience_s = context.config.encode_timeout_s
+                    ended = EncodeFailure(error, len(tried), elapsed_s, others, local, patience_s)
+                    delay_s = None if watched.spent else encode_delay_s(ended)
+                    if delay_s is None:
+                        raise error from failure.__cause__
+                    await tries.another(error, delay_s)
+
+    def _kept(self, encoded: Encoded, instance: Instance, namespace: str | None) -> Encoded:
+        """Return an output if the consumer can find it; an empty one if its namespace differs."""
+        told = encoded.namespace
+        if told is not None:
+            self._namespaces.told(instance, told)
+        return encoded if namespace is None or told in {None, namespace} else Encoded()
+
+    def _final(self, error: ProxyError) -> ProxyError:
+        """Return the final error of an item's encode, after the last try."""
+        failed = isinstance(error, UpstreamFailed | UpstreamTimeout)
+        if not failed or self._table.serves(Role.ENCODE):
+            return error
+        nothing = NoInstance("no encode instance is reachable", slug="no_encoder", stage="encode")
+        nothing.__cause__ = error
+        return nothing
+
+    def _may_be_local(self, job: EncodeJob, error: ProxyError) -> bool:
+        """Return whether prefill or decode may encode an item: only if all items have media."""
+        local = job.context.config.on_encode_failure == "local" and not self._transfer.pushed
+        return local and error.retryable and job.has_all_media and not job.context.watched.spent
+
+    def _shares(self, namespace: str, instance: Instance) -> bool:
+        return self._namespaces.shares(instance, namespace)
+
+
+async def _look_up(
+    looking: Looking, job: EncodeJob, identifiers: Mapping[MMItem, str]
+) -> EncodeJob:
+    """Return the job with the outputs that are stored."""
+    with job.context.timed("store", "lookup"):
+        look = await looking.answer()
+    if look is None:
+        return job._replace(answered=False)
+    infos = {key.identifier: info for key, info in (look.found or {}).items()}
+    found = {
+        item: from_entry(infos[identifier])
+        for item, identifier in identifiers.items()
+        if identifier in infos and infos[identifier].modality == item.modality
+    }
+    return job._replace(found=found)
+
+
+def _wait_span(turn: Turn, item: MMItem, context: RequestContext) -> AbstractContextManager[object]:
+    """Return the span of a wait for an item's claim or its entry."""
+    if context.span is None or turn.first:
+        return nullcontext()
+    return context.span.child(WAIT, item=item)
+
+
+def _in_order(job: EncodeJob, made: list[EncodedItem]) -> list[EncodedItem]:
+    """Return the stored and the encoded outputs in the order of the items."""
+    others = iter(made)
+    return [
+        EncodedItem(item, sent_as(item, uuid), job.found[item], "hit")
+        if item in job.found
+        else next(others)
+        for item, uuid in job.uuids.items()
+    ]
+
+
+def _unknown(item: MMItem, job: EncodeJob) -> ProxyError:
+    if not job.answered:
+        return no_store("the encoder cache did not answer; retry later, or send the media")
+    return UnknownMedia("no media are stored under this uuid; send them again", param=item.param)
+
+
+def raw_items(uuids: Mapping[MMItem, str | None]) -> list[EncodedItem]:
+    """Return all items as raw media, without encoder outputs."""
+    return [_local(item, uuid) for item, uuid in uuids.items()]
+
+
+def _local(item: MMItem, uuid: str | None) -> EncodedItem:
+    """Return an item that prefill or decode encodes."""
+    return EncodedItem(item, sent_as(item, uuid), Encoded(), "local")

@@ -1,0 +1,246 @@
+"""Read-back: which KV blocks of the previous turn prefill may read from decode.
+
+Cooldowns of KV read-back: after a failure, a prefill instance skips an engine. No I/O.
+"""
+
+import math
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import structlog
+
+from ec_store.bounded import BoundedDict
+from epd.api.prompts import Prompt, prompt_of
+from epd.conversations.conversations import Conversations
+from epd.conversations.entry import Held
+from epd.conversations.turn import Basis, Turn
+from epd.errors import ProxyError, UpstreamDied, UpstreamTimeout
+from epd.request.attempts import Sending
+from epd.request.context import RequestContext
+from epd.request.stages import Stages
+from epd.routing.health import State
+from epd.routing.instances import ANSWERING, Instance
+from epd.routing.table import InstanceTable
+from epd.transfer.encoded import EncodedItem
+from epd.transfer.kv import KVTransfer, Pair
+from epd.transfer.params import Params
+from epd.transfer.readback import engine_of, shortened
+
+REST_S = 60.0
+"""Cooldown of a prefill instance for the blocks of one engine after a failed read, in seconds."""
+
+HUNG_S = 600.0
+"""Cooldown after a timeout, which costs a client all of `--prefill-timeout-s`, in seconds."""
+
+MOST = 1024
+"""Upper bound of the remembered instances and pairs."""
+
+
+class Rest(NamedTuple):
+    """A cooldown that has just begun.
+
+    Attributes:
+        rest_s: length of the cooldown.
+        engine: the engine to skip; None for all engines.
+    """
+
+    rest_s: float
+    engine: str | None
+
+
+class Rests:
+    """The cooldowns, by prefill instance and decode engine.
+
+    A prefill instance without `bidirectional_kv_xfer` waits for the blocks of any engine until its
+    request ends. For an instance that has read blocks before, a timeout is attributed to the
+    engine.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._until_s: BoundedDict[tuple[str, str | None], float] = BoundedDict(MOST)
+        self._able: BoundedDict[str, None] = BoundedDict(MOST)
+
+    def over(self, prefill: str, engine: str) -> bool:
+        """Return whether a prefill instance may read an engine's blocks.
+
+        Args:
+            prefill: URL of the prefill instance.
+            engine: id of the decode engine.
+        """
+        now_s, until_s = self._clock(), self._until_s
+        return all(until_s.get((prefill, one), -math.inf) <= now_s for one in (engine, None))
+
+    def read(self, prefill: str) -> None:
+        """Record an answer of an instance that was asked to read blocks."""
+        self._able[prefill] = None
+
+    def failed(self, prefill: str, engine: str, *, hung: bool) -> Rest | None:
+        """Record a failure of an instance that was asked to read an engine's blocks.
+
+        Args:
+            prefill: URL of the prefill instance.
+            engine: id of the decode engine.
+            hung: whether it timed out.
+
+        Returns:
+            The new cooldown; None if one has begun already, as after concurrent failures.
+        """
+        now_s = self._clock()
+        until_s = max(self._until_s.get((prefill, one), now_s) for one in (engine, None))
+        if until_s > now_s + (REST_S if hung else 0):
+            return None
+        rest = Rest(REST_S, engine)
+        if hung:
+            rest = Rest(HUNG_S, engine if prefill in self._able else None)
+            self._able.pop(prefill, None)
+        self._until_s[prefill, rest.engine] = now_s + rest.rest_s
+        return rest
+
+
+LEAST = 64
+"""Shared prefix in tokens below which prefill recomputes (vLLM's `kv_recompute_threshold`)."""
+
+MAX_ENGINES = 1024
+"""Upper bound of the remembered block sizes of engines."""
+
+BLOCK_SIZE = re.compile(
+    rb'^vllm:cache_config_info\{[^}]*\bblock_size="([1-9][0-9]{0,5})"', re.MULTILINE
+)
+"""The block size in an instance's `/metrics`, in tokens."""
+
+logger = structlog.get_logger("epd")
+
+
+class Readbacks:
+    """Determines which part of a prompt decode has in its blocks. Prefill may read only that part.
+
+    vLLM does not compare prompts. With blocks of another prompt, prefill would answer from them and
+    cache them for this prompt. The proxy therefore compares the tokens first.
+    """
+
+    def __init__(
+        self,
+        table: InstanceTable,
+        stages: Stages,
+        transfer: KVTransfer,
+        conversations: Conversations,
+    ) -> None:
+        self._table = table
+        self._stages = stages
+        self._transfer = transfer
+        self._conversations = conversations
+        self._rests = Rests()
+        self._block_tokens: BoundedDict[str, int] = BoundedDict(MAX_ENGINES)
+
+    async def begin(self, context: RequestContext) -> None:
+        """Look up the previous turn, right before the choice of the instance that continues it.
+
+        A turn's blocks are used once. A request that fails earlier leaves them for the next one.
+        """
+        if context.turn is not None:
+            some = self._table.of(*ANSWERING)
+            there = {one.url for one in some if self._table.state(one) != State.DOWN}
+            await self._conversations.begin(context.turn, there)
+
+    async def earlier(self, sending: Sending, prefill: Instance) -> Params | None:
+        """Return `kv_transfer_params` of the previous turn; None if this prefill can use none.
+
+        Args:
+            sending: the attempt. Only the first attempt of a request receives them.
+            prefill: the instance that would read the blocks. It also tokenizes the prompt.
+        """
+        context = sending.context
+        turn = context.turn
+        if turn is None or not self._transfer.bidirectional:
+            return None
+        held = turn.take()
+        prompt = prompt_of(sending.prompt.body, context.endpoint.tokenized)
+        turn.basis = None if prompt is None else _basis(prompt, sending)
+        if held is None:
+            return None
+        if not self._rests.over(prefill.url, held.engine):
+            self._conversations.results["rested"] += 1
+            return None
+        params = None
+        if prompt is not None and turn.basis is not None and turn.basis.continues(held):
+            params = await self._params(held, prompt, turn, prefill, context)
+        if params is None:
+            self._conversations.results["changed"] += 1
+        return params
+
+    def ended(self, pair: Pair, earlier: Params, error: ProxyError | None = None) -> None:
+        """Record the result of a prefill that was asked to read blocks.
+
+        Args:
+            pair: the pair with the reading prefill.
+            earlier: parameters of the blocks.
+            error: failure of the prefill; None if it answered.
+        """
+        self._conversations.results["hit" if error is None else "failed"] += 1
+        if error is None:
+            self._rests.read(pair.prefill.url)
+        elif error.worked:  # else it never tried to read them
+            hung = isinstance(error, UpstreamTimeout)
+            rest = self._rests.failed(pair.prefill.url, engine_of(earlier), hung=hung)
+            if rest is not None and hung:
+                _warn(pair.prefill, earlier, rest)
+
+    async def _params(
+        self, held: Held, prompt: Prompt, turn: Turn, prefill: Instance, context: RequestContext
+    ) -> Params | None:
+        """Return parameters for the shared prefix; None if it is too short or unknown."""
+        try:
+            tokens = prompt.tokens or await self._stages.tokens(prefill, prompt.question, context)
+            shared = self._conversations.common(held, tokens)
+            if shared < LEAST:
+                return None
+            if shared >= held.params["remote_num_tokens"]:
+                return held.params
+            size = await self._block_size(turn.prefers_decode, held.engine)
+        except UpstreamDied:
+            raise
+        except (ProxyError, ValueError):
+            return None
+        return None if size is None else shortened(held.params, shared, size)
+
+    async def _block_size(self, decode: str | None, engine: str) -> int | None:
+        """Return the tokens per block of a decode instance; None if its metrics do not state them.
+
+        Raises:
+            ProxyError: it did not answer.
+        """
+        known = self._block_tokens.get(engine)
+        if known is None and decode is not None:
+            found = BLOCK_SIZE.search(await self._stages.metrics(decode))
+            if found is not None:
+                known = self._block_tokens[engine] = int(found[1])
+        return known
+
+
+def _warn(prefill: Instance, earlier: Params, rest: Rest) -> None:
+    holder = "{remote_host}:{remote_port}".format_map(earlier)
+    whose = "any decode instance" if rest.engine is None else holder
+    logger.warning(
+        "a prefill instance waited for KV blocks in vain and reads none for a while",
+        instance=prefill.url,
+        of=whose,
+        rest_s=rest.rest_s,
+        next="give it bidirectional_kv_xfer in its --kv-transfer-config"
+        if rest.engine is None
+        else f"see that it reaches the NIXL side channel at {holder}",
+    )
+
+
+def _basis(prompt: Prompt, sending: Sending) -> Basis | None:
+    """Return what the blocks of a request depend on; None if that is unknown."""
+    media = _media(sending.encodings.items)
+    return None if media is None else Basis(prompt.form, media)
+
+
+def _media(items: Sequence[EncodedItem]) -> tuple[str, ...] | None:
+    """Return the keys of a request's items, in order; None if an engine made some of them."""
+    keys = [one.encoded.identifier or one.uuid for one in items]
+    return None if None in keys else tuple(filter(None, keys))

@@ -1,0 +1,142 @@
+"""Relay of a stream from decode to the client: whole events, without delay."""
+
+import asyncio
+import time
+from contextlib import suppress
+
+from aiohttp import hdrs, web
+
+from epd.api.sse import EventAligner, engine_died
+from epd.errors import ProxyError, UpstreamFailed
+from epd.events import GAPS_S, Histogram
+from epd.request.context import RequestContext
+from epd.upstream import Reply
+
+AFTER_END_S = 1.0
+"""Silence after an error in a stream after which its connection is closed, in seconds."""
+UNTAKEN_BYTES = 64 * 1024
+"""With more unsent bytes than this, each write waits for the client."""
+
+
+class StreamRelay:
+    """Relays one stream.
+
+    While the client reads fast enough, events are written in the callback that receives them,
+    without waking a task.
+    """
+
+    def __init__(
+        self,
+        reply: Reply,
+        stream: web.StreamResponse,
+        transport: asyncio.WriteTransport,
+        context: RequestContext,
+    ) -> None:
+        """Relay `reply` to `stream`, which is prepared.
+
+        Args:
+            reply: answer of decode.
+            stream: response to the client.
+            transport: connection of the client.
+            context: context of the request, with the grammar of its stream. It records the first
+                event and the gaps between events. A conversation turn filters the events.
+        """
+        self._reply = reply
+        self._stream = stream
+        self._transport = transport
+        self._context = context
+        self._aligner = EventAligner(context.endpoint.grammar)
+        self._told = context.endpoint.grammar.told
+        self._hear = None if context.turn is None else context.turn.hear
+        self._failure: UpstreamFailed | None = None
+        self._gaps = context.record.gaps = Histogram(GAPS_S)
+        self._last_s: float | None = None
+        self._chunked = hdrs.TRANSFER_ENCODING in stream.headers
+
+    async def run(self, idle_s: float) -> None:
+        """Relay all events: to the last one, or to an error and the end mark that may follow it.
+
+        Raises:
+            ProxyError: the stream broke, ended early, or was silent for `idle_s` seconds.
+        """
+        while not self._aligner.ended:
+            if await self._relay(idle_s) and not self._aligner.ended:
+                raise UpstreamFailed(
+                    "the decode instance closed the stream before its last event",
+                    slug="decode_truncated",
+                    stage="decode",
+                )
+        with suppress(ProxyError):  # a failure after an error event loses nothing
+            while not self._aligner.done:
+                if await self._relay(AFTER_END_S):
+                    return
+
+    async def drained(self) -> None:
+        """Read a complete answer to its end, so that its connection can be reused."""
+        with suppress(ProxyError):
+            await self._reply.read(idle_s=AFTER_END_S)
+
+    async def _relay(self, idle_s: float) -> bool:
+        """Relay some events. Return whether the stream has ended."""
+        if self._client_takes():
+            ended = await self._reply.pour(self._write, idle_s)
+        elif chunk := await self._reply.chunk(idle_s):
+            ended = False
+            if events := self._aligned(chunk):
+                await self._stream.write(events)
+        else:
+            ended = True
+        if self._failure is not None:
+            raise self._failure
+        return ended
+
+    def _write(self, chunk: bytes) -> bool:
+        """Write the complete events. Return whether more can be written at once."""
+        events, transport = self._aligned(chunk), self._transport
+        if transport.is_closing():  # uvloop raises on a write to a closed transport
+            return False
+        if events:
+            transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._chunked else events)
+        return (
+            transport.get_write_buffer_size() <= UNTAKEN_BYTES
+            and not self._aligner.ended
+            and self._failure is None
+        )
+
+    def _client_takes(self) -> bool:
+        return (
+            self._transport.get_write_buffer_size() <= UNTAKEN_BYTES
+            and not self._transport.is_closing()
+        )
+
+    def _aligned(self, chunk: bytes) -> bytes:
+        try:
+            events = self._aligner.feed(chunk)
+        except ValueError:
+            self._failure = UpstreamFailed(
+                "the decode instance sent an event that exceeds the size limit",
+                slug="decode_bad_response",
+                stage="decode",
+            )
+            return b""
+        if self._aligner.failed and engine_died(events):
+            self._context.watched.engine_died = True
+        if events:
+            self._timed(events)
+        answer = events if self._hear is None else self._hear(events)
+        self._context.record.answer_bytes += len(answer)
+        return answer
+
+    def _timed(self, events: bytes) -> None:
+        last_s = self._last_s
+        if last_s is None:
+            self._context.named(events)
+        # Comments carry no tokens. After the first tokens, only events that may be comments are
+        # searched.
+        if (last_s is None or events[0] in b":\r\n") and not self._told.search(events):
+            return
+        self._last_s = now_s = time.monotonic()
+        if last_s is None:
+            self._context.first_event(now_s)
+        else:
+            self._gaps.add(now_s - last_s)

@@ -1,0 +1,292 @@
+"""Where a request runs: its stages, by the policies, and its decode instance.
+
+The decode instance is chosen by the instance table, by the client or by an endpoint picker. A
+picker is an HTTP service. The proxy sends it `{"model", "request_id", "endpoint", "prompt_tokens",
+"items", "prefill", "candidates", "tried"}` by `POST`. The answer is `{"url": "http://host:port"}`
+(docs/guides/policies.md).
+"""
+
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+
+import orjson
+
+from epd.api.items import Body
+from epd.api.prompts import prompt_tokens
+from epd.config.model import ConfigFields
+from epd.errors import (
+    BadRequest,
+    NoInstance,
+    ProxyError,
+    RequestRefused,
+    UpstreamFailed,
+    UpstreamTimeout,
+    UpstreamUnreachable,
+)
+from epd.policies.plan import Course, Facts
+from epd.request.attempts import Attempt
+from epd.request.context import RequestContext
+from epd.routing.balance import Choice
+from epd.routing.instances import ANSWERING, Instance, Role
+from epd.routing.table import InstanceTable
+from epd.routing.urls import is_allowed, service_url
+from epd.state_log import Complaint
+from epd.upstream import Upstream
+
+Coordinate = Callable[[ConfigFields, Facts], tuple[str, Course] | None]
+"""Returns the deciding policy and the course of a request; None if no policy decides."""
+
+
+class Courses:
+    """Decides which stages serve a request, by the coordination policies."""
+
+    def __init__(self, table: InstanceTable, coordinate: Coordinate) -> None:
+        self._table = table
+        self._coordinate = coordinate
+
+    def decide(self, body: Body, items: int, context: RequestContext) -> tuple[Facts, Course]:
+        """Return the facts of a request, and the course that the policies decide by them.
+
+        Args:
+            body: the client's request.
+            items: number of its media items.
+            context: context of the request; the policy's name is recorded in it.
+
+        Raises:
+            NoInstance: no policy applies to the request.
+        """
+        facts = Facts(
+            context.endpoint.path,
+            context.endpoint.prefills(body),
+            items,
+            self._table.roles,
+            partial(prompt_tokens, body),
+            context.client_headers,
+        )
+        if (decided := self._coordinate(context.config, facts)) is not None:
+            context.record.policy, course = decided
+            return facts, course
+        if facts.roles.isdisjoint(ANSWERING):
+            raise NoInstance("there is no decode instance: register one", slug="no_decode")
+        raise NoInstance("no policy decides where this request runs", slug="no_policy")
+
+
+class Picker:
+    """The client of the configured endpoint picker."""
+
+    def __init__(self, upstream: Upstream) -> None:
+        self._upstream = upstream
+
+    async def ask(
+        self,
+        facts: Facts,
+        context: RequestContext,
+        prefill: Instance | None,
+        candidates: Iterable[Instance],
+        tried: Iterable[Instance],
+    ) -> str:
+        """Return the picker's choice: the base URL of an instance, or its `host:port`.
+
+        Args:
+            facts: facts of the request.
+            context: context of the request. The picker receives none of the client's headers.
+            prefill: the instance of its prefill; None without prefill.
+            candidates: decode instances among which the proxy would choose.
+            tried: decode instances that have failed.
+
+        Raises:
+            ProxyError: the picker failed, or its answer names no instance.
+        """
+        question = {
+            "model": context.model,
+            "request_id": context.request_id,
+            "endpoint": facts.path,
+            "prompt_tokens": facts.prompt_tokens,
+            "items": facts.items,
+            "prefill": None if prefill is None else prefill.url,
+            "candidates": [one.url for one in candidates],
+            "tried": [one.url for one in tried],
+        }
+        try:
+            answer = await self._upstream.fetch(
+                str(context.config.decode_picker_url),
+                stage="decode",
+                headers={"Content-Type": "application/json", "X-Request-Id": context.request_id},
+                body=(orjson.dumps(question),),
+                timeout_s=context.config.decode_picker_timeout_s,
+            )
+        except (UpstreamFailed, UpstreamTimeout) as error:  # their messages name an instance
+            raise _useless(f"the endpoint picker{_fault(error)}") from error
+        if not answer.ok:
+            raise _useless(f"it answered {answer.status}")
+        try:
+            match orjson.loads(answer.body):
+                case {"url": str() as url}:
+                    return url
+                case _:
+                    raise _useless("its answer has no url")
+        except orjson.JSONDecodeError:
+            raise _useless("its answer is not JSON") from None
+
+
+def _fault(error: ProxyError) -> str:
+    if isinstance(error, UpstreamTimeout):
+        return " did not answer in time"
+    if isinstance(error, UpstreamUnreachable):
+        return " is unreachable"
+    return "'s answer was cut off, is too large or has an unsupported encoding"
+
+
+def _useless(reason: str) -> ProxyError:
+    return UpstreamFailed(reason, slug="decode_picker", stage="decode")
+
+
+NAMED = re.compile(r"https?://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]+)?")
+"""Valid URLs of an instance outside the table. A URL with a path is rejected, and so is a host that
+parsers could read in two ways."""
+
+
+class Decoders:
+    """Chooses the decode instance of each request.
+
+    An instance that a client or a picker names must be in the table, or on a host of
+    `--decode-hosts`: a client must not make the proxy connect to an arbitrary host.
+    """
+
+    def __init__(self, table: InstanceTable, picker: Picker) -> None:
+        self._table = table
+        self._picker = picker
+        self._choice = Choice(table, *ANSWERING)
+        self._complaint = Complaint("the endpoint picker cannot be used", "the proxy chooses")
+
+    def settled(self, course: Course, context: RequestContext) -> Course:
+        """Return the course with a resolved choice of decode.
+
+        It stays `header` only if the client sent the header. An invalid choice is rejected before
+        any work for the request starts.
+
+        Raises:
+            BadRequest: the header's value is invalid.
+            RequestRefused: 403, the named instance is not allowed.
+        """
+        if course.decode_from == "header" and self._asked_for(context) is None:
+            return course._replace(decode_from="table")
+        return course
+
+    async def pick(
+        self, attempt: Attempt, context: RequestContext, prefill: Instance | None = None
+    ) -> Instance:
+        """Return the decode instance, if possible one that has not been tried.
+
+        Args:
+            attempt: the current attempt of the request.
+            context: context of the request.
+            prefill: the instance of its prefill; None without prefill.
+
+        Raises:
+            NoInstance: there is no decode instance.
+            ProxyError: see `settled`.
+        """
+        named: Instance | None = None
+        if attempt.course.decode_from == "header":
+            named = self._asked_for(context)
+        elif attempt.course.decode_from == "picker":
+            named = await self._picked(attempt, context, prefill)
+        prefers = None if context.turn is None else context.turn.prefers_decode
+        return named or self._choice.best(
+            attempt.decodes,
+            balance=context.config.decode_balance,
+            session=context.session,
+            prefer=prefers,
+        )
+
+    def others(self, course: Course, tried: Collection[Instance]) -> bool:
+        """Return whether there is an eligible instance that has not been tried.
+
+        A client's choice is not replaced. A picker may name instances outside the table.
+        """
+        if course.decode_from == "header":
+            return False
+        return course.decode_from == "picker" or self._choice.others(tried)
+
+    def another(self, tried: Collection[Instance], context: RequestContext) -> Instance | None:
+        """Return an instance of the table that has not been tried; None if there is none."""
+        if not self._choice.others(tried):
+            return None
+        return self._choice.best(tried, balance=context.config.decode_balance)
+
+    def _asked_for(self, context: RequestContext) -> Instance | None:
+        """Return the instance that the client names; None without the header."""
+        header = context.config.decode_header
+        value = context.client_headers.get(header)
+        if value is None:
+            if self._table.of(*ANSWERING):
+                return None
+            raise BadRequest(
+                f"the proxy has no decode instance; name one in the header {header}: host:port",
+                slug="decode_not_named",
+            )
+        try:
+            found = self._at(value, context.config.decode_hosts)
+        except ValueError:
+            raise BadRequest(
+                f"{header} must be host:port, or a URL such as http://host:port",
+                slug="invalid_decode",
+            ) from None
+        if found is None:
+            raise RequestRefused(
+                403,
+                f"{header} names neither a decode instance of this proxy nor a host of "
+                "--decode-hosts",
+                slug="host_not_allowed",
+            )
+        return found
+
+    async def _picked(
+        self, attempt: Attempt, context: RequestContext, prefill: Instance | None
+    ) -> Instance | None:
+        """Return the picker's choice; None if it is unusable and the table has an instance.
+
+        Raises:
+            NoInstance: neither the picker nor the table has one.
+        """
+        usable = [one.instance for one in self._table.usable(*ANSWERING)]
+        tried = attempt.decodes
+        try:
+            named = await self._picker.ask(attempt.facts, context, prefill, usable, tried)
+            found = self._at(named, context.config.decode_hosts)
+        except ProxyError as error:
+            reason = error.message
+        except ValueError:
+            reason = "its answer has no valid URL of an instance"
+        else:
+            if found is not None:
+                self._complaint.well()
+                return None if found in tried and self._choice.others(tried) else found
+            reason = "it names neither a decode instance of this proxy nor a host of --decode-hosts"
+        self._complaint.failed(reason)
+        if usable:
+            return None
+        raise NoInstance(
+            "the endpoint picker names no decode instance, and the proxy has none",
+            slug="no_decode",
+        )
+
+    def _at(self, named: str, hosts: Sequence[str]) -> Instance | None:
+        """Return the decode instance at an address; None if it is not allowed.
+
+        Args:
+            named: `host:port`, or a URL.
+            hosts: hosts of `--decode-hosts`.
+
+        Raises:
+            ValueError: `named` is neither.
+        """
+        url = service_url(named)
+        found = self._table.find(url, *ANSWERING)
+        if found is None and "://" not in named:
+            found = self._table.find(url.replace("http:", "https:", 1), *ANSWERING)
+        if found is None and hosts and NAMED.fullmatch(url) and is_allowed(url, hosts):
+            found = Instance(Role.DECODE, url)
+        return found

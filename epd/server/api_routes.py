@@ -1,0 +1,141 @@
+"""Client routes: the generation endpoints, media and models. Decode's responses are relayed."""
+
+import asyncio
+
+from aiohttp import web
+
+from epd.api.body import NO_CUTS, cut_and_parsed
+from epd.conversations.conversations import Conversations
+from epd.edge import engine_headers
+from epd.edge.drain import DRAIN
+from epd.errors import RequestRefused
+from epd.request import warmup
+from epd.request.context import RequestContext
+from epd.request.pipeline import Pipeline
+from epd.request.stream import StreamRelay
+from epd.server.admin import ADMIN
+from epd.server.app_keys import VISIT, Visit
+from epd.server.intake import read_json, request_body, watch
+from epd.server.responses import as_json, check_key, own_headers
+from epd.upstream import Reply
+
+PIPELINE = web.AppKey("pipeline", Pipeline)
+WARMUP = web.AppKey("warmup", warmup.Warmup)
+CONVERSATIONS = web.AppKey("conversations", Conversations)
+
+GUARDED = ("/v1/", "/v2/")
+"""Prefixes of the paths at which an instance started with `--api-key` checks the client's key."""
+
+
+async def answer(request: web.Request) -> web.StreamResponse:
+    """Answer `POST` to a generation endpoint, streaming or not."""
+    visit = request[VISIT]
+    context = visit.context
+    if not context.endpoint.path.startswith(GUARDED):
+        await check_key(request)
+    opened = await visit.app[PIPELINE].run(await request_body(request, visit), context)
+    # Decode has the whole request and the proxy does not send it again: the body can be freed.
+    context.cuts = NO_CUTS
+    visit.admitted.release()
+    with opened as reply:
+        headers = _answer_headers(reply, context)
+        if reply.is_stream:
+            return await _streamed(request, visit, reply, headers)
+        whole = await reply.read(idle_s=context.config.idle_timeout_s)
+        context.whole(whole)
+        if context.turn is not None:
+            whole = context.turn.hear(whole)
+            await visit.app[CONVERSATIONS].keep(context.turn)
+        return web.Response(status=reply.status, body=whole, headers=headers)
+
+
+async def _streamed(
+    request: web.Request, visit: Visit, reply: Reply, headers: dict[str, str]
+) -> web.StreamResponse:
+    """Relay the stream of the decode instance to the client, up to its end."""
+    app, context = visit.app, visit.context
+    stream = visit.stream = web.StreamResponse(
+        status=reply.status, headers={**headers, "Cache-Control": "no-cache"}
+    )
+    context.record.stream = True
+    if app[DRAIN].began:
+        stream.force_close()
+    await stream.prepare(request)
+    relay = StreamRelay(reply, stream, _transport(request), context)
+    await relay.run(context.config.idle_timeout_s)
+    if context.turn is not None:
+        await app[CONVERSATIONS].keep(context.turn)
+    await stream.write_eof()
+    visit.answered = stream.status
+    await relay.drained()
+    return stream
+
+
+def _transport(request: web.Request) -> asyncio.WriteTransport:
+    """Return the transport of the client's connection.
+
+    Raises:
+        ConnectionResetError: the client has disconnected.
+    """
+    if request.transport is None:
+        raise ConnectionResetError("the client has disconnected")
+    return request.transport
+
+
+def _answer_headers(reply: Reply, context: RequestContext) -> dict[str, str]:
+    headers, content_type = own_headers(context), reply.headers.get("Content-Type", "")
+    headers["Content-Type"] = content_type if content_type.isprintable() else ""
+    return headers | engine_headers.passed_back(reply.headers)
+
+
+async def push_media(request: web.Request) -> web.Response:
+    """Answer `POST /v1/media`: encode media before a request uses them."""
+    context = request[VISIT].context
+    await check_key(request)  # for stored media, no instance would check the key
+    raw = await read_json(request)
+    watch(context, raw)
+    body, context.cuts = cut_and_parsed(raw, warmup.parse, context.config.max_text_bytes)
+    context.model = body.get("model")
+    answer = await request.app[WARMUP].push(body, context)
+    return as_json(answer, context)
+
+
+async def forget_media(request: web.Request) -> web.Response:
+    """Answer `DELETE /v1/media/{uuid}?model=…`: forget the name of the client's media."""
+    context = request[VISIT].context
+    await check_key(request)
+    uuid, context.model = request.match_info["uuid"], request.query.get("model")
+    await request.app[PIPELINE].forget(uuid, context.model, context)
+    return as_json({"id": uuid, "object": "media.deleted", "deleted": True}, context)
+
+
+async def models(request: web.Request) -> web.Response:
+    """Answer `GET /v1/models` with the models of one decode instance."""
+    return await _of_decode(request, "/v1/models")
+
+
+async def tokenizer_info(request: web.Request) -> web.Response:
+    """Answer `GET /tokenizer_info` as one decode instance does, if it has this route."""
+    await check_key(request)  # the instance does not check a key at this path
+    return await _of_decode(request, "/tokenizer_info")
+
+
+async def _of_decode(request: web.Request, path: str) -> web.Response:
+    context = request[VISIT].context
+    answer = await request.app[ADMIN].of_decode(path, context.headers)
+    return web.Response(
+        body=answer.body, content_type="application/json", headers=own_headers(context)
+    )
+
+
+async def kept_response(_: web.Request) -> web.StreamResponse:
+    """Answer `/v1/responses/{id}` with 404: engines do not store responses.
+
+    Raises:
+        RequestRefused: always (404).
+    """
+    raise RequestRefused(
+        404,
+        "responses are not kept: send the whole conversation as input",
+        slug="unsupported_route",
+    )

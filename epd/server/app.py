@@ -1,0 +1,308 @@
+"""The aiohttp application: its routes, and the components that serve them.
+
+This module is the composition root of the proxy: it is the only one that knows every component.
+"""
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import partial
+
+from aiohttp import web
+
+from ec_store.opening import open_async_store
+from epd.aio import Background
+from epd.api.endpoints import ENDPOINTS
+from epd.config import ProxyConfig
+from epd.config.live import LiveConfig
+from epd.conversations import conversations
+from epd.conversations.conversations import Conversations
+from epd.discovery.membership import membership
+from epd.edge.access import Access
+from epd.edge.admission import Admission, limits_of
+from epd.edge.drain import DRAIN, Drain
+from epd.edge.protocol import DIRECT
+from epd.encoder_cache.claims import Claims
+from epd.encoder_cache.client import EncoderCache
+from epd.encoder_cache.keys import Keys
+from epd.events import InstanceChanged, Observer
+from epd.media.fetch import MediaFetcher
+from epd.observe.collectors import ConversationsGlance, InstancesGlance, StoreGlance
+from epd.observe.logs import LogObserver, hide_locals, set_level
+from epd.observe.metrics import MetricsObserver, watched
+from epd.observe.otel import tracing
+from epd.request.context import ModelNames
+from epd.request.encode import Encoder
+from epd.request.kv_peers import Peers, Releases
+from epd.request.kv_readback import Readbacks
+from epd.request.pipeline import Pipeline
+from epd.request.polling import asking_namespaces, probing, reporting
+from epd.request.prefill_decode import Handovers
+from epd.request.request_media import RequestMedia
+from epd.request.stages import Stages
+from epd.request.targets import Courses, Decoders, Picker
+from epd.request.warmup import Warmup
+from epd.routing.fatal import FatalRequests
+from epd.routing.health import State
+from epd.routing.instances import ANSWERING, Change, Instance, Registry, Source
+from epd.routing.namespaces import Namespaces
+from epd.routing.table import InstanceTable
+from epd.server import api_routes, operator_routes
+from epd.server.admin import ADMIN, Admin
+from epd.server.api_routes import CONVERSATIONS, PIPELINE, WARMUP
+from epd.server.app_keys import (
+    ACCESS,
+    ADMISSION,
+    BACKGROUND,
+    CONFIG,
+    KEYS,
+    MODELS,
+    OBSERVERS,
+    TRACER,
+    UNKNOWN,
+    VISIT,
+)
+from epd.server.instances_api import Roster
+from epd.server.middlewares import allow_origins, direct, observe
+from epd.server.operator_routes import METRICS, POLICIES, ROSTER, TABLE
+from epd.server.policies_api import Policies
+from epd.server.reload import RELOAD, Reload, read_keys
+from epd.server.responses import JUDGE, KeyJudge, UnknownRoute
+from epd.transfer.registry import EC_TRANSFERS, KV_TRANSFERS
+from epd.ui.dashboard import Board
+from epd.ui.recent import Recent
+from epd.upstream import Upstream
+
+LOG = web.AppKey("log", LogObserver)
+RECENT = web.AppKey("recent", Recent)
+
+GONE = (State.DOWN, "removed")
+"""States of an instance after which its engine and its KV blocks may be lost."""
+
+
+def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None) -> web.Application:
+    """Return the proxy as an aiohttp application, to run or to mount in another application.
+
+    Run it with `handler_cancellation=True` (`web.run_app`, `web.AppRunner`): the upstream requests
+    of a client that disconnects are then cancelled. `epd.edge.protocol.Runner` sets it, and also
+    guards against slow and malformed HTTP.
+
+    Args:
+        config: configuration, as `epd serve` makes it of its flags.
+        observers: receivers of all events, in addition to the observer for `/metrics`; by
+            default one that logs them.
+
+    Raises:
+        KeysInvalid: the keys file cannot be used.
+    """
+    return application(LiveConfig(config), observers)
+
+
+def application(live: LiveConfig, observers: Sequence[Observer] | None = None) -> web.Application:
+    """Return the application as `create_app` does, with a configuration that may be reloaded.
+
+    Raises:
+        KeysInvalid: the keys file cannot be used.
+    """
+    hide_locals()
+    app, config = web.Application(middlewares=(observe,)), live.current
+    app[CONFIG] = live
+    app[ADMISSION] = Admission(limits_of(config), time.monotonic)
+    keys = read_keys(config)
+    if keys is not None:
+        app[KEYS] = keys
+    routes = (*ROUTES, *allow_origins(app, config, ROUTES, _options))
+    app[ACCESS] = dict[object, Access]((route.handler, access) for access, route in routes)
+    app.add_routes([route for _, route in routes])
+    app.add_routes([_any("/{anything:.*}", nothing, name=UNKNOWN)])
+    app[MODELS] = ModelNames()
+    app[METRICS] = MetricsObserver(app[ADMISSION])
+    app[BACKGROUND] = Background(app[METRICS].background_failed)
+    app[RECENT] = Recent()
+    app[POLICIES] = Policies(live)
+    app[RELOAD] = Reload(app[METRICS].reloaded)
+    app[DRAIN] = Drain()
+    app[DIRECT] = direct(app, api_routes.answer)
+    app[LOG] = LogObserver(config.kv_lease_s, tenants=config.log_tenants)
+    own: tuple[Observer, ...] = (app[METRICS], app[RECENT])
+    app[OBSERVERS] = (*own, *((app[LOG],) if observers is None else observers))
+    app.cleanup_ctx.append(connections)
+    return app
+
+
+async def connections(app: web.Application) -> AsyncIterator[None]:
+    """Fill the application's slots with all that outlives a request (`cleanup_ctx`)."""
+    live, background = app[CONFIG], app[BACKGROUND]
+    config = live.current
+    conversations = Conversations.of(live)
+    changed = partial(_changed, app[OBSERVERS], conversations)
+    table = InstanceTable(policy=config.health, on_change=changed)
+    transfer = KV_TRANSFERS[config.kv_transfer]()
+    fatal = _fatal_requests(app, table)
+    namespaces = Namespaces(table)
+    registry = Registry(table, config.instances, fits=transfer.fits, on_change=changed)
+    async with (
+        tracing(config) as tracer,  # closed last: it exports the spans of the other closes
+        watched(app[METRICS].loop_lag, background),
+        Upstream.connect(config.connect_timeout_s, config.upstream_ca_file) as upstream,
+        MediaFetcher.open(live) as media,
+        _cache(config, background) as cache,
+        conversations,
+        membership(config, registry, upstream, background) as registrations,
+        probing(table, upstream, live, background),
+        reporting(table, upstream, live, background),
+        asking_namespaces(namespaces, upstream, live, background),
+        Releases.running(stages := Stages(upstream), fatal) as releases,
+    ):
+        decoders = Decoders(table, Picker(upstream))
+        peers = Peers(table, transfer, upstream, live)
+        readbacks = Readbacks(table, stages, transfer, conversations)
+        handovers = Handovers(table, stages, transfer, peers, decoders, releases, readbacks, fatal)
+        encoded = EC_TRANSFERS[config.ec_transfer]()
+        keys = Keys(cache)
+        claims = None if cache is None or encoded.pushed else Claims(cache)
+        app[PIPELINE] = Pipeline(
+            table,
+            namespaces,
+            Courses(table, app[POLICIES].decide),
+            RequestMedia(table, media, keys, encoded, fatal),
+            keys,
+            Encoder(stages, namespaces, table, claims, encoded, fatal),
+            encoded,
+            handovers,
+            decoders,
+        )
+        app[WARMUP] = Warmup(app[PIPELINE].encode, cache)
+        app[ADMIN] = Admin(table, upstream, live, app[METRICS])
+        app[JUDGE] = KeyJudge(app[ADMIN].models)
+        app[CONVERSATIONS] = conversations
+        app[TABLE] = table
+        app[ROSTER] = Roster(registry, table, registrations, transfer, config)
+        app[operator_routes.BOARD] = Board(
+            app[RECENT], table, app[METRICS], operator_routes.store_kind(config)
+        )
+        if tracer is not None:
+            app[TRACER] = tracer
+        figures = app[METRICS].registry
+        figures.register(InstancesGlance(table))
+        figures.register(StoreGlance(cache))
+        figures.register(ConversationsGlance(conversations))
+        live.follow(partial(_adopt, app, registry, table, upstream, cache))
+        yield
+
+
+def _fatal_requests(app: web.Application, table: InstanceTable) -> FatalRequests:
+    return FatalRequests(
+        lambda: app[CONFIG].current.suspect_s,
+        lambda instance: app[DRAIN].began or table.drains(instance),
+        time.monotonic,
+    )
+
+
+def _adopt(  # noqa: PLR0913, PLR0917 - every component with derived state
+    app: web.Application,
+    registry: Registry,
+    table: InstanceTable,
+    upstream: Upstream,
+    cache: EncoderCache | None,
+    config: ProxyConfig,
+    before: ProxyConfig,
+) -> None:
+    """Update all state that is derived from the configuration."""
+    set_level(config.log_level)
+    app[LOG].adopt(config.kv_lease_s, tenants=config.log_tenants)
+    app[ADMISSION].adopt(limits_of(config))
+    app[POLICIES].follow(config, before)
+    conversations.warn_of(config, before)
+    registry.replace(Source.CONFIG, config.instances)
+    table.judge_by(config.health)
+    upstream.connect_within(config.connect_timeout_s)
+    if cache is not None:
+        cache.adopt(budget_s=config.ec_store_budget_s, lease_s=config.ec_store_lease_s)
+
+
+def _changed(
+    observers: Sequence[Observer],
+    conversations: Conversations,
+    instance: Instance,
+    state: State | Change,
+    source: Source | None = None,
+) -> None:
+    event = InstanceChanged(instance.url, instance.role, state, source)
+    for observer in observers:
+        observer.instance_changed(event)
+    if state in GONE and instance.role in ANSWERING:
+        conversations.lost(instance.url)
+
+
+def _cache(
+    config: ProxyConfig, background: Background
+) -> AbstractAsyncContextManager[EncoderCache | None]:
+    if config.ec_store is None:
+        return nullcontext()
+    return EncoderCache.connect(
+        partial(open_async_store, config.ec_store, create=False, lazy=True),
+        budget_s=config.ec_store_budget_s,
+        lease_s=config.ec_store_lease_s,
+        background=background,
+    )
+
+
+async def _not_yet(_: web.Request) -> None:
+    """Send no `100 Continue` before the checks of the request: `read_body` sends it later."""
+
+
+async def nothing(request: web.Request) -> web.StreamResponse:
+    """Answer a request for an unknown path, or with a method that its path does not have.
+
+    aiohttp's own handler would send `100 Continue` first.
+
+    Raises:
+        UnknownRoute: the path has no route.
+        HTTPMethodNotAllowed: the path has routes for other methods.
+    """
+    methods = set[str]()
+    for route in request.app.router.resources():
+        if route.name != UNKNOWN and (own := (await route.resolve(request))[1]):
+            methods |= own
+            request[VISIT].context.record.path = route.canonical
+    if not methods:
+        raise UnknownRoute(request.rel_url.raw_path)
+    raise web.HTTPMethodNotAllowed(request.method, methods)
+
+
+_get, _put, _post, _delete, _options, _any = (
+    partial(declare, expect_handler=_not_yet)
+    for declare in (web.get, web.put, web.post, web.delete, web.options, partial(web.route, "*"))
+)
+ROUTES = (
+    (Access.OPEN, _get("/health", operator_routes.health)),  # a load balancer has no key
+    (Access.OPEN, _get("/ready", operator_routes.ready)),
+    (Access.OPEN, _get("/ping", operator_routes.ready)),  # SageMaker's name for it
+    (Access.OPEN, _post("/ping", operator_routes.ready)),
+    (Access.OPEN, _get("/openapi.json", operator_routes.openapi)),  # it holds no data of this fleet
+    (Access.OPEN, _get("/", operator_routes.root)),
+    (Access.OPEN, _get("/ui", operator_routes.page)),  # nor do these
+    (Access.OPEN, _get("/ui/{file}", operator_routes.asset)),
+    (Access.OPEN, _get("/instances", operator_routes.instances)),  # without a key as /health does
+    (Access.REGISTRAR, _post("/instances", operator_routes.register)),
+    (Access.REGISTRAR, _delete("/instances", operator_routes.unregister)),
+    *((Access.TENANT, _post(path, api_routes.answer)) for path in ENDPOINTS),
+    (Access.TENANT, _post("/v1/media", api_routes.push_media)),
+    (Access.TENANT, _delete("/v1/media/{uuid}", api_routes.forget_media)),
+    (Access.TENANT, _get("/v1/responses/{id}", api_routes.kept_response)),
+    (Access.TENANT, _post("/v1/responses/{id}/cancel", api_routes.kept_response)),
+    (Access.TENANT, _get("/v1/models", api_routes.models)),
+    (Access.TENANT, _get("/tokenizer_info", api_routes.tokenizer_info)),
+    (Access.TENANT, _get("/version", operator_routes.version)),
+    (Access.ADMIN, _get("/metrics", operator_routes.metrics)),
+    (Access.ADMIN, _get("/ui/state", operator_routes.state)),
+    (Access.ADMIN, _get("/policies", operator_routes.policies)),
+    (Access.ADMIN, _put("/policies", operator_routes.set_policies)),
+    (Access.ADMIN, _post("/policies", operator_routes.add_policy)),
+    (Access.ADMIN, _delete("/policies", operator_routes.remove_policy)),
+    (Access.ADMIN, _post("/start_profile", partial(operator_routes.profile, "start"))),
+    (Access.ADMIN, _post("/stop_profile", partial(operator_routes.profile, "stop"))),
+)
+"""All routes, with their classes of access. No other path is forwarded to an instance: many of
+vLLM's routes need no key, such as those that change its weights or put it to sleep."""

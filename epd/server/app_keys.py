@@ -1,0 +1,59 @@
+"""State of a client's request in the server.
+
+Typed keys of the objects that the application holds.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from epd.aio import Background
+from epd.config.live import LiveConfig
+from epd.edge.access import Access
+from epd.edge.admission import Admission, AdmittedRequest
+from epd.events import Observer
+from epd.request.context import ModelNames, RequestContext
+from epd.spans import Tracer
+from epd.tenants import ApiKeys
+
+
+@dataclass(slots=True)
+class Visit:
+    """State of one request in the server.
+
+    Attributes:
+        app: application that serves the request.
+        context: context of the request in the stages.
+        access: class of access of its route.
+        api: whether the tenant's limits apply to the request.
+        admitted: place and bytes of the request in this process; set at its admission.
+        stream: response, if it is a stream.
+        answered: status; set once the client has the whole response, so that a later disconnect
+            is no error.
+    """
+
+    app: web.Application
+    context: RequestContext
+    access: Access
+    api: bool
+    admitted: AdmittedRequest = field(init=False)
+    stream: web.StreamResponse | None = None
+    answered: int | None = None
+
+
+VISIT = web.RequestKey("visit", Visit)
+
+CONFIG = web.AppKey("config", LiveConfig)
+KEYS = web.AppKey("keys", ApiKeys)
+"""Set only if API keys are configured."""
+ACCESS = web.AppKey("access", Mapping[object, Access])
+"""Class of access of each handler."""
+ADMISSION = web.AppKey("admission", Admission)
+BACKGROUND = web.AppKey("background", Background)
+OBSERVERS = web.AppKey("observers", Sequence[Observer])
+MODELS = web.AppKey("models", ModelNames)
+TRACER = web.AppKey("tracer", Tracer)
+"""Set only if requests are traced."""
+UNKNOWN = "unknown"
+"""Name of the route for all unknown paths."""

@@ -1,0 +1,258 @@
+"""Coordination policies in force, and their changes at `/policies`."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any, Protocol
+
+import orjson
+import structlog
+
+from epd.api.body import parse_object
+from epd.config import ProxyConfig
+from epd.config.live import LiveConfig
+from epd.config.model import ConfigFields
+from epd.config.proxy_config import active_policies
+from epd.errors import Overloaded, RequestRefused
+from epd.policies.plan import Course, Facts
+from epd.policies.registry import Active, decide, known
+
+SETTINGS = (
+    "policies",
+    "skip_prefill_below_tokens",
+    "skip_prefill_for_text",
+    "local_prefill_url",
+    "decode_choice",
+    "decode_from",
+)
+"""Settings about policies. If a reload changes one of them, the policies that were set through the
+API are discarded."""
+
+UNREAD = -1
+"""Number that no page has."""
+
+Written = Sequence[str]
+"""Policies in text form (`name?option=value`), in order of priority."""
+
+
+class Page(Protocol):
+    """Memory for the policies that were set, shared by processes (`epd.observe.worker_metrics`)."""
+
+    def number(self) -> int:
+        """Return the number of the latest write; 0 before the first one."""
+
+    def read(self) -> bytes | None:
+        """Return the content of the latest write."""
+
+    def write(self, page: bytes) -> None:
+        """Replace the content for all processes."""
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Hold the only right to write while the context lasts.
+
+        Raises:
+            OSError: another process holds it.
+        """
+
+
+class OwnPage:
+    """Page of a process that shares it with no other."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._content = b""
+
+    def number(self) -> int:
+        return self._number
+
+    def read(self) -> bytes | None:
+        return self._content
+
+    def write(self, page: bytes) -> None:
+        self._number += 1
+        self._content = page
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        yield
+
+
+class Policies:
+    """Policies in force: the configured ones, until others are set through the API."""
+
+    def __init__(self, live: LiveConfig) -> None:
+        self._live = live
+        self._page: Page = OwnPage()
+        self._own = True
+        self._active_for: tuple[int, ConfigFields] = (UNREAD, live.current)
+        self._set: Written | None = None
+        self._active: Sequence[Active] = ()
+
+    def share(self, page: Page) -> None:
+        """Use the policies of this page from now on, which any process may write."""
+        self._page, self._own = page, False
+        self._active_for = (UNREAD, self._live.current)
+
+    def follow(self, config: ConfigFields, before: ProxyConfig) -> None:
+        """Discard the policies that were set if a reload changed settings about policies.
+
+        A shared page is discarded by the first process (`epd.server.workers`), not here.
+        """
+        if self._own and said_otherwise(before, config):
+            self._page.write(b"")
+
+    def decide(self, config: ConfigFields, facts: Facts) -> tuple[str, Course] | None:
+        """Return the deciding policy and the course of a request; None if no policy decides.
+
+        A request is decided once: policies that are set later do not change its course.
+
+        Args:
+            config: configuration of the request. Policies set through the API replace its own.
+            facts: facts about the request.
+        """
+        return decide(self._in_force(config), facts)
+
+    @property
+    def decodes_elsewhere(self) -> bool:
+        """Return whether a policy in force may name decode instances outside the table."""
+        return any(one.common.decode_from != "table" for one in self._in_force(self._live.current))
+
+    def page(self) -> dict[str, Any]:
+        """Return the policies in force, in order of priority, and the known policies."""
+        rows = [
+            {"policy": one.written, "name": one.name, "options": one.options}
+            for one in self._in_force(self._live.current)
+        ]
+        source = "configuration" if self._set is None else "api"
+        return {"policies": rows, "from": source, "known": known()}
+
+    def replace(self, body: bytes) -> dict[str, Any]:
+        """Replace all policies in force. The body is `{"policies": [...]}`.
+
+        Raises:
+            BadRequest: the body is not JSON.
+            RequestRefused: the policies are invalid (422). Nothing was changed.
+            Overloaded: another process is changing the policies.
+        """
+        match parse_object(body):
+            case {"policies": [*written], **rest} if not rest and all(
+                isinstance(one, str) for one in written
+            ):
+                return self._write(lambda _: written)
+        raise _invalid('the body must be {"policies": ["name?option=value", ...]}')
+
+    def add(self, body: bytes) -> dict[str, Any]:
+        """Add one policy, or change its options. The body is `{"policy": ..., "priority": 1}`.
+
+        Without a priority, a new policy becomes the first, and one with other options keeps its
+        place.
+
+        Raises:
+            BadRequest: the body is not JSON.
+            RequestRefused: the policy is invalid (422). Nothing was changed.
+            Overloaded: another process is changing the policies.
+        """
+        match parse_object(body):
+            case {"policy": str() as written, **rest} if rest.keys() <= {"priority"}:
+                priority = rest.get("priority")
+                if priority is None or (type(priority) is int and priority > 0):
+                    return self._write(lambda there: _with(there, written, priority))
+                raise _invalid("priority must be a whole number from 1, which is the first")
+        raise _invalid('the body must be {"policy": "name?option=value", "priority": 1}')
+
+    def remove(self, name: str | None) -> dict[str, Any]:
+        """Remove one policy; without a name, return to the configured policies.
+
+        Raises:
+            RequestRefused: the policy is not in force (404), or is the only one (422). Nothing
+                was changed.
+            Overloaded: another process is changing the policies.
+        """
+        if name is None:
+            return self._write(lambda _: None)
+
+        def without(there: Written) -> Written:
+            left = [one for one in there if _name(one) != name]
+            if len(left) == len(there):
+                raise RequestRefused(404, "this policy is not in force", slug="unknown_policy")
+            return left
+
+        return self._write(without)
+
+    def _write(self, change: "_Change") -> dict[str, Any]:
+        try:
+            with self._page.locked():
+                config = self._live.current
+                written = change([one.written for one in self._in_force(config)])
+                if written is not None:
+                    _check(config, written)
+                self._page.write(b"" if written is None else orjson.dumps(written))
+        except OSError as error:
+            raise Overloaded(
+                "the policies cannot be changed at the moment; nothing was changed: retry",
+                slug="policies_busy",
+            ) from error
+        page = self.page()
+        structlog.get_logger("epd").info(
+            "policies", policies=[row["policy"] for row in page["policies"]], said_by=page["from"]
+        )
+        return page
+
+    def _in_force(self, config: ConfigFields) -> Sequence[Active]:
+        number = self._page.number()
+        active_number, active_config = self._active_for
+        if active_number != number or active_config is not config:
+            self._activate(config)
+            self._active_for = number, config
+        return self._active
+
+    def _activate(self, config: ConfigFields) -> None:
+        said = self._page.read()
+        self._set = orjson.loads(said) if said else None
+        if self._set is not None:
+            try:
+                self._active = active_policies(config, self._set)
+            except ValueError as invalid:  # a setting that they need was removed
+                self._set = None
+                structlog.get_logger("epd").warning(
+                    "the policies that were set cannot be used: the configured ones apply",
+                    reason=str(invalid),
+                )
+        if self._set is None:
+            self._active = active_policies(config, config.policies)
+
+
+class _Change(Protocol):
+    """Function from the policies in force to the new ones; None stands for the configured ones."""
+
+    def __call__(self, there: Written, /) -> Written | None: ...
+
+
+def said_otherwise(before: ConfigFields, after: ConfigFields) -> bool:
+    """Return whether a reload has changed a setting about policies."""
+    return any(getattr(before, name) != getattr(after, name) for name in SETTINGS)
+
+
+def _with(there: Written, written: str, priority: int | None) -> Written:
+    names = [_name(one) for one in there]
+    with suppress(ValueError):
+        at = names.index(_name(written))
+        if priority is None:
+            return [*there[:at], written, *there[at + 1 :]]
+        there = [*there[:at], *there[at + 1 :]]
+    at = (priority or 1) - 1
+    return [*there[:at], written, *there[at:]]
+
+
+def _check(config: ConfigFields, written: Written) -> None:
+    try:
+        active_policies(config, written)
+    except ValueError as invalid:
+        raise _invalid(str(invalid)) from None
+
+
+def _name(written: str) -> str:
+    return written.partition("?")[0]
+
+
+def _invalid(message: str) -> RequestRefused:
+    return RequestRefused(422, message, slug="invalid_policy")

@@ -1,0 +1,227 @@
+"""Headers of every response of the proxy, and responses for errors.
+
+Check of clients' keys without a keys file: an instance accepts or rejects them.
+"""
+
+import asyncio
+import hashlib
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from http import HTTPStatus
+from typing import get_args
+
+import orjson
+from aiohttp import web
+
+from ec_store.bounded import BoundedDict
+from epd.aio import Flights
+from epd.edge.protocol import SERVER
+from epd.errors import ProxyError, RequestRefused, UpstreamRejected
+from epd.events import ItemResult, stage_seconds
+from epd.request.context import RequestContext
+from epd.server.app_keys import KEYS, VISIT, Visit
+
+DENIED = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})
+"""HTTP statuses with which an instance rejects a key."""
+
+ACCEPTED_S = 10.0
+"""Time to live of a key's acceptance in the cache, in seconds."""
+
+MAX_KEYS = 1024
+"""Upper bound of the accepted keys in the cache."""
+
+
+class KeyJudge:
+    """Check of a client's key by a request to an instance.
+
+    An acceptance is cached under the key's digest; a rejection is not cached. Instances without
+    `--api-key` accept every request.
+    """
+
+    def __init__(self, ask: Callable[[Mapping[str, str]], Awaitable[object]]) -> None:
+        """Check keys by the answers of an instance.
+
+        Args:
+            ask: function that sends an instance a request with these headers. It raises
+                `UpstreamRejected` if the answer is an error.
+        """
+        self._ask = ask
+        self._until_s: BoundedDict[bytes, float] = BoundedDict(MAX_KEYS)
+        self._asking: Flights[bytes, None] = Flights()
+
+    async def check(self, headers: Mapping[str, str]) -> None:
+        """Return if the instances accept the key in these headers.
+
+        Raises:
+            UpstreamRejected: an instance rejects the key (401 or 403).
+            ProxyError: no instance could be reached.
+        """
+        key = hashlib.sha256(headers.get("Authorization", "").encode("utf-8", "surrogateescape"))
+        digest = key.digest()
+        if self._until_s.get(digest, 0.0) <= asyncio.get_running_loop().time():
+            await self._asking.join(digest, lambda: self._judge(digest, headers))
+
+    async def _judge(self, digest: bytes, headers: Mapping[str, str]) -> None:
+        try:
+            await self._ask(headers)
+        except UpstreamRejected as error:
+            # vLLM checks the key first: any other 4xx means that it accepted the key.
+            if error.status in DENIED or error.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+                raise
+        self._until_s[digest] = asyncio.get_running_loop().time() + ACCEPTED_S
+
+
+JUDGE = web.AppKey("judge", KeyJudge)
+
+
+async def check_key(request: web.Request) -> None:
+    """Check the client's key at an instance before the proxy answers a request by itself.
+
+    With a keys file the proxy has checked the key already. A request that is forwarded to an
+    instance needs no such check: the instance checks the key.
+
+    Raises:
+        ProxyError: the instance rejects the key, or no instance could be reached.
+    """
+    visit = request[VISIT]
+    if visit.app.get(KEYS) is None:
+        await visit.app[JUDGE].check(visit.context.headers)
+
+
+SAME_FOR_ALL = {"x-epd-stage": "decode", "x-epd-error": "decode_rejected"}
+"""Headers of the response to a rejected key, independent of the stage that rejected it."""
+
+ERROR_TYPE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
+"""Form of an instance's `error.type` that may be logged, such as `NotFoundError`."""
+
+FIELD = re.compile(
+    r"(?=.{1,64}\Z)(?:body\.)?(?P<field>[A-Za-z_][A-Za-z0-9_]*(?:\.[0-9]+|\[[0-9]+\])*)"
+    r"(?:[.\[][A-Za-z0-9_.\[\]]*)?"
+)
+"""Form of `error.param`: a path of fields in a request. Only its first name and the indexes after
+it are logged: in vLLM's `body.logit_bias.cat` the second name comes from the client."""
+
+ITEM_RESULTS: tuple[ItemResult, ...] = get_args(ItemResult)
+"""Results of items, in the order of the header `x-epd-items`."""
+
+MAX_PATH = 200
+"""Upper bound of the characters of an unknown path that the error message quotes."""
+
+
+class UnknownRoute(RequestRefused):
+    """Error for a path without a route. The message quotes the path; a log must not quote it.
+
+    Attributes:
+        reason: text for the log, without the client's path.
+    """
+
+    reason = "there is no such route"
+
+    def __init__(self, path: str) -> None:
+        message = f"there is no {path[:MAX_PATH]}: GET /openapi.json describes all routes"
+        super().__init__(404, message, slug="unknown_route")
+
+
+def _identity(context: RequestContext) -> dict[str, str]:
+    """Return the headers that identify a response."""
+    own = {"X-Request-Id": context.record.request_id, "Server": SERVER}
+    if context.record.trace_id is not None:
+        own["X-Trace-Id"] = context.record.trace_id
+    return own
+
+
+def own_headers(context: RequestContext) -> dict[str, str]:
+    """Return the headers of a response. The response to a rejected key does not use them."""
+    record, own = context.record, _identity(context)
+    if record.stages:
+        spans = stage_seconds(record.stages)
+        own["Server-Timing"] = ", ".join(
+            [f"{stage};dur={seconds * 1000:.1f}" for stage, seconds in spans.items()]
+        )
+    if record.items:
+        own["x-epd-items"] = ",".join(
+            [f"{result}={record.items.get(result, 0)}" for result in ITEM_RESULTS]
+        )
+    if record.media:
+        own["x-epd-media"] = ",".join(f"{form}={count}" for form, count in record.media.items())
+    if record.degraded:
+        own["x-epd-degraded"] = ",".join(sorted(record.degraded))
+    return own
+
+
+def as_json(body: object, context: RequestContext, status: int = 200) -> web.Response:
+    """Return a response that the proxy itself answers, as indented JSON."""
+    return web.Response(
+        status=status,
+        body=orjson.dumps(body, option=orjson.OPT_INDENT_2),
+        content_type="application/json",
+        headers=own_headers(context),
+    )
+
+
+async def broken(visit: Visit, stream: web.StreamResponse, error: ProxyError) -> web.StreamResponse:
+    """End a started stream with an error event, unless the stream has ended already."""
+    if visit.answered is None:
+        event = visit.context.endpoint.error_event(error)
+        visit.context.record.answer_bytes += len(event)
+        await stream.write(event)
+        await stream.write_eof()
+    return stream
+
+
+def error_response(
+    request: web.Request, error: ProxyError, context: RequestContext
+) -> web.Response:
+    """Return an error in the shape of its endpoint.
+
+    The response to a rejected key hides the stage, the item and the work done so far. The proxy
+    sends no encode request for stored media, so these would tell a client without a valid key
+    whether another client has sent the same media.
+    """
+    if error.status in DENIED:
+        headers = error.headers | _identity(context)
+        if isinstance(error, UpstreamRejected):
+            error, headers = error.at(None), headers | SAME_FOR_ALL
+    else:
+        headers = error.headers | own_headers(context)
+    response = web.Response(
+        status=error.status,
+        body=context.endpoint.error(error),
+        content_type="application/json",
+        headers=headers,
+    )
+    if not request.content.is_eof():  # the rest of the body is not read
+        response.force_close()
+    return response
+
+
+def reason_of(error: ProxyError) -> str:
+    """Return the cause of an error, for logs."""
+    if isinstance(error, UnknownRoute):
+        return error.reason
+    if isinstance(error, UpstreamRejected):
+        return _refusal(error)
+    cause = error.__cause__
+    return error.message if cause is None else f"{error.message}: {_kind(cause)}"
+
+
+def _refusal(error: UpstreamRejected) -> str:
+    """Return an instance's status, error type and field, without its message.
+
+    The message may quote a prompt.
+    """
+    kind, param = str(error.detail["type"]), str(error.detail["param"] or "")
+    named = f" {kind}" if ERROR_TYPE.fullmatch(kind) else ""
+    said = f"the {error.stage} instance answered {error.status}{named}"
+    # The `param` of a 5xx is not about a field.
+    field = FIELD.fullmatch(param) if error.rejects_request else None
+    return said if field is None else f"{said} (param {field['field']})"
+
+
+def _kind(cause: BaseException) -> str:
+    """Return a library error's type, with the message if the error is an `OSError`.
+
+    Messages of other errors may hold whole requests and responses: keys, URLs with queries, bytes.
+    """
+    name = type(cause).__name__
+    return f"{name}: {cause}" if isinstance(cause, OSError) else name

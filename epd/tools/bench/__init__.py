@@ -1,0 +1,16 @@
+"""Benchmarks of the proxy's own cost and of a fleet behind it.
+
+Parser of the `epd bench` command.
+"""
+
+from epd.parser import Commands
+from epd.tools.bench import overhead, plot, serve
+
+
+def add_parser(commands: Commands) -> None:
+    """Add `bench`, with its subcommands."""
+    parser = commands.add_parser("bench", help="measure the proxy, or a fleet", allow_abbrev=False)
+    benchmarks = parser.add_subparsers(dest="command", metavar="BENCHMARK", required=True)
+    overhead.add_parser(benchmarks)
+    plot.add_parser(benchmarks)
+    serve.add_parser(benchmarks)

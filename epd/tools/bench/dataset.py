@@ -1,0 +1,271 @@
+"""Data sets for `vllm bench serve`: VisionArena-Chat, and folders in its schema.
+
+Generator of pictures and conversations like those of VisionArena-Chat, from a seed.
+
+Orders in which requests repeat pictures, and the hit rate of an ideal cache for them.
+"""
+
+import hashlib
+import logging
+import math
+import os
+import random
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from itertools import islice
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import orjson
+from PIL import Image
+
+from ec_store.bounded import BoundedDict
+
+MEDIAN_PIXELS, SPREAD = 1_000_000, 0.4
+MIN_PIXELS, MAX_PIXELS = 250_000, 2_000_000
+SHAPES = ((4, 3), (3, 4), (3, 2), (2, 3), (16, 9), (9, 16), (1, 1))
+"""Aspect ratios of phones, cameras, screens and web images."""
+
+GROUND = (8, 8)
+"""Columns and rows of colour patches in a picture."""
+GRAIN = 0.65
+"""Share of noise in a picture: with JPEG quality 75, a pixel then takes half a byte."""
+QUALITY = 75
+"""JPEG quality: PIL's default, with which `vllm bench serve` re-encodes each picture."""
+
+ANOTHER_TURN = 0.5
+MAX_TURNS = 6
+
+_ASKS = (
+    *("Please describe", "What can you tell me about", "Explain to me", "Write a caption for"),
+    *("Translate what is written in", "Find what is wrong with", "Count the things in"),
+)
+_WHATS = ("this picture", "the screenshot", "the photo", "the diagram", "this page", "the drawing")
+_HOWS = (
+    *("step by step", "as to a child", "in formal words", "with a joke at the end"),
+    *("without any adjectives", "as a list", "and say how sure you are of it"),
+)
+
+Turn = list[dict[str, str]]
+
+
+def size(draw: random.Random) -> tuple[int, int]:
+    """Return width and height of a picture, in pixels: about a megapixel, of a usual shape."""
+    pixels = draw.lognormvariate(math.log(MEDIAN_PIXELS), SPREAD)
+    pixels = min(MAX_PIXELS, max(MIN_PIXELS, pixels))
+    across, down = draw.choice(SHAPES)
+    return int(math.sqrt(pixels * across / down)), int(math.sqrt(pixels * down / across))
+
+
+def jpeg(draw: random.Random) -> bytes:
+    """Return a unique picture as JPEG: patches of colour under noise."""
+    width, height = size(draw)
+    ground = Image.frombytes("RGB", GROUND, draw.randbytes(3 * math.prod(GROUND)))
+    grain = Image.frombytes("RGB", (width, height), draw.randbytes(3 * width * height))
+    picture = Image.blend(ground.resize(grain.size, Image.Resampling.BICUBIC), grain, GRAIN)
+    buffer = BytesIO()
+    picture.save(buffer, "JPEG", quality=QUALITY)
+    return buffer.getvalue()
+
+
+def conversation(draw: random.Random) -> list[Turn]:
+    """Return the turns of a user and a model, one message in each, as in VisionArena-Chat.
+
+    All questions differ, so a prefix cache cannot reuse a picture from another question.
+    """
+    turns: list[Turn] = []
+    for _ in range(MAX_TURNS):
+        ask, what, how = (draw.choice(words) for words in (_ASKS, _WHATS, _HOWS))
+        question = f"{ask} {what} in {draw.randrange(20, 2000)} words, {how}."
+        turns.append([{"role": "user", "content": question}])
+        turns.append([{"role": "assistant", "content": f"You asked about {what}, {how}."}])
+        if draw.random() > ANOTHER_TURN:
+            break
+    return turns
+
+
+NEW_IN_ARENA = 43 / 200
+"""Share of new pictures: VisionArena-Chat has some 43,000 in 200,000 conversations."""
+LOCAL = "local"
+POOL, POOL_REUSE = 200, 0.8
+WINDOW, WINDOW_ROUND = 50, 5
+
+Trace = list[int]
+"""Number of the picture of each conversation; equal numbers mean equal pictures. A longer trace of
+a replay begins with the shorter one."""
+
+
+def rng(*names: object) -> random.Random:
+    """Return a random generator for these names, independent of all other generators."""
+    return random.Random("/".join(map(str, names)))  # noqa: S311 - it must be repeatable
+
+
+def arena(draw: random.Random, length: int) -> Trace:
+    """Return a trace with as many new pictures as VisionArena-Chat; the others are repeated ones.
+
+    A frequent picture is repeated more often (Simon's model): the picture of rank n has a share of
+    about n ** -(1 - NEW_IN_ARENA), near Zipf's law. A short trace has the same rate as the whole
+    data set. A small sample of the 200,000 conversations would repeat hardly any picture.
+    """
+    trace: Trace = []
+    for number in range(length):
+        new = not trace or draw.random() < NEW_IN_ARENA
+        trace.append(number if new else draw.choice(trace))
+    return trace
+
+
+def pool(draw: random.Random, length: int) -> Trace:
+    """Return a trace of 200 pictures at 80% reuse: 1 of 5 conversations has a unique picture."""
+    return [
+        draw.randrange(POOL) if draw.random() < POOL_REUSE else POOL + number
+        for number in range(length)
+    ]
+
+
+def window(draw: random.Random, length: int) -> Trace:
+    """Return a trace with a sliding window: 4 of 5 pictures were among the last 50."""
+    trace: Trace = []
+    for number in range(length):
+        trace.append(draw.choice(trace[-WINDOW:]) if number % WINDOW_ROUND else number)
+    return trace
+
+
+REPLAYS: Mapping[str, Callable[[random.Random, int], Trace]] = MappingProxyType(
+    {LOCAL: arena, "pool": pool, "window": window}
+)
+"""Function that makes the trace, by the name of the data set."""
+
+
+def ideal_hit_rate(trace: Sequence[Hashable], entries: int | None = None) -> float:
+    """Return the hit rate of a cache of all pictures, or of the `entries` most recently used ones.
+
+    Raises:
+        ValueError: the trace is empty.
+    """
+    if not trace:
+        raise ValueError("an empty trace has no hit rate")
+    held: BoundedDict[Hashable, None] = BoundedDict(len(trace) if entries is None else entries)
+    hits = 0
+    for picture in trace:
+        hits += picture in held
+        held[picture] = None
+    return hits / len(trace)
+
+
+def seen_before(trace: Iterable[Hashable]) -> list[bool]:
+    """Return for each picture of the trace whether it occurred before."""
+    seen: set[Hashable] = set()
+    before = []
+    for picture in trace:
+        before.append(picture in seen)
+        seen.add(picture)
+    return before
+
+
+HUB_NAME = "lmarena-ai/VisionArena-Chat"
+VISION_ARENA = "visionarena"
+
+
+class DatasetUnavailable(Exception):
+    """Error: VisionArena-Chat cannot be read. The message has the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """Data set of one run.
+
+    Attributes:
+        name: name in the results.
+        path: folder, or name on the hub.
+        trace: picture of each conversation, in the order of the requests.
+    """
+
+    name: str
+    path: str
+    trace: tuple[str, ...]
+
+    @property
+    def distinct(self) -> int:
+        """Return the number of distinct pictures."""
+        return len(set(self.trace))
+
+
+def local(data_dir: Path, name: str, prompts: int, seed: int) -> Dataset:
+    """Write a folder with the conversations of a replay; present pictures are kept.
+
+    The folder is an image folder of Hugging Face: `load_dataset(folder)` returns the columns of
+    VisionArena-Chat. vLLM reads `images[0]` and the first message of `conversation`.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    trace = REPLAYS[name](rng(seed, name), prompts)
+    folder = data_dir / f"{name}-{seed}"
+    train = folder / "train"
+    (train / "pictures").mkdir(parents=True, exist_ok=True)
+    for number in sorted(set(trace)):
+        path = train / _file(number)
+        if not path.exists():
+            _publish(path, jpeg(rng(seed, name, "picture", number)))
+    rows = (_row(f"{seed}/{name}/{at}", number) for at, number in enumerate(trace))
+    _publish(train / "metadata.jsonl", b"".join(orjson.dumps(row) + b"\n" for row in rows))
+    return Dataset(name, str(folder), tuple(map(_file, trace)))
+
+
+def vision_arena(prompts: int) -> Dataset:
+    """Return the first conversations of VisionArena-Chat, with the digests of their pictures.
+
+    Raises:
+        DatasetUnavailable: the hub cannot be reached, or denies access.
+    """
+    try:
+        _check_access()
+        trace = tuple(islice(digests(HUB_NAME), prompts))
+    except Exception as error:  # the type depends on the version of the HTTP library
+        lines = str(error).strip().splitlines()
+        reason = lines[-1] if lines else type(error).__name__
+        raise DatasetUnavailable(f"VisionArena-Chat cannot be read: {reason}") from error
+    return Dataset(VISION_ARENA, HUB_NAME, trace)
+
+
+def _check_access() -> None:
+    """Check the access with one request: `load_dataset` would retry for half a minute."""
+    from huggingface_hub import HfApi  # noqa: PLC0415 - as below
+
+    HfApi().auth_check(HUB_NAME, repo_type="dataset")
+
+
+def digests(path: str) -> Iterator[str]:
+    """Yield the SHA-256 of each picture that vLLM sends from a data set."""
+    # Installed only in environments that run vLLM's benchmark.
+    from datasets import load_dataset  # noqa: PLC0415
+
+    logging.getLogger("datasets").setLevel(logging.ERROR)
+    rows = load_dataset(path, split="train", streaming=True).select_columns("images")
+    for row in rows.decode(enable=False):
+        image: dict[str, Any] = row["images"][0]
+        content = image["bytes"] or Path(image["path"]).read_bytes()
+        yield hashlib.sha256(content).hexdigest()
+
+
+def _row(name: str, number: int) -> dict[str, Any]:
+    turns = conversation(rng(name))
+    return {
+        "conversation_id": hashlib.sha256(name.encode()).hexdigest()[:32],
+        "images_file_names": [_file(number)],
+        "num_turns": len(turns) // 2,
+        "conversation": turns,
+    }
+
+
+def _file(number: int) -> str:
+    return f"pictures/{number:06}.jpg"
+
+
+def _publish(path: Path, content: bytes) -> None:
+    """Write a file atomically: another run may read or write it at the same time."""
+    staging = path.with_name(f".{path.name}.{os.getpid()}")
+    staging.write_bytes(content)
+    staging.replace(path)

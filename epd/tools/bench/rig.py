@@ -1,0 +1,307 @@
+"""Test rig: fake engines, the proxies to compare in front of them, and a load on each in turn.
+
+A proxy to compare is a command line, run as a process.
+"""
+
+import asyncio
+import gc
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import psutil
+import uvloop
+
+from epd.tools.bench import load
+from epd.tools.bench.load import Load
+from epd.tools.bench.scenarios import (
+    Bodies,
+    Sample,
+    Scenario,
+    sample,
+)
+from epd.tools.fleet.process import (
+    Guard,
+    Process,
+    free_ports,
+    held,
+    stop,
+    wait_until_ready,
+)
+
+PYTHON = shlex.quote(sys.executable)
+EPD = (
+    f"{PYTHON} -m epd serve --port {{port}} --encode-servers-urls {{encode_urls}} "
+    "--prefill-servers-urls {prefill_urls} --decode-servers-urls {decode_urls} "
+    "--ec-store {ec_store} --drain-delay-s 0"
+)
+NAME = re.compile(r"[\w.+-]+", re.ASCII)
+PLACES = ("port", "encode_urls", "prefill_urls", "decode_urls", "ec_store")
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """Name and command line of a proxy.
+
+    Attributes:
+        name: name in the results.
+        command: words of the command line, with placeholders such as `{port}`.
+    """
+
+    name: str
+    command: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `name=command line`.
+
+        Raises:
+            ValueError: the text has another form, the name is not valid in a file name, or a
+                placeholder is unknown.
+        """
+        name, equals, command = text.partition("=")
+        words = tuple(shlex.split(command))
+        if not NAME.fullmatch(name) or not equals or not words:
+            raise ValueError(f"{text!r} is not of the form name=command")
+        with_places = dict.fromkeys(PLACES, "")
+        for word in words:
+            try:
+                word.format(**with_places)
+            except (AttributeError, LookupError, ValueError):
+                known = ", ".join(f"{{{place}}}" for place in PLACES)
+                raise ValueError(f"{word!r} has a placeholder other than {known}") from None
+        return cls(name, words)
+
+    def argv(self, places: Mapping[str, str]) -> list[str]:
+        """Return the command line with its placeholders filled."""
+        return [word.format(**places) for word in self.command]
+
+
+class Measured:
+    """Running contender, bound to its own cores."""
+
+    def __init__(
+        self, contender: Contender, places: Mapping[str, str], log: Path, cores: set[int]
+    ) -> None:
+        """Start the contender, and bind it to the cores.
+
+        Args:
+            contender: proxy to start.
+            places: values of the placeholders.
+            log: file for its output.
+            cores: numbers of the cores.
+        """
+        self.name = contender.name
+        self.url = f"http://127.0.0.1:{places['port']}"
+        self.process = Process(self.name, self.url, contender.argv(places), {}, log)
+        with suppress(ProcessLookupError):  # the process has ended; `wait_until_ready` reports it
+            os.sched_setaffinity(self.process.pid, cores)
+
+    def cpu_s(self) -> float:
+        """Return the CPU time of the process and its children so far, in seconds."""
+        return sum(map(_cpu_s, self._tree()))
+
+    def resident_bytes(self) -> int:
+        """Return the sum of the peak memory of the running processes, in bytes."""
+        return sum(map(_peak_bytes, self._tree()))
+
+    def _tree(self) -> list[psutil.Process]:
+        # Children first: the time of a child that ends meanwhile is then counted in its parent's.
+        root = psutil.Process(self.process.pid)
+        return [*reversed(root.children(recursive=True)), root]
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    with suppress(psutil.NoSuchProcess):
+        return sum(process.cpu_times()[:4])  # its own time, and that of children it has waited for
+    return 0.0
+
+
+def _peak_bytes(process: psutil.Process) -> int:
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+READY_S = 60.0
+ROLES = ("encode", "prefill", "decode")
+WARM_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """Running engines and contenders.
+
+    Attributes:
+        url: base URL of the decode engine, for the load without a proxy.
+        contenders: running proxies.
+    """
+
+    url: str
+    contenders: Sequence[Measured]
+
+
+class _Started:
+    """Started processes, stopped with the context; if this process dies, the folder goes too."""
+
+    def __init__(self, folder: Path) -> None:
+        self.processes: list[Process] = []
+        self._guard = Guard()
+        self._guard.delete(folder)
+
+    def take(self, process: Process) -> None:
+        """Add a process to stop with the others."""
+        self.processes.append(process)
+        self._guard.watch(process.pid)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        stop(self.processes)
+        self._guard.close()
+
+
+class Rig:
+    """Test rig that starts the proxies on their own cores, and measures them."""
+
+    def __init__(
+        self, contenders: Sequence[Contender], folder: Path, store: str, *, proxy_cores: int
+    ) -> None:
+        """Prepare the rig without starting a process.
+
+        Args:
+            contenders: proxies to measure.
+            folder: folder for logs, an absolute path; it is deleted if this process is killed.
+            store: URL of the encoder-cache store.
+            proxy_cores: number of cores of a proxy; the load uses the others, if there are any.
+        """
+        cores = sorted(os.sched_getaffinity(0))
+        self._theirs = set(cores[:proxy_cores])
+        self._ours = set(cores[proxy_cores:] or cores)
+        self._contenders = contenders
+        self._folder = folder
+        self._store = store
+        self._seed = 0
+
+    @contextmanager
+    def running(self, *, prefill: bool) -> Iterator[Running]:
+        """Start new engines and contenders, and stop them at the end of the context.
+
+        Raises:
+            ProcessDied: a process ended early.
+            TimeoutError: a process did not serve within `READY_S`.
+            OSError: a process could not be started.
+        """
+        ports = dict(zip(ROLES, free_ports(len(ROLES)), strict=True))
+        urls = {role: f"http://127.0.0.1:{port}" for role, port in ports.items()}
+        with ExitStack() as stack:
+            stack.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
+            os.sched_setaffinity(0, self._ours)
+            started = stack.enter_context(_Started(self._folder))
+            with held():
+                started.take(self._engines(ports))
+            wait_until_ready(started.processes, READY_S, _silently)
+            measured: list[Measured] = []
+            for contender in self._contenders:
+                with held():
+                    measured.append(self._start(contender, urls, prefill=prefill))
+                    started.take(measured[-1].process)
+            wait_until_ready(started.processes, READY_S, _silently)
+            yield Running(urls["decode"], measured)
+
+    def _engines(self, ports: dict[str, int]) -> Process:
+        instances = [f"{role}:{port}" for role, port in ports.items()]
+        return Process(
+            "engines",
+            f"http://127.0.0.1:{ports['decode']}",
+            [
+                sys.executable,
+                "-m",
+                "epd.tools.bench.engines",
+                "--ec-store",
+                self._store,
+                *instances,
+            ],
+            {},
+            self._folder / "engines.log",
+        )
+
+    def _start(self, contender: Contender, urls: dict[str, str], *, prefill: bool) -> Measured:
+        places = {
+            "port": str(free_ports(1)[0]),
+            "encode_urls": urls["encode"],
+            "prefill_urls": urls["prefill"] if prefill else "disable",
+            "decode_urls": urls["decode"],
+            "ec_store": self._store,
+        }
+        return Measured(contender, places, self._folder / f"{contender.name}.log", self._theirs)
+
+    def warm(self, scenario: Scenario, one: Measured) -> None:
+        """Put a short load on a contender, so that it opens its connections and fills its caches.
+
+        Raises:
+            ProcessDied: the contender has ended.
+            TimeoutError: requests got no response.
+        """
+        self._turn(one, scenario, WARM_S)
+
+    def measure(self, scenario: Scenario, one: Measured, seconds: float) -> Sample:
+        """Measure one turn of a contender.
+
+        Raises:
+            ProcessDied: the contender has ended.
+            TimeoutError: requests got no response.
+        """
+        before_s = one.cpu_s()
+        outcome = self._turn(one, scenario, seconds)
+        for failure in outcome.failed[:1]:
+            print(
+                f"{one.name}: {len(outcome.failed)} failed, the first: {failure}", file=sys.stderr
+            )
+        return sample(outcome, one.cpu_s() - before_s, one.resident_bytes())
+
+    def _turn(self, one: Measured, scenario: Scenario, seconds: float) -> Load:
+        try:
+            return self._put(one.url, scenario, seconds)
+        except TimeoutError as error:
+            raise TimeoutError(f"{one.name}: {scenario.title}: {error}") from None
+        finally:
+            one.process.check_alive()
+
+    def measure_direct(self, scenario: Scenario, url: str, seconds: float) -> Sample:
+        """Measure the same load without a proxy."""
+        return sample(self._put(url, scenario, seconds), 0.0, 0)
+
+    def _put(self, url: str, scenario: Scenario, seconds: float) -> Load:
+        self._seed += 1  # the pictures of all turns differ
+        bodies = iter(Bodies(scenario, self._seed))
+        limit_s = None if scenario.once else seconds
+        gc.collect()
+        gc.disable()  # its pauses would be counted as the proxy's
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                return runner.run(
+                    load.run(
+                        url,
+                        bodies,
+                        scenario.clients,
+                        events=scenario.events,
+                        seconds=limit_s,
+                        connect=scenario.connect,
+                    )
+                )
+        finally:
+            gc.enable()
+
+
+def _silently(_: str) -> None:
+    """Report no progress: the processes start within a second."""

@@ -1,0 +1,302 @@
+"""Command `epd bench serve`: a fleet measured by vLLM's own benchmark and the proxy's metrics."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+
+from epd.parser import Commands, Parser
+from epd.tools.bench import dataset, results, targets, vllm_bench
+from epd.tools.bench.dataset import (
+    LOCAL,
+    REPLAYS,
+    VISION_ARENA,
+    Dataset,
+    DatasetUnavailable,
+    local,
+    rng,
+    vision_arena,
+)
+from epd.tools.bench.results import Run
+from epd.tools.bench.targets import Items, Model, NoFigures, Target, TargetFailed
+from epd.tools.bench.vllm_bench import BenchFailed, Load
+from epd.tools.fleet.process import ProcessDied, leave_contexts_on_signals
+from epd.tools.fleet.settings import Topology
+from epd.tools.fleet.stack import Stack
+
+AUTO, ALL = "auto", "all"
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Plan of a benchmark; its fields are the command's flags."""
+
+    url: Sequence[Target]
+    topology: Sequence[str]
+    model: str | None
+    tokenizer: str | None
+    dataset: str
+    num_prompts: int
+    request_rate: float
+    max_concurrency: int | None
+    output_len: int
+    warmups: int
+    seed: int
+    data_dir: Path
+    ec_store: str | None
+    store_entries: int | None
+    out: Path | None
+
+    @property
+    def load(self) -> Load:
+        """Return the load on each target."""
+        return Load(self.request_rate, self.max_concurrency, self.output_len)
+
+
+def add_parser(benchmarks: Commands) -> None:
+    """Add `serve` to the benchmarks."""
+    parser = benchmarks.add_parser(
+        "serve",
+        help="measure a fleet with `vllm bench serve`",
+        description="Run `vllm bench serve` on a fleet, and report how often it encoded pictures "
+        "that it had encoded before. OPENAI_API_KEY is sent with the requests; EPD_ADMIN_API_KEY "
+        "opens the proxy's /metrics.",
+        epilog="example: epd bench serve --url epd=http://localhost:8000 "
+        "--url plain=http://localhost:9000 --dataset all --out results.json",
+        usage="epd bench serve (--url [NAME=]URL | --topology NAME --model FOLDER) [FLAG ...]",
+        allow_abbrev=False,
+    )
+    _add_target_flags(parser.add_argument_group("targets"))
+    _add_load_flags(parser.add_argument_group("load"))
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file for the results, as JSON")
+    parser.set_defaults(run=partial(_run, parser))
+
+
+def _add_target_flags(group: "argparse._ArgumentGroup") -> None:
+    add = group.add_argument
+    add(
+        "--url",
+        type=_checked(Target.parse),
+        action="append",
+        default=[],
+        metavar="[NAME=]URL",
+        help="URL of a proxy, or of another OpenAI server to compare it with; repeatable",
+    )
+    add(
+        "--topology",
+        type=_checked(_topology),
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="start a stack of this topology on this machine, such as 1e1pd or 1e1p1d; repeatable",
+    )
+    add(
+        "--model",
+        help="served name of the model (default: the only one); with --topology, its folder",
+    )
+    add(
+        "--tokenizer",
+        help="folder or hub name of the tokenizer (default: the server's model)",
+    )
+    add(
+        "--ec-store",
+        metavar="URL",
+        help="encoder-cache store of a --topology (default: a new folder)",
+    )
+    add(
+        "--store-entries",
+        type=_checked(_count),
+        metavar="N",
+        help="capacity of the encoder cache in pictures, to compare it with an LRU cache",
+    )
+
+
+def _add_load_flags(group: "argparse._ArgumentGroup") -> None:
+    add = group.add_argument
+    add(
+        "--dataset",
+        default=AUTO,
+        choices=(AUTO, VISION_ARENA, *REPLAYS, ALL),
+        help="visionarena: VisionArena-Chat; local: a similar one, generated here; pool: 200 "
+        "pictures at 80%% reuse; window: 4 of 5 pictures were among the last 50; auto (default): "
+        "visionarena if its hub can be reached, else local; all: auto, pool and window",
+    )
+    number = partial(add, type=_checked(_count), metavar="N")
+    number("--num-prompts", default=100, help="requests per run (default: 100)")
+    number("--max-concurrency", help="maximum of concurrent requests (default: no limit)")
+    number("--output-len", default=128, help="tokens per response (default: 128)")
+    add(
+        "--request-rate",
+        type=_checked(_rate),
+        default=float("inf"),
+        metavar="R",
+        help="requests per second, on average (default: inf, all at once)",
+    )
+    add(
+        "--warmups",
+        type=int,
+        default=3,
+        metavar="N",
+        help="requests with other pictures before the measurement (default: 3)",
+    )
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of pictures and questions (default: 0)",
+    )
+    add(
+        "--data-dir",
+        type=Path,
+        default=_cache_dir(),
+        metavar="FOLDER",
+        help="folder for generated pictures (default: %(default)s)",
+    )
+
+
+def _run(parser: Parser, **flags: Any) -> None:
+    plan = Plan(**flags)
+    if not plan.url and not plan.topology:
+        parser.error("--url or --topology is required")
+    if plan.topology and not (plan.model and Path(plan.model, "config.json").is_file()):
+        parser.error("--topology needs --model FOLDER with a model that vLLM can load")
+    if missing := vllm_bench.missing():
+        sys.exit(f"epd bench serve: needs {', '.join(missing)}: pip install '.[vllm,bench]'")
+    leave_contexts_on_signals()
+    try:
+        runs = _measure(plan)
+    except (BenchFailed, DatasetUnavailable, TargetFailed, ProcessDied, OSError) as error:
+        sys.exit(f"epd bench serve: {error}")
+    except KeyboardInterrupt:
+        sys.exit("stopped")
+    print("\n".join(results.tables(runs)))
+
+
+def _measure(plan: Plan) -> list[Run]:
+    """Return all runs, one target after the other; each run is written before the next begins."""
+    started_at = datetime.now(UTC)
+    datasets = list(_datasets(plan))
+    places: list[AbstractContextManager[Target]] = [
+        *(nullcontext(target) for target in plan.url),
+        *(_started(plan, name) for name in plan.topology),
+    ]
+    runs: list[Run] = []
+    _write(plan, runs, started_at)  # fail before the measurement if the file is not writable
+    for place in places:
+        with place as target:
+            model = targets.find_model(target, plan.model)
+            if plan.tokenizer:
+                model = replace(model, tokenizer=plan.tokenizer)
+            for number in range(plan.warmups):
+                targets.ask(target, model, dataset.jpeg(rng(plan.seed, "warm-up", number)))
+            for chosen in datasets:
+                runs.append(_one(plan, target, model, chosen))
+                _write(plan, runs, started_at)
+    return runs
+
+
+def _write(plan: Plan, runs: Sequence[Run], started_at: datetime) -> None:
+    if plan.out is not None:
+        plan.out.write_bytes(results.document(runs, started_at, sys.argv[1:]))
+
+
+def _one(plan: Plan, target: Target, model: Model, dataset: Dataset) -> Run:
+    """Send one data set to one target, and return the run."""
+    _report(f"{target.name}: {len(dataset.trace)} requests of {dataset.name}")
+    before = _items(target)
+    with TemporaryDirectory(prefix="epd-bench-") as folder:
+        file = Path(folder) / "result.json"
+        words = vllm_bench.command(target, model, dataset, plan.load, file)
+        result = vllm_bench.run(words, file)
+    figures = vllm_bench.read(result, dataset.trace, plan.output_len)
+    return results.run_of(target, dataset, figures, (before, _items(target)), plan.store_entries)
+
+
+def _items(target: Target) -> Items | str:
+    """Return the proxy's counts, or the reason why they are unknown."""
+    try:
+        return targets.read_items(target)
+    except NoFigures as reason:
+        return str(reason)
+
+
+def _datasets(plan: Plan) -> Iterator[Dataset]:
+    """Yield the data sets of the plan; generate missing ones."""
+    names = [AUTO, *(one for one in REPLAYS if one != LOCAL)]
+    for name in names if plan.dataset == ALL else [plan.dataset]:
+        if name in {AUTO, VISION_ARENA}:
+            try:
+                yield vision_arena(plan.num_prompts)
+                continue
+            except DatasetUnavailable as reason:
+                if name == VISION_ARENA:
+                    raise
+                _report(f"{reason}; using the local data set")
+        replay = LOCAL if name == AUTO else name
+        _report(f"pictures of {replay} are in {plan.data_dir}")
+        yield local(plan.data_dir, replay, plan.num_prompts, plan.seed)
+
+
+@contextmanager
+def _started(plan: Plan, topology: str) -> Iterator[Target]:
+    """Start a stack on this machine, and stop it at the end of the context."""
+    with TemporaryDirectory(prefix="epd-bench-") as folder:
+        stack = Stack(
+            Path(plan.model or ""),
+            Topology.parse(topology),
+            Path(folder),
+            local_media=Path(folder),
+            store=plan.ec_store,
+            report=_report,
+        )
+        with stack:
+            yield Target(topology, stack.url)
+
+
+def _report(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _checked(read: Callable[[str], _T]) -> Callable[[str], _T]:
+    """Return a flag's type that shows the message of a `ValueError` to the user."""
+
+    def convert(text: str) -> _T:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise ValueError(f"{text!r} is not a number above 0")
+    return int(text)
+
+
+def _rate(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise ValueError(f"{text!r} is not a rate above 0")
+    return value
+
+
+def _topology(text: str) -> str:
+    Topology.parse(text)
+    return text
+
+
+def _cache_dir() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "epd" / "bench"

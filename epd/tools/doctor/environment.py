@@ -1,0 +1,253 @@
+"""This machine, and what the configuration says by itself.
+
+Looks at the store, as the proxy and the engines use it.
+"""
+
+import asyncio
+import os
+import resource
+import secrets
+import shutil
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from ipaddress import ip_address
+from pathlib import Path, PurePosixPath
+from urllib.parse import unquote, urlsplit
+
+from ec_store.aio import AsyncStore
+from ec_store.errors import StoreError, StoreMissing
+from ec_store.keys import EntryKey
+from ec_store.opening import open_async_store
+from epd.config import ProxyConfig
+from epd.edge.request_head import PER_CLIENT, RESERVED
+from epd.tools.doctor.facts import Finding, Mount, StoreFacts, mount_of, ok, warn
+from epd.transfer.encoded import Encoded
+
+SOMAXCONN = Path("/proc/sys/net/core/somaxconn")
+MIN_SOMAXCONN, GOOD_SOMAXCONN = 1024, 4096
+"""Of `net.core.somaxconn`: below the first, a burst of clients may not fit; Linux has had the
+second as its default since 5.4."""
+
+LOAD_BALANCER_S = 60.0
+"""How long common load balancers keep idle connections: who is behind one must keep them longer, or
+closes a connection just as a request comes by it."""
+
+
+def judge_host(config: ProxyConfig) -> Iterator[Finding]:
+    """Limits, permissions and settings that need no instance to be judged."""
+    yield from _judge_descriptors(config)
+    yield from judge_backlog(_somaxconn())
+    yield from _judge_umask()
+    yield from _judge_media(config)
+    yield from _judge_keep_alive(config)
+    yield from _judge_access(config)
+
+
+def _judge_descriptors(config: ProxyConfig) -> Iterator[Finding]:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    each = -(-config.max_requests // config.workers)
+    needed = RESERVED + PER_CLIENT * each
+    if hard < needed:
+        yield warn(
+            "descriptors",
+            f"a process may have {hard} open, {each} requests at once need {needed}",
+            f"raise the hard limit (ulimit -Hn, LimitNOFILE=) to {needed} or more",
+        )
+    else:
+        yield ok("descriptors", f"a process may have {hard} open")
+
+
+def _somaxconn() -> int | None:
+    try:
+        return int(SOMAXCONN.read_text())
+    except (OSError, ValueError):  # not Linux, or not readable in this container
+        return None
+
+
+def judge_backlog(somaxconn: int | None) -> Iterator[Finding]:
+    """Judge how many connections the kernel holds until the proxy accepts them.
+
+    Args:
+        somaxconn: Linux's `net.core.somaxconn`; None where it is not known.
+    """
+    if somaxconn is None:
+        return
+    seen = f"the kernel holds {somaxconn} connections until the proxy accepts them"
+    if somaxconn < MIN_SOMAXCONN:
+        yield warn(
+            "backlog",
+            f"{seen}: in a burst of more, clients wait 1 s or longer to connect",
+            f"sysctl -w net.core.somaxconn={GOOD_SOMAXCONN} here, and in the proxy's container or "
+            "pod: it is a setting of the network namespace",
+        )
+    else:
+        yield ok("backlog", seen)
+
+
+def _judge_umask() -> Iterator[Finding]:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    if mask & 0o002:
+        yield ok("umask", f"{mask:04o}")
+    else:
+        yield warn("umask", f"{mask:04o}: everybody may write what is created", "umask 027")
+
+
+def _judge_media(config: ProxyConfig) -> Iterator[Finding]:
+    folder = config.allowed_local_media_path
+    if folder is not None and not os.access(folder, os.R_OK | os.X_OK):
+        yield warn("media", f"{folder} cannot be read here", "mount it here as on the instances")
+    if config.media_fetch == "proxy" and not config.allowed_media_domains:
+        yield warn(
+            "media",
+            "the proxy fetches from any host with a public address",
+            "name the hosts: --allowed-media-domains",
+        )
+    elif config.media_fetch == "engine":
+        yield warn(
+            "media",
+            "engines fetch http(s) media themselves, from whatever they can reach",
+            "give the engines --allowed-media-domains, or the proxy --media-fetch proxy",
+        )
+
+
+def _judge_keep_alive(config: ProxyConfig) -> Iterator[Finding]:
+    if config.keep_alive_s <= LOAD_BALANCER_S:
+        yield warn(
+            "keep-alive",
+            f"idle clients' connections are closed after {config.keep_alive_s:g} s",
+            f"--keep-alive-s above that of the load balancer, often {LOAD_BALANCER_S:g} s",
+        )
+    else:
+        yield ok("keep-alive", f"idle clients' connections are kept for {config.keep_alive_s:g} s")
+
+
+def _judge_access(config: ProxyConfig) -> Iterator[Finding]:
+    if config.admin_api_key is None and (config.uds or not _is_loopback(config.host)):
+        yield warn(
+            "access",
+            "no admin key: /metrics and profiling answer this machine alone",
+            "set EPD_ADMIN_API_KEY",
+        )
+    if "*" in config.allowed_origins and config.api_keys_file is None:
+        yield warn(
+            "access",
+            "every web page that a client's browser opens can use the proxy: no keys, any origin",
+            "name the pages in --allowed-origins, or set --api-keys-file",
+        )
+    if config.api_keys_file is not None and config.key_secret is None:
+        yield warn(
+            "access",
+            "tenants' keys can be guessed at by who can list the store",
+            "set EPD_KEY_SECRET, the same for every replica",
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+LOOKS = 9
+"""Look-ups whose median counts."""
+ARRIVES_S = 5.0
+"""Encode instances write with nobody waiting: how long an entry may take to appear."""
+SEARCH_S = 2.0
+"""For going through all entries for one that is not where it should be."""
+WITHIN_S = 10.0
+"""For all that is asked of the store."""
+
+
+async def look_at_store(url: str, made: Encoded | None) -> StoreFacts:
+    """What the store is like.
+
+    Args:
+        url: of the store.
+        made: what an encode instance has just made, and where it says that it is.
+    """
+    try:
+        async with asyncio.timeout(WITHIN_S), await open_async_store(url, create=False) as store:
+            entry = None if made is None else await _entry(store, made)
+            lost = made if entry == "missing" else None
+            elsewhere = None if lost is None else await _elsewhere(store, lost)
+            stats = await store.stats()
+            return StoreFacts(
+                round_trip_s=await _round_trip_s(store),
+                writable=await _writable(store),
+                entry=entry,
+                elsewhere=elsewhere,
+                bytes=stats.bytes,
+                max_bytes=stats.max_bytes,
+                free_bytes=_free_bytes(url),
+                mount=_mount(url),
+            )
+    except TimeoutError:
+        return StoreFacts(problem=f"no answer within {WITHIN_S:g} s")
+    except (StoreError, OSError) as error:
+        return StoreFacts(problem=str(error), missing=isinstance(error, StoreMissing))
+
+
+async def _entry(store: AsyncStore, made: Encoded) -> str:
+    if made.namespace is None or made.identifier is None:
+        return "missing"
+    key = EntryKey(made.namespace, made.identifier)
+    until_s = time.monotonic() + ARRIVES_S
+    while (await store.lookup([key]))[0] is None:
+        if time.monotonic() > until_s:
+            return "missing"
+        await asyncio.sleep(0.1)
+    return "found" if await store.get(key) is None else "read"
+
+
+async def _elsewhere(store: AsyncStore, made: Encoded) -> str | None:
+    """Another namespace that has the output; None: none was seen within `SEARCH_S`."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(SEARCH_S):
+            async for listed in store.ls():
+                key = None if listed.info is None else listed.info.key
+                if key is not None and key.identifier == made.identifier:
+                    return key.namespace
+    return None
+
+
+async def _round_trip_s(store: AsyncStore) -> float:
+    times = []
+    for _ in range(LOOKS):
+        started_s = time.perf_counter()
+        await store.lookup([_nobodys()])
+        times.append(time.perf_counter() - started_s)
+    return statistics.median(times)
+
+
+async def _writable(store: AsyncStore) -> bool:
+    owner = f"epd-doctor-{secrets.token_hex(8)}"
+    key = _nobodys()
+    try:
+        claimed = await store.claim([key], owner, 1.0)
+        await store.release([key], owner)
+    except StoreError:
+        return False
+    return claimed == [True]
+
+
+def _nobodys() -> EntryKey:
+    return EntryKey("epd-doctor", secrets.token_hex(32))
+
+
+def _mount(url: str) -> Mount | None:
+    parts = urlsplit(url)
+    if parts.scheme != "file":
+        return None
+    with suppress(OSError):
+        table = Path("/proc/self/mounts").read_text(errors="surrogateescape")
+        return mount_of(PurePosixPath(Path(unquote(parts.path)).resolve()), table.splitlines())
+    return None
+
+
+def _free_bytes(url: str) -> int | None:
+    parts = urlsplit(url)
+    return shutil.disk_usage(unquote(parts.path)).free if parts.scheme == "file" else None

@@ -1,0 +1,188 @@
+"""Looks at everything, and says what it means.
+
+`epd doctor`.
+"""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from itertools import cycle, islice
+
+from epd.config import ProxyConfig
+from epd.config.live import LiveConfig
+from epd.http.pool import Pool
+from epd.http.tls import upstream_context
+from epd.request.kv_peers import Peers
+from epd.request.stages import Stages
+from epd.routing.instances import Instance, Role
+from epd.routing.table import InstanceTable
+from epd.tools.doctor import judge
+from epd.tools.doctor.environment import judge_host, look_at_store
+from epd.tools.doctor.facts import (
+    Finding,
+    InstanceFacts,
+    StoreFacts,
+    Trial,
+    Verdict,
+    as_json,
+    as_text,
+    worst,
+)
+from epd.tools.doctor.instances import IDLE_S, Visitor, call_the_roll
+from epd.tools.doctor.trials import Trials, Tried, Turns, text
+from epd.transfer.encoded import Encoded
+from epd.transfer.registry import EC_TRANSFERS, KV_TRANSFERS
+from epd.upstream import Upstream
+
+
+class Patient:
+    """A fleet under examination."""
+
+    def __init__(self, facts: Sequence[InstanceFacts]) -> None:
+        """What is known of its instances without sending them work."""
+        self._facts = {one.instance: one for one in facts}
+        self.tried: Tried | None = None
+
+    @property
+    def facts(self) -> Sequence[InstanceFacts]:
+        """What is known of its instances."""
+        return tuple(self._facts.values())
+
+    @property
+    def model(self) -> str | None:
+        """One that can be asked."""
+        return next((model.name for one in self.facts for model in one.models), None)
+
+    def there(self, *roles: Role) -> list[Instance]:
+        """The instances of these roles that answer."""
+        return [it for it, one in self._facts.items() if it.role in roles and one.problem is None]
+
+    def note(self, instance: Instance, trials: Mapping[str, Trial]) -> None:
+        """Remember what became of requests; the first failure of a kind stays."""
+        facts = self._facts[instance]
+        failed = {stage: trial for stage, trial in facts.trials.items() if trial.problem}
+        self._facts[instance] = replace(facts, trials={**facts.trials, **trials, **failed})
+
+    def encoded(self, instance: Instance, tried: Tried) -> None:
+        """Remember what an encode instance has made."""
+        facts, own = self._facts[instance], tried.encoded.namespace
+        if own is not None:
+            self._facts[instance] = replace(facts, namespaces=facts.namespaces | {own})
+        self.tried = self.tried or tried
+
+
+async def examine(config: ProxyConfig, *, requests: bool) -> list[Finding]:
+    """All findings.
+
+    Args:
+        config: of the proxy.
+        requests: whether instances are sent requests, of some bytes and one token each.
+    """
+    headers = headers_of(config)
+    async with (
+        Upstream.connect(config.connect_timeout_s, config.upstream_ca_file) as upstream,
+        _pool(config) as pool,
+    ):
+        called = await call_the_roll(config)
+        upstream.verify_as(called.names)
+        pool.verify_as(called.names)
+        visitor = Visitor(upstream, pool, headers, config.health_timeout_s)
+        patient = Patient(await asyncio.gather(*map(visitor.look, called.instances)))
+        if requests and patient.model is not None:
+            encoded = EC_TRANSFERS[config.ec_transfer]()
+            transfer = KV_TRANSFERS[config.kv_transfer]()
+            peers = Peers(InstanceTable(), transfer, upstream, LiveConfig(config))
+            stages = Stages(upstream)
+            trials = Trials(stages, encoded, transfer, peers, headers, config)
+            encode = _try_pushes if encoded.pushed else _try_encode
+            await encode(patient, trials, patient.model)
+            turns = Turns(stages, transfer, headers, config) if transfer.bidirectional else None
+            await _try_handovers(patient, trials, turns, patient.model)
+    made = None if patient.tried is None else patient.tried.encoded
+    store = await _look_at_store(config, made)
+    return [
+        *judge_host(config),
+        *called.findings,
+        *(finding for one in patient.facts for finding in judge.judge_instance(one)),
+        *judge.judge_fleet(patient.facts),
+        *(judge.judge_store(config, store) if EC_TRANSFERS[config.ec_transfer].stored else ()),
+    ]
+
+
+async def _look_at_store(config: ProxyConfig, made: Encoded | None) -> StoreFacts | None:
+    return None if config.ec_store is None else await look_at_store(config.ec_store, made)
+
+
+async def _try_encode(patient: Patient, trials: Trials, model: str) -> None:
+    for instance in patient.there(Role.ENCODE):
+        trial, tried = await trials.encode(instance, model)
+        patient.note(instance, {judge.ENCODE: trial})
+        if tried is not None:
+            patient.encoded(instance, tried)
+            if not tried.encoded.metadata:
+                patient.note(instance, {judge.RAW: Trial()})
+    if patient.tried is not None and patient.tried.encoded.metadata:
+        # An engine that sends blocks to an address ends where a request has none.
+        alone = (Role.PREFILL,) if trials.prefills_alone else ()
+        for instance in patient.there(*alone, Role.PREFILL_DECODE):
+            patient.note(instance, {judge.CONSUME: await trials.consume(instance, patient.tried)})
+
+
+async def _try_pushes(patient: Patient, trials: Trials, model: str) -> None:
+    """From each encode instance, to each rank of each consumer at least once."""
+    encoders = patient.there(Role.ENCODE)
+    consumers = patient.there(Role.PREFILL, Role.PREFILL_DECODE)
+    table = InstanceTable(consumers)
+    ranks = [table.place(one) for one in consumers for _ in range(one.dp_size)]
+    if not encoders or not ranks:
+        return
+    pairs = max(len(encoders), len(ranks))
+    for encoder, consumer in islice(zip(cycle(encoders), cycle(ranks), strict=False), pairs):
+        trial, tried = await trials.encode(encoder, model, consumer)
+        patient.note(encoder, {judge.ENCODE: trial})
+        if tried is not None and tried.encoded.metadata:
+            seen = await trials.consume(consumer.instance, tried)
+            patient.note(consumer.instance, {judge.CONSUME: seen})
+
+
+async def _try_handovers(patient: Patient, trials: Trials, turns: Turns | None, model: str) -> None:
+    prefills, decodes = patient.there(Role.PREFILL), patient.there(Role.DECODE)
+    if not prefills or not decodes:
+        return
+    pairs = max(len(prefills), len(decodes))
+    for prefill, decode in islice(zip(cycle(prefills), cycle(decodes), strict=False), pairs):
+        became = dict(await trials.transfer(prefill, decode, text(model)))
+        patient.note(prefill, {judge.PREFILL: became.pop(judge.PREFILL)})
+        patient.note(decode, became)
+        if turns is None or judge.DECODE not in became or became[judge.DECODE].problem:
+            continue
+        if became[judge.DECODE].keeps:
+            patient.note(prefill, {judge.READ: await turns.read(prefill, decode, model)})
+        else:
+            patient.note(decode, {judge.FORGET: Trial()})
+
+
+@asynccontextmanager
+async def _pool(config: ProxyConfig) -> AsyncIterator[Pool]:
+    tls = upstream_context(config.upstream_ca_file)
+    pool = Pool(tls, connect_timeout_s=config.connect_timeout_s, keep_alive_s=2 * IDLE_S)
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+def headers_of(config: ProxyConfig) -> dict[str, str]:
+    """What instances are sent, as the proxy sends it where a client has no key."""
+    key = config.openai_api_key
+    return {} if key is None else {"Authorization": f"Bearer {key.get_secret_value()}"}
+
+
+def run(config: ProxyConfig, *, requests: bool, as_document: bool) -> None:
+    """Print the findings. Exits with 1 where requests would suffer."""
+    findings = asyncio.run(examine(config, requests=requests))
+    print(as_json(findings) if as_document else as_text(findings))
+    if worst(findings) is Verdict.FAIL:
+        sys.exit(1)

@@ -1,0 +1,247 @@
+"""Looks at one instance, without sending it work.
+
+Who takes part, as far as it can be seen from outside the proxy. Nothing is written.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from email.utils import parsedate_to_datetime
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import urlsplit
+
+from epd.config import ProxyConfig
+from epd.discovery.dns import LookUpFailed
+from epd.discovery.entries import EntriesInvalid, read_yaml
+from epd.discovery.membership import opened
+from epd.discovery.stores import StoreFailed, read_file
+from epd.errors import ProxyError
+from epd.http.connection import Broken, Unreachable
+from epd.http.http1 import request_head, target_of
+from epd.http.pool import Pool
+from epd.json_or_none import json_or_none
+from epd.routing.instances import ANSWERING, Change, Instance, Registry, Role, Source
+from epd.routing.load import read_namespaces
+from epd.routing.table import InstanceTable
+from epd.routing.urls import at_address
+from epd.tools.doctor.facts import Finding, InstanceFacts, Model, fail, warn
+from epd.transfer.registry import KV_TRANSFERS
+from epd.upstream import KEEP_ALIVE_S, Answer, Upstream
+
+IDLE_S = KEEP_ALIVE_S + 0.5
+"""How long an instance has to keep an idle connection: a little longer than the proxy pools one."""
+
+
+class Visitor:
+    """Asks instances what they say of themselves.
+
+    Args:
+        upstream: what is asked with.
+        pool: connections of it that are kept for `IDLE_S` and more.
+        headers: sent along, such as a key.
+        timeout_s: for each answer.
+    """
+
+    def __init__(
+        self, upstream: Upstream, pool: Pool, headers: Mapping[str, str], timeout_s: float
+    ) -> None:
+        self._upstream = upstream
+        self._pool = pool
+        self._headers = headers
+        self._timeout_s = timeout_s
+
+    async def look(self, instance: Instance) -> InstanceFacts:
+        """What it says. Takes a little longer than `IDLE_S`."""
+        try:
+            health = await self._get(instance, "/health")
+            if not health.ok:
+                return InstanceFacts(instance, f"GET /health: {health.status}")
+            version, models, metrics, keeps_alive = await asyncio.gather(
+                self._get(instance, "/version"),
+                self._get(instance, "/v1/models"),
+                self._get(instance, "/metrics"),
+                self._keeps_alive(instance),
+            )
+        except ProxyError as error:
+            return InstanceFacts(instance, f"{error} ({_reason(error)})")
+        if models.status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
+            return InstanceFacts(instance, "it wants an API key: set OPENAI_API_KEY to it")
+        return InstanceFacts(
+            instance,
+            version=_text(_json(version).get("version")),
+            models=_models(_json(models)),
+            skew_s=_skew_s(health),
+            keeps_alive=keeps_alive,
+            namespaces=read_namespaces(metrics.body) - {""} if metrics.ok else frozenset(),
+        )
+
+    async def _get(self, instance: Instance, path: str) -> Answer:
+        return await self._upstream.fetch(
+            instance.url + path, stage="proxy", headers=self._headers, timeout_s=self._timeout_s
+        )
+
+    async def _keeps_alive(self, instance: Instance) -> bool | None:
+        """Whether an idle connection is still open when the proxy may yet use it."""
+        target = target_of(instance.url + "/health")
+        until_s = asyncio.get_running_loop().time() + self._timeout_s
+        try:
+            connection = await self._pool.connect(target.origin)
+            try:
+                await connection.ask(request_head(target, self._headers, None), (), until_s)
+                while await connection.chunk(until_s):
+                    pass
+                await asyncio.sleep(IDLE_S)
+                return connection.usable
+            finally:
+                connection.abort()
+        except (Unreachable, Broken, TimeoutError):
+            return None
+
+
+def _reason(error: ProxyError) -> str:
+    return str(error.__cause__ or type(error).__name__)
+
+
+def _json(answer: Answer) -> Mapping[str, Any]:
+    value = json_or_none(answer.body)
+    return value if isinstance(value, dict) else {}
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _models(said: Mapping[str, Any]) -> tuple[Model, ...]:
+    rows = said.get("data")
+    return tuple(
+        Model(row["id"], _text(row.get("root")), _length(row.get("max_model_len")))
+        for row in (rows if isinstance(rows, list) else [])
+        if isinstance(row, dict) and isinstance(row.get("id"), str)
+    )
+
+
+def _length(value: object) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+def _skew_s(answer: Answer) -> float | None:
+    try:
+        said = parsedate_to_datetime(answer.headers.get("Date", ""))
+    except ValueError:
+        return None
+    return said.timestamp() - time.time()
+
+
+@dataclass(frozen=True, slots=True)
+class RollCall:
+    """Who takes part.
+
+    Attributes:
+        instances: all that the sources name and that go together.
+        names: whose certificates those have to show that were found by name, by URL.
+        findings: what is wrong with the sources.
+    """
+
+    instances: Sequence[Instance]
+    names: Mapping[str, str]
+    findings: Sequence[Finding]
+
+
+async def call_the_roll(config: ProxyConfig) -> RollCall:
+    """Ask every source of instances once."""
+    findings: list[Finding] = []
+    names: dict[str, str] = {}
+    transfer = KV_TRANSFERS[config.kv_transfer]()
+
+    def changed(one: Instance, change: Change, _: Source) -> None:
+        if change == "refused" and not transfer.fits(one):
+            advice = "mend its kv_addr, or take it out of the configuration"
+            findings.append(fail(f"{one.role} {one.url}", "--kv-transfer cannot use it", advice))
+        elif change == "refused":
+            advice = "have all of one kind: prefill and decode, or prefill_decode"
+            seen = "takes no part: its role does not go with another instance's"
+            findings.append(warn(f"{one.role} {one.url}", seen, advice))
+
+    registry = Registry(InstanceTable(), config.instances, fits=transfer.fits, on_change=changed)
+    registry.replace(Source.FILE, _in_file(config, findings))
+    registry.replace(Source.API, await _registered(config, findings))
+    registry.replace(Source.DNS, [one async for one in _by_name(config, names, findings)])
+    instances = [one for one, *_ in registry.members]
+    findings += _judge_roles(config, {one.role for one in instances})
+    return RollCall(instances, names, findings)
+
+
+def _in_file(config: ProxyConfig, findings: list[Finding]) -> Sequence[Instance]:
+    path = config.instances_file
+    if path is None:
+        return ()
+    try:
+        raw = read_file(path)
+        if raw is not None:
+            return read_yaml(raw)
+        seen = "it is gone"
+    except (EntriesInvalid, OSError) as error:
+        seen = str(error)
+    findings.append(fail(f"file {path}", seen, "mend it: the proxy does not start with it"))
+    return ()
+
+
+async def _registered(config: ProxyConfig, findings: list[Finding]) -> Sequence[Instance]:
+    if not config.dynamic_registration:
+        return ()
+    if config.registration_store is None:
+        seen = "what is registered with a proxy that runs cannot be seen from here"
+        findings.append(
+            warn(
+                "registration",
+                seen,
+                "look at GET /instances, or keep registrations in a --registration-store",
+            )
+        )
+        return ()
+    try:
+        async with opened(config.registration_store) as store:
+            return await store.read() or ()
+    except StoreFailed as error:
+        advice = "mend --registration-store: until then nobody can register"
+        findings.append(fail("registration", f"the store cannot be read: {error}", advice))
+        return ()
+
+
+async def _by_name(
+    config: ProxyConfig, names: dict[str, str], findings: list[Finding]
+) -> AsyncIterator[Instance]:
+    if not config.discovered:
+        return
+    from epd.discovery.dns import Names  # noqa: PLC0415 - takes its time to load
+
+    look_up = Names(config.discovery_dns_server).addresses
+    for one in config.discovered:
+        host = urlsplit(one.url).hostname or ""
+        try:
+            addresses = await look_up(host)
+            problem = None if addresses else "it has no address"
+        except LookUpFailed as error:
+            addresses, problem = frozenset(), f"it cannot be looked up: {error}"
+        if problem is not None:
+            advice = "mend the name, or name another: --discover-…, --discovery-dns-server"
+            findings.append(fail(f"{one.role} {host}", problem, advice))
+        for address in sorted(addresses):
+            url = at_address(one.url, address)
+            names[url] = host
+            yield replace(one, url=url)
+
+
+def _judge_roles(config: ProxyConfig, roles: set[Role]) -> Iterator[Finding]:
+    if config.dynamic_registration and config.registration_store is None:
+        return  # who is registered may have them
+    if not roles & set(ANSWERING):
+        yield fail(
+            "instances", "none decodes: every request is answered 503", "add a decode instance"
+        )
+    if Role.ENCODE not in roles and config.encodes:
+        yield warn("instances", "none encodes", "add an encode instance")
+    if Role.DECODE in roles and Role.PREFILL not in roles:
+        yield warn("instances", "none prefills for those that decode", "add a prefill instance")

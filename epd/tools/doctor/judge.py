@@ -1,0 +1,293 @@
+"""Findings out of facts. No I/O."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from ec_store.config import size_text
+from epd.config import ProxyConfig
+from epd.routing.instances import Role
+from epd.tools.doctor.facts import Finding, InstanceFacts, Mount, StoreFacts, Trial, fail, ok, warn
+
+MAX_SKEW_S = 5.0
+"""Of clocks; a `Date` header is whole seconds."""
+
+OLDEST = (0, 32)
+"""vLLM's first version whose encode instances report `ec_transfer_params`."""
+
+NFS = frozenset({"nfs", "nfs4"})
+
+CLIENTS_CLOCKS = frozenset({"ceph", "fuse.ceph", "fuse.ceph-fuse", "lustre", "beegfs"})
+"""File systems whose clients set the time of modification themselves."""
+
+ENCODE, CONSUME, PREFILL, DECODE = "encode", "metadata", "prefill", "decode"
+READ, FORGET = "conversation", "no conversation"
+RAW = "media"
+"""Requests that are tried."""
+
+NOT_FOUND = 404
+
+SPLIT = (
+    "install this version of the connector in the environment of every engine, and put the model's "
+    "config.json beside its weights: the processes of one engine derive the namespace from it. The "
+    "engine's log has each, after `namespace`"
+)
+
+ADVICE = {
+    ENCODE: "start it with --ec-transfer-config, ec_role ec_producer, and the connector that "
+    "--ec-transfer names",
+    CONSUME: "start it with --ec-transfer-config, ec_role ec_consumer, the connector of the encode "
+    "instances, and their store if they have one; for nixl and mooncake with "
+    "VLLM_USE_V2_MODEL_RUNNER=1",
+    PREFILL: "start it with --kv-transfer-config, kv_role kv_producer, and the connector that "
+    "--kv-transfer names",
+    DECODE: "start it with --kv-transfer-config, kv_role kv_consumer, the same connector, and let "
+    "it reach the prefill instances': VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT, or its kv_addr",
+    READ: "give it bidirectional_kv_xfer in its --kv-transfer-config, as decode has it, and let it "
+    "reach the decode instances': VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT",
+}
+NO_CHAT = (
+    "the model has no chat route, by which encode requests go, as one for transcriptions (Whisper) "
+    "or embeddings alone: vLLM cannot run its encoder apart. Serve it by decode alone, without "
+    "encode instances: `epd up --topology 1pd`"
+)
+"""Advice for an encode instance that answers a chat with 404 and names no unknown model."""
+
+SEEN = {
+    ENCODE: "encodes, and says where its outputs are",
+    CONSUME: "finds encoder outputs by their key alone",
+    PREFILL: "hands over its KV cache",
+    DECODE: "answers what was prefilled elsewhere",
+    READ: "reads what decode holds of a conversation's last turn",
+    RAW: "media travel to prefill and decode: vLLM reports no placeholder metadata for this model",
+    FORGET: "holds nothing of a conversation for its next turn: it has no bidirectional_kv_xfer",
+}
+
+
+def judge_instance(facts: InstanceFacts) -> Iterator[Finding]:
+    """Yield the findings about one instance."""
+    name = f"{facts.instance.role} {facts.instance.url}"
+    if facts.problem is not None:
+        yield fail(name, facts.problem, "start it, or take it out of the configuration")
+        return
+    models = ", ".join(model.name for model in facts.models)
+    yield ok(name, f"vLLM {facts.version or 'of an unknown version'}, serves {models or 'nothing'}")
+    yield from _judge_version(name, facts)
+    yield from _judge_clock(name, facts)
+    if facts.keeps_alive is False:
+        yield warn(
+            name,
+            "closes idle connections before the proxy does",
+            "set VLLM_HTTP_TIMEOUT_KEEP_ALIVE=5 or more",
+        )
+    for stage, trial in facts.trials.items():
+        yield _judge_trial(name, stage, trial)
+
+
+def _judge_version(name: str, facts: InstanceFacts) -> Iterator[Finding]:
+    numbers = _release(facts.version)
+    if numbers is not None and numbers < OLDEST:
+        yield warn(
+            name,
+            f"vLLM {facts.version} reports no ec_transfer_params: media go on to every stage",
+            "use vLLM 0.32 or newer",
+        )
+
+
+def _release(version: str | None) -> tuple[int, int] | None:
+    """The first two numbers of a version; None of a build that has none, such as 0.1.dev3."""
+    parts = (version or "").split(".")
+    if len(parts) < 2 or not all(part.isdigit() for part in parts[:2]) or "dev" in parts[-1]:  # noqa: PLR2004
+        return None
+    return int(parts[0]), int(parts[1])
+
+
+def _judge_clock(name: str, facts: InstanceFacts) -> Iterator[Finding]:
+    if facts.skew_s is not None and abs(facts.skew_s) > MAX_SKEW_S:
+        yield warn(
+            name,
+            f"its clock is {facts.skew_s:+.0f} s from this one's",
+            "run NTP on both: expiry and leases of a store on a shared file system go by clocks",
+        )
+
+
+def _judge_trial(name: str, stage: str, trial: Trial) -> Finding:
+    if trial.problem is None:
+        return ok(name, SEEN[stage])
+    # Without it every turn is computed, some after waiting for --prefill-timeout-s.
+    say = warn if stage == READ else fail
+    unrouted = stage == ENCODE and trial.status == NOT_FOUND and "Not Found" in trial.problem
+    return say(name, f"{stage}: {trial.problem}", NO_CHAT if unrouted else ADVICE[stage])
+
+
+def judge_fleet(facts: Sequence[InstanceFacts]) -> Iterator[Finding]:
+    """Yield the findings about all instances together."""
+    there = [one for one in facts if one.problem is None]
+    yield from _judge_models(there)
+    versions = sorted({one.version for one in there if one.version})
+    if len(versions) > 1:
+        yield warn(
+            "versions",
+            ", ".join(versions),
+            "run one version of vLLM: what stages tell each other changes between versions",
+        )
+    yield from _judge_namespaces(there)
+
+
+def _judge_namespaces(there: Sequence[InstanceFacts]) -> Iterator[Finding]:
+    holders: dict[str, list[str]] = {}
+    for one in there:
+        for namespace in sorted(one.namespaces):
+            holders.setdefault(namespace, []).append(one.instance.url)
+        if len(one.namespaces) > 1:
+            yield fail(
+                f"{one.instance.role} {one.instance.url}",
+                f"one instance with several namespaces: {', '.join(sorted(one.namespaces))}",
+                SPLIT,
+            )
+    if len(holders) > 1 and all(len(one.namespaces) <= 1 for one in there):
+        yield fail(
+            "namespaces",
+            "; ".join(f"{name} at {', '.join(holders[name])}" for name in sorted(holders)),
+            "serve the same weights, revision, dtype and processor options on all encode, prefill "
+            "and prefill_decode instances: as they are, none finds what another has made",
+        )
+
+
+def _judge_models(there: Sequence[InstanceFacts]) -> Iterator[Finding]:
+    if not there:
+        return
+    every = set[str]().union(*({model.name for model in one.models} for one in there))
+    lacking = [
+        f"{one.instance.url} lacks {', '.join(sorted(missing))}"
+        for one in there
+        if (missing := every - {model.name for model in one.models})
+    ]
+    if lacking:
+        yield fail("models", "; ".join(lacking), "serve the same models under the same names")
+    else:
+        yield ok("models", f"every instance serves {', '.join(sorted(every)) or 'nothing'}")
+    yield from _judge_lengths(there)
+
+
+def _judge_lengths(there: Iterable[InstanceFacts]) -> Iterator[Finding]:
+    lengths: dict[str, dict[int, list[str]]] = {}
+    for one in there:
+        if one.instance.role is Role.ENCODE:
+            continue
+        for model in one.models:
+            if model.max_model_len is not None:
+                by_length = lengths.setdefault(model.name, {})
+                by_length.setdefault(model.max_model_len, []).append(one.instance.url)
+    for name, by_length in lengths.items():
+        if len(by_length) > 1:
+            seen = "; ".join(f"{length}: {', '.join(by_length[length])}" for length in by_length)
+            yield warn(
+                "models",
+                f"max_model_len of {name} differs: {seen}",
+                "give prefill and decode instances the same --max-model-len",
+            )
+
+
+def judge_store(config: ProxyConfig, facts: StoreFacts | None) -> Iterator[Finding]:
+    """Yield the findings about the store; `facts` is None if the proxy has no store."""
+    if not config.encodes:
+        return
+    if facts is None:
+        yield warn(
+            "store",
+            "the proxy asks none: every picture is encoded, however often it was seen",
+            "give --ec-store the store that the engines' --ec-transfer-config names",
+        )
+        return
+    if facts.missing and facts.problem is not None:
+        yield fail(
+            "store",
+            facts.problem,
+            "name the store of the engines' --ec-transfer-config: an engine with ECStoreConnector "
+            "makes it when it starts, and so do `ec-store serve` and `ec-store configure`",
+        )
+        return
+    if facts.problem is not None:
+        yield fail(
+            "store", facts.problem, "requests are answered, but all is encoded; mend the store"
+        )
+        return
+    budget_s = config.ec_store_budget_s
+    round_trip = f"{facts.round_trip_s * 1000:.1f} ms a look-up"
+    if facts.round_trip_s > budget_s / 2:
+        yield warn(
+            "store",
+            f"{round_trip}, of a budget of {budget_s * 1000:.0f} ms",
+            "bring it nearer, or raise --ec-store-budget-s",
+        )
+    else:
+        yield ok("store", round_trip)
+    yield from _judge_entry(facts)
+    if not facts.writable:
+        yield warn(
+            "store",
+            "the proxy may not write to it",
+            "allow it to: else pictures are encoded twice where two proxies see them at once, and "
+            "names for media are not kept",
+        )
+    yield from _judge_room(facts)
+    if facts.mount is not None:
+        yield from _judge_mount(facts.mount)
+
+
+def _judge_entry(facts: StoreFacts) -> Iterator[Finding]:
+    match facts.entry:
+        case "read":
+            yield ok("store", "has what the encode instance has just made")
+        case "found":
+            yield fail(
+                "store",
+                "an entry that an encode instance has just made cannot be read",
+                "run engines and proxy as one user, or share a group: "
+                "?dir_mode=2770&file_mode=0660 in every store URL",
+            )
+        case "missing" if facts.elsewhere is not None:
+            yield fail(
+                "store",
+                "what an encode instance has just made is in it under another namespace than the "
+                f"instance reports: {facts.elsewhere}",
+                SPLIT,
+            )
+        case "missing":
+            yield fail(
+                "store",
+                "what an encode instance has just made is not in it",
+                "name the same store in --ec-store and in the engines' --ec-transfer-config",
+            )
+
+
+def _judge_mount(mount: Mount) -> Iterator[Finding]:
+    where = f"the {mount.kind} mount at {mount.path}"
+    if mount.kind in NFS:
+        caches = mount.options.get("lookupcache", "all")
+        if caches == "all" and "noac" not in mount.options:
+            yield warn(
+                "store",
+                f"{where} caches that a name is missing: an entry that is looked for before it is "
+                "written stays a miss, for 30 s by default (acdirmin)",
+                "mount it with lookupcache=positive on every host that consumes",
+            )
+    elif mount.kind in CLIENTS_CLOCKS:
+        yield warn(
+            "store",
+            f"{where} takes times from its clients' clocks, by which entries and leases expire",
+            "run NTP on every host; only tmpfs and local disks are tested",
+        )
+
+
+def _judge_room(facts: StoreFacts) -> Iterator[Finding]:
+    if facts.max_bytes is None or facts.free_bytes is None:
+        return
+    room = facts.free_bytes + (facts.bytes or 0)
+    if room < facts.max_bytes:
+        yield warn(
+            "store",
+            f"its quota of {size_text(facts.max_bytes)} is more than the {size_text(room)} it can "
+            "have",
+            "lower it with `ec-store configure URL --max-bytes SIZE`, as max_bytes in a URL counts "
+            "only where the store is made; or give it a larger file system",
+        )

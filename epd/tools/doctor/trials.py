@@ -1,0 +1,316 @@
+"""Requests that are sent to see whether each stage does its part: some bytes, one token each.
+
+Two turns of a conversation: whether prefill reads what decode holds of the first.
+"""
+
+import asyncio
+import base64
+import io
+import random
+import secrets
+import wave
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from PIL import Image
+
+from epd.api.body import reply_field
+from epd.api.chat import CHAT, Completions, encode_body
+from epd.api.items import Body
+from epd.config import ProxyConfig
+from epd.conversations.turn import Heard
+from epd.errors import ProxyError, UpstreamRejected
+from epd.request.context import RequestContext
+from epd.request.kv_peers import Peers
+from epd.request.stages import Stages
+from epd.routing.instances import Instance, Role
+from epd.routing.table import Place
+from epd.tools.doctor.facts import Trial
+from epd.tools.doctor.judge import DECODE, PREFILL
+from epd.transfer.ec import ECTransfer
+from epd.transfer.encoded import Consumed, Encoded, EncodedItem, consumer_body
+from epd.transfer.kv import KVTransfer, Pair
+from epd.transfer.params import Params, with_params
+from epd.transfer.readback import kept_params
+
+SIDE = 64
+"""Of the picture, in pixels: more than the least that processors take."""
+SOUND_S = 1
+RATE_HZ = 16_000
+ANSWERS_S = 60.0
+"""Silence in an answer of one token."""
+
+
+def picture() -> Mapping[str, Any]:
+    """A picture that nobody has seen before."""
+    noise = random.Random(secrets.token_bytes(16)).randbytes(3 * SIDE * SIDE)  # noqa: S311
+    file = io.BytesIO()
+    Image.frombytes("RGB", (SIDE, SIDE), noise).save(file, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def sound() -> Mapping[str, Any]:
+    """A sound that nobody has heard before."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as written:
+        written.setparams((1, 2, RATE_HZ, 0, "NONE", ""))
+        written.writeframes(secrets.token_bytes(2 * RATE_HZ * SOUND_S))
+    data = base64.b64encode(file.getvalue()).decode()
+    return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+
+
+class Tried:
+    """What an encode instance made of a picture or a sound.
+
+    Attributes:
+        body: the request that asks about it.
+        encoded: what is known of its encoder output.
+        params: `ec_transfer_params` of a request with it.
+        consumer: whom it was made for; None: anyone.
+    """
+
+    def __init__(
+        self, body: Body, encoded: Encoded, params: Params, consumer: Place | None
+    ) -> None:
+        self.body = body
+        self.encoded = encoded
+        self.params = params
+        self.consumer = consumer
+
+    def by_key(self) -> Body:
+        """The request, with the output's key in the place of the media."""
+        [item] = CHAT.items(self.body)
+        one = EncodedItem(item, None, self.encoded, "encoded")
+        return consumer_body(self.body, [one], self.params, raw=False).body
+
+
+class Trials:
+    """Tries each stage at each instance.
+
+    Args:
+        stages: as the proxy has them.
+        encoded: how prefill gets encoder outputs.
+        transfer: how decode gets the KV blocks.
+        peers: what is known of the prefill instances' connectors.
+        headers: sent along, such as a key.
+        config: how long instances may take.
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917 - what instances are asked with
+        self,
+        stages: Stages,
+        encoded: ECTransfer,
+        transfer: KVTransfer,
+        peers: Peers,
+        headers: Mapping[str, str],
+        config: ProxyConfig,
+    ) -> None:
+        self._stages = stages
+        self._encoded = encoded
+        self._transfer = transfer
+        self._peers = peers
+        self._headers = headers
+        self._config = config
+
+    @property
+    def prefills_alone(self) -> bool:
+        """Whether a prefill instance may be asked with no decode instance to go with it.
+
+        An engine that sends blocks to an address ends where a request has none.
+        """
+        return Role.DECODE not in self._transfer.addressed
+
+    async def encode(
+        self, instance: Instance, model: str, consumer: Place | None = None
+    ) -> tuple[Trial, Tried | None]:
+        """Have a picture encoded; where the model takes none, a sound.
+
+        Args:
+            instance: who encodes.
+            model: what it serves.
+            consumer: whom it is pushed to, with a transfer that pushes.
+        """
+        refused = None
+        for part in (picture(), sound()):
+            body = _asking(model, part)
+            item = next(CHAT.items(body))
+            try:
+                asked = self._encoded.encode_params(consumer, 1)
+                sent = encode_body(body, item, None, asked)
+                replied = await self._stages.encode(instance, sent, item, self._context())
+                encoded = self._encoded.encoded(replied, asked)
+            except UpstreamRejected as error:
+                refused = refused or error
+                continue
+            except ProxyError as error:
+                return _failed(error), None
+            if not encoded.params:
+                return Trial("it encodes, but reports no ec_transfer_params"), None
+            if (lacking := self._encoded.lacking(replied)) is not None:
+                return Trial(f"it encodes, but its ec_transfer_params have no {lacking}"), None
+            params = self._encoded.consumer_params([encoded])
+            return Trial(), Tried(body, encoded, params, consumer)
+        return _failed(refused) if refused else Trial(), None
+
+    async def consume(self, instance: Instance, tried: Tried) -> Trial:
+        """Ask about what was encoded, by its key alone."""
+        rank = None if tried.consumer is None else tried.consumer.rank
+        return await self._answered(instance, tried.by_key(), rank=rank)
+
+    async def transfer(
+        self, prefill: Instance, decode: Instance, body: Body
+    ) -> Mapping[str, Trial]:
+        """Have a request prefilled at one instance and decoded at another."""
+        context = self._context()
+        pair = Pair(context.request_id, prefill, 0 if prefill.dp_size > 1 else None, decode)
+        try:
+            pair = pair._replace(peer=await self._peers.of(pair))
+            if self._transfer.concurrent(pair):
+                return await self._at_once(pair, decode, body, context)
+            prefilled = await self._stages.prefill(self._transfer, pair, Consumed(body), context)
+        except ProxyError as error:
+            return {PREFILL: _failed(error)}
+        return {PREFILL: Trial(), DECODE: await self._decoded(pair, decode, body, prefilled.params)}
+
+    async def _at_once(
+        self, pair: Pair, decode: Instance, body: Body, context: RequestContext
+    ) -> Mapping[str, Trial]:
+        """Both at the same time; without the one the other waits in vain."""
+        params = self._transfer.decode_params(pair, {})
+        decoding = asyncio.create_task(self._decoded(pair, decode, body, params))
+        try:
+            await self._stages.prefill(self._transfer, pair, Consumed(body), context)
+            return {PREFILL: Trial(), DECODE: await decoding}
+        finally:
+            decoding.cancel()
+            await asyncio.gather(decoding, return_exceptions=True)
+
+    async def _decoded(
+        self, pair: Pair, decode: Instance, body: Body, params: Params | None
+    ) -> Trial:
+        return await self._answered(decode, with_params(body, params), pair.request_id)
+
+    async def _answered(
+        self,
+        instance: Instance,
+        body: Body,
+        request_id: str | None = None,
+        rank: int | None = None,
+    ) -> Trial:
+        context = self._context()
+        sent = Consumed(body)
+        try:
+            opened = await self._stages.decode(instance, sent, context, rank, request_id)
+            with opened.reply as reply:
+                said = await reply.read(idle_s=ANSWERS_S)
+            params = reply_field(said, "kv_transfer_params", stage="decode")
+        except ProxyError as error:
+            return _failed(error)
+        return Trial(keeps=kept_params(params, instance.url) is not None)
+
+    def _context(self) -> RequestContext:
+        return RequestContext(f"doctor-{secrets.token_hex(8)}", self._headers, self._config)
+
+
+def text(model: str) -> Body:
+    """A request without media."""
+    return _asking(model, {"type": "text", "text": "Hello."})
+
+
+def _asking(model: str, part: Mapping[str, Any]) -> Body:
+    content: Sequence[Mapping[str, Any]] = [part, {"type": "text", "text": "What is it?"}]
+    return {"model": model, "max_tokens": 1, "messages": [{"role": "user", "content": content}]}
+
+
+def _failed(error: ProxyError) -> Trial:
+    return Trial(str(error), getattr(error, "status", None))
+
+
+TOKENS = 128
+"""Of the first turn: more than prefill rather computes than reads (`kv_recompute_threshold`)."""
+
+WORDS = "One and two are three. " * TOKENS
+
+ANSWER_S = 60.0
+"""Silence in an answer of one token."""
+
+READ_S = 10.0
+"""The second turn's prefill: a handshake and some blocks. Who waits in vain never answers."""
+
+
+class Turns:
+    """Tries pairs of instances.
+
+    Args:
+        stages: as the proxy has them.
+        transfer: how blocks are handed over, in both directions.
+        headers: sent along, such as a key.
+        config: how long instances may take.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        transfer: KVTransfer,
+        headers: Mapping[str, str],
+        config: ProxyConfig,
+    ) -> None:
+        self._stages = stages
+        self._transfer = transfer
+        self._headers = headers
+        self._config = config
+
+    async def read(self, prefill: Instance, decode: Instance, model: str) -> Trial:
+        """Have a prompt answered, and a longer one with the blocks that decode holds of the first.
+
+        Prompts are tokens, as what is read has to be exactly what it is taken for. Each has a salt
+        of its own: else prefill would have the first one in its cache, and read nothing.
+        """
+        rank = 0 if prefill.dp_size > 1 else None
+        try:
+            asked = {"model": model, "prompt": WORDS}
+            tokens = (await self._stages.tokens(prefill, asked, self._context()))[:TOKENS]
+            pair = Pair("", prefill, rank, decode)
+            first = await self._answered(pair, decode, _asking_tokens(model, tokens), None)
+            pair = pair._replace(earlier=kept_params(first.params or {}, decode.url))
+            if pair.earlier is None:
+                return Trial("decode named no blocks of a prompt of tokens")
+            second = [*tokens, *first.answer, *tokens[-1:]]
+            await self._answered(pair, decode, _asking_tokens(model, second), READ_S)
+        except TimeoutError:
+            return Trial(f"no answer in {READ_S:g} s")
+        except ProxyError as error:
+            return Trial(str(error), getattr(error, "status", None))
+        return Trial()
+
+    async def _answered(
+        self, pair: Pair, decode: Instance, body: Body, prefill_s: float | None
+    ) -> Heard:
+        """What decode says of its blocks and their tokens, at the end of a turn.
+
+        Raises:
+            ProxyError: an instance failed.
+            TimeoutError: prefill took more than these seconds; None: as many as it may.
+        """
+        context = self._context()
+        pair = pair._replace(request_id=context.request_id)
+        async with asyncio.timeout(prefill_s):
+            prefilled = await self._stages.prefill(self._transfer, pair, Consumed(body), context)
+        sent = with_params(body, prefilled.params)
+        opened = await self._stages.decode(decode, Consumed(sent), context)
+        with opened.reply as reply:
+            said = await reply.read(idle_s=ANSWER_S)
+        heard = Heard(cut_tokens=False)
+        heard.hear(said)
+        return heard
+
+    def _context(self) -> RequestContext:
+        request_id = f"doctor-{secrets.token_hex(8)}"
+        return RequestContext(request_id, self._headers, self._config, Completions())
+
+
+def _asking_tokens(model: str, tokens: Sequence[int]) -> Body:
+    salt = secrets.token_hex(16)
+    asked = {"model": model, "prompt": [*tokens], "max_tokens": 1, "cache_salt": salt}
+    return {**asked, "return_token_ids": True}

@@ -1,0 +1,228 @@
+"""The `epd up` command."""
+
+import json
+import os
+import shlex
+import sys
+import time
+from argparse import SUPPRESS, BooleanOptionalAction, RawDescriptionHelpFormatter
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import AliasChoices, ValidationError
+from pydantic.fields import FieldInfo
+
+from ec_store.errors import StoreError
+from epd.parser import Commands, Parser
+from epd.routing.instances import Role
+from epd.tools.fleet import cache_folder
+from epd.tools.fleet.model_config import model_config, reconfigures, text_architectures, unservable
+from epd.tools.fleet.plan import Plan, planned, platform_of
+from epd.tools.fleet.process import (
+    FRONT_STOP_TIMEOUT_S,
+    STOP_TIMEOUT_S,
+    ProcessDied,
+    check_free,
+    leave_contexts_on_signals,
+)
+from epd.tools.fleet.settings import FleetSettings
+from epd.tools.fleet.stack import Fleet
+
+DESCRIPTION = """\
+Start vLLM instances, an encoder cache and the proxy on this machine, and stop them all on Ctrl-C or
+SIGTERM; a second Ctrl-C stops them at once.
+
+Nothing is restarted. While it starts, the end of one server ends all, with exit code 1. Later, what
+ends is named with the last lines of its log and the others go on, until the proxy or the last
+instance that decodes has ended; then all end, with exit code 1.
+
+Flags may come from the environment: those of vLLM's example scripts by their names there (MODEL,
+GPU_E, ENCODE_PORT, …), the others as EPD_UP_<FLAG>. Flags win.
+"""
+EXAMPLES = """\
+examples:
+  epd up --model Qwen/Qwen2.5-VL-3B-Instruct --gpus e=0,pd=1
+  epd up --model Qwen/Qwen2.5-VL-7B-Instruct --topology 2e1p1d --gpus e=0:0,p=1,d=2+3
+  epd up --model Qwen/Qwen3-0.6B --topology 1p1d --gpus p=0,d=1 --bidirectional-kv
+  epd up --model M --vllm-flags='--enforce-eager' --dry-run
+"""
+DISC = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAEAAAABAAQMAAACQp+OdAAAABlBMVEX////cHh7/Hx2WAAAAgE"
+    "lEQVR42r3QsQ2DQBBE0cdCQGAZSsAduANTEiVQGqVQAiEB8jm4wFi6xAkTjfbPajXLteo2BKZ7HtQpLQQNA0FLT/DkRjASeQt"
+    "UJFRCBbPIcPxmTqaBoYha6IvoL7PDVkQHrEX0huVcx0z6PbHIOV1KG8FONgcrNcnrcXrvlfoAVy4aHSoIu8MAAAAASUVORK5CYII="
+)
+"""A red disc, 64 x 64: a picture to ask about, wherever the instances may fetch from."""
+BY_VARIABLE_ALONE = frozenset({"gpu_e", "gpu_p", "gpu_d", "gpu_pd"})
+"""What `--gpus` says in one flag."""
+
+
+def add_parser(commands: Commands) -> None:
+    """Add `up`."""
+    parser = commands.add_parser(
+        "up",
+        help="start vLLM instances and the proxy",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        usage="epd up --model MODEL [FLAG ...]",
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    for name, field in FleetSettings.model_fields.items():
+        if field.annotation is bool:
+            parser.add_argument(
+                _flag(name), default=SUPPRESS, action=BooleanOptionalAction, help=field.description
+            )
+        elif name not in BY_VARIABLE_ALONE:
+            choices = _choices(field)
+            parser.add_argument(
+                _flag(name),
+                default=SUPPRESS,
+                choices=choices,
+                metavar=None if choices else _metavar(name),
+                help=_help(field).replace("%", "%%"),
+            )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the command lines and start nothing"
+    )
+    parser.set_defaults(run=partial(_run, parser))
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _choices(field: FieldInfo) -> Sequence[str] | None:
+    for kind in (field.annotation, *get_args(field.annotation)):
+        if get_origin(kind) is Literal:
+            return get_args(kind)
+    return None
+
+
+def _metavar(name: str) -> str:
+    endings = {"_s": "SECONDS", "port": "PORT", "path": "FOLDER", "flags": "FLAGS", "_e": "PART"}
+    endings |= {"_p": "PART", "_d": "PART", "_pd": "PART", "store": "URL", "_env": "VARIABLE"}
+    endings |= {
+        "_len": "TOKENS",
+        "_threshold": "TOKENS",
+        "_seqs": "N",
+        "host": "ADDRESS",
+        "gpus": "DEVICES",
+    }
+    found = (metavar for ending, metavar in endings.items() if name.endswith(ending))
+    return next(found, name.rpartition("_")[2].upper())
+
+
+def _help(field: FieldInfo) -> str:
+    shown = isinstance(field.default, str | int | float | Path)
+    return f"{field.description} ({field.default})" if shown else f"{field.description}"
+
+
+def _run(parser: Parser, *, dry_run: bool, **flags: Any) -> None:
+    settings = _settings(parser, flags)
+    logs = settings.log_path / time.strftime("%Y%m%d-%H%M%S")
+    folder = cache_folder.default_folder(settings.port, logs)
+    if not dry_run:
+        for abandoned in cache_folder.remove_abandoned(folder):
+            print(f"removed {abandoned}, left by a run that was killed")
+    store = settings.ec_store or cache_folder.default_url(folder)
+    config = model_config(settings.model, settings.vllm_flags, os.environ)
+    if config is not None:
+        _check_model(parser, settings, config)
+    try:
+        plan = planned(settings, os.environ, store, config)
+    except ValueError as error:
+        parser.error(str(error))
+    if dry_run:
+        print("\n\n".join(f"# {server.name}\n{server.shell()}" for server in plan.servers()))
+        return
+    # Progress is for whoever watches, through a pipe as well.
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    leave_contexts_on_signals()
+    print(f"{platform_of(settings, os.environ).name}; logs in {logs.absolute()}")
+    try:
+        _check(plan)
+        own = bool(plan.store) and settings.ec_store is None
+        with cache_folder.kept(folder) if own else nullcontext():
+            _serve(Fleet(plan, logs, timeout_s=settings.timeout_s), _example(settings, plan))
+    except (ProcessDied, TimeoutError, StoreError, OSError, cache_folder.FolderTaken) as error:
+        sys.exit(f"epd up: {error}")
+    except KeyboardInterrupt:
+        sys.exit("epd up: stopped")
+
+
+def _check_model(parser: Parser, settings: FleetSettings, config: Mapping[str, Any]) -> None:
+    """End where the model has no encoder that could run apart, and one was asked for."""
+    if Role.ENCODE not in settings.topology.roles:
+        return
+    if reconfigures(settings.vllm_flags + settings.encode_flags):
+        return
+    reason = unservable(config, text_architectures())
+    if reason is not None:
+        parser.error(
+            f"--model {settings.model!r} {reason}: without an encode stage it is served by "
+            "--topology 1pd"
+        )
+
+
+def _settings(parser: Parser, flags: dict[str, Any]) -> FleetSettings:
+    try:
+        return FleetSettings(**flags)
+    except ValidationError as invalid:
+        first = invalid.errors()[0]
+        message = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "missing":
+            message = "is required"
+        return parser.error(f"{_said(first['loc'])} {message}".strip())
+
+
+def _said(location: tuple[int | str, ...]) -> str:
+    """The flag, or the variable of what has none, that an error is about."""
+    for name, field in FleetSettings.model_fields.items():
+        alias = field.validation_alias
+        names = [name, *(alias.choices if isinstance(alias, AliasChoices) else [alias])]
+        if location and location[0] in names and name not in BY_VARIABLE_ALONE:
+            return _flag(name)
+    return " ".join(map(str, location[:1]))
+
+
+def _check(plan: Plan) -> None:
+    """Raise where the store cannot be reached or a port is taken."""
+    for port, (host, owner) in plan.ports().items():
+        try:
+            check_free(host, port)
+        except OSError as error:
+            raise OSError(f"{host}:{port}, wanted for {owner}: {error.strerror}") from None
+    if plan.store and plan.keeper_port is None:
+        cache_folder.check_reachable(plan.store)
+
+
+def _serve(fleet: Fleet, example: str) -> None:
+    with fleet:
+        try:
+            print(f"\nready: {fleet.url}\n\n  {example}\n")
+            print(f"What it does is shown at {fleet.url}/ui, and by `epd top --url {fleet.url}`.")
+            print("Ctrl-C stops everything.")
+            fleet.watch()
+        except KeyboardInterrupt:
+            print(f"stopping (up to {FRONT_STOP_TIMEOUT_S + STOP_TIMEOUT_S:.0f} s)")
+    print("Everything is stopped.")
+
+
+def _example(settings: FleetSettings, plan: Plan) -> str:
+    """A `curl` line for the fleet: about a picture, where there is a stage for it."""
+    parts = [
+        {"type": "image_url", "image_url": {"url": DISC}},
+        {"type": "text", "text": "What is in this picture?"},
+    ]
+    content = parts if plan.of(Role.ENCODE) else "What is a proxy?"
+    body = {
+        "model": settings.served_model_name or settings.model,
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": 64,
+        **({"conversation_id": "1"} if settings.bidirectional_kv else {}),
+    }
+    said = shlex.quote(json.dumps(body))
+    return f"curl {plan.url}/v1/chat/completions -H 'Content-Type: application/json' -d {said}"

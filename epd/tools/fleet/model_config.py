@@ -1,0 +1,202 @@
+"""A model's `config.json`, and the list of vLLM's architectures that take text alone.
+
+Decisions from a model's configuration: whether its encoder can run apart. Pure.
+
+The configuration is the content of `config.json`. If it is inconclusive, the model counts as one
+that can be served: vLLM decides, when it starts.
+"""
+
+import ast
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any
+
+Config = Mapping[str, Any]
+
+ENCODER_DECODERS = frozenset(
+    {
+        "CohereAsrForConditionalGeneration",
+        "NemotronParseForConditionalGeneration",
+        "RadioMBartPrefixForCausalLM",
+        "WhisperForConditionalGeneration",
+    }
+)
+"""The encoder-decoder models of vLLM 0.32 and 0.33 (`vllm/model_executor/models/registry.py`).
+Their decoders attend to the encoder's output, which takes no place in the prompt, and vLLM has no
+chat route for them, by which encode requests go."""
+
+MEDIA_WORDS = ("audio", "image", "img", "multimodal", "speech", "video", "vision", "visual")
+"""Words in a key of a configuration by which a model may have an encoder, whatever its class."""
+
+GDN_TYPES = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"})
+GDN_SIZES = frozenset({"linear_key_head_dim", "linear_num_value_heads"})
+"""Values of `model_type`, and fields, of models with gated delta net (GDN) layers."""
+
+RECONFIGURING = frozenset(
+    {"--config", "--config-format", "--convert", "--hf-config-path", "--hf-overrides", "--runner"}
+)
+"""Flags of vLLM after which `config.json` alone does not describe the model."""
+
+
+def unservable(config: Config, text_only: Collection[str]) -> str | None:
+    """Return why an encode instance cannot serve the model; None: it can, or this is not known.
+
+    Args:
+        config: the model's configuration.
+        text_only: vLLM's architectures that take text and nothing else.
+    """
+    architectures = _architectures(config)
+    named = ", ".join(sorted(architectures)) or config.get("model_type", "model")
+    seq2seq = any(one.get("is_encoder_decoder") is True for one in _with_text_config(config))
+    if architectures & ENCODER_DECODERS or (seq2seq and architectures.isdisjoint(text_only)):
+        return f"is an encoder-decoder model ({named}), whose encoder vLLM cannot run apart"
+    if architectures and architectures <= set(text_only) and not _names_media(config):
+        return f"takes text alone ({named}), so it has no encoder to run apart"
+    return None
+
+
+def needs_bfloat16(config: Config) -> bool:
+    """Whether vLLM runs the model on a CPU in bfloat16 alone.
+
+    It does so with gated delta net layers: "CPU GDN attention requires BF16",
+    `vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py` line 158 in 0.32, 173 in 0.33.
+    """
+    for one in _with_text_config(config):
+        layers = one.get("layer_types")
+        if isinstance(layers, list) and "linear_attention" not in layers:
+            continue
+        kind = one.get("model_type")
+        if (isinstance(kind, str) and kind in GDN_TYPES) or not GDN_SIZES.isdisjoint(one):
+            return True
+    return False
+
+
+def reconfigures(flags: Iterable[str]) -> bool:
+    """Whether flags of vLLM make `config.json` an incomplete description of the model."""
+    return any(_name(flag) in RECONFIGURING for flag in flags)
+
+
+def flag_value(flags: Iterable[str], name: str) -> str | None:
+    """Return the last value that a flag of vLLM is given; None: it is not given."""
+    words, value = [*flags], None
+    for position, word in enumerate(words, 1):
+        if _name(word) == name:
+            value = word.partition("=")[2] if "=" in word else next(iter(words[position:]), None)
+    return value
+
+
+def _name(flag: str) -> str:
+    """Return a flag's name as vLLM reads it: `--hf_overrides.a=1` is `--hf-overrides`."""
+    return flag.partition("=")[0].partition(".")[0].replace("_", "-")
+
+
+def _architectures(config: Config) -> set[str]:
+    named = config.get("architectures")
+    return {name for name in named if isinstance(name, str)} if isinstance(named, list) else set()
+
+
+def _with_text_config(config: Config) -> Iterator[Config]:
+    """The configuration, and its parts that describe a language model."""
+    yield config
+    for key in ("text_config", "llm_config", "thinker_config"):
+        if isinstance(part := config.get(key), Mapping):
+            yield from _with_text_config(part)
+
+
+def _names_media(config: Config) -> bool:
+    return any(word in key for key in config for word in MEDIA_WORDS)
+
+
+FETCH_TIMEOUT_S = 1.5
+"""How long the start waits for the hub. Without its answer vLLM decides, as it loads the model."""
+
+REGISTRY = Path("model_executor", "models", "registry.py")
+"""Where vLLM lists the classes it serves, from its package inwards."""
+
+
+def model_config(model: str, flags: Sequence[str], environ: Mapping[str, str]) -> Any:
+    """Return the model's configuration; None: it cannot be had within `FETCH_TIMEOUT_S`.
+
+    Args:
+        model: directory of the model, or its name on the hub.
+        flags: flags of vLLM, of which `--revision` chooses among several configurations.
+        environ: this process's environment.
+    """
+    path: Path | None = Path(model, "config.json")
+    if not Path(model).is_dir():
+        elsewhere = "://" in model or environ.get("VLLM_USE_MODELSCOPE", "0").lower() in {
+            "1",
+            "true",
+        }
+        path = None if elsewhere else _of_hub(model, flag_value(flags, "--revision"))
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path is not None else None
+    except (OSError, ValueError):  # vLLM reports it, with a better reason than could be had here
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _of_hub(model: str, revision: str | None) -> Path | None:
+    """Return the file in the hub's cache, fetched where it is not there."""
+    fetched: SimpleQueue[Path | None] = SimpleQueue()
+    Thread(target=lambda: fetched.put(_fetched(model, revision)), daemon=True).start()
+    try:
+        return fetched.get(timeout=FETCH_TIMEOUT_S)
+    except Empty:
+        return None
+
+
+def _fetched(model: str, revision: str | None) -> Path | None:
+    try:
+        from huggingface_hub import hf_hub_download, try_to_load_from_cache  # noqa: PLC0415
+        from huggingface_hub.errors import HfHubHTTPError  # noqa: PLC0415
+        from huggingface_hub.utils.logging import set_verbosity_error  # noqa: PLC0415
+    except ImportError:  # it comes with vLLM, which may be in another environment
+        return None
+    set_verbosity_error()  # its tries go on while the engines start
+    with suppress(ValueError, OSError, HfHubHTTPError):  # a bad name, no network, no such model
+        cached = try_to_load_from_cache(model, "config.json", revision=revision)
+        if not isinstance(cached, str):
+            cached = hf_hub_download(
+                model, "config.json", revision=revision, etag_timeout=FETCH_TIMEOUT_S
+            )
+        return Path(cached)
+    return None
+
+
+def text_architectures(package: Path | None = None) -> frozenset[str]:
+    """Return vLLM's architectures that take text alone; empty where its list cannot be read.
+
+    vLLM is not imported for it, which would take seconds.
+
+    Args:
+        package: the folder of vLLM's package; None: that of this process's environment.
+    """
+    package = _installed() if package is None else package
+    if package is None:
+        return frozenset()
+    try:
+        tables = dict(_tables(ast.parse((package / REGISTRY).read_text(encoding="utf-8"))))
+    except (OSError, SyntaxError):
+        return frozenset()
+    with_media = tables.get("_MULTIMODAL_MODELS", frozenset())
+    return tables.get("_TEXT_GENERATION_MODELS", frozenset()) - with_media
+
+
+def _installed() -> Path | None:
+    spec = find_spec("vllm")
+    return Path(spec.origin).parent if spec is not None and spec.origin is not None else None
+
+
+def _tables(registry: ast.Module) -> Iterator[tuple[str, frozenset[str]]]:
+    """The dictionaries of a module, each by its name and with its keys."""
+    for statement in registry.body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Dict(keys=keys)):
+                constants = (key.value for key in keys if isinstance(key, ast.Constant))
+                yield name, frozenset(key for key in constants if isinstance(key, str))

@@ -1,0 +1,251 @@
+"""All servers of a fleet.
+
+The servers that settings ask for.
+"""
+
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from epd.routing.instances import Role
+from epd.tools.fleet.engine import (
+    PLATFORMS,
+    TRANSFERS_KV,
+    Engine,
+    Platform,
+    Server,
+    assign,
+    detected,
+    overfull,
+)
+from epd.tools.fleet.model_config import needs_bfloat16
+from epd.tools.fleet.settings import FleetSettings
+
+ANSWERS = (Role.DECODE, Role.PREFILL_DECODE)
+"""The roles of which one instance at least must run: the proxy does without the others."""
+EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104
+"""Where a server is reached from its own machine that listens on all its addresses."""
+
+
+PROXY = "proxy"
+"""The proxy's name among the servers."""
+DRAIN_S = 5
+"""How long requests may go on when all servers are told to stop."""
+MOST = 65535
+LOOPBACK = "127.0.0.1"
+
+
+def url_of(host: str, port: int) -> str:
+    """Base URL of a server, as seen from its machine."""
+    host = EVERYWHERE.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """All servers of a fleet.
+
+    Attributes:
+        engines: the vLLM instances.
+        store: URL of the encoder cache; empty: there is none.
+        host, port: where the proxy listens.
+        local_media: folder that file:// media may come from.
+        proxy_flags: more of the proxy's command line.
+        keeper_port: where the service listens that keeps the store within its quota; none: no
+            service is started.
+    """
+
+    engines: tuple[Engine, ...]
+    store: str
+    host: str = LOOPBACK
+    port: int
+    local_media: str | None = None
+    proxy_flags: tuple[str, ...] = ()
+    keeper_port: int | None = None
+
+    @property
+    def url(self) -> str:
+        """Base URL of the proxy, as seen from its machine."""
+        return url_of(self.host, self.port)
+
+    def of(self, *roles: Role) -> list[Engine]:
+        """The engines of some roles."""
+        return [engine for engine in self.engines if engine.role in roles]
+
+    def servers(self) -> list[Server]:
+        """What is started, in this order."""
+        keeper = [] if self.keeper_port is None else [self._keeper(self.keeper_port)]
+        return [*keeper, *(engine.server() for engine in self.engines), self._proxy()]
+
+    def lacking(self, running: Collection[str]) -> str | None:
+        """Why no request is answered any more; None: they are.
+
+        Args:
+            running: the names of the servers that still run.
+        """
+        if PROXY not in running:
+            return "The proxy is gone"
+        if not any(engine.name in running for engine in self.of(*ANSWERS)):
+            return "Nothing that decodes is left"
+        return None
+
+    def ports(self) -> dict[int, tuple[str, str]]:
+        """For each port that is listened on, the address and what messages call its owner.
+
+        Raises:
+            ValueError: two servers have one port, or counting up led beyond all ports.
+        """
+        wanted = [(self.port, self.host, "the proxy")]
+        if self.keeper_port is not None:
+            wanted.append((self.keeper_port, LOOPBACK, "the store"))
+        for engine in self.engines:
+            wanted.append((engine.port, LOOPBACK, engine.name))
+            if engine.transfers_kv:
+                wanted.append((engine.side_channel_port, LOOPBACK, f"NIXL of {engine.name}"))
+        owners: dict[int, tuple[str, str]] = {}
+        for port, host, owner in wanted:
+            if port > MOST:
+                raise ValueError(f"{owner}: there is no port {port}")
+            if port in owners:
+                raise ValueError(f"port {port} is wanted for {owners[port][1]} and for {owner}")
+            owners[port] = (host, owner)
+        return owners
+
+    def _keeper(self, port: int) -> Server:
+        command = (sys.executable, "-m", "ec_store", "serve", self.store, "--port", str(port))
+        return Server("store", url_of(LOOPBACK, port), command, {})
+
+    def _proxy(self) -> Server:
+        roles: dict[str, Sequence[Role]] = {
+            "encode": [Role.ENCODE],
+            "prefill": [Role.PREFILL],
+            "decode": ANSWERS,
+        }
+        media = self.local_media
+        command = (
+            *(sys.executable, "-m", "epd", "serve", "--host", self.host, "--port", str(self.port)),
+            *("--drain-delay-s", "0", "--drain-timeout-s", str(DRAIN_S)),
+            *(("--ec-store", self.store) if self.store else ()),
+            *(() if media is None else ("--allowed-local-media-path", media)),
+            *(
+                f"--{stage}-servers-urls={','.join(engine.url for engine in self.of(*some))}"
+                for stage, some in roles.items()
+            ),
+            *self.proxy_flags,
+        )
+        return Server(PROXY, self.url, command, {})
+
+
+NIXL_STEP = 10
+"""Between the handshake ports of two instances: data-parallel ranks take those that follow."""
+
+
+def platform_of(settings: FleetSettings, environ: Mapping[str, str]) -> Platform:
+    """What the instances run on."""
+    platform = PLATFORMS[settings.device] if settings.device else detected(environ)
+    if platform.affinity is not None and settings.device_affinity_env is not None:
+        platform = replace(platform, affinity=settings.device_affinity_env)
+    return platform.offline() if Path(settings.model).is_dir() else platform
+
+
+def planned(
+    settings: FleetSettings,
+    environ: Mapping[str, str],
+    store: str,
+    config: Mapping[str, Any] | None = None,
+) -> Plan:
+    """The servers that settings ask for.
+
+    Args:
+        settings: what was asked.
+        environ: this process's environment.
+        store: URL of the encoder cache, where anything encodes.
+        config: the model's configuration, where it is known.
+
+    Raises:
+        ValueError: devices or ports do not suffice.
+    """
+    store = store if Role.ENCODE in settings.topology.roles else ""
+    engines = _engines(settings, environ, store, config or {})
+    shares = [(engine.devices, engine.memory or 0.0) for engine in engines]
+    if (device := overfull(shares)) is not None:
+        raise ValueError(
+            f"instances want more than all memory of device {device}: "
+            "see --gpus and --gpu-memory-utilization-…"
+        )
+    plan = Plan(
+        engines=engines,
+        store=store,
+        host=settings.host,
+        port=settings.port,
+        local_media=settings.allowed_local_media_path,
+        proxy_flags=settings.proxy_flags,
+        keeper_port=settings.ec_store_port if store.startswith("file:") else None,
+    )
+    plan.ports()
+    return plan
+
+
+def _engines(
+    settings: FleetSettings, environ: Mapping[str, str], store: str, config: Mapping[str, Any]
+) -> tuple[Engine, ...]:
+    platform = platform_of(settings, environ)
+    if needs_bfloat16(config):
+        platform = platform.in_bfloat16()
+    roles = settings.topology.roles
+    devices: tuple[tuple[str, ...], ...] = ((),) * len(roles)
+    if platform.affinity is not None:
+        devices = assign(roles, settings.named_devices(), platform.visible(environ))
+    ports = {role: count(first) for role, first in _first_ports(settings).items()}
+    nixl_ports = count(settings.nixl_port, NIXL_STEP)
+    return tuple(
+        Engine(
+            role=role,
+            model=settings.model,
+            port=next(ports[role]),
+            store=store,
+            side_channel_port=next(nixl_ports) if role in TRANSFERS_KV else 0,
+            platform=platform,
+            devices=own,
+            served_name=settings.served_model_name,
+            local_media=settings.allowed_local_media_path,
+            memory=_memory(settings, role) if own else None,
+            max_model_len=settings.max_model_len,
+            max_num_seqs=settings.max_num_seqs,
+            kv_extra=settings.kv_extra(),
+            program=settings.vllm_command,
+            flags=settings.vllm_flags + _flags(settings, role),
+            inherited=environ,
+        )
+        for role, own in zip(roles, devices, strict=True)
+    )
+
+
+def _first_ports(settings: FleetSettings) -> Mapping[Role, int]:
+    return {
+        Role.ENCODE: settings.encode_port,
+        Role.PREFILL: settings.prefill_port,
+        Role.DECODE: settings.decode_port,
+        Role.PREFILL_DECODE: settings.prefill_decode_port,
+    }
+
+
+def _memory(settings: FleetSettings, role: Role) -> float:
+    return {
+        Role.ENCODE: settings.gpu_memory_utilization_e,
+        Role.PREFILL: settings.gpu_memory_utilization_p,
+        Role.DECODE: settings.gpu_memory_utilization_d,
+        Role.PREFILL_DECODE: settings.gpu_memory_utilization_pd,
+    }[role]
+
+
+def _flags(settings: FleetSettings, role: Role) -> tuple[str, ...]:
+    return {
+        Role.ENCODE: settings.encode_flags,
+        Role.PREFILL: settings.prefill_flags,
+        Role.DECODE: settings.decode_flags,
+        Role.PREFILL_DECODE: settings.decode_flags,
+    }[role]

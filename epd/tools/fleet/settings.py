@@ -1,0 +1,300 @@
+"""What `epd up` can be told.
+
+How many instances serve each stage.
+"""
+
+import os
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BeforeValidator,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from ec_store.urls import check_url
+from epd.routing.instances import Role
+from epd.tools.fleet.engine import VLLM, Devices, parse, parse_instances
+
+_NAME = re.compile(r"(?:(?P<e>[1-9]\d?)e)?(?:(?P<pd>[1-9]\d?)pd|(?P<p>[1-9]\d?)p(?P<d>[1-9]\d?)d)")
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """How many instances serve each stage.
+
+    Attributes:
+        roles: the role of each instance.
+    """
+
+    roles: tuple[Role, ...]
+
+    @classmethod
+    def parse(cls, name: str) -> Self:
+        """Read a name such as `1e1pd`, `2e1p2d` or, without encode instances, `1p1d`.
+
+        Raises:
+            ValueError: it is no such name.
+        """
+        match = _NAME.fullmatch(name.lower())
+        if match is None:
+            raise ValueError(f"{name!r} is not a topology such as 1e1pd, 1e1p1d or 1p1d")
+        counts = {
+            Role.ENCODE: match["e"],
+            Role.PREFILL: match["p"],
+            Role.DECODE: match["d"],
+            Role.PREFILL_DECODE: match["pd"],
+        }
+        return cls(tuple(role for role, count in counts.items() for _ in range(int(count or 0))))
+
+
+QUOTA = "64GiB"
+"""Of a store that is named by its folder alone."""
+
+
+def _store_url(text: str) -> str:
+    if "://" in text:
+        return check_url(text)
+    return check_url(f"{Path(text).absolute().as_uri()}?max_bytes={QUOTA}")
+
+
+def _model(text: str) -> str:
+    # As it was said, as it is the name by which requests ask for it.
+    text = os.path.expanduser(text)  # noqa: PTH111 - a Path is no longer as it was said
+    path = Path(text)
+    looks_like_path = text.startswith(("/", ".", "~")) or text.count("/") > 1
+    is_folder = "://" not in text and (path.is_dir() or looks_like_path)
+    if is_folder and not (path / "config.json").is_file():
+        raise ValueError(f"{text!r} is no directory with a model's config.json")
+    return text
+
+
+def _folder(text: str) -> str:
+    if not Path(text).is_dir():
+        raise ValueError(f"{text!r} is no folder")
+    return str(Path(text).resolve())
+
+
+def _no_tls(flags: tuple[str, ...]) -> tuple[str, ...]:
+    if any(flag.startswith("--ssl-") for flag in flags):
+        raise ValueError("has TLS: run `epd serve` by the line that --dry-run prints for it")
+    return flags
+
+
+def _topology(text: Any) -> Any:
+    return Topology.parse(text) if isinstance(text, str) else text
+
+
+def _lower(text: Any) -> Any:
+    return text.lower() if isinstance(text, str) else text
+
+
+def _gpus(text: Any) -> Any:
+    return parse(text) if isinstance(text, str) else text
+
+
+def _instances(text: Any) -> Any:
+    return parse_instances(text) if isinstance(text, str) else text
+
+
+def _words(text: Any) -> Any:
+    return tuple(shlex.split(text)) if isinstance(text, str) else text
+
+
+Port = Annotated[int, Field(ge=1, le=65535)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Words = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_words)]
+Instances = Annotated[tuple[Devices, ...] | None, NoDecode, BeforeValidator(_instances)]
+Gpus = Annotated[Mapping[Role, tuple[Devices, ...]] | None, NoDecode, BeforeValidator(_gpus)]
+
+
+class FleetSettings(BaseSettings):
+    """What `epd up` is told: flags, then the environment, then defaults.
+
+    A field has the variable of vLLM's example scripts where they have one, and otherwise
+    `EPD_UP_` and its name.
+
+    Raises:
+        ValueError: a value is none, or two do not go together.
+    """
+
+    model_config = SettingsConfigDict(
+        frozen=True,
+        env_prefix="EPD_UP_",
+        env_ignore_empty=True,
+        populate_by_name=True,
+        extra="forbid",
+    )
+
+    model: Annotated[str, AfterValidator(_model)] = Field(
+        validation_alias="MODEL", description="the model's name on the hub, or its directory"
+    )
+    served_model_name: str | None = Field(
+        None, description="what requests call the model; by default as --model does"
+    )
+    topology: Annotated[Topology, NoDecode, BeforeValidator(_topology)] = Field(
+        Topology.parse("1e1pd"),
+        description="how many instances encode, prefill, decode: 1e1pd (default), 1e1p1d, 2e1p2d; "
+        "without an encode stage 1p1d, 2p2d, 1pd",
+    )
+    device: Annotated[Literal["cuda", "xpu", "cpu"] | None, BeforeValidator(_lower)] = Field(
+        None,
+        validation_alias="DEVICE_PLATFORM",
+        description="what instances run on; by default cuda where an NVIDIA device is visible, "
+        "cpu elsewhere",
+    )
+    gpus: Gpus = Field(
+        None,
+        description="devices by stage, e=0,p=1,d=2 or pd=1: e=0:1 for two instances, d=2+3 for one "
+        "whose tensors are divided over two; stages not named share the other devices in turn",
+    )
+    gpu_e: Instances = Field(None, validation_alias="GPU_E")
+    gpu_p: Instances = Field(None, validation_alias="GPU_P")
+    gpu_d: Instances = Field(None, validation_alias="GPU_D")
+    gpu_pd: Instances = Field(None, validation_alias="GPU_PD")
+    device_affinity_env: str | None = Field(
+        None,
+        validation_alias="DEVICE_AFFINITY_ENV",
+        pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
+        description="the variable that names an instance's devices to it; by default "
+        "CUDA_VISIBLE_DEVICES, or ZE_AFFINITY_MASK with xpu",
+    )
+    gpu_memory_utilization_e: Share = Field(
+        0.01,
+        validation_alias="GPU_MEMORY_UTILIZATION_E",
+        description="part of a device's memory that an encode instance takes beside its weights",
+    )
+    gpu_memory_utilization_p: Share = Field(
+        0.7, validation_alias="GPU_MEMORY_UTILIZATION_P", description="the same of a prefill one"
+    )
+    gpu_memory_utilization_d: Share = Field(
+        0.7, validation_alias="GPU_MEMORY_UTILIZATION_D", description="of a decode one"
+    )
+    gpu_memory_utilization_pd: Share = Field(
+        0.7,
+        validation_alias="GPU_MEMORY_UTILIZATION_PD",
+        description="of one that prefills and decodes",
+    )
+    max_model_len: PositiveInt | None = Field(
+        None,
+        validation_alias="MAX_MODEL_LEN",
+        description="tokens of a request and its answer; by default the model's own (4096 on cpu)",
+    )
+    max_num_seqs: PositiveInt | None = Field(
+        None,
+        validation_alias="MAX_NUM_SEQS",
+        description="requests that an instance runs at once; by default vLLM's own (16 on cpu)",
+    )
+    host: str = Field("127.0.0.1", description="address that the proxy listens on")
+    port: Port = Field(8000, validation_alias="PROXY_PORT", description="port of the proxy")
+    encode_port: Port = Field(
+        8200,
+        validation_alias="ENCODE_PORT",
+        description="port of the first encode instance; others count up from it",
+    )
+    prefill_port: Port = Field(
+        8300, validation_alias="PREFILL_PORT", description="of the first prefill instance"
+    )
+    decode_port: Port = Field(
+        8400, validation_alias="DECODE_PORT", description="of the first decode instance"
+    )
+    prefill_decode_port: Port = Field(
+        8400,
+        validation_alias="PREFILL_DECODE_PORT",
+        description="of the first instance that prefills and decodes",
+    )
+    nixl_port: Port = Field(
+        5600,
+        description="of the first NIXL handshake; others are 10 further each",
+    )
+    bidirectional_kv: bool = Field(
+        False,
+        description="let prefill instances read what decode ones keep of a conversation's "
+        "last turn",
+    )
+    kv_recompute_threshold: NonNegativeInt | None = Field(
+        None,
+        description="tokens below which they compute it again; by default vLLM's own (64)",
+    )
+    ec_store: Annotated[str, AfterValidator(_store_url)] | None = Field(
+        None,
+        validation_alias=AliasChoices("EPD_UP_EC_STORE", "EC_SHARED_STORAGE_PATH"),
+        description="encoder cache: a folder, which gets a quota of 64 GiB, or a store URL; by "
+        "default in shared memory, for as long as the fleet runs",
+    )
+    ec_store_port: Port = Field(
+        8100, description="port of the service that keeps a store of files within its quota"
+    )
+    allowed_local_media_path: Annotated[str, AfterValidator(_folder)] | None = Field(
+        None, description="folder that file:// media may come from"
+    )
+    log_path: Path = Field(
+        Path("logs"),
+        validation_alias="LOG_PATH",
+        description="folder of logs; each run has one of its own in it",
+    )
+    timeout_s: PositiveFloat = Field(
+        1800,
+        validation_alias="TIMEOUT_SECONDS",
+        description="seconds that everything may take to serve",
+    )
+    vllm_flags: Words = Field(
+        (), description="more flags of every vLLM instance, as a shell's words"
+    )
+    encode_flags: Words = Field((), description="more flags of encode instances")
+    prefill_flags: Words = Field((), description="of prefill instances")
+    decode_flags: Words = Field((), description="of those that decode, or prefill and decode")
+    proxy_flags: Annotated[Words, AfterValidator(_no_tls)] = Field(
+        (), description="more flags of `epd serve`"
+    )
+    vllm_command: Words = Field(
+        VLLM, min_length=1, description="what starts vLLM; by default that of this Python"
+    )
+
+    @model_validator(mode="after")
+    def _check_gpus(self) -> Self:
+        if self.device == "cpu" and self.gpus:
+            raise ValueError("--gpus are for --device cuda or xpu")
+        return self
+
+    @model_validator(mode="after")
+    def _check_transfers(self) -> Self:
+        roles = self.topology.roles
+        if self.bidirectional_kv and Role.PREFILL not in roles:
+            raise ValueError("--bidirectional-kv needs prefill and decode apart, as in 1p1d")
+        if self.kv_recompute_threshold is not None and not self.bidirectional_kv:
+            raise ValueError("--kv-recompute-threshold needs --bidirectional-kv")
+        if self.ec_store is not None and Role.ENCODE not in roles:
+            raise ValueError("--ec-store needs encode instances, as in 1e1p1d")
+        return self
+
+    def kv_extra(self) -> Mapping[str, Any]:
+        """What prefill and decode instances are told beside their connector's name."""
+        if not self.bidirectional_kv:
+            return {}
+        threshold = self.kv_recompute_threshold
+        least = {} if threshold is None else {"kv_recompute_threshold": threshold}
+        return {"bidirectional_kv_xfer": True, **least}
+
+    def named_devices(self) -> Mapping[Role, tuple[Devices, ...]]:
+        """The devices that are named for instances of the topology, `--gpus` before variables."""
+        variables = {
+            Role.ENCODE: self.gpu_e,
+            Role.PREFILL: self.gpu_p,
+            Role.DECODE: self.gpu_d,
+            Role.PREFILL_DECODE: self.gpu_pd,
+        }
+        roles = set(self.topology.roles)
+        by_variable = {role: own for role, own in variables.items() if own and role in roles}
+        return self.gpus or by_variable

@@ -1,0 +1,340 @@
+"""Layout of a frame of `epd top`, for a terminal of any size. Pure.
+
+Human-readable numbers, sparklines and bars. Pure.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
+from typing import NamedTuple
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from epd.ui.snapshot import ConversationsShown, Notice, Outcome, Request, Second, Span, Totals
+from epd.ui.state import WORST, InstanceShown, StageShown, State
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
+UNITS = ("B", "kB", "MB", "GB", "TB")
+KILO = 1000
+
+
+def printed(text: str) -> str:
+    """Return external text without control characters of terminals."""
+    return "".join(one if one.isprintable() else "·" for one in text)
+
+
+def seconds(value: float | None) -> str:
+    """Return a duration as text, such as `1.2 s` or `85 ms`."""
+    if value is None:
+        return "-"
+    return f"{_short(value)} s" if value >= 0.9995 else f"{_short(value * KILO)} ms"  # noqa: PLR2004
+
+
+def size(value: float) -> str:
+    """Return a number of bytes as text, such as `1.2 MB`."""
+    unit = 0
+    while value >= KILO and unit < len(UNITS) - 1:
+        value, unit = value / KILO, unit + 1
+    return f"{_short(value)} {UNITS[unit]}"
+
+
+def rate(value: float) -> str:
+    """Return a rate per second as text."""
+    return _short(value) if value else "0"
+
+
+def share(part: int, whole: int) -> str:
+    """Return a share in percent as text; `-` if the whole is 0."""
+    return f"{100 * part / whole:.0f} %" if whole else "-"
+
+
+def clock(unix_s: float) -> str:
+    """Return the local time of day of a Unix time."""
+    return time.strftime("%H:%M:%S", time.localtime(unix_s))
+
+
+def spark(values: Sequence[float]) -> str:
+    """Return a sparkline: one block per value, scaled to the largest value."""
+    top = max(values, default=0) or 1
+    return "".join(BLOCKS[round(value / top * (len(BLOCKS) - 1))] for value in values)
+
+
+def bar(part: float, width: int) -> str:
+    """Return a bar for a share from 0 to 1, over `width` cells in steps of an eighth."""
+    eighths = round(min(1.0, max(0.0, part)) * width * 8)
+    whole, rest = divmod(eighths, 8)
+    return "█" * whole + ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")[rest]
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"  # noqa: PLR2004
+
+
+SHOWN = 20
+"""Number of requests, and of errors and changes, in a frame without a height."""
+LETTERS = {"encode": "E", "prefill": "P", "decode": "D", "prefill_decode": "PD"}
+STATES = {
+    "healthy": ("●", "green", "healthy"),
+    "trial": ("◆", "yellow", "on trial"),
+    "ejected": ("▲", "dark_orange", "ejected"),
+    "down": ("✕", "red", "down"),
+}
+COLORS = {
+    "queue": "bright_black",
+    "store": "yellow",
+    "encode": "magenta",
+    "prefill": "blue",
+    "decode": "cyan",
+    "release": "bright_magenta",
+}
+OUTCOMES: Mapping[Outcome, str] = {"ok": "", "rejected": "yellow", "left": "dim", "failed": "red"}
+BAR = 6
+MIN_BARS = 10
+BUSY = 4
+"""Minimum upper end of the scale for running requests."""
+
+
+class Room(NamedTuple):
+    """Number of lines of each part of a frame, its title included."""
+
+    instances: int
+    stages: int
+    notices: int
+    requests: int
+
+
+def frame(state: State | None, width: int, height: int | None, failure: str = "") -> RenderableType:
+    """Return a whole frame.
+
+    Args:
+        state: latest state of the proxy; None before the first one.
+        width: width in columns.
+        height: height in lines; None: no limit.
+        failure: reason why the proxy did not answer the latest request.
+    """
+    if state is None:
+        return Text(printed(failure) or "waiting", "red" if failure else "")
+    stages = [one for one in state["stages"] if one["count"]]
+    head = [_cut(line, width) for line in _head(state, failure)]
+    room = _room(state, len(stages), None if height is None else height - len(head))
+    parts: list[RenderableType] = [*head]
+    parts += _instances(state["instances"], room.instances, width)
+    parts += _stages(stages, room.stages)
+    parts += _notices(state["notices"], room.notices)
+    parts += _requests(state["requests"], room.requests, width)
+    return Group(*parts)
+
+
+def _room(state: State, stages: int, left: int | None) -> Room:
+    instances, notices = len(state["instances"]) + 1, len(state["notices"]) + 1
+    if left is None:
+        return Room(instances, stages + 1, min(notices, SHOWN), SHOWN)
+    shown = Room(min(instances, max(4, left // 3)), min(stages + 1, left // 3), 0, 0)
+    left -= shown.instances + shown.stages
+    some = min(notices, max(2, left // 3)) if notices > 1 else 0
+    return shown._replace(notices=some, requests=left - some)
+
+
+def _head(state: State, failure: str) -> Iterable[Text]:
+    totals, last = state["totals"], state["seconds"][-60:]
+    counts = Counter(LETTERS[one["role"]].lower() for one in state["instances"])
+    topology = "".join(f"{count}{letter}" for letter, count in counts.items())
+    processes = f"{state['workers']} processes" if state["workers"] > 1 else "1 process"
+    line = Text.assemble(("EPD proxy ", "bold"), f"{state['version']}  {topology}  {processes}  ")
+    line.append(
+        f"no answer: {printed(failure)}" if failure else clock(state["now"]),
+        "red" if failure else "dim",
+    )
+    yield line
+    if counts["e"] or sum(totals["items"].values()):
+        yield _saved(totals)
+    if "conversations" in totals:  # an older proxy does not report them
+        yield from _conversations(totals["conversations"])
+    yield _now(state, last)
+
+
+def _saved(totals: Totals) -> Text:
+    saved, items = totals["saved"], totals["items"]
+    line = Text.assemble("Saved ", (f"{saved['encodes']:,} encodes", "bold green"))
+    if saved["bytes"]:
+        line.append_text(Text.assemble(", ", (size(saved["bytes"]), "bold green"), " not sent"))
+    line.append_text(Text.assemble(", about ", (_gpu(saved["encode_seconds"]), "bold green")))
+    line.append_text(
+        Text.assemble("  hit rate ", (share(items["hit"], sum(items.values())), "bold"))
+    )
+    sent = totals.get("media", {})  # an older proxy tells nothing of them
+    if sum(sent.values()):
+        line.append_text(Text.assemble("  raw ", (share(sent["raw"], sum(sent.values())), "bold")))
+    return line
+
+
+def _conversations(shown: ConversationsShown) -> Iterable[Text]:
+    kept, turns, hit = itemgetter("kept", "turns", "hit")(shown)
+    if kept or turns:
+        yield Text.assemble(
+            "Conversations",
+            f" {kept:,} kept" if kept else "",
+            "  hit rate ",
+            (share(hit, turns), "bold"),
+            f" of {turns:,} turns",
+        )
+
+
+def _gpu(value: float) -> str:
+    return seconds(value).replace(" ", " GPU ")
+
+
+def _now(state: State, last: Sequence[Second]) -> Text:
+    totals = state["totals"]
+    now = sum(one["requests"] for one in last[-5:]) / 5
+    failed = sum(one["failed"] for one in last)
+    rejected = sum(one.get("rejected", 0) for one in last)  # an older proxy counts them as failed
+    return Text.assemble(
+        (f"{rate(now)}/s ", "bold"),
+        (spark([one["requests"] for one in last[-20:]]), "cyan"),
+        f"  {totals['in_flight']} under way  {totals['queued']} waiting  ",
+        (f"{failed} failed", "bold red" if failed else "dim"),
+        ", ",
+        (f"{rejected} rejected", "yellow" if rejected else "dim"),
+        " in the last minute",
+    )
+
+
+def _instances(
+    instances: Sequence[InstanceShown], room: int, width: int
+) -> Iterable[RenderableType]:
+    names = _names(instances)
+    # If the lines do not suffice: unhealthy instances first, then those with the most requests.
+    chosen = sorted(instances, key=lambda one: (-WORST.index(one["state"]), -one["requests"]))
+    hidden = len(chosen) > room - 1
+    shown = {id(one) for one in (chosen[: room - 2] if hidden else chosen)}
+    most = max([BUSY, *(one["requests"] for one in instances)])
+    table = _table("", "Instance", "", "", "/s", "p50", "p95", "failed", "rej.", right=range(4, 9))
+    table.columns[1].max_width = max(14, width - 60)
+    for one in instances:
+        if id(one) not in shown:
+            continue
+        glyph, color, word = STATES.get(one["state"], ("?", "", one["state"]))
+        table.add_row(
+            Text(names[one["role"], one["url"]], "bold"),
+            Text(printed(one["url"].partition("://")[2])),
+            Text(f"{glyph} {printed(word)}", color),
+            Text(f"{one['requests']:>3} {bar(one['requests'] / most, BAR):<{BAR}}"),
+            *_latency(one),
+            *_endings(one),
+        )
+    yield table
+    if hidden:
+        yield Text(f"and {len(instances) - len(shown)} more", "dim")
+
+
+def _latency(one: InstanceShown | StageShown) -> Iterable[Text]:
+    yield Text(rate(one["rate"]))
+    yield Text(seconds(one["p50_s"]))
+    yield Text(seconds(one["p95_s"]))
+
+
+def _endings(one: InstanceShown | StageShown) -> Iterable[Text]:
+    yield Text(str(one["failed"] or ""), "red")
+    yield Text(str(one.get("rejected") or ""), "yellow")
+
+
+def _names(instances: Iterable[InstanceShown]) -> Mapping[tuple[str, str], str]:
+    seen: Counter[str] = Counter()
+    names = {}
+    for one in instances:
+        seen[one["role"]] += 1
+        names[one["role"], one["url"]] = f"{LETTERS[one['role']]}{seen[one['role']]}"
+    return names
+
+
+def _stages(stages: Sequence[StageShown], room: int) -> Iterable[RenderableType]:
+    if not stages:
+        return
+    table = _table("Stage", "/s", "p50", "p95", "p99", "failed", "rej.", right=range(1, 7))
+    for one in stages[: room - 1]:
+        table.add_row(
+            Text(one["stage"], COLORS[one["stage"]]),
+            *_latency(one),
+            Text(seconds(one["p99_s"])),
+            *_endings(one),
+        )
+    yield table
+
+
+def _notices(notices: Sequence[Notice], room: int) -> Iterable[Text]:
+    if room and notices:
+        yield Text("Errors and changes", "dim")
+    for one in notices[: max(0, room - 1)]:
+        said, color = one["said"], OUTCOMES[one.get("outcome", "failed")]
+        if one["kind"] == "instance":
+            _, color, said = STATES.get(said, ("", "", said))
+        said, what, more = map(printed, (said, one["what"], one["more"]))
+        line = Text.assemble((clock(one["at_s"]), "dim"), " ", (said, color), f" {what} {more}")
+        line.no_wrap, line.overflow = True, "ellipsis"
+        yield line
+
+
+def _requests(requests: Sequence[Request], room: int, width: int) -> Iterable[RenderableType]:
+    shown = requests[: max(0, room - 1)]
+    if not shown:
+        return
+    longest_s = max(0.001, *(one["seconds"] for one in shown))
+    cells = max(MIN_BARS, width - 48)
+    table = _table("Ended", "Request", "Result", "Total", f"0 to {seconds(longest_s)}", right=[3])
+    table.columns[1].max_width = 12
+    table.columns[2].max_width = 12
+    for one in shown:
+        result = str(one["status"]) if one["error"] is None else f"{one['status']} {one['error']}"
+        table.add_row(
+            Text(clock(one["ended_s"]), "dim"),
+            Text(printed(one["id"])),
+            Text(printed(result), OUTCOMES[_outcome(one)]),
+            Text(seconds(one["seconds"])),
+            _bars(one, longest_s, cells),
+        )
+    yield table
+
+
+def _bars(request: Request, longest_s: float, cells: int) -> Text:
+    """Return a timeline of cells, each in the colour of the stage that ran at its time."""
+    line = Text(no_wrap=True)
+    for cell in range(max(1, round(request["seconds"] / longest_s * cells))):
+        at_s = (cell + 0.5) * longest_s / cells
+        running = [
+            one
+            for one in request["spans"]
+            if one["after_s"] <= at_s < one["after_s"] + one["seconds"]
+        ]
+        if not running:
+            line.append("─", "dim")
+        else:
+            line.append(
+                "█", OUTCOMES[_outcome(running[-1])] or COLORS.get(running[-1]["stage"], "")
+            )
+    return line
+
+
+def _outcome(one: Request | Span) -> Outcome:
+    """Return the outcome of a request or a span; an older proxy reports only its error."""
+    return one.get("outcome") or ("failed" if one["error"] else "ok")
+
+
+def _table(*titles: str, right: Iterable[int]) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)
+    for index, title in enumerate(titles):
+        table.add_column(
+            title,
+            justify="right" if index in right else "left",
+            no_wrap=True,
+            overflow="ellipsis",
+        )
+    return table
+
+
+def _cut(line: Text, width: int) -> Text:
+    line.truncate(width, overflow="ellipsis")
+    return line

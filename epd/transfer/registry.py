@@ -1,0 +1,27 @@
+"""The transfers there are, by name."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from epd.transfer import ECTransferName, KVTransferName
+from epd.transfer.ec import ECMooncake, ECNixl, ECTransfer, Example, Store
+from epd.transfer.kv import KVTransfer, LMCache, Untold
+from epd.transfer.mooncake import Mooncake
+from epd.transfer.nixl import Multi, Nixl, NixlPush
+
+KV_TRANSFERS: Mapping[KVTransferName, type[KVTransfer]] = MappingProxyType(
+    {
+        "nixl": Nixl,
+        "nixl-push": NixlPush,
+        "mooncake": Mooncake,
+        "lmcache": LMCache,
+        "multi": Multi,
+        "example": Untold,
+        "offloading": Untold,
+        "none": Untold,
+    }
+)
+
+EC_TRANSFERS: Mapping[ECTransferName, type[ECTransfer]] = MappingProxyType(
+    {"store": Store, "example": Example, "nixl": ECNixl, "mooncake": ECMooncake}
+)

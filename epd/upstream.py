@@ -1,0 +1,425 @@
+"""Requests to instances over connections of `epd.http`; failures become errors of a stage.
+
+Answers of instances: complete ones, and ones that are still arriving.
+
+Conversion of connection errors to errors of a stage.
+
+The HTTP client of all requests to instances.
+"""
+
+import asyncio
+import errno
+import math
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Self
+
+from epd.api.body import Pieces
+from epd.errors import (
+    AnswerTooLarge,
+    Overloaded,
+    ProxyError,
+    Stage,
+    UpstreamDied,
+    UpstreamFailed,
+    UpstreamTimeout,
+    UpstreamUnreachable,
+)
+from epd.http.connection import Broken, Connection, Died, Sink, Unreachable
+from epd.http.http1 import Target, request_head, target_of
+from epd.http.pool import Pool
+from epd.http.tls import upstream_context
+from epd.version import __version__
+
+OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+
+FAILURES = (Unreachable, Broken, TimeoutError)
+"""Errors that `epd.http.connection` raises."""
+
+
+def shown(
+    error: Exception,
+    stage: Stage,
+    *,
+    broken: str,
+    late: str | None = None,
+    computed: bool = False,
+) -> ProxyError:
+    """Return the error of a stage. Addresses remain in the cause, which clients do not see.
+
+    Args:
+        error: one of `FAILURES`.
+        stage: stage of the instance.
+        broken: slug of a broken connection.
+        late: slug of a timeout; None for the stage's.
+        computed: whether the instance had computed its answer, and so survived the request.
+    """
+    instance = "the instance" if stage == "proxy" else f"the {stage} instance"
+    if isinstance(error, TimeoutError):
+        return UpstreamTimeout(
+            f"{instance} did not answer in time",
+            slug=late or f"{stage}_timeout",
+            stage=stage,
+        )
+    reason = cause(error)
+    if isinstance(reason, OSError) and reason.errno in OUT_OF_DESCRIPTORS:
+        # The limit of this process, not a failure of the instance.
+        return Overloaded("the proxy has too many open connections", stage=stage)
+    if isinstance(error, Broken):
+        kind = UpstreamDied if isinstance(error, Died) and not computed else UpstreamFailed
+        return kind(f"the connection to {instance} broke", slug=broken, stage=stage)
+    return UpstreamUnreachable(f"{instance} is unreachable", slug=broken, stage=stage)
+
+
+def cause(error: Exception) -> BaseException:
+    """Return the underlying error of a connection's own error."""
+    return error.__cause__ or error
+
+
+MAX_ANSWER_BYTES = 16 * 1024**2
+"""Maximum size of an answer of an encode or prefill instance, and of an error."""
+
+
+def is_success(status: int) -> bool:
+    """Return whether a status is a 2xx."""
+    return 200 <= status < 300  # noqa: PLR2004 - a member of `HTTPStatus` takes a call
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A complete answer of an instance."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def ok(self) -> bool:
+        """Whether the status is a 2xx."""
+        return is_success(self.status)
+
+
+class Reply:
+    """An answer after its head. It must be closed, or used as a context manager.
+
+    Attributes:
+        status: HTTP status.
+        headers: headers of the answer, case-insensitive.
+        ok: whether the status is a 2xx.
+    """
+
+    __slots__ = (
+        "_body",
+        "_clock",
+        "_connection",
+        "_late",
+        "_release",
+        "_stage",
+        "_until_s",
+        "headers",
+        "ok",
+        "status",
+    )
+
+    def __init__(
+        self,
+        connection: Connection,
+        stage: Stage,
+        until_s: float,
+        late: str,
+        release: Callable[[], None],
+    ) -> None:
+        """Read the body from a connection.
+
+        Args:
+            connection: connection of the answer.
+            stage: stage of the instance.
+            until_s: deadline of the body, on the event loop's clock.
+            late: slug of a timeout.
+            release: function that pools the connection of a complete answer, and closes any other.
+        """
+        self.status = connection.status
+        self.headers: Mapping[str, str] = connection.headers
+        self.ok = is_success(self.status)
+        self._connection = connection
+        self._stage: Stage = stage
+        self._until_s = until_s
+        self._late = late
+        self._release = release
+        self._body: bytes | None = None
+        self._clock = asyncio.get_running_loop().time
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._release()
+
+    def close(self) -> None:
+        self._release()
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the body is a stream of events. The head of a stream precedes its first token."""
+        return self.headers.get("Content-Type", "").startswith("text/event-stream")
+
+    async def read(self, *, idle_s: float, limit: int = MAX_ANSWER_BYTES) -> bytes:
+        """Return the whole body. Further calls return it again.
+
+        Raises:
+            UpstreamFailed: it is larger than `limit` bytes, or was cut off.
+            UpstreamTimeout: nothing was received for `idle_s` seconds.
+        """
+        if self._body is not None:
+            return self._body
+        if self._connection.complete and self._connection.held <= limit:
+            self._body = self._connection.take()
+            return self._body
+        parts = []
+        size = 0
+        while not self._connection.ended and (chunk := await self.chunk(idle_s)):
+            parts.append(chunk)
+            size += len(chunk)
+            if size > limit:
+                raise AnswerTooLarge(
+                    f"the {self._stage} instance's answer is larger than {limit} bytes",
+                    slug=f"{self._stage}_bad_response",
+                    stage=self._stage,
+                )
+        self._body = parts[0] if len(parts) == 1 else b"".join(parts)
+        return self._body
+
+    async def begun(self, idle_s: float) -> None:
+        """Wait for the first byte of the body.
+
+        Raises:
+            UpstreamFailed: the connection broke.
+            UpstreamTimeout: nothing was received for `idle_s` seconds.
+        """
+        if self._connection.complete or self._connection.held:
+            return
+        try:
+            await self._connection.begun(min(self._clock() + idle_s, self._until_s))
+        except FAILURES as error:
+            raise self._broke_off(error) from cause(error)
+
+    async def chunk(self, idle_s: float) -> bytes:
+        """Return the next received part of the body; empty at its end.
+
+        Raises:
+            UpstreamFailed: the body was cut off.
+            UpstreamTimeout: nothing was received for `idle_s` seconds.
+        """
+        try:
+            return await self._connection.chunk(min(self._clock() + idle_s, self._until_s))
+        except FAILURES as error:
+            raise self._broke_off(error) from cause(error)
+
+    async def pour(self, sink: Sink, idle_s: float) -> bool:
+        """Pass the body to `sink` as it is received, without waking a task, while it accepts more.
+
+        Returns:
+            Whether the body has ended.
+
+        Raises:
+            UpstreamFailed: the body was cut off.
+            UpstreamTimeout: nothing was received for `idle_s` seconds.
+        """
+        try:
+            return await self._connection.pour(sink, idle_s)
+        except FAILURES as error:
+            raise self._broke_off(error) from cause(error)
+
+    def _broke_off(self, error: Exception) -> ProxyError:
+        # The head of a stream precedes its first token; any other head follows the last one.
+        computed = not self.is_stream
+        broken = f"{self._stage}_died"
+        return shown(error, self._stage, broken=broken, late=self._late, computed=computed)
+
+
+KEEP_ALIVE_S = 2.0
+"""Time for which an idle connection is pooled: under half of vLLM's
+(`VLLM_HTTP_TIMEOUT_KEEP_ALIVE`, 5 s), so that the proxy does not reuse one that vLLM has just
+closed."""
+
+OURS = f"User-Agent: epd/{__version__}\r\nAccept: */*\r\nAccept-Encoding: identity\r\n"
+"""Headers of every request."""
+
+
+class Upstream:
+    """Sends requests to instances over one connection pool."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    def connect_within(self, timeout_s: float) -> None:
+        """Change the timeout of a connect from now on."""
+        self._pool.connect_timeout_s = timeout_s
+
+    @classmethod
+    @asynccontextmanager
+    async def connect(
+        cls, connect_timeout_s: float, ca_file: Path | None = None
+    ) -> AsyncIterator[Self]:
+        """Return a client with a pool, which is closed at the exit.
+
+        Raises:
+            TlsInvalid: the file of CAs is invalid.
+        """
+        tls = upstream_context(ca_file)
+        pool = Pool(tls, connect_timeout_s=connect_timeout_s, keep_alive_s=KEEP_ALIVE_S)
+        try:
+            yield cls(pool)
+        finally:
+            await pool.close()
+
+    def verify_as(self, names: Mapping[str, str]) -> None:
+        """Set the expected names in certificates, by base URL with an address as host."""
+        self._pool.verify_as(names)
+
+    async def open(
+        self,
+        url: str,
+        *,
+        stage: Stage,
+        headers: Mapping[str, str],
+        body: Pieces | None = None,
+        head_timeout_s: float,
+    ) -> Reply:
+        """Send a request (POST with a body, GET without) and wait for the head of its answer.
+
+        The caller closes the reply. If its body has not been read by then, this closes the
+        connection, which tells the instance that the request is abandoned.
+
+        Raises:
+            UpstreamFailed: it could not be sent, or the connection broke.
+            UpstreamTimeout: no head was received within `head_timeout_s` seconds.
+        """
+        until_s = asyncio.get_running_loop().time() + head_timeout_s
+        request = _request(url, headers, body, stage)
+        connection = await self._exchange(request, stage, until_s)
+        release = partial(self._pool.give_back, request.target.origin, connection)
+        return Reply(connection, stage, math.inf, f"{stage}_stalled", release)
+
+    async def fetch(
+        self,
+        url: str,
+        *,
+        stage: Stage,
+        headers: Mapping[str, str],
+        body: Pieces | None = None,
+        timeout_s: float,
+    ) -> Answer:
+        """Send a request and read the whole answer, with any status.
+
+        Raises:
+            UpstreamFailed: it could not be sent, the answer was cut off, or is too large.
+            UpstreamTimeout: the answer was not complete within `timeout_s` seconds.
+        """
+        until_s = asyncio.get_running_loop().time() + timeout_s
+        request = _request(url, headers, body, stage)
+        connection = await self._exchange(request, stage, until_s)
+        release = partial(self._pool.give_back, request.target.origin, connection)
+        with Reply(connection, stage, until_s, f"{stage}_timeout", release) as reply:
+            return Answer(reply.status, reply.headers, await reply.read(idle_s=timeout_s))
+
+    async def _exchange(self, request: "_Request", stage: Stage, until_s: float) -> Connection:
+        """Send a request, and return its connection after the head of the answer.
+
+        The request is sent a second time if only the end of an idle connection was at fault: an
+        instance may close an idle connection at the moment of its reuse. Before any byte of an
+        answer, this says nothing about the instance. If the instance then accepts no new
+        connection, it died while it had the request.
+        """
+        origin = request.target.origin
+        try:
+            connection = self._pool.take(origin) or await self._pool.connect(origin, until_s)
+            try:
+                await connection.ask(request.head(), request.body or (), until_s)
+            except BaseException as error:
+                connection.abort()
+                if not (isinstance(error, Broken) and connection.stale):
+                    raise
+                connection = await _ask_again(self._pool, request, until_s, error)
+        except FAILURES as error:
+            raise shown(error, stage, broken=f"{stage}_failed") from cause(error)
+        if connection.headers.get("Content-Encoding", "identity").lower() != "identity":
+            connection.abort()
+            raise UpstreamFailed(
+                f"the {stage} instance's answer has an unsupported encoding",
+                slug=f"{stage}_bad_response",
+                stage=stage,
+            )
+        return connection
+
+    async def probe(self, url: str, *, timeout_s: float) -> bool:
+        """Return whether a GET over a new connection is answered with 2xx.
+
+        An open connection would not show whether the instance accepts new ones.
+
+        Raises:
+            Overloaded: the proxy has no file descriptor left.
+        """
+        until_s = asyncio.get_running_loop().time() + timeout_s
+        try:
+            request = _request(url, {}, None, "proxy")
+            connection = await _ask_anew(self._pool, request, until_s)
+        except UpstreamUnreachable:
+            return False
+        except FAILURES as error:
+            failure = shown(error, "proxy", broken="unreachable")
+            if isinstance(failure, Overloaded):
+                raise failure from error
+            return False
+        connection.abort()
+        return is_success(connection.status)
+
+
+class _Request:
+    """A request and its destination."""
+
+    __slots__ = ("_headers", "body", "target")
+
+    def __init__(self, url: str, headers: Mapping[str, str], body: Pieces | None) -> None:
+        self.target: Target = target_of(url)
+        self.body = body
+        self._headers = headers
+
+    def head(self, more: str = "") -> bytes:
+        """Return the head, with additional header lines."""
+        length = None if self.body is None else sum(map(len, self.body))
+        return request_head(self.target, self._headers, length, OURS + more)
+
+
+def _request(url: str, headers: Mapping[str, str], body: Pieces | None, stage: Stage) -> _Request:
+    try:
+        return _Request(url, headers, body)
+    except ValueError as error:
+        raise UpstreamUnreachable(
+            f"the URL of the {stage} instance is invalid", slug=f"{stage}_failed", stage=stage
+        ) from error
+
+
+async def _ask_again(pool: Pool, request: _Request, until_s: float, broken: Broken) -> Connection:
+    """Send a request again after its idle connection was closed."""
+    try:
+        return await _ask_anew(pool, request, until_s)
+    except Unreachable as error:
+        if isinstance(broken, Died):
+            raise Died from cause(error)
+        raise
+
+
+async def _ask_anew(pool: Pool, request: _Request, until_s: float) -> Connection:
+    """Send a request over a new connection."""
+    connection = await pool.connect(request.target.origin, until_s)
+    connection.kept = False
+    try:
+        await connection.ask(request.head("Connection: close\r\n"), request.body or (), until_s)
+    except BaseException:
+        connection.abort()
+        raise
+    return connection

@@ -1,1 +1,0 @@
-"""Requests to instances over connections of `epd.http`; failures become errors of a stage."""
