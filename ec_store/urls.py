@@ -38,6 +38,8 @@ def fetch_threads(url: str) -> int:
 
 def unknown_scheme(url: str) -> ValueError:
     """Return the error for a URL of another scheme."""
+    if url.startswith("/"):
+        return ValueError(f"{url!r} is not the URL of a store: is file://{url} meant?")
     return ValueError(
         f"{redacted(url)!r} is not the URL of a store: use file://, redis://, rediss://, "
         "redis+cluster:// or rediss+cluster://"

@@ -207,6 +207,8 @@ def _loaded(parser: Parser, flags: dict[str, Any]) -> Loaded:
         parser.errors(invalid.reasons)
     if reasons := list(unusable_files(loaded.config)):
         parser.errors(reasons)
+    for message in loaded.unknown:
+        print(f"{parser.prog}: warning: {message}", file=sys.stderr)
     return loaded
 
 

@@ -16,8 +16,8 @@ from typing import Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from epd.config.flags import (
-    GROUPS,
     SECRETS,
+    TITLES,
     Settings,
     flag_of,
     group_of,
@@ -43,7 +43,7 @@ def main() -> None:
     )
     check = parser.parse_args().check
     old = DOCUMENT.read_text()
-    tables = "\n".join(table(title) for title in dict.fromkeys(GROUPS.values()))
+    tables = "\n".join(table(title) for title in TITLES)
     new = BETWEEN.sub(lambda found: f"{found[1]}\n{tables}\n{found[2]}", old)
     if not check:
         DOCUMENT.write_text(new)

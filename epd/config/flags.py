@@ -102,6 +102,7 @@ GROUPS: Mapping[str, str] = MappingProxyType(
         "*conversation*": "conversations",
         "*_kv_addrs": "instances",
         "ec_transfer": "instances",
+        "ec_store": "instances",
         "*registration*": "instances",
         "instances_file": "instances",
         "discover*": "instances",
@@ -137,6 +138,25 @@ GROUPS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Group of a setting by pattern: the first pattern that matches its name applies."""
+
+TITLES = (
+    "instances",
+    "server",
+    "media",
+    "coordination",
+    "balance",
+    "limits",
+    "deadlines",
+    "health of instances",
+    "conversations",
+    "tenants",
+    "secrets",
+    "TLS",
+    "CORS",
+    "logging",
+    "traces",
+)
+"""Groups in the order of the help: first what every operator sets."""
 
 
 def group_of(name: str) -> str:
@@ -320,7 +340,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
     The parsed namespace has only the settings of given flags.
     """
-    groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(GROUPS.values())}
+    groups = {title: parser.add_argument_group(title) for title in TITLES}
     for name, field in Settings.model_fields.items():
         if name in SECRETS:
             continue

@@ -61,7 +61,7 @@ def from_environment() -> dict[str, Given]:
 
 
 def unknown_variables() -> Iterator[str]:
-    """Yield an error message for each variable that has the prefix of settings and is unknown."""
+    """Yield a message for each variable that has the prefix of settings and is unknown."""
     known = [variable for name in Settings.model_fields for variable in variables_of(name)]
     for name, value in os.environ.items():
         variable = name.upper()
@@ -195,10 +195,13 @@ class Loaded:
     Attributes:
         config: complete configuration.
         given: settings with a given value, by the names of `Settings`; the others have defaults.
+        unknown: messages about unknown variables that have the prefix of settings. They are no
+            errors: the environment may have the variables of other programs.
     """
 
     config: ProxyConfig
     given: Layer
+    unknown: tuple[str, ...] = ()
 
 
 def load(flags: Mapping[str, Any]) -> Loaded:
@@ -210,7 +213,7 @@ def load(flags: Mapping[str, Any]) -> Loaded:
     Raises:
         ConfigInvalid: settings are invalid; the error lists all of them.
     """
-    reasons = list(unknown_variables())
+    reasons: list[str] = []
     flags = with_urls(flags, reasons)
     layers: list[Layer] = [
         {name: Given(value, "flag", flag_of(name), flag_of(name)) for name, value in flags.items()},
@@ -226,7 +229,7 @@ def load(flags: Mapping[str, Any]) -> Loaded:
         reasons += _wrong(invalid, given, complete=not reasons)
     if reasons:
         raise ConfigInvalid(reasons)
-    return Loaded(config, given)
+    return Loaded(config, given, tuple(unknown_variables()))
 
 
 def _file(layers: Iterable[Layer], reasons: list[str]) -> Layer:

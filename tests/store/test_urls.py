@@ -1,0 +1,14 @@
+import pytest
+
+from ec_store import check_url
+
+
+def test_a_path_is_answered_with_the_url_that_is_meant() -> None:
+    with pytest.raises(ValueError, match=r"is file:///dev/shm/ec meant\?$"):
+        check_url("/dev/shm/ec")
+
+
+@pytest.mark.parametrize("url", ["", "ec", "http://host/ec", "file//dev/shm/ec"])
+def test_another_scheme_is_answered_with_the_schemes_of_stores(url: str) -> None:
+    with pytest.raises(ValueError, match="is not the URL of a store: use file://, redis://"):
+        check_url(url)
