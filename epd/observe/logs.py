@@ -30,15 +30,15 @@ MAX_FAILURES = 8
 """Failed requests to instances that a request's line names."""
 
 NEXT = {
-    "ejected": "no request until its time is over, then one on trial",
-    "down": "no request until a probe is answered, then one on trial",
-    "trial": "one request at a time, until one is answered",
-    "healthy": "requests as to all others",
-    "added": "requests as to all others",
-    "removed": "no request; those that run end as they would",
-    "refused": "comes in when nothing is in its way any more: another's role, its own kv_addr",
+    "ejected": "no requests until the ejection expires, then one on trial",
+    "down": "no requests until a probe succeeds, then one on trial",
+    "trial": "one request at a time, until one succeeds",
+    "healthy": "requests as to all other instances",
+    "added": "requests as to all other instances",
+    "removed": "no new requests; running ones end normally",
+    "refused": "joins when it no longer conflicts with another instance or with its own kv_addr",
 }
-"""What comes of an instance that has changed, for who reads of it."""
+"""Consequence of each change of an instance, for the log."""
 
 FURTHER = frozenset({"exception", "stack", "exc_info", "logger", "logger_name"})
 """Fields that a line for people has a form of its own for."""
@@ -324,7 +324,7 @@ class LogObserver:
         named = {} if event.source is None else {"source": event.source}
         self._log.log(
             level,
-            "instance",
+            f"instance {event.state}",
             state=event.state,
             role=event.role,
             instance=event.instance,

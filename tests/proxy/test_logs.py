@@ -207,7 +207,7 @@ async def test_what_is_done_for_the_store_later_is_in_no_requests_name() -> None
 async def test_an_instance_that_is_left_alone_is_a_line_with_what_comes_next() -> None:
     async with proxy("--eject-after", "1", decode=refuses(500)) as running:
         await running.ask("r-1")
-        line = await running.logged("instance", state="ejected")
+        line = await running.logged("instance ejected", state="ejected")
 
     assert (line["request_id"], line["level"]) == ("r-1", "warning")
     assert line["instance"] == running.instances["decode"].url
