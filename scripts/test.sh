@@ -1,17 +1,25 @@
 #!/usr/bin/env bash
 # Runs every test: first those without engines, which mostly wait, in four processes; then the ones on
 # real vLLM, in two. With arguments, which go to pytest, it is one run of what they choose.
+#
+#   scripts/test.sh            # all of them
+#   scripts/test.sh --quick    # without those marked `full`, and with fewer examples of each property
+#   scripts/test.sh tests/unit # what pytest is told
 set -euo pipefail
 cd "$(dirname "$0")/.."
 ./scripts/setup.sh
+# The hundreds of programs that tests start would each compile this project's modules.
+export PYTHONDONTWRITEBYTECODE=
+if [ "${1-}" = --quick ]; then
+    exec .venv/bin/python -m pytest -m "not full" --hypothesis-profile quick -n 4 --dist loadfile \
+        --no-loadscope-reorder "${@:2}"
+fi
 ./scripts/fetch_multi_turn.sh ||
     echo "vLLM's source could not be fetched and unpacked, which a test in tests/e2e/test_conversations.py needs"
 # The release before or after the installed one, whose sources the contract tests read (docs/compatibility.md).
 other=0.33.0
 ./scripts/check_vllm.sh --unpack "$other" ||
     echo "vLLM $other could not be fetched and unpacked: the contract tests read the installed release alone"
-# The hundreds of programs that tests start would each compile this project's modules.
-export PYTHONDONTWRITEBYTECODE=
 [ $# = 0 ] || exec .venv/bin/python -m pytest "$@"
 failed=0
 .venv/bin/python -m pytest --ignore tests/e2e -n 4 --dist loadfile --no-loadscope-reorder || failed=$?

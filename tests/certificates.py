@@ -64,3 +64,18 @@ def encrypted(key: Path) -> Path:
 def _openssl(*arguments: str | Path) -> None:
     command = ["openssl", *arguments]
     subprocess.run(command, check=True, capture_output=True)
+
+
+def localhost_certificate(folder: Path) -> Path:
+    """A key and a certificate for `localhost` that it signs itself, in one file."""
+    path = folder / "localhost.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
+            *("-nodes", "-days", "2", "-subj", "/CN=localhost"),
+            *("-addext", "subjectAltName=DNS:localhost", "-keyout", path, "-out", path),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    return path

@@ -4,8 +4,8 @@ import aiohttp
 from aiohttp.test_utils import TestServer
 
 from scripts.contenders.least import Instances, create_app
-from tests.proxy.fake_instance import FakeInstance, decodes, encodes, prefills
 from tests.requests import image, request, text
+from tests.support.fake_instance import FakeInstance, decodes, encodes, prefills
 
 
 async def test_it_encodes_each_picture_prefills_and_decodes_without_them() -> None:

@@ -12,8 +12,10 @@ import pytest
 
 from epd.__main__ import main
 from epd.tools.bench.overhead import machine
-from tests.conftest import ROOT
 from tests.fleet.processes import left, marked, new_mark, processes_of
+from tests.paths import ROOT
+
+pytestmark = pytest.mark.full
 
 RELAY = f"{sys.executable} {ROOT}/scripts/contenders/relay.py {{port}} {{decode_urls}}"
 BASELINE = ("--against", f"relay={RELAY}")

@@ -16,10 +16,10 @@ from epd.__main__ import main
 from epd.tools.bench import vllm_bench
 from epd.tools.bench.dataset import digests, local
 from tests.fleet.processes import processes_of
-from tests.proxy.backed import Backed, caching
-from tests.proxy.conftest import backed, keys, launch, store, url
-from tests.proxy.fake_instance import FakeInstance, decodes, refuses
-from tests.proxy.fleet import Launch
+from tests.support.backed import Backed, caching
+from tests.support.fake_instance import FakeInstance, decodes, refuses
+from tests.support.fixtures import backed, keys, launch, store, url
+from tests.support.fleet import Launch
 
 __all__ = ["backed", "keys", "launch", "store", "url"]
 
@@ -53,6 +53,7 @@ def first_pictures(instance: FakeInstance) -> list[str]:
     ]
 
 
+@pytest.mark.full
 @needs_vllm
 @pytest.mark.e2e
 async def test_vllms_benchmark_sends_the_replay_and_each_picture_is_encoded_once(
@@ -86,6 +87,7 @@ async def test_vllms_benchmark_sends_the_replay_and_each_picture_is_encoded_once
     assert "| | epd | plain |" in out
 
 
+@pytest.mark.full
 @needs_vllm
 @pytest.mark.e2e
 async def test_a_fleet_that_answers_nothing_is_an_error_with_its_reason(
@@ -108,6 +110,7 @@ async def test_a_fleet_that_answers_nothing_is_an_error_with_its_reason(
         assert "no request was answered: Bad Request" in err
 
 
+@pytest.mark.full
 @needs_vllm
 @pytest.mark.e2e
 async def test_what_vllms_benchmark_says_when_it_fails_is_shown(

@@ -15,8 +15,8 @@ from epd.conversations.entry import Entry
 from epd.conversations.stores import InMemory, InRedis, StoreAway
 from epd.conversations.turn import Turn
 from epd.discovery import stores as registrations
-from tests.proxy.fleet import until
 from tests.store.redis_server import Certificates, RedisServer
+from tests.support.fleet import until
 
 ANSWERED = Entry(2.5, "http://d:2")
 Asking = AbstractAsyncContextManager[Callable[[], Awaitable[object]]]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.proxy.fleet import Launch
+from tests.support.fleet import Launch
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import yaml
 
 from epd.config.flags import Settings
 from tests.deploy.tools import DEPLOY, load
-from tests.proxy.fleet import Fleet, Launch
+from tests.support.fleet import Fleet, Launch
 
 COMPOSE = load(DEPLOY / "compose.yaml")
 SERVICES = COMPOSE["services"]

@@ -5,7 +5,7 @@ import pytest
 from epd.tools.fleet.plan import planned
 from epd.tools.fleet.settings import FleetSettings
 from tests.deploy.manifests import ENGINES, WORKLOADS, container, settings
-from tests.e2e.test_up import parsed
+from tests.vllm_parser import parsed
 
 MEMORY = 6
 """Where `parsed` has the part of the devices' memory, which a pod need not share."""

@@ -12,10 +12,10 @@ from ec_store import open_store
 from tests.deploy.expressions import Asked, asked, plain, queries
 from tests.deploy.prometheus_server import Prometheus, prometheus
 from tests.deploy.tools import DASHBOARD, promtool, rules
-from tests.proxy.backed import NAMESPACE, Backed, caching
-from tests.proxy.fake_instance import hangs, refuses
-from tests.proxy.fleet import Fleet, Launch, until
 from tests.requests import image, request
+from tests.support.backed import NAMESPACE, Backed, caching
+from tests.support.fake_instance import hangs, refuses
+from tests.support.fleet import Fleet, Launch, until
 
 ADMIN = "0123456789abcdef0123456789abcdef"
 WITHIN_S = 60.0

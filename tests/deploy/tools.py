@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from tests.conftest import ROOT
+from tests.paths import ROOT
 
 DEPLOY = ROOT / "deploy"
 PROMETHEUS = DEPLOY / "prometheus"

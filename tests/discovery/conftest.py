@@ -1,5 +1,5 @@
 """Fixtures of the discovery tests: those of the proxy's."""
 
-from tests.proxy.conftest import backed, keys, launch, store, url
+from tests.support.fixtures import backed, keys, launch, store, url
 
 __all__ = ["backed", "keys", "launch", "store", "url"]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.proxy.fleet import Fleet, Launch, until
-from tests.proxy.test_process import run
+from tests.support.fleet import Fleet, Launch, until
+from tests.support.programs import run
 
 
 def written(urls: Iterable[str]) -> str:

@@ -15,9 +15,9 @@ from epd.discovery.dns import LookUpFailed, Names, Sightings
 from epd.routing.instances import Role
 from tests.certificates import Authority
 from tests.discovery.name_server import NameServer
-from tests.proxy.fake_instance import FakeInstance, decodes, encodes
-from tests.proxy.fleet import Fleet, Launch, until
 from tests.requests import image, request, text
+from tests.support.fake_instance import FakeInstance, decodes, encodes
+from tests.support.fleet import Fleet, Launch, until
 
 
 @pytest.fixture

@@ -12,11 +12,13 @@ import aiohttp
 import pytest
 
 from tests.discovery.name_server import NameServer
-from tests.proxy.fake_instance import FakeInstance, decodes, encodes
-from tests.proxy.fleet import until
-from tests.proxy.test_process import serving
-from tests.proxy.test_workers import START_S, Workers, ask, some_workers
 from tests.store.redis_server import RedisServer
+from tests.support.fake_instance import FakeInstance, decodes, encodes
+from tests.support.fleet import until
+from tests.support.programs import serving
+from tests.support.workers import START_S, Workers, ask, some_workers
+
+pytestmark = pytest.mark.full
 
 KEY = "admin-key-0123456789"
 ADMIN = {"X-API-Key": KEY}

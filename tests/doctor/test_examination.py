@@ -20,8 +20,8 @@ from epd.tools.doctor import environment, examination, instances, trials
 from epd.tools.doctor.examination import examine
 from epd.tools.doctor.facts import Finding, Verdict
 from tests.discovery.name_server import NameServer
-from tests.proxy.backed import Backed
-from tests.proxy.fake_instance import (
+from tests.support.backed import Backed
+from tests.support.fake_instance import (
     FakeInstance,
     decodes,
     encodes,
@@ -31,10 +31,10 @@ from tests.proxy.fake_instance import (
     prefills,
     refuses,
 )
-from tests.proxy.fake_turns import Turns, says
-from tests.proxy.fleet import until
-from tests.proxy.strict_encode import Memory, Pushes
-from tests.proxy.strict_instance import WIRES
+from tests.support.fake_turns import Turns, says
+from tests.support.fleet import until
+from tests.support.strict_encode import Memory, Pushes
+from tests.support.strict_instance import WIRES
 
 
 @dataclass

@@ -1,71 +1,42 @@
 """Real vLLM engines on the CPU behind the real proxy; each stack is started once.
 
-Tests that ask for `stack` run on every stack; those that need one of them say which: `@on(...)`.
+`tests/e2e/stacks.py` has the table of what runs on which stack.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from xdist.scheduler import LoadScopeScheduling
 
-from ec_store import EntryInfo, open_store
 from epd.routing.instances import Role
-from epd.tools.fleet.engine import Engine
 from epd.tools.fleet.settings import Topology
 from epd.tools.fleet.stack import Stack
 from scripts.forked import ForkedStack
-from tests.collector import Collector, over_http
-from tests.e2e.stacks import AUDIO_STACKS, CLUSTER, REDIS, STACKS, VISION_STACKS, Spec
+from tests.collector import over_http
+from tests.e2e.served import Served
+from tests.e2e.stacks import CLUSTER, REDIS, STACKS, Spec, stacks_of
 from tests.models import written
+from tests.paths import MEDIA
 from tests.store.redis_server import RedisServer, cluster
 
-ROOT = Path(__file__).resolve().parents[2]
-MEDIA = ROOT / "examples" / "media"
 
-
-@dataclass
-class Served:
-    """A running stack, with a client of its proxy and one of its decode engine alone."""
-
-    stack: Stack
-    redis: Sequence[RedisServer]
-    spec: Spec
-    client: openai.OpenAI
-    baseline: openai.OpenAI
-    collector: Collector
-    logs: Path
-
-    @property
-    def model(self) -> str:
-        """The model's served name."""
-        return self.spec.model
-
-    @property
-    def encode(self) -> Engine:
-        return self.stack.of(Role.ENCODE)[0]
-
-    def log(self, engine: Engine) -> str:
-        """What an engine has logged."""
-        return (self.logs / f"{engine.name}.log").read_text()
-
-    @property
-    def consumers(self) -> list[Engine]:
-        """The engines that must not encode: all but the encode engine."""
-        return [engine for engine in self.stack.engines if engine.role is not Role.ENCODE]
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test that asks for `stack` on those that the table names for it."""
+    if "stack" in metafunc.fixturenames:
+        stacks = stacks_of(metafunc.module.__name__.rpartition(".")[2], metafunc.function.__name__)
+        metafunc.parametrize("stack", stacks, indirect=True, ids=str, scope="session")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker("e2e")
+            item.add_marker("full")
             if find_spec("vllm") is None:
                 item.add_marker(pytest.mark.skip("vLLM is not installed: scripts/test.sh does it"))
 
@@ -97,7 +68,7 @@ def redis_servers(store: str, folder: Path) -> Iterator[tuple[Sequence[RedisServ
             yield [], None
 
 
-@pytest.fixture(scope="session", params=VISION_STACKS + AUDIO_STACKS, ids=str)
+@pytest.fixture(scope="session")
 def stack(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
@@ -132,18 +103,3 @@ def stack(
         )
         yield Served(described, redis, spec, client, baseline, collector, directory / "logs")
         described.check_alive()
-
-
-def metric(engine: Engine, name: str) -> float:
-    """A figure of an engine's own `/metrics`, summed over its labels."""
-    page = httpx.get(f"{engine.url}/metrics", timeout=60).text
-    families = list(text_string_to_metric_families(page))
-    samples = [sample for family in families for sample in family.samples if sample.name == name]
-    assert samples, f"{engine.name} has no metric {name}"
-    return sum(sample.value for sample in samples)
-
-
-def stored(stack: Served) -> dict[str, EntryInfo]:
-    """What the stack's store holds, by identifier."""
-    with open_store(stack.stack.store) as store:
-        return {row.info.key.identifier: row.info for row in store.ls() if row.info is not None}

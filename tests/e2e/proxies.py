@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from epd.routing.instances import ANSWERING, Role
-from tests.e2e.conftest import Served
+from tests.e2e.served import Served
 
 
 @contextmanager

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from epd.routing.instances import Role
 
 VISION, AUDIO = "tiny-qwen2.5-vl", "tiny-qwen2-audio"
@@ -79,11 +77,10 @@ BLOCKS_TTL_S = 60
 ON_DISK = Spec(VISION, E_PD, DISK)
 ON_REDIS = Spec(VISION, E_PD, REDIS, bf16=not AMX)
 ON_CLUSTER = Spec(VISION, E_P_D, CLUSTER, ranks=2)
-VISION_STACKS = [ON_DISK, ON_CLUSTER, ON_REDIS]
+ON_AUDIO = Spec(AUDIO, E_PD, DISK)
 TRACED = Spec(AUDIO, E_P_D, DISK, traced=True, programs=True)
 CONVERSING = Spec(VISION, E_P_D, DISK, conversing=True)
 SHARDED = Spec(VISION, E_PD, DISK, consumer_ranks=2)
-AUDIO_STACKS = [Spec(AUDIO, E_PD, DISK), TRACED]
 MODELS = (
     "tiny-internvl",
     "tiny-paddleocr-vl",
@@ -95,9 +92,71 @@ MODELS = (
 )
 """The models that only their own tests ask, on a stack each. `scripts/model_matrix.sh` has all."""
 MODEL_STACKS = [Spec(model, E_PD, DISK) for model in MODELS]
-STACKS = [*VISION_STACKS, *AUDIO_STACKS, CONVERSING, SHARDED, *MODEL_STACKS]
+OMNI_STACKS = [spec for spec in MODEL_STACKS if "omni" in spec.model]
+VIDEO_STACKS = [spec for spec in MODEL_STACKS if spec.model.endswith(("omni", "internvl", "3-vl"))]
+TIMED_STACKS = [spec for spec in MODEL_STACKS if spec.model.endswith("3-vl")]
+STACKS = [ON_DISK, ON_REDIS, ON_CLUSTER, ON_AUDIO, TRACED, CONVERSING, SHARDED, *MODEL_STACKS]
+
+EACH_STORE = [ON_DISK, ON_REDIS, ON_CLUSTER]
+
+OF_MODULES: Mapping[str, Sequence[Spec]] = {
+    "test_conversations": [CONVERSING],
+    "test_kills": [CONVERSING],
+    "test_models": MODEL_STACKS,
+    "test_prefill_decode": [CONVERSING],
+    "test_ranks": [SHARDED],
+    "test_traces": [TRACED],
+}
+"""The stacks that the tests of a module run on: `ON_DISK`, where it is not listed."""
+
+OF_TESTS: Mapping[str, Sequence[Spec]] = {
+    # Answers: each model, store and topology, once.
+    "test_one_picture": EACH_STORE,
+    "test_different_pictures_give_different_answers": EACH_STORE,
+    "test_a_sound": [ON_AUDIO, TRACED],
+    "test_two_sounds_one_by_url": [ON_AUDIO],
+    "test_different_sounds_give_different_answers": [ON_AUDIO, TRACED],
+    "test_text_only": [ON_DISK, ON_CLUSTER],
+    # Who encodes, and where it is put: each store, and a model without pictures.
+    "test_only_the_encode_engine_encodes": [*EACH_STORE, ON_AUDIO],
+    "test_encoder_output_is_stored_under_its_content_key": [*EACH_STORE, ON_AUDIO],
+    "test_prefill_fetches_from_the_store": [*EACH_STORE, ON_AUDIO],
+    "test_an_item_seen_before_is_neither_encoded_nor_preprocessed_again": [*EACH_STORE, ON_AUDIO],
+    "test_answers_of_hits_are_those_of_the_engine_alone": [*EACH_STORE, ON_AUDIO],
+    # What the store does under the requests.
+    "test_entries_that_go_between_look_up_and_load_are_not_missed": EACH_STORE,
+    "test_an_entry_is_deleted_while_its_request_waits_for_another": EACH_STORE,
+    "test_media_whose_entry_was_deleted_are_encoded_again": EACH_STORE,
+    "test_an_entry_that_was_deleted_after_it_was_encoded": [ON_DISK, ON_REDIS],
+    "test_a_promised_entry_that_never_comes_fails_alone": [ON_DISK, ON_REDIS],
+    "test_engines_count_what_they_store_and_fetch": [ON_DISK, ON_REDIS],
+    "test_the_store_stops_while_requests_run": [ON_REDIS],
+    "test_redis_is_paused_while_serving": [ON_REDIS],
+    "test_redis_is_stopped_while_serving_and_comes_back": [ON_REDIS],
+    # In bfloat16, requests that are computed together with others get other tokens.
+    "test_entries_come_and_go_while_requests_want_them": [ON_DISK, ON_CLUSTER],
+    "test_a_cluster_is_stopped_while_serving_and_comes_back": [ON_CLUSTER],
+    "test_one_rank_of_the_encode_engine_writes": [ON_CLUSTER],
+    # What differs with a prefill engine of its own.
+    "test_a_client_that_leaves_stops_the_engine": [ON_DISK, ON_CLUSTER],
+    "test_a_response_about_a_picture_is_the_engines_own": [ON_DISK, ON_CLUSTER],
+    "test_a_message_about_a_picture_is_the_engines_own": [ON_DISK, ON_CLUSTER],
+    "test_a_completion_is_the_engines_own": [ON_DISK, ON_CLUSTER],
+    "test_completions_responses_and_messages_are_prefilled_first": [ON_CLUSTER],
+    "test_the_doctor_finds_nothing_to_mend_in_a_real_fleet": [*EACH_STORE, TRACED],
+    "test_the_doctor_has_prefill_read_what_decode_holds": [CONVERSING],
+    # What only some models can be given.
+    "test_a_sound_heard_before_is_a_hit": OMNI_STACKS,
+    "test_a_picture_and_a_video_in_one_request": VIDEO_STACKS,
+    "test_a_video_with_timestamps_goes_on_as_metadata": TIMED_STACKS,
+}
+"""The stacks of a test, where they are not those of its module.
+
+A stack takes half a minute to start, and a test some seconds on each. What a store, a model or a
+topology changes runs on several; all else is the same code on each, and runs on one.
+"""
 
 
-def on(*stacks: Spec) -> pytest.MarkDecorator:
-    """Run a test on these stacks alone."""
-    return pytest.mark.parametrize("stack", stacks, indirect=True, ids=str)
+def stacks_of(module: str, test: str) -> Sequence[Spec]:
+    """Return the stacks that a test runs on."""
+    return OF_TESTS.get(test) or OF_MODULES.get(module, [ON_DISK])

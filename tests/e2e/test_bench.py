@@ -5,11 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.e2e.conftest import Served
-from tests.e2e.stacks import ON_DISK, on
+from tests.e2e.served import Served
 
 
-@on(ON_DISK)
 def test_it_measures_a_stack_beside_a_plain_engine(stack: Served, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     [plain] = stack.consumers

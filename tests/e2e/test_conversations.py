@@ -25,18 +25,12 @@ import orjson
 import pytest
 
 from epd.routing.instances import Role
-from tests.e2e.conftest import Served, metric
+from tests.e2e.asking import PICTURES, picture
+from tests.e2e.load import until
 from tests.e2e.proxies import another_proxy
-from tests.e2e.stacks import CONVERSING, on
-from tests.e2e.test_answers import PICTURES, picture
-from tests.e2e.test_kills import until
+from tests.e2e.served import READ, Served, metric
 from tests.requests import Part, text
 from tests.store.redis_server import RedisServer
-
-pytestmark = on(CONVERSING)
-
-READ = "vllm:external_prefix_cache_hits_total"
-"""Counts the prompt tokens that an engine has read from another and did not compute."""
 
 TTL = ("--conversation-ttl", "40")
 """Shorter than decode's own, `BLOCKS_TTL_S`."""

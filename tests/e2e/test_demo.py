@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from tests.e2e.conftest import ROOT
 from tests.fleet.processes import marked, new_mark, processes_of
+from tests.paths import ROOT
 
 DEMO = [sys.executable, str(ROOT / "scripts" / "demo.py")]
 

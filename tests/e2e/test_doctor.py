@@ -4,9 +4,7 @@ from epd.config import ProxyConfig
 from epd.routing.instances import Role
 from epd.tools.doctor.examination import examine
 from epd.tools.doctor.facts import Finding, Verdict
-from tests.e2e.conftest import Served, metric
-from tests.e2e.stacks import CONVERSING, on
-from tests.e2e.test_conversations import READ
+from tests.e2e.served import READ, Served, metric
 
 
 async def examined(stack: Served) -> list[Finding]:
@@ -36,7 +34,6 @@ async def test_the_doctor_finds_nothing_to_mend_in_a_real_fleet(stack: Served) -
     assert ("hands over its KV cache" in seen) == bool(stack.stack.of(Role.PREFILL))
 
 
-@on(CONVERSING)
 async def test_the_doctor_has_prefill_read_what_decode_holds(stack: Served) -> None:
     before = metric(stack.stack.of(Role.PREFILL)[0], READ)
     findings = await examined(stack)

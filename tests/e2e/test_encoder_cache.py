@@ -14,22 +14,11 @@ import pytest
 
 from ec_store import open_store
 from epd.tenants import key_line
-from tests.e2e.conftest import MEDIA, Served, metric, stored
+from tests.e2e.asking import PREPROCESSED, ask, check_equal, picture, unseen
 from tests.e2e.proxies import another_proxy
-from tests.e2e.stacks import ON_CLUSTER, ON_DISK, ON_REDIS, on
-from tests.e2e.test_answers import (
-    PREPROCESSED,
-    ask,
-    check_equal,
-    on_vision,
-    picture,
-    unseen,
-)
+from tests.e2e.served import ENCODED, Served, metric, stored
+from tests.paths import MEDIA
 from tests.requests import Part, image, text
-
-on_stores = on(ON_DISK, ON_REDIS, ON_CLUSTER)
-
-ENCODED = "vllm:request_success_total"
 
 
 def items_of(stack: Served, *parts: Part, **more: Any) -> dict[str, int]:
@@ -74,14 +63,12 @@ def test_answers_of_hits_are_those_of_the_engine_alone(stack: Served, stream: bo
     assert check_equal(stack, other, item, text("which?"), stream=stream) == mixed
 
 
-@on_vision
 def test_a_picture_and_a_video(stack: Served) -> None:
     parts = picture("cat.jpg"), picture("ball.gif", "video_url"), text("both")
     first = check_equal(stack, *parts, stream=False)
     assert check_equal(stack, *parts, stream=False) == first
 
 
-@on_vision
 def test_processor_kwargs_are_other_entries_and_are_found_again(stack: Served) -> None:
     item, words = unseen(stack), text("how large?")
     kwargs = {"mm_processor_kwargs": {"min_pixels": 56 * 56, "max_pixels": 112 * 112}}
@@ -94,7 +81,6 @@ def test_processor_kwargs_are_other_entries_and_are_found_again(stack: Served) -
     assert check_equal(stack, item, words, stream=False) == plain
 
 
-@on_stores
 def test_a_conversation_of_ten_turns_encodes_each_picture_once(stack: Served) -> None:
     pictures = [unseen(stack) for _ in range(3)]
     messages: list[Any] = []
@@ -111,7 +97,6 @@ def test_a_conversation_of_ten_turns_encodes_each_picture_once(stack: Served) ->
 
 
 @pytest.mark.fault(21)
-@on_stores
 def test_entries_that_go_between_look_up_and_load_are_not_missed(stack: Served) -> None:
     """Row 21, without a moment that a test would choose: they go all the time."""
     item, words = unseen(stack), text("still?")
@@ -136,7 +121,6 @@ def test_entries_that_go_between_look_up_and_load_are_not_missed(stack: Served) 
 
 
 @pytest.mark.fault(16)
-@on(ON_REDIS)
 def test_the_store_stops_while_requests_run(stack: Served) -> None:
     item, words = unseen(stack), text("and now?")
     expected = check_equal(stack, item, words, stream=False)
@@ -198,7 +182,6 @@ PROXY_FETCHES = (
 
 
 @pytest.mark.parametrize("flags", [(), PROXY_FETCHES], ids=["engine", "proxy"])
-@on(ON_DISK)
 def test_a_picture_behind_a_url_that_changes_is_never_stale(
     stack: Served, origin: Any, flags: tuple[str, ...]
 ) -> None:
@@ -218,7 +201,6 @@ def test_a_picture_behind_a_url_that_changes_is_never_stale(
                 assert origin.sent == sent + 1  # an unchanged one is not downloaded twice
 
 
-@on(ON_DISK)
 def test_tenants_share_no_entry_and_no_name(stack: Served, tmp_path: Path) -> None:
     pairs = {"alice": "alice-key-0123456789", "bob": "bob-key-0123456789"}
     keys = tmp_path / "keys"

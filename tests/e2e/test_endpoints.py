@@ -14,16 +14,12 @@ import anthropic
 import httpx
 import pytest
 
-from tests.e2e.conftest import Served, metric
-from tests.e2e.stacks import ON_CLUSTER, ON_DISK, on
-from tests.e2e.test_answers import ask, both_ways, unseen
-from tests.e2e.test_encoder_cache import ENCODED
+from tests.e2e.asking import ask, both_ways, unseen
+from tests.e2e.served import ENCODED, Served, metric
 from tests.requests import Part, text
 
 WORDS = "what is it?"
 HITS = "vllm:ec_store_hits_total"
-
-on_both = on(ON_DISK, ON_CLUSTER)
 
 
 @pytest.fixture
@@ -80,7 +76,6 @@ def converse(
 
 
 @both_ways
-@on_both
 def test_a_response_about_a_picture_is_the_engines_own(stack: Served, stream: bool) -> None:
     item = unseen(stack)
 
@@ -88,7 +83,6 @@ def test_a_response_about_a_picture_is_the_engines_own(stack: Served, stream: bo
 
 
 @both_ways
-@on_both
 def test_a_message_about_a_picture_is_the_engines_own(
     stack: Served, claude: anthropic.Anthropic, stream: bool
 ) -> None:
@@ -97,7 +91,6 @@ def test_a_message_about_a_picture_is_the_engines_own(
     assert converse(claude, stack, item, stream=stream) == alone(stack, item)
 
 
-@on_both
 def test_a_picture_is_encoded_once_for_chat_and_responses_and_no_consumer_encodes(
     stack: Served,
 ) -> None:
@@ -111,7 +104,6 @@ def test_a_picture_is_encoded_once_for_chat_and_responses_and_no_consumer_encode
     assert metric(consumer, HITS) - hits >= 1
 
 
-@on_both
 def test_a_picture_of_messages_is_encoded_once_and_no_consumer_encodes(
     stack: Served, claude: anthropic.Anthropic
 ) -> None:
@@ -126,7 +118,6 @@ def test_a_picture_of_messages_is_encoded_once_and_no_consumer_encodes(
 
 
 @both_ways
-@on_both
 def test_a_completion_is_the_engines_own(stack: Served, stream: bool) -> None:
     asked: dict[str, Any] = {
         "model": stack.model,
@@ -143,8 +134,9 @@ def test_a_completion_is_the_engines_own(stack: Served, stream: bool) -> None:
     assert said(stack.client) == said(stack.baseline) != ""
 
 
-@on(ON_CLUSTER)
-def test_each_of_them_is_prefilled_first(stack: Served, claude: anthropic.Anthropic) -> None:
+def test_completions_responses_and_messages_are_prefilled_first(
+    stack: Served, claude: anthropic.Anthropic
+) -> None:
     fixed: dict[str, Any] = {"model": stack.model, "max_tokens": 2}
     hello: Any = [{"role": "user", "content": "hello"}]
     raw: list[Any] = [
@@ -156,7 +148,6 @@ def test_each_of_them_is_prefilled_first(stack: Served, claude: anthropic.Anthro
     assert all("prefill;dur=" in answer.headers["Server-Timing"] for answer in raw)
 
 
-@on(ON_DISK)
 def test_what_is_passed_on_is_answered_as_by_the_engine(stack: Served) -> None:
     asked: dict[str, dict[str, Any]] = {
         "/tokenize": {"prompt": "hello"},
@@ -175,7 +166,6 @@ def test_what_is_passed_on_is_answered_as_by_the_engine(stack: Served) -> None:
     assert [*through[0]][:1] == ["count"]
 
 
-@on(ON_DISK)
 def test_tokens_of_a_conversation_with_a_picture_are_the_engines(stack: Served) -> None:
     body = {"model": stack.model, "messages": [{"role": "user", "content": [unseen(stack)]}]}
     through, beside = (
@@ -186,7 +176,6 @@ def test_tokens_of_a_conversation_with_a_picture_are_the_engines(stack: Served) 
     assert through == beside
 
 
-@on(ON_DISK)
 def test_the_version_is_ours_and_the_instances(stack: Served) -> None:
     said = httpx.get(f"{stack.stack.url}/version", timeout=60).json()
     engines = {engine.url for engine in stack.stack.engines}
@@ -195,7 +184,6 @@ def test_the_version_is_ours_and_the_instances(stack: Served) -> None:
     assert all(version.startswith("0.") for version in said["instances"].values())
 
 
-@on(ON_DISK)
 def test_vllms_own_benchmark_of_completions_runs_unchanged(
     stack: Served, models: Path, tmp_path: Path
 ) -> None:
@@ -222,7 +210,6 @@ def test_vllms_own_benchmark_of_completions_runs_unchanged(
     assert (said["completed"], said["total_output_tokens"]) == (6, 48)
 
 
-@on(ON_DISK)
 @pytest.mark.parametrize(
     ("path", "body", "field"),
     [

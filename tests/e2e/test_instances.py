@@ -12,10 +12,9 @@ import openai
 from epd.routing.instances import Role
 from epd.tools.fleet.process import Process, free_ports, stop, wait_until_ready
 from scripts.forked import ForkedProcess
-from tests.e2e.conftest import Served, metric
-from tests.e2e.stacks import ON_DISK, on
-from tests.e2e.test_answers import ask
-from tests.e2e.test_kills import ASKED, CLIENTS, QUESTIONS, Load, until
+from tests.e2e.asking import ask
+from tests.e2e.load import ASKED, CLIENTS, QUESTIONS, Load, until
+from tests.e2e.served import Served, metric
 
 KEY = "admin-key-0123456789"
 START_S = 600.0
@@ -43,7 +42,6 @@ def proxy(stack: Served, folder: Path, port: int) -> Process:
     return Process("dynamic proxy", url, command, environment, folder / "proxy.log")
 
 
-@on(ON_DISK)
 def test_an_encode_engine_is_added_and_another_removed_under_load(
     stack: Served, tmp_path: Path
 ) -> None:

@@ -1,99 +1,22 @@
 """Engines are killed under load, and come back: the proxy is never started anew."""
 
-import itertools
-import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
 from epd.routing.instances import Role
-from tests.e2e.conftest import Served, metric
-from tests.e2e.stacks import CONVERSING, on
-from tests.e2e.test_answers import ask, picture, unseen
-from tests.requests import Part, text
-
-CLIENTS = 4
-PAUSE_S = 1.0
-"""Between two requests of a client: an engine that starts wants a core, too."""
-
-WAIT_S = 300.0
-"""What has not happened by then will not."""
-
-QUESTIONS: Sequence[Sequence[Part]] = (
-    (text("say something"),),
-    (picture("cat.jpg"), text()),
-    (picture("coffee.jpg"), text(), picture("chart.png")),
-)
+from tests.e2e.asking import ask
+from tests.e2e.load import ASKED, CLIENTS, QUESTIONS, Load, until
+from tests.e2e.served import Served, metric
+from tests.requests import text
 
 NO_OTHER = {"error 502", "error 503", "broken off"}
 
 LONG = 1200
 """Tokens of an answer that is not over when an engine dies."""
-
-ASKED = "vllm:request_success_total"
-
-
-@dataclass
-class Load:
-    """Clients that ask one question after the other, and check what they get.
-
-    Attributes:
-        stack: whom they ask.
-        due: each question's answer.
-        seen: how each request ended.
-    """
-
-    stack: Served
-    due: Sequence[list[str]]
-    seen: list[str] = field(default_factory=list)
-
-    def one(self, number: int) -> str:
-        """How a request ends; some bring a picture that nobody has sent."""
-        place, stream = number % (len(QUESTIONS) + 1), number % 2 == 0
-        try:
-            if place == len(QUESTIONS):
-                answer = ask(self.stack.client, self.stack.model, unseen(self.stack), text())
-                return "right" if len(answer) == len(self.due[0]) else "wrong"
-            answer = ask(self.stack.client, self.stack.model, *QUESTIONS[place], stream=stream)
-        except openai.APIStatusError as error:
-            return f"error {error.status_code}"
-        except openai.APIConnectionError:
-            return "lost"
-        except openai.APIError:
-            return "broken off"
-        return "right" if answer == self.due[place] else "wrong"
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Ask meanwhile."""
-        over = threading.Event()
-        numbers = itertools.count()
-
-        def client() -> None:
-            while not over.is_set():
-                self.seen.append(self.one(next(numbers)))
-                over.wait(PAUSE_S)
-
-        threads = [threading.Thread(target=client) for _ in range(CLIENTS)]
-        for thread in threads:
-            thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            for thread in threads:
-                thread.join()
-
-    def ends(self, count: int) -> None:
-        """Wait until so many more requests have ended."""
-        before = len(self.seen)
-        until(lambda: len(self.seen) >= before + count)
 
 
 def long_stream(stack: Served) -> Iterator[Any]:
@@ -110,14 +33,6 @@ def long_stream(stack: Served) -> Iterator[Any]:
     return events
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it has not happened"
-        time.sleep(0.05)
-
-
-@on(CONVERSING)
 @pytest.mark.parametrize(
     ("role", "may_end"),
     [

@@ -19,19 +19,12 @@ import pytest
 
 from epd.routing.load import read_namespace
 from scripts.matrix.media import frames
-from tests.e2e.conftest import Served, metric
-from tests.e2e.stacks import MODEL_STACKS, on
-from tests.e2e.test_answers import PICTURES, SOUNDS, picture, sound
-from tests.e2e.test_encoder_cache import ENCODED
+from tests.e2e.asking import PICTURES, SOUNDS, picture, sound
+from tests.e2e.served import ENCODED, Served, metric
 from tests.requests import Part, text
 
 log = logging.getLogger(__name__)
 
-OMNI_STACKS = [spec for spec in MODEL_STACKS if "omni" in spec.model]
-VIDEO_STACKS = [spec for spec in MODEL_STACKS if spec.model.endswith(("omni", "internvl", "3-vl"))]
-TIMED_STACKS = [spec for spec in MODEL_STACKS if spec.model.endswith("3-vl")]
-on_models, on_omni, on_video = on(*MODEL_STACKS), on(*OMNI_STACKS), on(*VIDEO_STACKS)
-on_timed = on(*TIMED_STACKS)
 
 LOST = ("misses", "timeouts", "errors", "misfits", "failed_requests", "exceptions")
 """The connector's counts of entries that a consumer did not get."""
@@ -122,19 +115,16 @@ def check_second_is_a_hit(stack: Served, part: Part) -> None:
 
 
 @pytest.mark.fault(70)
-@on_models
 def test_a_picture_seen_before_is_a_hit(stack: Served) -> None:
     check_second_is_a_hit(stack, picture("coffee.jpg"))
 
 
 @pytest.mark.fault(70)
-@on_omni
 def test_a_sound_heard_before_is_a_hit(stack: Served) -> None:
     check_second_is_a_hit(stack, sound("chord.wav"))
 
 
 @pytest.mark.fault(70)
-@on_models
 def test_all_processes_of_all_engines_have_one_namespace(stack: Served) -> None:
     """Of each engine the scheduler and the worker log theirs, and its API server shows it."""
     logged = [NAMESPACE.findall(stack.log(engine)) for engine in stack.stack.engines]
@@ -146,7 +136,6 @@ def test_all_processes_of_all_engines_have_one_namespace(stack: Served) -> None:
 
 
 @pytest.mark.fault(75)
-@on_video
 def test_a_picture_and_a_video_in_one_request(stack: Served) -> None:
     """A processor that builds dummy text for all items must get the media of all items."""
     parts = picture("cat.jpg"), picture("ball.gif", "video_url"), WORDS
@@ -158,7 +147,6 @@ def test_a_picture_and_a_video_in_one_request(stack: Served) -> None:
     assert again.items == "hit=2,encoded=0,local=0"
 
 
-@on_timed
 def test_a_video_with_timestamps_goes_on_as_metadata(stack: Served) -> None:
     """Qwen3-VL puts the times of frames into the prompt, and its encode reply reports them."""
     film = frames(1)
@@ -174,7 +162,6 @@ def test_a_video_with_timestamps_goes_on_as_metadata(stack: Served) -> None:
     assert again.items == "hit=1,encoded=0,local=0"
 
 
-@on_models
 def test_different_media_give_different_answers(stack: Served) -> None:
     """Without this the comparisons above would prove nothing."""
     pictures = [alone(stack, picture(name), WORDS) for name in PICTURES]

@@ -12,16 +12,13 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.conftest import Served, metric
+from tests.e2e.asking import PREPROCESSED, ask, both_ways, check_equal, picture, unseen
 from tests.e2e.proxies import another_proxy
-from tests.e2e.stacks import CONVERSING, on
-from tests.e2e.test_answers import PREPROCESSED, ask, both_ways, check_equal, picture, unseen
+from tests.e2e.served import Served, metric
 from tests.requests import text
 
 PULLED = "vllm:nixl_bytes_transferred_count"
 """Counts the times an engine has read another's blocks."""
-
-pytestmark = on(CONVERSING)
 
 
 @pytest.fixture(scope="module")

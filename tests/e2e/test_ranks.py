@@ -2,18 +2,14 @@
 
 import pytest
 
-from tests.e2e.conftest import Served, metric
-from tests.e2e.stacks import SHARDED, on
-from tests.e2e.test_answers import check_equal, unseen
+from tests.e2e.asking import check_equal, unseen
+from tests.e2e.served import Served, metric
 from tests.requests import text
-
-on_sharded = on(SHARDED)
 
 HITS = "vllm:ec_store_hits_total"
 SHARED = "all workers have mapped the shared memory"
 
 
-@on_sharded
 @pytest.mark.parametrize("stream", [False, True])
 def test_all_ranks_of_a_consumer_have_the_entries_of_a_step(stack: Served, stream: bool) -> None:
     """The first entries come with the step, the later ones through shared memory."""

@@ -7,9 +7,9 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.conftest import MEDIA, Served, metric
-from tests.e2e.stacks import ON_DISK, ON_REDIS, on
-from tests.e2e.test_answers import ask, on_vision, picture, unseen
+from tests.e2e.asking import ask, picture, unseen
+from tests.e2e.served import Served, metric
+from tests.paths import MEDIA
 from tests.requests import image, text
 
 
@@ -32,7 +32,6 @@ def test_engines_without_a_profiler_are_a_503(stack: Served) -> None:
     assert (reply.status_code, reply.json()["error"]["code"]) == (503, 503)
 
 
-@on_vision
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_picture_that_is_none_is_the_engines_400_and_names_the_part(
     stack: Served, stream: bool
@@ -70,7 +69,6 @@ def test_a_client_that_leaves_stops_the_engine(stack: Served) -> None:
         time.sleep(0.1)
 
 
-@on(ON_DISK)
 def test_a_file_outside_the_folder_is_refused(stack: Served) -> None:
     part = {"type": "image_url", "image_url": {"url": (MEDIA.parent / "x.png").as_uri()}}
     messages: Any = [{"role": "user", "content": [part]}]
@@ -78,7 +76,6 @@ def test_a_file_outside_the_folder_is_refused(stack: Served) -> None:
         stack.client.chat.completions.create(model=stack.model, messages=messages)
 
 
-@on(ON_DISK, ON_REDIS)
 def test_engines_count_what_they_store_and_fetch(stack: Served) -> None:
     """A worker's counts go out with its engine's next step."""
     figures = {

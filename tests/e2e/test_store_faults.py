@@ -21,18 +21,11 @@ from ec_store.concurrency import OPEN_S
 from ec_store.disk.opening import LOOK_EVERY_S
 from epd.encoder_cache.claims import WRITTEN_WITHIN_S
 from epd.tools.fleet.engine import Engine
-from tests.e2e.conftest import Served, metric, stored
-from tests.e2e.stacks import ON_CLUSTER, ON_DISK, ON_REDIS, on
-from tests.e2e.test_answers import PICTURES, ask, picture, unseen
+from tests.e2e.asking import PICTURES, ask, picture, unseen
+from tests.e2e.served import Served, metric, stored
 from tests.requests import Part, text
 from tests.small_disk import SmallDisk, small_disk
 from tests.store.redis_server import wait_until_whole
-
-on_disk = on(ON_DISK)
-on_redis = on(ON_REDIS)
-on_cluster = on(ON_CLUSTER)
-on_both = on(ON_DISK, ON_REDIS)
-on_all = on(ON_DISK, ON_REDIS, ON_CLUSTER)
 
 GRID = {"image_grid_thw": [1, 28, 42]}
 DROPS = "vllm:ec_store_drops_total"
@@ -136,7 +129,6 @@ def check_serving(stack: Served) -> None:
 
 
 @pytest.mark.fault(21)
-@on_both
 def test_metadata_for_an_entry_that_is_not_there_fails_alone(stack: Served) -> None:
     before = metric(stack.consumers[0], "vllm:ec_store_failed_requests_total")
     for key in ("never-written", "../../etc/passwd", "/abs", "x" * 300):
@@ -147,7 +139,6 @@ def test_metadata_for_an_entry_that_is_not_there_fails_alone(stack: Served) -> N
     assert failed == 4
 
 
-@on_both
 def test_a_promised_entry_that_never_comes_fails_alone(stack: Served) -> None:
     assert to_decode(stack, by_key("promised"), text(), promised="promised").status_code == 500
 
@@ -155,7 +146,6 @@ def test_a_promised_entry_that_never_comes_fails_alone(stack: Served) -> None:
 
 
 @pytest.mark.fault(21)
-@on_both
 def test_an_entry_that_was_deleted_after_it_was_encoded(stack: Served) -> None:
     ask(stack.client, stack.model, picture("astronaut.jpg"), text("known"))
     known = stored(stack)
@@ -167,7 +157,6 @@ def test_an_entry_that_was_deleted_after_it_was_encoded(stack: Served) -> None:
 
 
 @pytest.mark.fault(20)
-@on_both
 def test_an_entry_with_another_number_of_rows_is_a_miss(stack: Served) -> None:
     ask(stack.client, stack.model, picture("coffee.jpg"), text("shape"))
     identifier, info = next(iter(stored(stack).items()))
@@ -220,7 +209,6 @@ def replace(store: Store, key: EntryKey, entry: Entry, alter: Alter) -> None:
 @pytest.mark.fault(20)
 @pytest.mark.fault(69)
 @pytest.mark.parametrize(("counter", "alter"), UNFIT.values(), ids=UNFIT)
-@on_disk
 def test_entries_that_do_not_fit_end_no_engine(stack: Served, counter: str, alter: Alter) -> None:
     """With media they are encoded where they are sent; with metadata alone the request fails."""
     item = picture("cat.jpg")
@@ -244,7 +232,6 @@ def test_entries_that_do_not_fit_end_no_engine(stack: Served, counter: str, alte
 
 @pytest.mark.fault(69)
 @pytest.mark.parametrize("kind", ["wider", "narrower", "longer", "nan"])
-@on_disk
 def test_proxy_answers_where_the_entry_it_finds_does_not_fit(stack: Served, kind: str) -> None:
     """The consumer fails the request that has metadata alone, and the proxy sends the media."""
     item = unseen(stack)
@@ -266,7 +253,6 @@ def test_proxy_answers_where_the_entry_it_finds_does_not_fit(stack: Served, kind
 
 
 @pytest.mark.fault(74)
-@on_disk
 def test_engine_answers_transfer_parameters_of_any_type(stack: Served) -> None:
     """As a client may send them to an engine itself; the proxy lets none of them pass."""
     expected = content(to_decode(stack, *raw(picture("cat.jpg")), text()))
@@ -287,7 +273,6 @@ def store_path(stack: Served) -> Path:
 
 
 @pytest.mark.fault(20)
-@on_disk
 def test_corrupt_entries_are_misses(stack: Served) -> None:
     ask(stack.client, stack.model, picture("cat.jpg"), text("corrupt"))
     identifiers = list(stored(stack))
@@ -305,14 +290,12 @@ def test_corrupt_entries_are_misses(stack: Served) -> None:
     check_serving(stack)
 
 
-@on_disk
 def test_the_store_is_removed_while_serving(stack: Served) -> None:
     shutil.rmtree(store_path(stack))
 
     check_serving(stack)
 
 
-@on_disk
 def test_a_picture_with_media_is_answered_by_prefill_itself_where_the_store_is_away(
     stack: Served,
 ) -> None:
@@ -331,7 +314,6 @@ def test_a_picture_with_media_is_answered_by_prefill_itself_where_the_store_is_a
     check_serving(stack)
 
 
-@on_both
 def test_requests_do_not_wait_for_one_that_waits_for_its_entry(stack: Served) -> None:
     """While a promised entry is waited for, others run."""
     with ThreadPoolExecutor(1) as pool:
@@ -346,7 +328,6 @@ def test_requests_do_not_wait_for_one_that_waits_for_its_entry(stack: Served) ->
 
 
 @pytest.mark.fault(16)
-@on_redis
 def test_redis_is_paused_while_serving(stack: Served) -> None:
     [server] = stack.redis
     with server.paused():
@@ -359,7 +340,6 @@ def test_redis_is_paused_while_serving(stack: Served) -> None:
 
 
 @pytest.mark.fault(16)
-@on_redis
 def test_redis_is_stopped_while_serving_and_comes_back(stack: Served) -> None:
     [server] = stack.redis
     server.kill()
@@ -418,7 +398,6 @@ def check_answered_without_writing(stack: Served, store: Store, spare: Entry) ->
 
 
 @pytest.mark.fault(17)
-@on_disk
 def test_the_store_is_made_read_only_while_serving(stack: Served, disk: SmallDisk) -> None:
     with open_store(stack.stack.store) as store:
         key, entry = encoded(stack, store, picture("cat.jpg"))
@@ -433,7 +412,6 @@ def test_the_store_is_made_read_only_while_serving(stack: Served, disk: SmallDis
 
 
 @pytest.mark.fault(17)
-@on_disk
 def test_the_store_is_full_while_serving(stack: Served, disk: SmallDisk) -> None:
     with open_store(stack.stack.store) as store:
         key, entry = encoded(stack, store, picture("cat.jpg"))
@@ -447,7 +425,6 @@ def test_the_store_is_full_while_serving(stack: Served, disk: SmallDisk) -> None
 
 
 @pytest.mark.parametrize("media", [False, True], ids=["by-key", "media"])
-@on_all
 def test_an_entry_is_deleted_while_its_request_waits_for_another(
     stack: Served, media: bool
 ) -> None:
@@ -475,7 +452,6 @@ def test_an_entry_is_deleted_while_its_request_waits_for_another(
 
 
 @pytest.mark.fault(21)
-@on_all
 def test_media_whose_entry_was_deleted_are_encoded_again(stack: Served) -> None:
     expected = content(to_decode(stack, *raw(picture("cat.jpg")), text()))
     with open_store(stack.stack.store) as store:
@@ -506,8 +482,6 @@ def coming_and_going(store: Store, keys: Sequence[EntryKey], entry: Entry) -> It
         churning.result()
 
 
-# In bfloat16, requests that are computed together with others get other tokens.
-@on(ON_DISK, ON_CLUSTER)
 def test_entries_come_and_go_while_requests_want_them(stack: Served) -> None:
     exceptions = "vllm:ec_store_exceptions_total"
     before = metric(stack.consumers[0], exceptions)
@@ -542,7 +516,6 @@ def test_entries_come_and_go_while_requests_want_them(stack: Served) -> None:
 
 
 @pytest.mark.fault(16)
-@on_cluster
 def test_a_cluster_is_stopped_while_serving_and_comes_back(stack: Served) -> None:
     for name in PICTURES:
         ask(stack.client, stack.model, picture(name), text("keep it"))
@@ -564,7 +537,6 @@ def test_a_cluster_is_stopped_while_serving_and_comes_back(stack: Served) -> Non
     assert stored(stack)
 
 
-@on_cluster
 def test_one_rank_of_the_encode_engine_writes(stack: Served) -> None:
     """All of it takes as many commands as one who looks for entries and writes them."""
     assert stack.spec.ranks == 2

@@ -4,9 +4,8 @@ import time
 from typing import Any
 
 from tests.collector import Span
-from tests.e2e.conftest import Served
-from tests.e2e.stacks import TRACED, on
-from tests.e2e.test_answers import unseen
+from tests.e2e.asking import unseen
+from tests.e2e.served import Served
 from tests.requests import text
 
 STAGES = ["encode", "prefill", "decode"]
@@ -17,7 +16,6 @@ def of_engines(stack: Served, children: list[Span]) -> dict[str, list[Span]]:
     return {child.name: stack.collector.children(child) for child in children}
 
 
-@on(TRACED)
 def test_every_engines_span_is_a_child_of_the_request_that_it_was_sent(stack: Served) -> None:
     messages: Any = [{"role": "user", "content": [unseen(stack), text()]}]
     answer = stack.client.chat.completions.with_raw_response.create(

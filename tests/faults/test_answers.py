@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from epd.api.sse import EventAligner
 from epd.request import stages
 from epd.server import middlewares
-from tests.faults.relay import End, Relay
 from tests.faults.scripted import (
     LAST_CHUNK,
     STREAM_HEAD,
@@ -30,9 +29,10 @@ from tests.faults.scripted import (
     send_slowly,
     wait,
 )
-from tests.proxy.fake_instance import STREAM, FakeInstance, chunk, decodes
-from tests.proxy.fleet import Launch, until
 from tests.requests import image, request, text
+from tests.support.fake_instance import STREAM, FakeInstance, chunk, decodes
+from tests.support.fleet import Launch, until
+from tests.support.relay import End, Relay
 
 DONE = b"data: [DONE]\n\n"
 EVENTS = [

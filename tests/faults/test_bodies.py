@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from multidict import CIMultiDict
 
 from epd.api.body import MAX_CONTAINERS, MAX_DEPTH, MAX_VALUES
-from tests.proxy.fake_instance import decodes
-from tests.proxy.fleet import Fleet, Launch
 from tests.requests import audio_url, image, input_audio, request, text, video
+from tests.support.fake_instance import decodes
+from tests.support.fleet import Fleet, Launch
 
 SECRET = "the-password-is-swordfish"
 

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from tests.certificates import Authority
-from tests.proxy.fleet import until
-from tests.proxy.test_process import INSTANCES, serving
+from tests.support.fleet import until
+from tests.support.programs import INSTANCES, serving
 
 CLIENTS = 500
 SOMAXCONN = int(Path("/proc/sys/net/core/somaxconn").read_text())

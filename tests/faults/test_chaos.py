@@ -26,6 +26,7 @@ class Target:
     broken = RedisStore.broken
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("topology", "store", "seconds", "workers"),
     [("2e2p2d", "redis", 30, 1), ("2e2pd", "file", 20, 1), ("2e2p2d", "redis", 20, 3)],

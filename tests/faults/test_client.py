@@ -43,8 +43,8 @@ from tests.faults.scripted import (
     wait,
     wait_for,
 )
-from tests.proxy.fleet import Launch, until
 from tests.requests import request, text
+from tests.support.fleet import Launch, until
 
 LONG_S = 20.0
 KEPT = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"

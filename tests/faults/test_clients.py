@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tests.faults.scripted import STREAM_HEAD, Script, Scripted, chunked, hold, read_request, send
-from tests.proxy.fake_instance import chunk
-from tests.proxy.fleet import Fleet, Launch, until
 from tests.requests import image, request, text
+from tests.support.fake_instance import chunk
+from tests.support.fleet import Fleet, Launch, until
 
 SOON_S = 20.0
 """Closed within 100 ms is what is asked for; a test machine may be busy with other things."""

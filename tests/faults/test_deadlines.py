@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.proxy.fake_instance import chunk, hangs
-from tests.proxy.fleet import Launch, until
-from tests.proxy.test_failures import streams
 from tests.requests import image, request, text
+from tests.support.fake_instance import chunk, hangs, streams_then
+from tests.support.fleet import Launch, until
 
 
 @pytest.mark.parametrize("role", ["encode", "prefill", "decode"])
@@ -26,7 +25,7 @@ async def test_a_request_ends_in_time_whatever_it_waits_for(launch: Launch, role
 
 async def test_a_stream_that_lasts_too_long_ends_in_an_error_event(launch: Launch) -> None:
     async with launch(request_timeout_s=1.0) as fleet:
-        fleet.d.chat = streams(chunk("a"), then=hangs)
+        fleet.d.chat = streams_then(chunk("a"), then=hangs)
         async with fleet.post(request(text(), stream=True)) as reply:
             assert reply.status == 200
             events = await reply.read()

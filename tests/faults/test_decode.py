@@ -7,9 +7,9 @@ import pytest
 from aiohttp import web
 
 from tests.faults.scripted import STREAM_HEAD, Scripted, chunked, hold, read_request, reset, send
-from tests.proxy.fake_instance import STREAM, refuses
-from tests.proxy.fleet import Launch, until
 from tests.requests import image, request, text
+from tests.support.fake_instance import STREAM, refuses
+from tests.support.fleet import Launch, until
 
 NOBODY = "http://127.0.0.1:9"
 

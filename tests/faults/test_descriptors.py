@@ -14,10 +14,12 @@ import pytest
 
 from epd.edge.request_head import client_connections
 from tests.faults.processes import INSTANCES, serving
-from tests.faults.raw import answer, connected, ended, post
-from tests.proxy.fake_instance import FakeInstance, decodes, encodes
-from tests.proxy.fleet import Launch
 from tests.requests import request, text
+from tests.support.fake_instance import FakeInstance, decodes, encodes
+from tests.support.fleet import Launch
+from tests.support.raw import answer, connected, ended, post
+
+pytestmark = pytest.mark.full
 
 launch = Launch()
 

@@ -8,7 +8,8 @@ from aiohttp import web
 
 from epd.request.encode import AT_ONCE
 from tests.faults.scripted import Scripted, answer, read_head, read_request, reset, send, wait
-from tests.proxy.fake_instance import (
+from tests.requests import image, request, text
+from tests.support.fake_instance import (
     FakeInstance,
     Handler,
     drops,
@@ -17,8 +18,7 @@ from tests.proxy.fake_instance import (
     hangs,
     refuses,
 )
-from tests.proxy.fleet import Launch, until
-from tests.requests import image, request, text
+from tests.support.fleet import Launch, until
 
 NOBODY = "http://127.0.0.1:9"
 

@@ -13,8 +13,9 @@ from epd.edge.drain import DRAIN
 from epd.routing.instances import Role
 from epd.server.operator_routes import TABLE
 from tests.faults.scripted import Scripted, answer, read_request, reset, send
-from tests.proxy.clients import ALICE, BOB, bearer
-from tests.proxy.fake_instance import (
+from tests.requests import image, request, text
+from tests.support.clients import ALICE, BOB, bearer
+from tests.support.fake_instance import (
     FakeInstance,
     Handler,
     chunk,
@@ -25,8 +26,7 @@ from tests.proxy.fake_instance import (
     prefills,
     refuses,
 )
-from tests.proxy.fleet import Fleet, Launch, until
-from tests.requests import image, request, text
+from tests.support.fleet import Fleet, Launch, until
 
 pytestmark = pytest.mark.fault(68)
 

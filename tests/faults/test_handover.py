@@ -7,10 +7,10 @@ import pytest
 from aiohttp import web
 
 from epd.request import kv_peers
-from tests.proxy.fake_instance import Handler, drops, fails_first, hangs, refuses
-from tests.proxy.fleet import Fleet, Launch, until
-from tests.proxy.strict_instance import MooncakeWire, strict
 from tests.requests import image, request, text
+from tests.support.fake_instance import Handler, drops, fails_first, hangs, refuses
+from tests.support.fleet import Fleet, Launch, until
+from tests.support.strict_instance import MooncakeWire, strict
 
 AT_ONCE: Any = {"eject_after": 1}
 """Who is blamed for what another has done is left alone, and is missed."""

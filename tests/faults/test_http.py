@@ -2,27 +2,20 @@
 
 import asyncio
 import gzip
-import json
 import random
-import socket
 from contextlib import suppress
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from tests.faults.raw import answer, connected, ended, post
-from tests.proxy.fake_instance import Handler, chunk, decodes, hangs
-from tests.proxy.fleet import Fleet, Launch, until
+from tests.faults.client_bytes import LONG_HEAD, NOT_HTTP, SECRET, START, chat, floods, send_all
 from tests.requests import image, request, text
+from tests.support.fake_instance import chunk, decodes, hangs
+from tests.support.fleet import Fleet, Launch, until
+from tests.support.raw import answer, connected, ended, post
 
 launch = Launch()
-
-SECRET = "sk-SECRET"
-
-
-def chat(**kwargs: Any) -> bytes:
-    return json.dumps(request(text(), **kwargs)).encode()
 
 
 def slugs(fleet: Fleet) -> list[tuple[int, str | None]]:
@@ -30,43 +23,6 @@ def slugs(fleet: Fleet) -> list[tuple[int, str | None]]:
 
 
 # Bytes that are no request, or that another parser might take for other requests.
-
-START = f"POST /v1/chat/completions HTTP/1.1\r\nHost: epd\r\nAuthorization: {SECRET}\r\n".encode()
-NOT_HTTP = {
-    "length and chunked": START
-    + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-    "chunked and length": START
-    + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
-    "two lengths": START + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\nhi",
-    "the same length twice": START + b"Content-Length: 2\r\nContent-Length: 2\r\n\r\nhi",
-    "a list of lengths": START + b"Content-Length: 2, 2\r\n\r\nhi",
-    "a signed length": START + b"Content-Length: +2\r\n\r\nhi",
-    "a length for no length": START + b"Content-Length: 18446744073709551615\r\n\r\nhi",
-    "a length of 23 digits": START + b"Content-Length: 99999999999999999999999\r\n\r\nhi",
-    "a space before a colon": START + b"Content-Length : 2\r\n\r\nhi",
-    "chunked twice": START + b"Transfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n",
-    "chunked and more": START + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
-    "nearly chunked": START + b"Transfer-Encoding: \x0bchunked\r\n\r\n0\r\n\r\n",
-    "chunked in HTTP/1.0": START.replace(b"1.1", b"1.0")
-    + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-    "HTTP/0.9": b"GET /health\r\n\r\n",
-    "HTTP/3.9": START.replace(b"1.1", b"3.9") + b"\r\n",
-    "bare LF": (START + b"Content-Length: 2\r\n\r\nhi").replace(b"\r\n", b"\n"),
-    "one bare LF": START + b"X: y\nContent-Length: 2\r\n\r\nhi",
-    "bare CR": START + b"X: y\rContent-Length: 2\r\n\r\nhi",
-    "obs-fold": START + b"X: y\r\n z\r\n\r\n",
-    "NUL": START + b"X: y\x00z\r\n\r\n",
-    "a header without a name": START + b": y\r\n\r\n",
-    "two hosts": START + b"Host: other\r\n\r\n",
-    "no host": b"GET /health HTTP/1.1\r\n\r\n",
-    "no method": b"G@T /health HTTP/1.1\r\nHost: epd\r\n\r\n",
-    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
-    "a long line": b"GET /" + b"a" * 10_000 + b" HTTP/1.1\r\nHost: epd\r\n\r\n",
-    "a long header": START + b"X: " + b"a" * 10_000 + b"\r\n\r\n",
-    "many headers": START + b"".join(b"X%d: y\r\n" % i for i in range(300)) + b"\r\n",
-    "a chunk without a size": START + b"Transfer-Encoding: chunked\r\n\r\nzz\r\nhi\r\n0\r\n\r\n",
-    "a chunk that is longer": START + b"Transfer-Encoding: chunked\r\n\r\n2\r\nhi!!\r\n0\r\n\r\n",
-}
 
 
 @pytest.mark.fault(57)
@@ -113,17 +69,6 @@ async def test_bad_requests_wait_for_those_before_them() -> None:
 
         assert (await answer(reader)).status == 200
         assert (await answer(reader)).status == 400
-
-
-def send_all(url: str, sent: bytes) -> bytes:
-    """Send in one go, as simple clients do, and only then read."""
-    host, port = url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), 10) as client:
-        client.sendall(sent)
-        return client.recv(65536)
-
-
-LONG_HEAD = b"GET / HTTP/1.1\r\nHost: epd\r\nX: " + b"a" * 20_000_000 + b"\r\n\r\n"
 
 
 @pytest.mark.fault(57)
@@ -396,19 +341,6 @@ async def _send(writer: asyncio.StreamWriter, part: bytes, pause_s: float) -> No
     while True:
         writer.write(part)
         await asyncio.sleep(pause_s)
-
-
-def floods(part: bytes, sent: list[int]) -> Handler:
-    """Stream events for ever."""
-
-    async def chat(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        while True:
-            await response.write(part)
-            sent[0] += len(part)
-
-    return chat
 
 
 @pytest.mark.fault(46)

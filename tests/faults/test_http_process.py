@@ -14,13 +14,13 @@ import aiohttp
 import psutil
 import pytest
 
+from tests.faults.client_bytes import LONG_HEAD, NOT_HTTP, START, chat, floods, send_all
 from tests.faults.processes import INSTANCES, serving
-from tests.faults.raw import answer, connected, ended, post
 from tests.faults.scripted import Exchange, Scripted, Step, hold, read_head, send
-from tests.faults.test_http import LONG_HEAD, NOT_HTTP, START, chat, floods, send_all
-from tests.proxy.fake_instance import FakeInstance, chunk, decodes, encodes
-from tests.proxy.fleet import until
 from tests.requests import request, text
+from tests.support.fake_instance import FakeInstance, chunk, decodes, encodes
+from tests.support.fleet import until
+from tests.support.raw import answer, connected, ended, post
 
 
 @pytest.mark.fault(57)
@@ -74,9 +74,10 @@ def garbage_while_sending(proxy: Callable[[], psutil.Process]) -> list[Step]:
     """
 
     async def body_is_blocked(at: Exchange) -> None:
+        """Wait until the proxy sleeps with more to send: a busy one may only have had no turn."""
         opened = at.writer.get_extra_info("socket")
         unread, before = unread_bytes(opened), 0
-        while not unread or unread != before:
+        while not unread or unread != before or proxy().status() != psutil.STATUS_SLEEPING:
             await asyncio.sleep(0.1)
             unread, before = unread_bytes(opened), unread
 

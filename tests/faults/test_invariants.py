@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from tests.faults import invariants
-from tests.proxy.fake_instance import hangs
-from tests.proxy.fleet import Fleet, Launch, until
 from tests.requests import request, text
+from tests.support import invariants
+from tests.support.fake_instance import hangs
+from tests.support.fleet import Fleet, Launch, until
 
 
 @pytest.fixture(autouse=True)

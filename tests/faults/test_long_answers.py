@@ -8,9 +8,9 @@ from aiohttp import web
 
 import epd
 from epd.errors import Outcome, UpstreamTimeout
-from tests.proxy.fake_instance import Handler, chunk, decodes, hangs, prefills
-from tests.proxy.fleet import Launch, until
 from tests.requests import request, text
+from tests.support.fake_instance import Handler, chunk, decodes, hangs, prefills
+from tests.support.fleet import Launch, until
 
 pytestmark = pytest.mark.fault(71)
 

@@ -12,8 +12,8 @@ from epd.encoder_cache import identity, keys
 from epd.media.parts import Inline
 from epd.observe.metrics import watched
 from epd.tenants import Scope
-from tests.proxy.fleet import Launch, until
 from tests.requests import image, input_audio, request
+from tests.support.fleet import Launch, until
 
 UNCOUNTED = Background(lambda *_: None)
 

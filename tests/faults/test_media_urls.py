@@ -7,9 +7,9 @@ import pytest
 from aiohttp import web
 from structlog.testing import capture_logs
 
-from tests.proxy.fake_instance import Handler, decodes, encodes, fails_first, hangs, refuses
-from tests.proxy.fleet import Launch
 from tests.requests import image, request, text
+from tests.support.fake_instance import Handler, decodes, encodes, fails_first, hangs, refuses
+from tests.support.fleet import Launch
 
 pytestmark = pytest.mark.fault(76)
 

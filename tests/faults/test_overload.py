@@ -17,12 +17,12 @@ import pytest
 from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.faults.raw import connected, post
-from tests.proxy.clients import ALICE, BOB, bearer
-from tests.proxy.fake_instance import FakeInstance, decodes, encodes
-from tests.proxy.fleet import Fleet, Launch, until
-from tests.proxy.test_process import serving
 from tests.requests import request, text
+from tests.support.clients import ALICE, BOB, bearer
+from tests.support.fake_instance import FakeInstance, decodes, encodes
+from tests.support.fleet import Fleet, Launch, until
+from tests.support.programs import serving
+from tests.support.raw import connected, post
 
 MIB = 1024**2
 NOTHING = {

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tests.proxy.fake_origin import ALLOWED, FakeOrigin
-from tests.proxy.fleet import Fleet, Launch
 from tests.requests import audio_url, image, input_audio, request, text, video
+from tests.support.fake_origin import ALLOWED, FakeOrigin
+from tests.support.fleet import Fleet, Launch
 
 pytestmark = pytest.mark.security("S10")
 

@@ -5,8 +5,8 @@ import socket
 
 import pytest
 
-from tests.proxy.fleet import Launch
 from tests.requests import request, text
+from tests.support.fleet import Launch
 
 launch = Launch()
 

@@ -7,7 +7,8 @@ import pytest
 from aiohttp import web
 
 from epd.request.recovery import MAX_ATTEMPTS
-from tests.proxy.fake_instance import (
+from tests.requests import image, request, text
+from tests.support.fake_instance import (
     KV_PARAMS,
     FakeInstance,
     Handler,
@@ -18,8 +19,7 @@ from tests.proxy.fake_instance import (
     prefills,
     refuses,
 )
-from tests.proxy.fleet import Fleet, Launch, until
-from tests.requests import image, request, text
+from tests.support.fleet import Fleet, Launch, until
 
 NOBODY = "http://127.0.0.1:9"
 FAIL: Any = {"on_prefill_failure": "fail"}

@@ -12,9 +12,9 @@ import pytest
 from aiohttp import web
 
 from epd.server.app_keys import ADMISSION
-from tests.proxy.fake_instance import Handler, chunk
-from tests.proxy.fleet import Fleet, Launch
 from tests.requests import image, request, text
+from tests.support.fake_instance import Handler, chunk
+from tests.support.fleet import Fleet, Launch
 
 MB = 1024**2
 PICTURE = b"p" * (3 * MB)

@@ -4,70 +4,17 @@ import asyncio
 import os
 import shutil
 import signal
-import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 
-import aiohttp
 import pytest
 
 from epd.tenants import key_line
 from tests.certificates import Authority
-from tests.proxy.clients import ALICE, BOB, bearer
-from tests.proxy.fleet import until
-from tests.proxy.test_process import INSTANCES, serving
-from tests.proxy.test_workers import Workers, lives, status
+from tests.support.clients import ALICE, BOB
+from tests.support.reloading import certificate, everywhere, gauge, models, proxy, reload
+from tests.support.workers import lives, status
 
-GAUGE = "epd_config_last_reload_success"
-
-pytestmark = [pytest.mark.fault(63), pytest.mark.parametrize("workers", [1, 2])]
-
-
-@asynccontextmanager
-async def proxy(workers: int, *flags: str) -> AsyncIterator[Workers]:
-    with serving(*INSTANCES, "--workers", str(workers), *flags) as (url, process):
-        running = Workers(url, process)
-        reading = asyncio.create_task(running.read())
-        try:
-            if workers > 1:
-                await until(lambda: len(running.pids()) == workers, 120)
-            yield running
-            process.terminate()
-            assert await running.ended() == 0
-        finally:
-            process.kill()
-            await reading
-    assert running.rest == ""
-
-
-async def everywhere(ask: Callable[[], Awaitable[object]]) -> set[object]:
-    """The answers of many connections: each worker has some of them."""
-    return set(await asyncio.gather(*(ask() for _ in range(12))))
-
-
-async def reload(running: Workers, workers: int, event: str) -> None:
-    before = len(running.logged(event))
-    running.process.send_signal(signal.SIGHUP)
-    await until(lambda: len(running.logged(event)) == before + workers, 120)
-
-
-async def models(url: str, key: str) -> int:
-    """401 where the key is none; else 502, there being no instance."""
-    async with (
-        aiohttp.ClientSession(headers=bearer(key)) as http,
-        http.get(f"{url}/v1/models") as reply,
-    ):
-        return reply.status
-
-
-async def gauge(url: str, key: str) -> float:
-    async with (
-        aiohttp.ClientSession(headers=bearer(key)) as http,
-        http.get(f"{url}/metrics") as reply,
-    ):
-        [line] = [one for one in (await reply.text()).splitlines() if one.startswith(GAUGE)]
-        return float(line.split()[1])
+pytestmark = [pytest.mark.full, pytest.mark.fault(63), pytest.mark.parametrize("workers", [1, 2])]
 
 
 async def test_api_keys_are_read_anew_and_a_wrong_file_changes_nothing(
@@ -136,12 +83,3 @@ async def test_a_certificate_is_read_anew_and_a_wrong_one_changes_nothing(
 
     assert len(first) == len(second) == 1
     assert first != second
-
-
-async def certificate(port: int, authority: Authority) -> bytes | None:
-    """What a new connection is shown."""
-    trust = ssl.create_default_context(cafile=authority.ca)
-    _, writer = await asyncio.open_connection("localhost", port, ssl=trust)
-    shown: ssl.SSLObject = writer.get_extra_info("ssl_object")
-    writer.close()
-    return shown.getpeercert(binary_form=True)

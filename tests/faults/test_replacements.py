@@ -9,12 +9,12 @@ import pytest
 
 from epd.tenants import key_line
 from tests.certificates import Authority
-from tests.faults.test_reload import certificate, everywhere, models, proxy, reload
-from tests.proxy.clients import ALICE, BOB
-from tests.proxy.fleet import until
-from tests.proxy.test_workers import START_S, Workers
+from tests.support.clients import ALICE, BOB
+from tests.support.fleet import until
+from tests.support.reloading import certificate, everywhere, models, proxy, reload
+from tests.support.workers import START_S, Workers
 
-pytestmark = pytest.mark.fault(63)
+pytestmark = [pytest.mark.full, pytest.mark.fault(63)]
 
 
 async def replaced(running: Workers) -> None:

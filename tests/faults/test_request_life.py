@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from tests.faults.invariants import WatchedLaunch, lost
-from tests.proxy.fake_instance import (
+from tests.requests import image, request, text
+from tests.support.fake_instance import (
     FakeInstance,
     Handler,
     chunk,
@@ -21,8 +21,8 @@ from tests.proxy.fake_instance import (
     prefills,
     refuses,
 )
-from tests.proxy.fleet import Fleet, until
-from tests.requests import image, request, text
+from tests.support.fleet import Fleet, until
+from tests.support.invariants import WatchedLaunch, lost
 
 LIMIT_S = 0.15
 """Of every wait for an instance, but that for an answer without a stream."""

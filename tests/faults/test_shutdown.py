@@ -14,11 +14,11 @@ import orjson
 import pytest
 from aiohttp import web
 
-from tests.faults.raw import post
-from tests.proxy.fake_instance import STREAM, FakeInstance, Handler, decodes, encodes, hangs
-from tests.proxy.fleet import until
-from tests.proxy.test_process import refuses_connections, serving
 from tests.requests import request, text
+from tests.support.fake_instance import STREAM, FakeInstance, Handler, decodes, encodes, hangs
+from tests.support.fleet import until
+from tests.support.programs import refuses_connections, serving
+from tests.support.raw import post
 
 END_S = 60
 """Far more than ending takes, far less than the drain that it must not wait for."""
@@ -26,7 +26,7 @@ LONG = "300"
 MUCH = 32 * 1024**2
 """More than sockets hold."""
 
-pytestmark = pytest.mark.parametrize("workers", ["1", "2"])
+pytestmark = [pytest.mark.full, pytest.mark.parametrize("workers", ["1", "2"])]
 
 
 @dataclass

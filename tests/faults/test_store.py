@@ -10,11 +10,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from ec_store import open_store
-from tests.faults.relay import Relay, Way
-from tests.proxy.backed import NAMESPACE, Backed, caching, items_of
-from tests.proxy.fleet import Fleet, Launch, until
 from tests.requests import image, request
 from tests.store.redis_server import RedisServer
+from tests.support.backed import NAMESPACE, Backed, caching, items_of
+from tests.support.fleet import Fleet, Launch, until
+from tests.support.relay import Relay, Way
 
 
 @pytest.fixture(scope="module")

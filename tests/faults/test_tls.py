@@ -22,10 +22,10 @@ from epd.edge.protocol import MAX_REFUSALS
 from epd.http import tls
 from epd.http.tls import TlsInvalid, upstream_context
 from tests.certificates import Authority, Certificate, encrypted
-from tests.faults.raw import connected, ended
-from tests.proxy.fake_instance import FakeInstance, decodes, encodes
-from tests.proxy.test_process import INSTANCES, run, serving
 from tests.requests import request, text
+from tests.support.fake_instance import FakeInstance, decodes, encodes
+from tests.support.programs import INSTANCES, run, serving
+from tests.support.raw import connected, ended
 
 pytestmark = pytest.mark.skipif(
     shutil.which("openssl") is None, reason="openssl makes the certificates"

@@ -5,7 +5,6 @@ import asyncio
 import aiohttp
 import pytest
 
-from tests.faults.relay import End, Relay
 from tests.faults.scripted import (
     Scripted,
     answer,
@@ -17,7 +16,8 @@ from tests.faults.scripted import (
     reset,
     send,
 )
-from tests.proxy.fleet import until
+from tests.support.fleet import until
+from tests.support.relay import End, Relay
 
 WHOLE = [read_request(), send(answer(b"x" * 100_000)), hold()]
 

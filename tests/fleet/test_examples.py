@@ -10,6 +10,8 @@ import pytest
 from epd.tools.fleet.process import free_ports
 from tests.fleet.processes import left, marked, new_mark
 
+pytestmark = pytest.mark.full
+
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 EPD = f"""#!/bin/sh
 [ "$1" != bench ] || {{ echo "called: epd $*"; exit "$BENCH_CODE"; }}

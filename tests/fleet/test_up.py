@@ -23,6 +23,8 @@ from PIL import Image
 from epd.tools.fleet.process import free_ports
 from tests.fleet.processes import left, marked, new_mark, processes_of
 
+pytestmark = pytest.mark.full
+
 FAKE = f"{sys.executable} {Path(__file__).with_name('fake_vllm.py')}"
 EPD_UP = (sys.executable, "-m", "epd", "up", "--device", "cpu", "--vllm-command", FAKE)
 SERVERS = ("encode", "prefill", "decode", "prefill-decode", "nixl", "ec-store")

@@ -8,9 +8,9 @@ import openai
 import pytest
 
 from epd.api.endpoints import ENDPOINTS
-from tests.proxy.fake_instance import RANKINGS, SCORES
-from tests.proxy.fleet import Fleet
 from tests.requests import data_url, image
+from tests.support.fake_instance import RANKINGS, SCORES
+from tests.support.fleet import Fleet
 
 URL = data_url(b"picture")
 DATA = URL.partition(",")[2]

@@ -10,9 +10,9 @@ import epd
 from epd.routing.instances import Instance, Role
 from epd.server.admin import KEPT_S
 from epd.server.operator_routes import TABLE
-from tests.proxy.fake_instance import refuses
-from tests.proxy.fleet import Fleet, Launch, until
 from tests.requests import image, request, text
+from tests.support.fake_instance import refuses
+from tests.support.fleet import Fleet, Launch, until
 
 
 async def test_health_of_a_healthy_fleet(launch: Launch) -> None:

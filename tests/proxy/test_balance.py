@@ -12,10 +12,10 @@ from aiohttp import web
 
 from epd.request.polling import MAX_PAGE_BYTES
 from epd.routing.instances import Role
-from tests.proxy.fake_instance import FakeInstance, decodes, reports
-from tests.proxy.fleet import Fleet, Launch, until
-from tests.proxy.test_instances import ADMIN, KEY, empty, listing, register, taking_part
 from tests.requests import image, request, text
+from tests.support.fake_instance import FakeInstance, decodes, reports
+from tests.support.fleet import Fleet, Launch, until
+from tests.support.registration import ADMIN, KEY, empty, listing, register, taking_part
 
 Metrics = Callable[[], Awaitable[web.Response]]
 OFTEN: dict[str, Any] = {"load_interval_s": 0.05, "admin_api_key": KEY}

@@ -10,15 +10,15 @@ import openai
 import pytest
 from aiohttp import web
 
-from tests.proxy.fake_instance import (
+from tests.requests import audio_url, image, input_audio, request, text, video
+from tests.support.fake_instance import (
     KV_PARAMS,
     REPLY,
     STREAM,
     chunk,
     encodes_without_params,
 )
-from tests.proxy.fleet import Launch
-from tests.requests import audio_url, image, input_audio, request, text, video
+from tests.support.fleet import Launch
 
 
 async def test_each_item_is_one_encode_request_without_text(launch: Launch) -> None:

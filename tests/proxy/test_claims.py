@@ -14,8 +14,8 @@ from ec_store.disk.store import SharedDiskStore
 from epd.encoder_cache.claims import Claims, Turn
 from epd.encoder_cache.client import EncoderCache
 from epd.encoder_cache.lookup import Look
-from tests.proxy.backed import NAMESPACE, Backed, opened_cache
-from tests.proxy.fleet import until
+from tests.support.backed import NAMESPACE, Backed, opened_cache
+from tests.support.fleet import until
 
 KEYS = [EntryKey(NAMESPACE, name) for name in ("a", "b")]
 VISITS = ("lookup", "claim", "claim_or_find", "release", "lease")

@@ -14,12 +14,12 @@ from pydantic import SecretStr
 from structlog.testing import capture_logs
 
 from epd.conversations.entry import read
-from tests.proxy.clients import ALICE, BOB, bearer
-from tests.proxy.fake_instance import FakeInstance, drops, fails_first, hangs, page, refuses
-from tests.proxy.fake_turns import PICTURE, WRONG, Turns, rendered
-from tests.proxy.fleet import Fleet, Launch, until
 from tests.requests import image
 from tests.store.redis_server import RedisServer
+from tests.support.clients import ALICE, BOB, bearer
+from tests.support.fake_instance import FakeInstance, drops, fails_first, hangs, page, refuses
+from tests.support.fake_turns import PICTURE, WRONG, Turns, rendered
+from tests.support.fleet import Fleet, Launch, until
 
 BUDGET_S = 5.0
 """What is found does not depend on how fast a busy machine looks."""

@@ -11,9 +11,9 @@ from starlette.testclient import TestClient
 import epd
 from epd.edge.access import Access
 from epd.server.app import ROUTES
-from tests.proxy.clients import ALICE, bearer
-from tests.proxy.fleet import Fleet, Launch
 from tests.requests import request, text
+from tests.support.clients import ALICE, bearer
+from tests.support.fleet import Fleet, Launch
 
 PAGE = "https://chat.example.com"
 OTHER = "https://evil.example"

@@ -13,9 +13,9 @@ from aiohttp.web_urldispatcher import UrlDispatcher
 import epd
 from epd.edge.protocol import Runner
 from epd.server.app_keys import CONFIG, OBSERVERS
-from tests.proxy.fake_instance import FakeInstance, decodes
-from tests.proxy.fleet import UNASKED
 from tests.requests import request, text
+from tests.support.fake_instance import FakeInstance, decodes
+from tests.support.fleet import UNASKED
 
 PATH = "/v1/chat/completions"
 

@@ -10,7 +10,8 @@ import pytest
 
 from epd.aio import Flights
 from epd.routing.instances import Role
-from tests.proxy.fake_instance import (
+from tests.requests import image, input_audio, request, text, video
+from tests.support.fake_instance import (
     FakeInstance,
     Handler,
     decodes,
@@ -21,11 +22,10 @@ from tests.proxy.fake_instance import (
     prefills,
     refuses,
 )
-from tests.proxy.fleet import Fleet, Launch, until
-from tests.proxy.strict_encode import Memory, Pushes
-from tests.proxy.test_coordination import STRANGERS, Picker, picked_by
-from tests.proxy.test_instances import KEY, empty, listing, register, taking_part
-from tests.requests import image, input_audio, request, text, video
+from tests.support.fleet import Fleet, Launch, until
+from tests.support.picker import STRANGERS, Picker, picked_by
+from tests.support.registration import KEY, empty, listing, register, taking_part
+from tests.support.strict_encode import Memory, Pushes
 
 STREAMING = pytest.mark.parametrize("stream", [False, True])
 SOUND = {"mm_processor_kwargs": {"use_audio_in_video": True}}

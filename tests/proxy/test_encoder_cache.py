@@ -18,7 +18,8 @@ from structlog.testing import capture_logs
 from ec_store import Entry, EntryKey, open_store
 from epd.encoder_cache.claims import Claims
 from epd.observe.logs import LogObserver
-from tests.proxy.backed import (
+from tests.requests import Part, image, input_audio, request, text, video
+from tests.support.backed import (
     NAMESPACE,
     Backed,
     caching,
@@ -28,7 +29,7 @@ from tests.proxy.backed import (
     opened_cache,
     parts_of,
 )
-from tests.proxy.fake_instance import (
+from tests.support.fake_instance import (
     Handler,
     decodes,
     encodes,
@@ -37,8 +38,7 @@ from tests.proxy.fake_instance import (
     prefills,
     refuses,
 )
-from tests.proxy.fleet import Launch, until
-from tests.requests import Part, image, input_audio, request, text, video
+from tests.support.fleet import Launch, until
 
 
 async def test_a_picture_seen_before_costs_no_encode_and_no_upload(

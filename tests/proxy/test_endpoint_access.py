@@ -6,10 +6,10 @@ import anthropic
 import pytest
 
 from epd.api.endpoints import ENDPOINTS
-from tests.proxy.clients import ALICE, BOB, bearer
 from tests.proxy.endpoints import PLAIN, SALTED, ask, message
-from tests.proxy.fleet import Fleet, Launch
 from tests.requests import text
+from tests.support.clients import ALICE, BOB, bearer
+from tests.support.fleet import Fleet, Launch
 
 
 @pytest.mark.security("S1")

@@ -9,7 +9,7 @@ import pytest
 
 from epd.api.forms import read_form
 from tests.proxy.endpoints import PLAIN, URL, WITH_MEDIA, ask, content_of
-from tests.proxy.fleet import Fleet, Launch
+from tests.support.fleet import Fleet, Launch
 
 
 @pytest.mark.parametrize("kind", ["transcriptions", "translations"])

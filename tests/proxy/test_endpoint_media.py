@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from epd.api.endpoints import ENDPOINTS
-from tests.proxy.backed import Backed, caching
 from tests.proxy.endpoints import (
     URL,
     WITH_MEDIA,
@@ -22,9 +21,10 @@ from tests.proxy.endpoints import (
     response,
     with_media,
 )
-from tests.proxy.fake_origin import FakeOrigin
-from tests.proxy.fleet import Fleet, Launch
 from tests.requests import data_url, image, text
+from tests.support.backed import Backed, caching
+from tests.support.fake_origin import FakeOrigin
+from tests.support.fleet import Fleet, Launch
 
 
 async def test_a_picture_of_a_response_is_encoded_as_one_of_a_chat_is(fleet: Fleet) -> None:

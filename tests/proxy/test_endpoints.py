@@ -24,7 +24,8 @@ from tests.proxy.endpoints import (
     picture,
     response,
 )
-from tests.proxy.fake_instance import (
+from tests.requests import text
+from tests.support.fake_instance import (
     KV_PARAMS,
     OTHER_REPLIES,
     OTHER_STREAMS,
@@ -35,8 +36,7 @@ from tests.proxy.fake_instance import (
     refuses,
     streams,
 )
-from tests.proxy.fleet import Fleet, Launch, until
-from tests.requests import text
+from tests.support.fleet import Fleet, Launch, until
 
 
 def test_every_endpoint_is_asked_here() -> None:

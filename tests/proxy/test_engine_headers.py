@@ -10,10 +10,10 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 import epd
 from epd.edge.engine_headers import passed_back, priority_of, sent_on
-from tests.proxy.clients import ALICE, BOB, bearer
-from tests.proxy.fake_instance import REPLY, Call
-from tests.proxy.fleet import Fleet, Launch
 from tests.requests import image, request, text
+from tests.support.clients import ALICE, BOB, bearer
+from tests.support.fake_instance import REPLY, Call
+from tests.support.fleet import Fleet, Launch
 
 LOAD = "JSON " + '{"named_metrics": {"kv_cache_usage_perc": 0.4}}'
 ASKS = {

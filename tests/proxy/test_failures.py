@@ -8,16 +8,17 @@ import pytest
 from aiohttp import ClientTimeout, web
 from yarl import URL
 
-from tests.proxy.fake_instance import (
+from tests.requests import image, request, text
+from tests.support.fake_instance import (
     FakeInstance,
     Handler,
     chunk,
     encodes,
     hangs,
     refuses,
+    streams_then,
 )
-from tests.proxy.fleet import Fleet, Launch, until
-from tests.requests import image, request, text
+from tests.support.fleet import Fleet, Launch, until
 
 
 async def answers_junk(_: web.Request, __: dict[str, Any]) -> web.Response:
@@ -32,22 +33,6 @@ async def answers_nothing(request: web.Request, _: dict[str, Any]) -> web.Respon
 
 async def crashes(_: web.Request, __: dict[str, Any]) -> web.Response:
     return web.Response(status=500, text="Traceback: /secret/path")
-
-
-def streams(*events: bytes, then: Handler | None = None) -> Handler:
-    """Send some events, then end cleanly, or do something else."""
-
-    async def chat(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        for event in events:
-            await response.write(event)
-            await asyncio.sleep(0.01)
-        if then is not None:
-            await then(request, body)
-        return response
-
-    return chat
 
 
 def check_error(
@@ -205,10 +190,10 @@ async def test_retry_after_reaches_the_client(launch: Launch) -> None:
 @pytest.mark.parametrize(
     ("decode", "slug"),
     [
-        (streams(chunk("a"), b'data: {"half', then=answers_nothing), "decode_died"),
-        (streams(chunk("a"), then=hangs), "decode_stalled"),
-        (streams(chunk("a")), "decode_truncated"),
-        (streams(chunk("a"), b"data: [DONE]\n"), "decode_truncated"),
+        (streams_then(chunk("a"), b'data: {"half', then=answers_nothing), "decode_died"),
+        (streams_then(chunk("a"), then=hangs), "decode_stalled"),
+        (streams_then(chunk("a")), "decode_truncated"),
+        (streams_then(chunk("a"), b"data: [DONE]\n"), "decode_truncated"),
     ],
 )
 async def test_a_stream_that_breaks_ends_in_an_error_event_and_no_done(
@@ -232,7 +217,7 @@ async def test_the_official_client_sees_a_broken_stream(launch: Launch) -> None:
         launch() as fleet,
         openai.AsyncOpenAI(base_url=f"{fleet.url}/v1", api_key="k", max_retries=0) as client,
     ):
-        fleet.d.chat = streams(chunk("a"))
+        fleet.d.chat = streams_then(chunk("a"))
         stream = await client.chat.completions.create(
             model="m", messages=[{"role": "user", "content": "hi"}], stream=True
         )
@@ -361,7 +346,7 @@ async def test_an_error_event_of_decode_is_passed_on(launch: Launch) -> None:
     error = b'data: {"error": {"message": "late"}}\n\n'
     async with launch() as fleet:
         for events in ((error, b"data: [DONE]\n\n"), (error,)):
-            fleet.d.chat = streams(*events)
+            fleet.d.chat = streams_then(*events)
             async with fleet.post(request(text(), stream=True)) as reply:
                 assert await reply.read() == b"".join(events)
 
@@ -399,7 +384,7 @@ async def test_a_client_that_leaves_cancels_what_runs_for_it(
 @pytest.mark.fault(45)
 async def test_a_client_that_leaves_in_the_stream_cancels_decode(launch: Launch) -> None:
     async with launch() as fleet:
-        fleet.d.chat = streams(chunk("a"), then=hangs)
+        fleet.d.chat = streams_then(chunk("a"), then=hangs)
         async with fleet.post(request(text(), stream=True)) as reply:
             await reply.content.readany()
             reply.close()
@@ -567,7 +552,7 @@ async def test_ambiguous_metadata_is_refused(launch: Launch) -> None:
 
 async def test_a_slow_client_does_not_time_out_the_stream(launch: Launch) -> None:
     async with launch() as fleet:
-        fleet.d.chat = streams(*[chunk("x" * 1000)] * 20, b"data: [DONE]\n\n")
+        fleet.d.chat = streams_then(*[chunk("x" * 1000)] * 20, b"data: [DONE]\n\n")
         body = request(text(), stream=True)
         url = f"{fleet.url}/v1/chat/completions"
         async with fleet.http.post(url, json=body, timeout=ClientTimeout(total=30)) as reply:

@@ -14,8 +14,8 @@ import pytest
 
 import epd
 from epd.http.connection import Connection
-from tests.proxy.fleet import Launch
 from tests.requests import image, request, text
+from tests.support.fleet import Launch
 
 OURS = str(Path(epd.__file__).parent)
 HANDLER = "answer"

@@ -1,8 +1,8 @@
 """Instances that come and go while the proxy runs: `/instances`, and what requests notice of it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,57 +11,18 @@ from aiohttp import web
 
 from epd.routing.instances import Role
 from epd.tools.fleet.process import free_ports
-from tests.proxy.fake_instance import FakeInstance, decodes, encodes, prefills, refuses
-from tests.proxy.fleet import Fleet, Launch, until
 from tests.requests import image, request, text
-
-KEY = "admin-key-0123456789"
-ADMIN = {"X-API-Key": KEY}
-HANDLERS = {
-    Role.ENCODE: encodes,
-    Role.PREFILL: prefills,
-    Role.DECODE: decodes,
-    Role.PREFILL_DECODE: decodes,
-}
-
-
-@asynccontextmanager
-async def empty(launch: Launch, **config: Any) -> AsyncIterator[Fleet]:
-    """A proxy that waits for its instances."""
-    settings: dict[str, Any] = {"dynamic_registration": True, "admin_api_key": KEY} | config
-    async with launch(encode=0, decode=0, **settings) as fleet:
-        yield fleet
-
-
-async def register(
-    fleet: Fleet, body: Mapping[str, Any], headers: Mapping[str, str] = ADMIN
-) -> tuple[int, dict[str, Any]]:
-    async with fleet.http.post(f"{fleet.url}/instances", json=body, headers=headers) as reply:
-        return reply.status, await reply.json()
-
-
-async def unregister(
-    fleet: Fleet, url: str, headers: Mapping[str, str] = ADMIN
-) -> tuple[int, dict[str, Any]]:
-    where = f"{fleet.url}/instances"
-    async with fleet.http.delete(where, params={"url": url}, headers=headers) as reply:
-        return reply.status, await reply.json()
-
-
-async def listing(fleet: Fleet, headers: Mapping[str, str] = ADMIN) -> dict[str, Any]:
-    async with fleet.http.get(f"{fleet.url}/instances", headers=headers) as reply:
-        assert reply.status == 200
-        page: dict[str, Any] = await reply.json()
-        return page
-
-
-@asynccontextmanager
-async def taking_part(fleet: Fleet, role: Role, **more: Any) -> AsyncIterator[FakeInstance]:
-    """An instance that registers, as a launcher would have it."""
-    async with FakeInstance(HANDLERS[role]).running() as instance:
-        status, said = await register(fleet, {"role": role, "url": instance.url, **more})
-        assert (status, said) == (200, {"registered": True})
-        yield instance
+from tests.support.fake_instance import FakeInstance, decodes, encodes, refuses
+from tests.support.fleet import Fleet, Launch, until
+from tests.support.registration import (
+    HANDLERS,
+    KEY,
+    empty,
+    listing,
+    register,
+    taking_part,
+    unregister,
+)
 
 
 async def ready(fleet: Fleet) -> tuple[int, str | None]:

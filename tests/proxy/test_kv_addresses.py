@@ -9,8 +9,8 @@ from epd.config import ConfigInvalid, ProxyConfig
 from epd.config.load import load
 from epd.discovery.entries import read_json, write_json
 from epd.routing.instances import Instance, Role
-from tests.proxy.fleet import Launch
-from tests.proxy.test_process import run
+from tests.support.fleet import Launch
+from tests.support.programs import run
 
 ADMIN = "0123456789abcdef"
 URLS = {

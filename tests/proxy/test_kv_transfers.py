@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.proxy.fleet import Launch
-from tests.proxy.strict_instance import WIRES, strict
 from tests.requests import image, request, text
+from tests.support.fleet import Launch
+from tests.support.strict_instance import WIRES, strict
 
 REQUESTS: dict[str, dict[str, Any]] = {
     "whole": {"max_tokens": 5, "min_tokens": 2},

@@ -17,8 +17,9 @@ from ec_store import open_store
 from ec_store.opening import open_async_store
 from epd.encoder_cache.client import EncoderCache
 from epd.observe.logs import REQUEST_ID
-from tests.proxy.backed import NAMESPACE, Backed
-from tests.proxy.fake_instance import (
+from tests.requests import image, request, text
+from tests.support.backed import NAMESPACE, Backed
+from tests.support.fake_instance import (
     FakeInstance,
     Handler,
     decodes,
@@ -27,9 +28,8 @@ from tests.proxy.fake_instance import (
     prefills,
     refuses,
 )
-from tests.proxy.fleet import until
-from tests.proxy.test_process import serving
-from tests.requests import image, request, text
+from tests.support.fleet import until
+from tests.support.programs import serving
 
 FAILURE_S = 30.0
 USUAL: dict[str, Handler] = {"encode": encodes, "prefill": prefills, "decode": decodes}

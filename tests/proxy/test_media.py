@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from ec_store import StoreUnavailable
-from tests.proxy.backed import (
+from tests.requests import Part, image, input_audio, request, text, video
+from tests.support.backed import (
     Backed,
     caching,
     encoded,
     items_of,
     media_types,
 )
-from tests.proxy.clients import ALICE, ALICE_2, BOB, bearer
-from tests.proxy.fake_instance import refuses
-from tests.proxy.fleet import Fleet, Launch
-from tests.requests import Part, image, input_audio, request, text, video
+from tests.support.clients import ALICE, ALICE_2, BOB, bearer
+from tests.support.fake_instance import refuses
+from tests.support.fleet import Fleet, Launch
 
 
 def named(uuid: str, kind: str = "image_url") -> Part:

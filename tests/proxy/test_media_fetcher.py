@@ -16,9 +16,9 @@ from epd.config.live import LiveConfig
 from epd.errors import ProxyError
 from epd.media.fetch import MediaFetcher
 from epd.media.memory import Uncounted
-from tests.proxy.fake_origin import ALLOWED, FakeNames, FakeOrigin
-from tests.proxy.fleet import until
 from tests.requests import data_url
+from tests.support.fake_origin import ALLOWED, FakeNames, FakeOrigin
+from tests.support.fleet import until
 
 PICTURE = data_url(b"picture")
 

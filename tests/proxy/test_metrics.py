@@ -17,9 +17,10 @@ from structlog.testing import capture_logs
 
 from epd.observe.metric_defs import FIGURES
 from epd.version import __version__
-from tests.faults.relay import Relay, Way
-from tests.proxy.backed import Backed, caching
-from tests.proxy.fake_instance import (
+from tests.requests import data_url, image, input_audio, request, text
+from tests.store.redis_server import RedisServer
+from tests.support.backed import Backed, caching
+from tests.support.fake_instance import (
     STREAM,
     FakeInstance,
     Handler,
@@ -29,10 +30,9 @@ from tests.proxy.fake_instance import (
     hangs,
     refuses,
 )
-from tests.proxy.fleet import Fleet, Launch, until
-from tests.proxy.test_workers import START_S, some_workers
-from tests.requests import data_url, image, input_audio, request, text
-from tests.store.redis_server import RedisServer
+from tests.support.fleet import Fleet, Launch, until
+from tests.support.relay import Relay, Way
+from tests.support.workers import START_S, some_workers
 
 CHAT = "/v1/chat/completions"
 PICTURE = image(b"the picture")

@@ -10,10 +10,10 @@ import pytest
 from aiohttp import web
 
 from ec_store import Store
-from tests.proxy.backed import BUDGET_S, Backed, items_of, media_types
-from tests.proxy.fake_instance import FakeInstance, prefills, refuses
-from tests.proxy.fleet import Fleet, Launch, until
 from tests.requests import image, request, text
+from tests.support.backed import BUDGET_S, Backed, items_of, media_types
+from tests.support.fake_instance import FakeInstance, prefills, refuses
+from tests.support.fleet import Fleet, Launch, until
 
 OLD, NEW = "m@0:old", "m@0:new"
 

@@ -16,11 +16,11 @@ from pydantic import ValidationError
 from epd import ProxyConfig
 from epd.transfer.registry import EC_TRANSFERS, KV_TRANSFERS
 from tests.covering import Case, in_pairs
-from tests.faults.invariants import becomes
-from tests.proxy.fleet import Fleet, Launch
-from tests.proxy.strict_fleet import ENCODERS, Body, Expected, StrictFleet, heard
-from tests.proxy.strict_instance import WIRES
 from tests.requests import Part, image, input_audio, text
+from tests.support.fleet import Fleet, Launch
+from tests.support.invariants import becomes
+from tests.support.strict_fleet import ENCODERS, Body, Expected, StrictFleet, heard
+from tests.support.strict_instance import WIRES
 
 FACTORS: dict[str, Sequence[Any]] = {
     "kv_transfer": tuple(KV_TRANSFERS),

@@ -10,11 +10,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.faults.test_reconfigure import Proxy, instances, proxy
-from tests.proxy.fake_instance import decodes, encodes, prefills
-from tests.proxy.fleet import Launch, until
-from tests.proxy.test_coordination import asked
 from tests.requests import request, text
+from tests.support.configured import Proxy, instances, proxy
+from tests.support.fake_instance import decodes, encodes, prefills
+from tests.support.fleet import Launch, until
+from tests.support.picker import asked
 
 ADMIN = "admin-key-0123456789"
 KEY = {"X-API-Key": ADMIN}

@@ -10,58 +10,17 @@ import socket
 import ssl
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
 
-from tests.proxy.fake_instance import FakeInstance, decodes, encodes, hangs
-from tests.proxy.fake_origin import FakeOrigin
-from tests.proxy.fleet import until
+from tests.certificates import localhost_certificate
 from tests.requests import data_url, image, request, text
-
-EPD = [sys.executable, "-m", "epd"]
-ADDRESS = ["--host", "127.0.0.1", "--port", "0"]
-INSTANCES = ["--encode-servers-urls", "http://e:1", "--decode-servers-urls", "http://d:1"]
-
-
-def run(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*EPD, *args], capture_output=True, text=True, timeout=120, check=False)
-
-
-@contextmanager
-def serving(
-    *args: str,
-    env: dict[str, str] | None = None,
-    lines: list[dict[str, Any]] | None = None,
-) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """`epd serve` on a free port, with JSON logs: its URL and its process.
-
-    Args:
-        args: flags.
-        env: variables beside those of this process.
-        lines: gets the log until the proxy listens.
-    """
-    lines = [] if lines is None else lines
-    process = subprocess.Popen(
-        [*EPD, "serve", *ADDRESS, "--log-format", "json", "--drain-delay-s", "0", *args],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | (env or {}),
-    )
-    assert process.stderr is not None
-    with process:
-        try:
-            for line in process.stderr:
-                lines.append(json.loads(line))
-                if lines[-1]["event"] == "listening":
-                    break
-            yield lines[-1]["url"], process
-        finally:
-            process.kill()
+from tests.support.fake_instance import FakeInstance, decodes, encodes, hangs
+from tests.support.fake_origin import FakeOrigin
+from tests.support.fleet import until
+from tests.support.programs import ADDRESS, EPD, INSTANCES, refuses_connections, run, serving
 
 
 @pytest.mark.parametrize(
@@ -218,27 +177,12 @@ async def test_it_serves_and_logs_one_line_a_request_without_secrets() -> None:
     assert "bWVkaWE" not in "".join(lines)
 
 
-def certificate(folder: Path) -> Path:
-    """A key and a certificate for `localhost` that it signs itself, in one file."""
-    path = folder / "localhost.pem"
-    subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
-            *("-nodes", "-days", "2", "-subj", "/CN=localhost"),
-            *("-addext", "subjectAltName=DNS:localhost", "-keyout", path, "-out", path),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    return path
-
-
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
 @pytest.mark.parametrize("trusted", [True, False])
 async def test_it_fetches_over_https_by_name_from_whom_it_trusts(
     tmp_path: Path, trusted: bool
 ) -> None:
-    pem = await asyncio.to_thread(certificate, tmp_path)
+    pem = await asyncio.to_thread(localhost_certificate, tmp_path)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(pem)
     encode, decode, origin = FakeInstance(encodes), FakeInstance(decodes), FakeOrigin()
@@ -276,12 +220,6 @@ async def test_a_client_that_leaves_it_cancels_what_runs_upstream() -> None:
                 await until(lambda: decode.aborted)
 
     assert decode.aborted == 1
-
-
-def refuses_connections(url: str) -> bool:
-    host, port = url.removeprefix("http://").split(":")
-    with socket.socket() as client:
-        return client.connect_ex((host, int(port))) != 0
 
 
 @pytest.mark.fault(62)

@@ -9,9 +9,9 @@ import pytest
 from aiohttp import web
 
 from epd.server.app_keys import ADMISSION, CONFIG
-from tests.proxy.fake_instance import Handler
-from tests.proxy.fleet import Fleet, Launch, until
 from tests.requests import image, request, text
+from tests.support.fake_instance import Handler
+from tests.support.fleet import Fleet, Launch, until
 
 
 def reload(fleet: Fleet, **settings: Any) -> None:

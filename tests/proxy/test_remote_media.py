@@ -9,10 +9,10 @@ import pytest
 from aiohttp import web
 
 from epd.server.app_keys import ADMISSION
-from tests.proxy.fake_instance import chunk, encodes_without_params, hangs
-from tests.proxy.fake_origin import ALLOWED, FakeOrigin
-from tests.proxy.fleet import Launch, until
 from tests.requests import data_url, image, request, text
+from tests.support.fake_instance import chunk, encodes_without_params, hangs
+from tests.support.fake_origin import ALLOWED, FakeOrigin
+from tests.support.fleet import Launch, until
 
 PARAM = "messages[0].content[1].image_url.url"
 

@@ -7,9 +7,9 @@ import pytest
 
 import epd
 from epd.server.operator_routes import OPENAPI
-from tests.proxy.fleet import Launch
 from tests.requests import request, text
 from tests.security.wire import ask
+from tests.support.fleet import Launch
 
 CHAT = "/v1/chat/completions"
 

@@ -13,8 +13,8 @@ from ec_store import Entry, EntryInfo, EntryKey, Store, StoreUnavailable
 from ec_store.disk.store import SharedDiskStore
 from epd.encoder_cache.client import EncoderCache
 from epd.encoder_cache.lookup import MOST_KEYS, Look
-from tests.proxy.backed import NAMESPACE, opened_cache
-from tests.proxy.fleet import until
+from tests.support.backed import NAMESPACE, opened_cache
+from tests.support.fleet import until
 
 STORED, MISSING = EntryKey(NAMESPACE, "stored"), EntryKey(NAMESPACE, "missing")
 

@@ -15,11 +15,11 @@ from aiohttp.test_utils import TestClient, TestServer
 
 import epd
 from epd.tenants import key_line
-from tests.proxy.clients import ALICE, ALICE_2, BOB, bearer
-from tests.proxy.fake_instance import FakeInstance, decodes, encodes
-from tests.proxy.fleet import Fleet, Launch
-from tests.proxy.test_process import EPD, INSTANCES, run, serving
 from tests.requests import image, request, text
+from tests.support.clients import ALICE, ALICE_2, BOB, bearer
+from tests.support.fake_instance import FakeInstance, decodes, encodes
+from tests.support.fleet import Fleet, Launch
+from tests.support.programs import EPD, INSTANCES, run, serving
 
 SECRET = "a secret of the proxies"
 

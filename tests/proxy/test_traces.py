@@ -16,8 +16,9 @@ from structlog.testing import capture_logs
 from epd.server.api_routes import PIPELINE
 from epd.server.operator_routes import METRICS
 from tests.collector import Collector, Span, over_grpc, over_http
-from tests.proxy.backed import Backed, caching
-from tests.proxy.fake_instance import (
+from tests.requests import image, request, text
+from tests.support.backed import Backed, caching
+from tests.support.fake_instance import (
     FakeInstance,
     chunk,
     decodes,
@@ -26,9 +27,8 @@ from tests.proxy.fake_instance import (
     hangs,
     refuses,
 )
-from tests.proxy.fleet import Fleet, Launch, until
-from tests.proxy.test_process import EPD, INSTANCES, serving
-from tests.requests import image, request, text
+from tests.support.fleet import Fleet, Launch, until
+from tests.support.programs import EPD, INSTANCES, serving
 
 PICTURE = request(image(b"a secret picture"), text("a secret question"))
 CHAT = "POST /v1/chat/completions"

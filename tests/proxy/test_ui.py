@@ -22,12 +22,12 @@ from epd.observe.worker_metrics import SharedPage
 from epd.server.operator_routes import ASSETS, BOARD
 from epd.tenants import key_line
 from epd.ui import dashboard
-from tests.proxy.clients import ALICE, bearer
-from tests.proxy.fake_instance import FakeInstance, decodes, encodes, refuses
-from tests.proxy.fleet import Fleet, Launch, until
-from tests.proxy.test_process import EPD
-from tests.proxy.test_workers import START_S, some_workers
 from tests.requests import image, request, text
+from tests.support.clients import ALICE, bearer
+from tests.support.fake_instance import FakeInstance, decodes, encodes, refuses
+from tests.support.fleet import Fleet, Launch, until
+from tests.support.programs import EPD
+from tests.support.workers import START_S, some_workers
 
 ADMIN = "admin-key-0123456789"
 

@@ -16,10 +16,13 @@ import aiohttp
 import pytest
 
 from epd.edge.listening import BACKLOG, listening_at
-from tests.proxy.fake_instance import FakeInstance, decodes, encodes, hangs
-from tests.proxy.fleet import until
-from tests.proxy.test_process import INSTANCES, certificate, run, serving
+from tests.certificates import localhost_certificate
 from tests.requests import request, text
+from tests.support.fake_instance import FakeInstance, decodes, encodes, hangs
+from tests.support.fleet import until
+from tests.support.programs import INSTANCES, run, serving
+
+pytestmark = pytest.mark.full
 
 CHAT = "http://epd/v1/chat/completions"
 
@@ -63,7 +66,7 @@ async def test_it_serves_on_a_unix_socket_and_removes_its_file(path: Path, worke
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
 @pytest.mark.parametrize("workers", ["1", "2"])
 async def test_it_serves_tls_on_a_unix_socket(path: Path, workers: str) -> None:
-    pem = await asyncio.to_thread(certificate, path.parent)
+    pem = await asyncio.to_thread(localhost_certificate, path.parent)
     tls = ssl.create_default_context(cafile=str(pem))
     encode, decode = FakeInstance(encodes), FakeInstance(decodes)
     async with encode.running(), decode.running():

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from tests.proxy.fake_instance import KV_PARAMS, OTHER_REPLIES, REPLY, STREAM, refuses
-from tests.proxy.fleet import Fleet, Launch
 from tests.requests import Part, image, input_audio, request, text, video
+from tests.support.fake_instance import KV_PARAMS, OTHER_REPLIES, REPLY, STREAM, refuses
+from tests.support.fleet import Fleet, Launch
 
 topologies = pytest.mark.parametrize("prefill", [0, 1], ids=["d", "pd"])
 MEDIA = (image(b"1"), image(b"2"), input_audio(), video())

@@ -11,12 +11,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from epd.tenants import key_line
-from tests.faults.test_reload import everywhere, proxy, reload
-from tests.proxy.clients import ALICE, bearer
-from tests.proxy.fake_instance import FakeInstance, decodes, encodes, hangs
-from tests.proxy.fleet import until
-from tests.proxy.test_workers import START_S, Workers, some_workers, status
 from tests.requests import request, text
+from tests.support.clients import ALICE, bearer
+from tests.support.fake_instance import FakeInstance, decodes, encodes, hangs
+from tests.support.fleet import until
+from tests.support.reloading import everywhere, proxy, reload
+from tests.support.workers import START_S, Workers, some_workers, status
+
+pytestmark = pytest.mark.full
 
 ASKED = ("epd_requests_total", (("model_name", ""), ("path", "unknown"), ("status", "404")))
 INSIDE = ("epd_requests_in_flight", ())

@@ -1,97 +1,28 @@
 """`epd serve --workers`: real processes, sockets and signals."""
 
 import asyncio
-import json
 import os
 import signal
-import subprocess
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
 
-from tests.proxy.backed import Backed
-from tests.proxy.fake_instance import FakeInstance, decodes, encodes, hangs
-from tests.proxy.fleet import until
-from tests.proxy.test_process import INSTANCES, refuses_connections, run, serving
-from tests.requests import image, request, text
+from tests.requests import request, text
+from tests.support.backed import Backed
+from tests.support.fake_instance import FakeInstance, decodes, encodes, hangs
+from tests.support.fleet import until
+from tests.support.programs import INSTANCES, refuses_connections, run, serving
+from tests.support.workers import START_S, Workers, ask, some_workers, status
 
-START_S = 120
-"""Starting Python may take its time where tests run side by side."""
-
-
-@dataclass
-class Workers:
-    """A running `epd serve --workers`, and what it logged so far."""
-
-    url: str
-    process: subprocess.Popen[str]
-    lines: list[dict[str, Any]] = field(default_factory=list)
-    rest: str = ""
-
-    async def read(self) -> None:
-        assert self.process.stderr is not None
-        while line := await asyncio.to_thread(self.process.stderr.readline):
-            if line.startswith("{"):
-                self.lines.append(json.loads(line))
-            else:
-                self.rest += line
-
-    def logged(self, event: str, **fields: object) -> list[dict[str, Any]]:
-        return [
-            line
-            for line in self.lines
-            if line["event"] == event and all(line[name] == fields[name] for name in fields)
-        ]
-
-    def pids(self, worker: int | None = None) -> list[int]:
-        lines = self.logged("serving") if worker is None else self.logged("serving", worker=worker)
-        return [line["pid"] for line in lines]
-
-    async def ended(self) -> int:
-        return await asyncio.to_thread(self.process.wait, START_S)
-
-    async def gone(self) -> None:
-        await until(lambda: not any(map(lives, self.pids())), 60)
-
-
-def lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes() != b""  # empty: dead, but not yet reaped
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-@asynccontextmanager
-async def some_workers(count: int, *flags: str) -> AsyncIterator[Workers]:
-    flags = (*(flags or INSTANCES), "--workers", str(count), "--log-level", "debug")
-    with serving(*flags) as (url, process):
-        workers = Workers(url, process)
-        reading = asyncio.create_task(workers.read())
-        try:
-            await until(lambda: len(workers.pids()) == count, START_S)
-            yield workers
-        finally:
-            for pid in filter(lives, workers.pids()):
-                os.kill(pid, signal.SIGKILL)
-            process.kill()
-            await reading
+pytestmark = pytest.mark.full
 
 
 def two_workers(*flags: str) -> AbstractAsyncContextManager[Workers]:
     return some_workers(2, *flags)
-
-
-async def status(url: str, path: str = "/nothing") -> int:
-    """The status of a request on a connection of its own."""
-    async with aiohttp.ClientSession() as http, http.get(f"{url}{path}") as reply:
-        return reply.status
 
 
 async def test_requests_are_spread_over_the_workers() -> None:
@@ -236,12 +167,3 @@ async def test_two_proxies_of_two_workers_encode_a_new_picture_once(
     assert len(encode.calls) == 1
     items = Counter(items for _, items in replies)
     assert items == {"hit=0,encoded=1,local=0": 1, "hit=1,encoded=0,local=0": 63}
-
-
-async def ask(url: str) -> tuple[int, str]:
-    """Ask about a picture, on a connection of its own: the status, and where the picture was."""
-    async with (
-        aiohttp.ClientSession() as http,
-        http.post(f"{url}/v1/chat/completions", json=request(image(), text())) as reply,
-    ):
-        return reply.status, reply.headers["x-epd-items"]

@@ -13,10 +13,10 @@ from aiohttp import web
 
 import epd
 from epd.edge.access import ON_BEHALF
-from tests.proxy.clients import ALICE, bearer
-from tests.proxy.fleet import Fleet, Launch
-from tests.proxy.test_process import EPD, INSTANCES, serving
 from tests.security.wire import Answer, ask, silent
+from tests.support.clients import ALICE, bearer
+from tests.support.fleet import Fleet, Launch
+from tests.support.programs import EPD, INSTANCES, serving
 
 ADMIN = "admin-key-0123456789"
 

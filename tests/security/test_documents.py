@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.paths import ROOT
 
 ROW = re.compile(r"\| (S\d+) \| (.+?) \| (.+?) \|(.*)\|$", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")

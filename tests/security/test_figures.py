@@ -11,12 +11,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from epd.conversations.conversations import RESULTS
 from epd.policies.registry import OWN
 from epd.version import __version__
-from tests.conftest import ROOT
-from tests.proxy.clients import ALICE, bearer
-from tests.proxy.fake_instance import refuses
-from tests.proxy.fleet import Fleet, Launch
+from tests.paths import ROOT
 from tests.requests import image, request
 from tests.security.wire import ask
+from tests.support.clients import ALICE, bearer
+from tests.support.fake_instance import refuses
+from tests.support.fleet import Fleet, Launch
 
 LABELS = {
     "path": re.compile(r"/[a-z1/_.]+(\{uuid\})?|unknown"),

@@ -29,10 +29,10 @@ from epd.edge.access import Access
 from epd.server.app import ROUTES
 from epd.server.operator_routes import OPENAPI
 from epd.version import __version__
-from tests.proxy.backed import Backed
-from tests.proxy.clients import bearer
-from tests.proxy.fleet import Launch
 from tests.security.wire import ask
+from tests.support.backed import Backed
+from tests.support.clients import bearer
+from tests.support.fleet import Launch
 
 DOCUMENT = json.loads(OPENAPI)
 METHODS = {"get", "post", "put", "patch", "delete"}
@@ -171,6 +171,7 @@ def ask_everything(*targets: Target) -> None:
             assert operation.path not in {*ENDPOINTS, "/v1/media"}
 
 
+@pytest.mark.full
 @pytest.mark.fault(50, 52)
 @pytest.mark.security("S3")
 async def test_every_answer_and_every_refusal_is_as_it_describes(

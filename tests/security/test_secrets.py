@@ -21,12 +21,12 @@ import pytest
 from aiohttp import web
 
 from epd.tenants import key_line
-from tests.proxy.fake_instance import FakeInstance, Handler, decodes, encodes, hangs, refuses
-from tests.proxy.fake_origin import FakeOrigin
-from tests.proxy.fleet import until
-from tests.proxy.test_process import EPD
 from tests.requests import image, input_audio, request, text, video
 from tests.security.wire import ask
+from tests.support.fake_instance import FakeInstance, Handler, decodes, encodes, hangs, refuses
+from tests.support.fake_origin import FakeOrigin
+from tests.support.fleet import until
+from tests.support.programs import EPD
 
 KEY = "key-SECRET-of-alice"
 ADMIN = "key-SECRET-of-the-operator"
@@ -243,6 +243,7 @@ LINES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.security("S19")
 @pytest.mark.parametrize(("log_format", "fetch"), [("json", "engine"), ("console", "proxy")])
 async def test_no_log_line_says_what_was_said(tmp_path: Path, log_format: str, fetch: str) -> None:

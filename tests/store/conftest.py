@@ -1,11 +1,13 @@
-"""A Redis server of a module's own, empty for each test that asks for its client."""
+"""A Redis server of a module's own, empty for each test that asks for its client; and clusters."""
 
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.store.redis_server import RedisServer
+from tests.store.redis_server import RedisServer, StartCluster, cluster
 
 
 @pytest.fixture(scope="module")
@@ -19,3 +21,8 @@ def client(server: RedisServer) -> Any:
     client: Any = server.client
     client.flushall()
     return client
+
+
+@pytest.fixture
+def start_cluster(tmp_path: Path) -> StartCluster:
+    return partial(cluster, tmp_path)

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -222,6 +222,10 @@ def cluster(
     finally:
         for server in servers:
             server.kill()
+
+
+StartCluster = Callable[..., AbstractContextManager[Sequence[RedisServer]]]
+"""`cluster` in a folder of a test's own."""
 
 
 def _join(masters: Sequence[RedisServer], replicas: Sequence[RedisServer]) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ec_store.disk.files import Folder, Modes
 from ec_store.disk.ledger import IDLE_S, Ledger, Usage
 from tests.store.contract import key, sized
-from tests.store.test_shared_disk_faults import opened
+from tests.store.on_disk import opened
 
 LATER_S = IDLE_S + 60
 

@@ -59,7 +59,7 @@ def tls_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sequence[RedisServer]]:
+def redis_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sequence[RedisServer]]:
     """With TLS where there is any; test_redis_faults uses one without."""
     folder = tmp_path_factory.mktemp("cluster")
     with cluster(folder, tls=Certificates.make(folder) if has_tls() else None) as servers:
@@ -111,19 +111,19 @@ class TestRedisClusterWithTlsAndAcl(StoreContract, ClaimsContract):
     entries_of_two = None
 
     @pytest.fixture
-    def opened(self, servers: Sequence[RedisServer]) -> Iterator[Opened]:
-        server = servers[1]
+    def opened(self, redis_cluster: Sequence[RedisServer]) -> Iterator[Opened]:
+        server = redis_cluster[1]
         address = f"epd:s3cret@127.0.0.1:{server.port}"
         url = (
             f"rediss+cluster://{address}?ssl_ca_certs={server.tls.ca}"
             if server.tls
             else f"redis+cluster://{address}"
         )
-        yield from opener(url, [server.client for server in servers])
+        yield from opener(url, [server.client for server in redis_cluster])
 
     @pytest.fixture
-    def spoil(self, servers: Sequence[RedisServer]) -> Spoil:
+    def spoil(self, redis_cluster: Sequence[RedisServer]) -> Spoil:
         def owner(name: bytes) -> "redis.Redis":
-            return servers[key_slot(name) * 3 // 16384].client
+            return redis_cluster[key_slot(name) * 3 // 16384].client
 
         return spoiler(owner)

@@ -21,7 +21,7 @@ from ec_store.redis.link import Node
 from ec_store.redis.store import RedisStore
 from ec_store.redis.url import redis_options
 from tests.store.contract import assert_same, key, sized
-from tests.store.redis_server import RedisServer, cluster, free_port
+from tests.store.redis_server import RedisServer, StartCluster, free_port
 
 MIB = 2**20
 Open = Callable[..., RedisStore]
@@ -303,10 +303,10 @@ def test_a_fork_while_a_thread_takes_memory_for_an_entry_does_not_hang_in_the_ch
 
 @pytest.mark.fault(19)
 def test_a_cluster_serves_on_while_slots_move_and_what_it_has_when_a_node_is_gone(
-    tmp_path: Path,
+    start_cluster: StartCluster,
 ) -> None:
     keys = [key(str(n)) for n in range(30)]
-    with cluster(tmp_path) as servers:
+    with start_cluster() as servers:
         url = servers[0].url("timeout=500ms", "redis+cluster").replace("/?", "?")
         with RedisStore.from_url(url) as store:
             for n, each in enumerate(keys):
@@ -334,11 +334,11 @@ def test_a_cluster_serves_on_while_slots_move_and_what_it_has_when_a_node_is_gon
 
 
 def test_a_lookup_in_a_cluster_asks_every_node_once_and_none_that_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start_cluster: StartCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = [key(str(n)) for n in range(64)]
     with ExitStack() as stack:
-        servers = stack.enter_context(cluster(tmp_path))
+        servers = stack.enter_context(start_cluster())
         url = f"redis+cluster://127.0.0.1:{servers[2].port}"
         store = stack.enter_context(RedisStore.from_url(url))
         for each in keys:

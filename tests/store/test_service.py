@@ -22,9 +22,9 @@ from ec_store.disk.store import SharedDiskStore
 from ec_store.errors import StoreMissing
 from ec_store.opening import open_async_store
 from ec_store.service import create_app
-from tests.conftest import ROOT
 from tests.deploy.expressions import asked, queries
 from tests.deploy.tools import DASHBOARD, rules
+from tests.paths import ROOT
 from tests.store.entries import entry
 
 KEY = EntryKey("ns", "k")

@@ -8,7 +8,6 @@ import secrets
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,12 +27,8 @@ from ec_store.disk.store import SharedDiskStore
 from ec_store.disk.tree import Kept, taken_bytes
 from tests.small_disk import small_disk
 from tests.store.contract import key, sized
-from tests.store.test_shared_disk_faults import age, entries_bytes, files, opened, path_of
+from tests.store.on_disk import age, counted, entries_bytes, files, opened, path_of
 
-CALLS = (
-    *("open", "close", "read", "pread", "write", "pwritev", "rename", "link", "unlink", "mkdir"),
-    *("stat", "fstat", "fstatvfs", "utime", "fchmod", "scandir"),
-)
 FORK = multiprocessing.get_context("fork")
 BLOCK = 4096
 
@@ -41,36 +36,6 @@ BLOCK = 4096
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     return tmp_path / "store"
-
-
-@contextmanager
-def counted() -> Iterator[Counter[str]]:
-    """Count calls of the system, and files that are looked at in a listing."""
-    counts: Counter[str] = Counter()
-    real = {name: getattr(os, name) for name in CALLS}
-    scan: Any = vars(tree)["_scan"]  # an entry's stat is not a call of `os`
-
-    def call(name: str) -> Callable[..., Any]:
-        def counting(*args: Any, **kwargs: Any) -> Any:
-            counts[name] += 1
-            return real[name](*args, **kwargs)
-
-        return counting
-
-    def scanning(*args: Any) -> Any:
-        found = scan(*args)
-        counts["seen"] += len(found)
-        return found
-
-    for name in CALLS:
-        setattr(os, name, call(name))
-    vars(tree)["_scan"] = scanning
-    try:
-        yield counts
-    finally:
-        vars(tree)["_scan"] = scan
-        for name in CALLS:
-            setattr(os, name, real[name])
 
 
 def fill(root: Path, number: int, size: int = 100) -> None:

@@ -30,43 +30,15 @@ from ec_store.disk.store import SharedDiskStore
 from ec_store.disk.tree import taken_bytes
 from ec_store.entry import UNUSED_BYTES, Buffers
 from tests.store.contract import assert_same, entry, key, sized
+from tests.store.on_disk import age, entries_bytes, files, opened, path_of
 
 HOUR = 3600.0
-
-
-def opened(root: Path, query: str = "") -> SharedDiskStore:
-    return SharedDiskStore.from_url(f"{root.as_uri()}?{query}")
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "store"
 
 
 @pytest.fixture
 def store(root: Path) -> Iterator[SharedDiskStore]:
     with opened(root) as store:
         yield store
-
-
-def path_of(root: Path, kept: EntryKey) -> Path:
-    return root / "entries" / kept.digest[:2] / kept.digest[2:4] / kept.digest
-
-
-def age(path: Path, seconds: float) -> None:
-    then = path.lstat().st_mtime - seconds
-    os.utime(path, (then, then), follow_symlinks=False)
-
-
-def entries_bytes(root: Path) -> int:
-    """What the entries take: whole blocks."""
-    return sum(
-        taken_bytes(path.stat().st_size) for path in (root / "entries").rglob("*") if path.is_file()
-    )
-
-
-def files(root: Path, folder: str) -> list[Path]:
-    return [path for path in (root / folder).rglob("*") if not path.is_dir()]
 
 
 # URL

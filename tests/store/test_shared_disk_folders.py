@@ -18,7 +18,7 @@ from ec_store.disk import opening, tree
 from ec_store.disk.files import Folder
 from ec_store.disk.store import SharedDiskStore
 from tests.store.contract import assert_same, key, sized
-from tests.store.test_shared_disk_eviction import counted
+from tests.store.on_disk import counted
 
 FORK = multiprocessing.get_context("fork")
 SOON_S = 0.05

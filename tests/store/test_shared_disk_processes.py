@@ -21,6 +21,8 @@ from ec_store.disk.store import SharedDiskStore
 from ec_store.disk.tree import taken_bytes
 from tests.store.contract import key, sized
 
+pytestmark = pytest.mark.full
+
 KILLS = 40
 ROUNDS_PER_KILL = 100
 HANGS_S = 300.0

@@ -9,7 +9,7 @@ import pytest
 from axe_playwright_python.async_playwright import Axe
 from playwright.async_api import Page, expect
 
-from tests.ui.conftest import PATIENT_MS, Stack, Tabs, stack_of
+from tests.ui.browsing import PATIENT_MS, Stack, Tabs, stack_of
 from tests.ui.states import large
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

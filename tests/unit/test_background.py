@@ -24,9 +24,9 @@ from epd.routing.health import State
 from epd.routing.instances import Instance, Registry, Role
 from epd.routing.table import InstanceTable
 from epd.upstream import Upstream
-from tests.faults.raw import connected, ended
-from tests.proxy.fake_instance import FakeInstance, decodes
-from tests.proxy.fleet import Launch, until
+from tests.support.fake_instance import FakeInstance, decodes
+from tests.support.fleet import Launch, until
+from tests.support.raw import connected, ended
 
 pytestmark = pytest.mark.fault(73)
 

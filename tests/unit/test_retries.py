@@ -18,7 +18,7 @@ from epd.errors import (
 from epd.request.recovery import retry_delay_s
 from epd.routing import retries
 from epd.routing.retries import Retries
-from tests.proxy.fleet import until
+from tests.support.fleet import until
 
 T = TypeVar("T")
 

@@ -2,14 +2,21 @@
 
 import importlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-Connect = Callable[..., Any]
+from tests.vllm_connector.steps import Connect
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep all tests here, which import vLLM, out of the quick tier."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker("full")
 
 
 @pytest.fixture(scope="session")

@@ -15,8 +15,7 @@ from ec_store.counts import Counts
 from ec_store.entry import payload_bytes
 from ec_store.fetch_queue import buffer_bytes
 from ec_store.fetcher import Fetcher
-from tests.vllm_connector.conftest import Connect
-from tests.vllm_connector.test_connector import Step, counted, put, settle
+from tests.vllm_connector.steps import Connect, Step, counted, put, settle
 
 TOKENS, COLUMNS = 4, 256
 ROOM = buffer_bytes(payload_bytes("F32", (TOKENS, COLUMNS)))

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Callable
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
@@ -12,46 +11,7 @@ import pytest
 from ec_store import Entry, EntryInfo, EntryKey, StoreUnavailable, open_store
 from ec_store.backchannel import Receiver, Sender
 from ec_store.counts import Counts
-from tests.vllm_connector.conftest import Connect
-
-
-def put(connector: Any, url: str, identifier: str, entry: Entry) -> None:
-    with open_store(url) as store:
-        assert store.put(EntryKey(connector.namespace, identifier), entry)
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
-def settle(connector: Any, request: Any) -> set[str]:
-    """Ask until the request may be scheduled, or is to fail; the requests that are to fail."""
-    failed: set[str] = set()
-
-    def settled() -> bool:
-        failed.update(connector.take_unavailable_requests())
-        return bool(failed) or connector.ensure_cache_available(request, 0)
-
-    until(settled)
-    return failed
-
-
-def counted(connector: Any) -> dict[str, float]:
-    """What was counted since the last call, without gauges and observations."""
-    from ec_store.vllm_connector.metrics import COUNTERS  # noqa: PLC0415 - imports vLLM
-
-    stats = connector.get_ec_connector_stats()
-    return {name: value for name, value in stats.data.items() if name in COUNTERS} if stats else {}
-
-
-class Step:
-    """What vLLM's scheduler says of a step."""
-
-    def __init__(self, *requests: Any) -> None:
-        self.scheduled_new_reqs = requests
+from tests.vllm_connector.steps import Connect, Step, counted, put, settle, until
 
 
 def test_an_entry_is_here_before_its_request_is_scheduled_and_stays(

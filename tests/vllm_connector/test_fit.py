@@ -10,8 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ec_store import Entry, EntryKey, open_store
-from tests.vllm_connector.conftest import Connect
-from tests.vllm_connector.test_connector import Step, counted, put, settle
+from tests.vllm_connector.steps import Connect, Step, counted, put, settle
 
 ROWS, COLUMNS = 4, 256
 """What the tiny model takes for `Pieces.feature`."""

@@ -10,8 +10,7 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram, generate_late
 
 from tests.deploy.expressions import asked, queries
 from tests.deploy.tools import DASHBOARD, rules
-from tests.vllm_connector.conftest import Connect
-from tests.vllm_connector.test_connector import put, settle
+from tests.vllm_connector.steps import Connect, put, settle
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 

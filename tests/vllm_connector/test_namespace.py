@@ -12,7 +12,7 @@ import pytest
 
 from ec_store import open_store
 from epd.routing.load import read_namespace
-from tests.vllm_connector.conftest import Connect
+from tests.vllm_connector.steps import Connect
 
 TEXT = {
     "hidden_size": 64,

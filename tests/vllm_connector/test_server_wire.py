@@ -19,7 +19,7 @@ from epd.api.passthrough import SCORED
 from epd.edge.engine_headers import LOAD_FORMAT, PRIORITY, SESSION
 from epd.errors import BadRequest
 from epd.server.app import ROUTES
-from tests.conftest import ROOT
+from tests.paths import ROOT
 
 LONE = rb'{"model": "m", "messages": [{"role": "user", "content": "a\ud83d"}]}'
 """A chat whose text has half of a surrogate pair, as of a string that was cut in an emoji."""

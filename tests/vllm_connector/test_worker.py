@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ec_store import EntryKey, open_store
-from tests.vllm_connector.conftest import Connect
+from tests.vllm_connector.steps import Connect
 
 
 @pytest.mark.parametrize(

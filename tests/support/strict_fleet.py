@@ -11,12 +11,12 @@ from typing import Any
 
 from aiohttp import web
 
-from tests.proxy.fake_instance import FakeInstance, Handler
-from tests.proxy.fake_turns import Turns
-from tests.proxy.fleet import Fleet
-from tests.proxy.strict_encode import Folder, Memory, Pushes, Strict, all_parts, features_of
-from tests.proxy.strict_instance import WIRES
 from tests.requests import Part
+from tests.support.fake_instance import FakeInstance, Handler
+from tests.support.fake_turns import Turns
+from tests.support.fleet import Fleet
+from tests.support.strict_encode import Folder, Memory, Pushes, Strict, all_parts, features_of
+from tests.support.strict_instance import WIRES
 
 ADDED = {"kv_transfer_params", "ec_transfer_params", "return_token_ids"}
 """What decode may be sent that its client has not."""

@@ -13,7 +13,7 @@ import orjson
 from prometheus_client.parser import text_string_to_metric_families
 
 from epd.server.operator_routes import METRICS
-from tests.proxy.fleet import Fleet, Launch, until
+from tests.support.fleet import Fleet, Launch, until
 
 GRACE_S = 20.0
 """How long what was left behind may take to be gone: longer than decode may take to be told that

@@ -14,9 +14,9 @@ from ec_store import Entry, EntryKey, Store
 from ec_store.opening import open_async_store
 from epd.aio import Background
 from epd.encoder_cache.client import EncoderCache
-from tests.proxy.fake_instance import REPLY, FakeInstance, decodes, encodes, refuses
-from tests.proxy.fleet import Fleet, Launch
 from tests.requests import Part
+from tests.support.fake_instance import REPLY, FakeInstance, decodes, encodes, refuses
+from tests.support.fleet import Fleet, Launch
 
 NAMESPACE = "m@main:0123"
 BUDGET_S = 5.0

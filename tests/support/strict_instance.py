@@ -15,9 +15,9 @@ from typing import Any
 
 from aiohttp import web
 
-from tests.faults.invariants import becomes
-from tests.proxy.fake_instance import OTHER_REPLIES, OTHER_STREAMS, REPLY, STREAM, FakeInstance
-from tests.proxy.fleet import Fleet, Launch
+from tests.support.fake_instance import OTHER_REPLIES, OTHER_STREAMS, REPLY, STREAM, FakeInstance
+from tests.support.fleet import Fleet, Launch
+from tests.support.invariants import becomes
 
 OF_ONE = ("max_tokens", "max_completion_tokens", "stream", "stream_options", "min_tokens")
 """Fields in which a prefill request differs from its decode request."""

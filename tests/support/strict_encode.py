@@ -8,8 +8,8 @@ from typing import Any
 
 from aiohttp import web
 
-from tests.proxy.fake_instance import Handler, decodes, refuses
 from tests.requests import Part
+from tests.support.fake_instance import Handler, decodes, refuses
 
 METADATA = {
     "image": {"image_grid_thw": [1, 36, 54]},

@@ -393,3 +393,19 @@ def refuses(status: int, message: str = "no") -> Handler:
         return web.json_response({"error": error}, status=status)
 
     return chat
+
+
+def streams_then(*events: bytes, then: Handler | None = None) -> Handler:
+    """Send some events, then end cleanly, or do something else."""
+
+    async def chat(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for event in events:
+            await response.write(event)
+            await asyncio.sleep(0.01)
+        if then is not None:
+            await then(request, body)
+        return response
+
+    return chat

@@ -17,7 +17,7 @@ from epd.edge.listening import Site
 from epd.edge.protocol import Runner
 from epd.events import InstanceChanged, RequestRecord, StageDone
 from epd.server.app_keys import BACKGROUND, CONFIG, OBSERVERS
-from tests.proxy.fake_instance import FakeInstance, decodes, encodes, prefills
+from tests.support.fake_instance import FakeInstance, decodes, encodes, prefills
 
 
 @dataclass

@@ -13,7 +13,7 @@ from typing import Any
 
 from aiohttp import web
 
-from tests.proxy.fake_instance import FakeInstance, page
+from tests.support.fake_instance import FakeInstance, page
 
 BLOCK = 16
 PICTURE = "\ufffc" * 40

@@ -1,0 +1,71 @@
+"""A running stack, as tests see it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import openai
+from prometheus_client.parser import text_string_to_metric_families
+
+from ec_store import EntryInfo, open_store
+from epd.routing.instances import Role
+from epd.tools.fleet.engine import Engine
+from epd.tools.fleet.stack import Stack
+from tests.collector import Collector
+from tests.e2e.stacks import (
+    Spec,
+)
+from tests.store.redis_server import RedisServer
+
+
+@dataclass
+class Served:
+    """A running stack, with a client of its proxy and one of its decode engine alone."""
+
+    stack: Stack
+    redis: Sequence[RedisServer]
+    spec: Spec
+    client: openai.OpenAI
+    baseline: openai.OpenAI
+    collector: Collector
+    logs: Path
+
+    @property
+    def model(self) -> str:
+        """The model's served name."""
+        return self.spec.model
+
+    @property
+    def encode(self) -> Engine:
+        return self.stack.of(Role.ENCODE)[0]
+
+    def log(self, engine: Engine) -> str:
+        """What an engine has logged."""
+        return (self.logs / f"{engine.name}.log").read_text()
+
+    @property
+    def consumers(self) -> list[Engine]:
+        """The engines that must not encode: all but the encode engine."""
+        return [engine for engine in self.stack.engines if engine.role is not Role.ENCODE]
+
+
+def metric(engine: Engine, name: str) -> float:
+    """A figure of an engine's own `/metrics`, summed over its labels."""
+    page = httpx.get(f"{engine.url}/metrics", timeout=60).text
+    families = list(text_string_to_metric_families(page))
+    samples = [sample for family in families for sample in family.samples if sample.name == name]
+    assert samples, f"{engine.name} has no metric {name}"
+    return sum(sample.value for sample in samples)
+
+
+def stored(stack: Served) -> dict[str, EntryInfo]:
+    """What the stack's store holds, by identifier."""
+    with open_store(stack.stack.store) as store:
+        return {row.info.key.identifier: row.info for row in store.ls() if row.info is not None}
+
+
+ENCODED = "vllm:request_success_total"
+
+READ = "vllm:external_prefix_cache_hits_total"
+"""Counts the prompt tokens that an engine has read from another and did not compute."""

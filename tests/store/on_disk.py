@@ -1,0 +1,80 @@
+"""What the files of a store on a shared disk are."""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ec_store import EntryKey
+from ec_store.disk import tree
+from ec_store.disk.store import SharedDiskStore
+from ec_store.disk.tree import taken_bytes
+
+
+def opened(root: Path, query: str = "") -> SharedDiskStore:
+    return SharedDiskStore.from_url(f"{root.as_uri()}?{query}")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+def path_of(root: Path, kept: EntryKey) -> Path:
+    return root / "entries" / kept.digest[:2] / kept.digest[2:4] / kept.digest
+
+
+def age(path: Path, seconds: float) -> None:
+    then = path.lstat().st_mtime - seconds
+    os.utime(path, (then, then), follow_symlinks=False)
+
+
+def entries_bytes(root: Path) -> int:
+    """What the entries take: whole blocks."""
+    return sum(
+        taken_bytes(path.stat().st_size) for path in (root / "entries").rglob("*") if path.is_file()
+    )
+
+
+def files(root: Path, folder: str) -> list[Path]:
+    return [path for path in (root / folder).rglob("*") if not path.is_dir()]
+
+
+CALLS = (
+    *("open", "close", "read", "pread", "write", "pwritev", "rename", "link", "unlink", "mkdir"),
+    *("stat", "fstat", "fstatvfs", "utime", "fchmod", "scandir"),
+)
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Count calls of the system, and files that are looked at in a listing."""
+    counts: Counter[str] = Counter()
+    real = {name: getattr(os, name) for name in CALLS}
+    scan: Any = vars(tree)["_scan"]  # an entry's stat is not a call of `os`
+
+    def call(name: str) -> Callable[..., Any]:
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return real[name](*args, **kwargs)
+
+        return counting
+
+    def scanning(*args: Any) -> Any:
+        found = scan(*args)
+        counts["seen"] += len(found)
+        return found
+
+    for name in CALLS:
+        setattr(os, name, call(name))
+    vars(tree)["_scan"] = scanning
+    try:
+        yield counts
+    finally:
+        vars(tree)["_scan"] = scan
+        for name in CALLS:
+            setattr(os, name, real[name])

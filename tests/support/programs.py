@@ -1,0 +1,58 @@
+"""`epd` as a program: its flags, its address, its end."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+EPD = [sys.executable, "-m", "epd"]
+
+ADDRESS = ["--host", "127.0.0.1", "--port", "0"]
+
+INSTANCES = ["--encode-servers-urls", "http://e:1", "--decode-servers-urls", "http://d:1"]
+
+
+def run(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*EPD, *args], capture_output=True, text=True, timeout=120, check=False)
+
+
+@contextmanager
+def serving(
+    *args: str,
+    env: dict[str, str] | None = None,
+    lines: list[dict[str, Any]] | None = None,
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """`epd serve` on a free port, with JSON logs: its URL and its process.
+
+    Args:
+        args: flags.
+        env: variables beside those of this process.
+        lines: gets the log until the proxy listens.
+    """
+    lines = [] if lines is None else lines
+    process = subprocess.Popen(
+        [*EPD, "serve", *ADDRESS, "--log-format", "json", "--drain-delay-s", "0", *args],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | (env or {}),
+    )
+    assert process.stderr is not None
+    with process:
+        try:
+            for line in process.stderr:
+                lines.append(json.loads(line))
+                if lines[-1]["event"] == "listening":
+                    break
+            yield lines[-1]["url"], process
+        finally:
+            process.kill()
+
+
+def refuses_connections(url: str) -> bool:
+    host, port = url.removeprefix("http://").split(":")
+    with socket.socket() as client:
+        return client.connect_ex((host, int(port))) != 0

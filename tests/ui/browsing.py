@@ -1,0 +1,109 @@
+"""Tabs of a browser, and a proxy for it to look at."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+import aiohttp
+from playwright.async_api import Browser, Page
+
+from tests.requests import image, request, text
+from tests.support.fake_instance import FakeInstance, decodes, encodes, prefills
+from tests.support.programs import serving
+
+QUICK = ("--probe-interval-s", "0.2", "--probe-backoff-s", "0.2", "--connect-timeout-s", "1")
+
+PATIENT_MS = 30_000
+"""Waits end when what they wait for is there; a busy machine may take its time."""
+
+
+@dataclass
+class Looked:
+    """A page, and what its browser complained about.
+
+    Attributes:
+        wrong: errors on its console, violations of its policy among them, and uncaught ones.
+        asked: the URLs that it asked for.
+    """
+
+    page: Page
+    wrong: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Stack:
+    """A proxy process and the instances behind it."""
+
+    url: str
+    encode: FakeInstance
+    prefill: FakeInstance
+    decode: FakeInstance
+
+    async def chat(self, request_id: str = "one") -> int:
+        body = request(image(), text())
+        async with (
+            aiohttp.ClientSession() as http,
+            http.post(
+                f"{self.url}/v1/chat/completions", json=body, headers={"X-Request-Id": request_id}
+            ) as reply,
+        ):
+            await reply.read()
+            return reply.status
+
+
+@asynccontextmanager
+async def stack_of(*flags: str, env: dict[str, str] | None = None) -> AsyncIterator[Stack]:
+    """E+P+D."""
+    e, p, d = (FakeInstance(chat) for chat in (encodes, prefills, decodes))
+    async with AsyncExitStack() as opened:
+        for one in (e, p, d):
+            await opened.enter_async_context(one.running())
+        urls = ("--encode-servers-urls", e.url, "--prefill-servers-urls", p.url)
+        process = serving(*urls, "--decode-servers-urls", d.url, *QUICK, *flags, env=env)
+        url, _ = await asyncio.to_thread(process.__enter__)
+        opened.push_async_callback(asyncio.to_thread, process.__exit__, None, None, None)
+        yield Stack(url, e, p, d)
+
+
+class Tabs:
+    """Opens pages: `async with tab(url) as looked`."""
+
+    def __init__(self, browser: Browser) -> None:
+        self._browser = browser
+
+    @asynccontextmanager
+    async def __call__(
+        self, url: str, *, width: int = 1280, state: object = None, **context: object
+    ) -> AsyncIterator[Looked]:
+        """A tab of its own.
+
+        Args:
+            url: the proxy's.
+            width: of the window, in pixels.
+            state: what the proxy is to say, in place of its own state.
+            context: of the browser, such as `color_scheme`.
+        """
+        opened = await self._browser.new_context(
+            viewport={"width": width, "height": 800},
+            **context,  # type: ignore[arg-type]
+        )
+        opened.set_default_timeout(PATIENT_MS)
+        page = await opened.new_page()
+        looked = Looked(page)
+        page.on(
+            "console",
+            lambda said: (
+                looked.wrong.append(said.text) if said.type in {"error", "warning"} else None
+            ),
+        )
+        page.on("pageerror", lambda error: looked.wrong.append(str(error)))
+        page.on("request", lambda asked: looked.asked.append(asked.url))
+        if state is not None:
+            await page.route("**/ui/state", lambda route: route.fulfill(json=state))
+        try:
+            await page.goto(f"{url}/ui")
+            yield looked
+        finally:
+            await opened.close()
