@@ -1,4 +1,4 @@
-"""What instances tell each other through the proxy: a small class for each connector. Pure."""
+"""Parameters of transfers between instances: a small class for each connector. Pure."""
 
 from typing import Literal
 

@@ -1,19 +1,18 @@
-"""From encode to prefill: what `ec_transfer_params` carry, whatever the connector.
+"""Encoder outputs from encode to prefill: the `ec_transfer_params` of each connector.
 
-The connectors are vLLM's in `vllm/distributed/ec_transfer/ec_connector`, and this project's.
+There is one class for this project's ECStoreConnector, and one for each of vLLM's connectors in
+`vllm/distributed/ec_transfer/ec_connector`:
 
-vLLM's ECCPUConnector with `ec_enable_nixl`: consumers read outputs from the encode instance.
-
-The wire is that of `vllm/distributed/ec_transfer/ec_connector/cpu/scheduler/__init__.py`:
-`request_finished` says where an output is, `_admit_item` reads that. Any number of consumers can
-read one, for as long as it is not evicted (first in, first out, `embedding_cache.py`); then the
-request fails where it has no media, and can be sent once more with them.
-
-vLLM's ECMooncakeConnector: the encode instance pushes each output to one consumer.
-
-The wire is that of `vllm/distributed/ec_transfer/ec_connector/mooncake/scheduler.py`:
-`_prepare_push_spec` reads what the encode request says, `_request_transfer_id` what the consumer's
-does, and a consumer waits for the push of every item (`ensure_cache_available`), media or not.
+- ECExampleConnector: outputs are files in a folder that all instances share.
+- ECCPUConnector with `ec_enable_nixl`: consumers read outputs from the encode instance. In
+  `cpu/scheduler/__init__.py`, `request_finished` reports the location of an output, and
+  `_admit_item` reads it. Any number of consumers can read an output until it is evicted (first in,
+  first out, `embedding_cache.py`). After that a request without its media fails, and can be retried
+  with its media.
+- ECMooncakeConnector: the encode instance pushes each output to one consumer. In
+  `mooncake/scheduler.py`, `_prepare_push_spec` reads the parameters of the encode request, and
+  `_request_transfer_id` those of the consumer's request. A consumer waits for the push of every
+  item (`ensure_cache_available`), even if its request has the media.
 """
 
 import uuid
@@ -28,16 +27,17 @@ from epd.transfer.params import Params
 
 
 class ECTransfer:
-    """How a consumer gets encoder outputs, as far as the proxy has a part in it.
+    """Transfer of encoder outputs to a consumer, as far as the proxy takes part in it.
 
-    This one carries what encode instances reply to the consumer, as it is. Others say what differs.
+    The base class passes the replies of encode instances on to the consumer unchanged. Subclasses
+    override the differences.
 
     Attributes:
-        name: what it is chosen by.
-        stored: whether outputs are in a store that can be asked about them (`EncoderCache`).
-        pushed: whether an output goes to one consumer, which is chosen before it is encoded, and
-            waits for it: no other can use it, and none encodes the item itself.
-        handle: what an encode instance says of each output that a consumer can get.
+        name: name of the transfer, as in `--ec-transfer`.
+        stored: whether outputs are in a store that the proxy can look up (`EncoderCache`).
+        pushed: whether an output goes to a single consumer, which is chosen before the encode and
+            waits for the output. No other consumer can use it, and no consumer encodes the item.
+        handle: fields that an encode instance reports for each output that a consumer can get.
     """
 
     name: ClassVar[str]
@@ -46,33 +46,34 @@ class ECTransfer:
     handle: ClassVar[tuple[str, ...]] = ()
 
     def encode_params(self, consumer: Place | None, features: int) -> Params | None:  # noqa: ARG002
-        """`ec_transfer_params` of an item's encode request; None: it has none.
+        """Return the `ec_transfer_params` of an item's encode request; None for none.
 
         Args:
-            consumer: whom the outputs are for; None where that is chosen once they are there.
-            features: how many outputs the item has.
+            consumer: consumer of the outputs; None if it is chosen after the encode.
+            features: number of outputs of the item.
 
         Raises:
-            NoInstance: nobody has said where the consumer takes them.
+            NoInstance: the address at which the consumer receives outputs is unknown.
         """
         return None
 
     def encoded(self, replied: Encoded, asked: Params | None) -> Encoded:  # noqa: ARG002
-        """What is known of an item's outputs.
+        """Return the known facts about an item's outputs.
 
-        Without what leads a consumer to them, their metadata are of no use: it needs the media.
+        If the reply lacks a field of `handle`, the metadata are dropped: the consumer cannot get
+        the outputs, and needs the media.
 
         Args:
-            replied: what the encode instance said.
-            asked: `ec_transfer_params` of its request.
+            replied: reply of the encode instance.
+            asked: `ec_transfer_params` of the encode request.
 
         Raises:
-            UpstreamFailed: it did not do what it was asked for.
+            UpstreamFailed: the instance did not do what the request asked for.
         """
         return replace(replied, metadata={}) if self.lacking(replied) else replied
 
     def lacking(self, encoded: Encoded) -> str | None:
-        """What an encode instance should have said of an output, and has not; None: nothing."""
+        """Return the first field of `handle` that an output's report lacks; None if it has all."""
         return next(
             (
                 name
@@ -84,51 +85,51 @@ class ECTransfer:
         )
 
     def consumer_params(self, encoded: Iterable[Encoded]) -> Params:
-        """`ec_transfer_params` of the consumer's request; empty: it has none.
+        """Return the `ec_transfer_params` of the consumer's request; empty for none.
 
         Args:
-            encoded: what is known of its items, in their order.
+            encoded: known facts about the request's items, in order.
         """
         return {key: entry for one in encoded for key, entry in one.params.items()}
 
 
 class Store(ECTransfer):
-    """This project's ECStoreConnector: outputs are in a store, found by their key alone."""
+    """Transfer by this project's ECStoreConnector: the store has the outputs, by key alone."""
 
     name = "store"
     stored = True
 
 
 class Example(ECTransfer):
-    """vLLM's ECExampleConnector: outputs are files in a folder that all share.
+    """Transfer by vLLM's ECExampleConnector: outputs are files in a shared folder.
 
-    It says nothing of them beforehand, and an engine that is told of one that is not there dies
-    (`example_connector.py`). So nothing counts as there but what has just been encoded.
+    The connector does not report which outputs exist, and an engine dies of a request that names a
+    missing one (`example_connector.py`). So only outputs that were just encoded count as available.
     """
 
     name = "example"
 
 
 class ECNixl(ECTransfer):
-    """Outputs stay in the encode instance's memory; its address goes on to the consumer."""
+    """Transfer from the encode instance's memory: the consumer gets the address of the output."""
 
     name = "nixl"
     handle = ("peer_host", "peer_port", "size_bytes", "shape")
 
 
 class ECMooncake(ECTransfer):
-    """Each output is pushed under a transfer id, which both instances are told."""
+    """Transfer by pushes: both instances get the transfer id of each output."""
 
     name = "mooncake"
     pushed = True
 
     def encode_params(self, consumer: Place | None, features: int) -> Params:
-        """Where to push the item's outputs, and an id for each."""
+        """Return the address to which the item's outputs are pushed, and an id for each output."""
         addresses = () if consumer is None else consumer.instance.ec_zmq_addrs
         if consumer is None or not addresses:
             raise NoInstance(
-                "nobody has said where the consumer takes encoder outputs: "
-                "--ec-consumer-zmq-addrs, or ec_zmq_addrs where it is registered",
+                "the address at which the consumer receives encoder outputs is unknown: set "
+                "--ec-consumer-zmq-addrs, or ec_zmq_addrs at its registration",
                 slug="no_ec_address",
                 stage="encode",
             )
@@ -136,13 +137,13 @@ class ECMooncake(ECTransfer):
         return {"consumer_zmq": addresses[consumer.rank or 0], "ec_items": ids}
 
     def encoded(self, replied: Encoded, asked: Params | None) -> Encoded:
-        """What the encode instance said, with the id of each output's push.
+        """Return the encode instance's reply, with the id of each output's push.
 
-        The ids that it was told count, each for the feature in its place. It reports them by key,
-        of which one may stand for several pushes.
+        The ids of the request apply, each to the feature at its index. The reply has one id per
+        key, and one key may stand for several pushes.
         """
         if not replied.params:
-            raise EncodeMismatch("there are none: is it started with ECMooncakeConnector?")
+            raise EncodeMismatch("they are missing; start the instance with ECMooncakeConnector")
         told = [str(item["transfer_id"]) for item in (asked or {}).get("ec_items", ())]
         params = {
             key: {**entry, "transfer_id": _transfer_id(entry, told)}
@@ -150,11 +151,11 @@ class ECMooncake(ECTransfer):
         }
         ids = [entry["transfer_id"] for entry in params.values() if entry["transfer_id"]]
         if len(set(ids)) < len(ids):
-            raise EncodeMismatch("two features have one place")
+            raise EncodeMismatch("two features have the same index")
         return replace(replied, params=params)
 
     def consumer_params(self, encoded: Iterable[Encoded]) -> Params:
-        """The ids of all pushes, in the order of the items, and the keys that they are of."""
+        """Return the id of each push with the key of its output, in the order of the items."""
         items = [
             {"mm_hash": key, "transfer_id": entry["transfer_id"]}
             for one in encoded
@@ -165,7 +166,7 @@ class ECMooncake(ECTransfer):
 
 
 def _transfer_id(entry: Mapping[str, Any], told: list[str]) -> str | None:
-    """The id of a feature's push; None: it has none, and its key alone leads to it."""
+    """Return the id of a feature's push; None if the feature is found by its key alone."""
     match entry.get("item_indices", [0]):
         case [int() as index, *_] if 0 <= index < len(told):
             return told[index]

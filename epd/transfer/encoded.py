@@ -1,4 +1,4 @@
-"""What prefill and decode are sent of items that encode instances have encoded."""
+"""Replies of encode instances, and the requests that prefill and decode get with encoded items."""
 
 import string
 from collections.abc import Sequence
@@ -13,27 +13,27 @@ from epd.events import ItemResult
 from epd.transfer.params import Params
 
 METADATA_ONLY = ("image", "audio")
-"""Modalities whose placeholder metadata has all that a consumer needs."""
+"""Modalities for which the placeholder metadata are all that a consumer needs."""
 
 TIMESTAMPS = "timestamps"
-"""A field by which a video's metadata has it too: Qwen3-VL's, which puts times into the prompt.
-Qwen2.5-VL needs the frame rate and reports none: the answer would silently differ from the raw
-video's."""
+"""Metadata field that makes a video's metadata sufficient too: Qwen3-VL puts times into the prompt.
+Qwen2.5-VL needs the frame rate but does not report it: without the raw video, the answer would
+silently differ."""
 
 CONTENT_HASH_LENGTHS = (64, 128)
-"""Digits of the hashes vLLM names media by: blake3 and sha256, or sha512
+"""Lengths of vLLM's media hashes in hexadecimal digits: blake3 and sha256, or sha512
 (`vllm/multimodal/hasher.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """What an encode instance said of one item.
+    """Facts about an item's encoder output, from an encode instance's reply or from the store.
 
     Attributes:
-        params: its `ec_transfer_params`, empty where it reported none (vLLM before 0.32).
-        identifier: vLLM's key of the encoder output, where one was reported.
-        metadata: placeholder fields such as `image_grid_thw`; empty: the media must go on raw.
-        namespace: where its connector keeps the model's entries, if it is one that says so.
+        params: `ec_transfer_params` of the reply; empty if it has none (vLLM before 0.32).
+        identifier: vLLM's key of the encoder output, if known.
+        metadata: placeholder fields such as `image_grid_thw`; empty if consumers need the media.
+        namespace: namespace of the model's entries, if the instance's connector reports it.
     """
 
     params: Params = field(default_factory=dict)
@@ -43,21 +43,22 @@ class Encoded:
 
 
 def from_entry(info: EntryInfo) -> Encoded:
-    """What the store's entry of an item says of it.
+    """Return the facts in the store's entry of an item.
 
-    There are no `ec_transfer_params`: they would promise a consumer an entry that may still come.
+    `ec_transfer_params` stay empty. They would promise the entry to the consumer, which waits for
+    a promised entry that it does not find.
     """
     key = info.key
     return Encoded(identifier=key.identifier, metadata=info.metadata, namespace=key.namespace)
 
 
 def read_encoded(reply: bytes, modality: str) -> Encoded:
-    """The `ec_transfer_params` of one item's encode reply.
+    """Return the facts in the `ec_transfer_params` of one item's encode reply.
 
     Raises:
         UpstreamFailed: the reply is not JSON.
-        EncodeMismatch: what it reports does not fit one item. To guess here would put one
-            picture's tensor into another's place.
+        EncodeMismatch: the reply does not fit one item. A guess could put one picture's tensor in
+            the place of another's.
     """
     params = reply_field(reply, "ec_transfer_params", stage="encode")
     if not params:
@@ -71,7 +72,7 @@ def read_encoded(reply: bytes, modality: str) -> Encoded:
         return Encoded(params)
     [(identifier, entry)] = params.items()
     if entry.get("modality", modality) != modality:
-        raise EncodeMismatch("it is of another modality")
+        raise EncodeMismatch("their modality differs from the item's")
     match entry.get("item_indices", [0]):
         case [int() as index] if index == 0 and index is not False:
             pass
@@ -79,7 +80,7 @@ def read_encoded(reply: bytes, modality: str) -> Encoded:
             raise EncodeMismatch("an item index is out of range")
     metadata = entry.get("metadata") or {}
     if not isinstance(metadata, dict) or not all(map(_is_numbers, metadata.values())):
-        raise EncodeMismatch("its metadata are not lists of numbers")
+        raise EncodeMismatch("the metadata are not lists of numbers")
     namespace = entry.get("namespace")
     return Encoded(params, identifier, metadata, namespace if isinstance(namespace, str) else None)
 
@@ -97,13 +98,13 @@ def _is_numbers(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class EncodedItem:
-    """An item whose encoder output was asked for.
+    """An item with the facts about its encoder output.
 
     Attributes:
         item: the item.
-        uuid: what it was sent under; None: an engine hashed it.
-        encoded: what is known of the output.
-        result: where it comes from.
+        uuid: uuid of the item in the encode request; None if an engine hashed the media.
+        encoded: facts about the output.
+        result: source of the output.
     """
 
     item: MMItem
@@ -113,14 +114,14 @@ class EncodedItem:
 
 
 class Consumed(NamedTuple):
-    """What prefill and decode are sent.
+    """The request for prefill and decode.
 
     Attributes:
-        body: it.
-        depends: whether it fails where an encoder output is not there: it has items without their
-            media, or waits for a push.
-        fetches: whether it has media that the instance fetches.
-        bare: how many of its items are without their media.
+        body: body of the request.
+        depends: whether the request fails if an encoder output is missing, because items have no
+            media, or because the consumer waits for a push.
+        fetches: whether the instance must fetch media.
+        bare: number of items without media.
     """
 
     body: Body
@@ -132,19 +133,19 @@ class Consumed(NamedTuple):
 def consumer_body(
     body: Body, items: Sequence[EncodedItem], params: Params, *, raw: bool
 ) -> Consumed:
-    """The request for prefill and decode, once its items are encoded.
+    """Return the request for prefill and decode with its encoded items.
 
-    Items go on metadata-only where that is known to give the same answer for all of them, and all
-    raw otherwise. Raw items are found in the store all the same, by the same key.
+    Items are sent metadata-only if this is known to give the same answer for all of them, and raw
+    otherwise. The outputs of raw items are found in the store too, by the same key.
 
     Args:
-        body: the request as the client sent it.
-        items: all its items.
-        params: their `ec_transfer_params`; empty: none.
-        raw: send all media raw, where all items have theirs.
+        body: the client's request.
+        items: all items of the request.
+        params: `ec_transfer_params` of the items; empty for none.
+        raw: whether to send all media raw, if all items have media.
 
     Raises:
-        UnknownMedia: an item without media must go on with them.
+        UnknownMedia: an item must be sent raw but has no media.
     """
     if not items:
         return Consumed(body)
@@ -175,13 +176,13 @@ def metadata_uuids(items: Sequence[EncodedItem], body: Body, *, raw: bool) -> di
 
     vLLM rejects a request that mixes metadata-only and raw items of one modality
     (`vllm/renderers/chat_utils.py`, `_resolve_items`). Whether it accepts a mixture of modalities
-    depends on the model: the processors of Qwen2.5-Omni, Keye and LLaVA-OneVision-2 write dummy
-    text for all items but get the media of the raw ones alone, which is a 400, and those of
-    Qwen2-VL, Qwen2.5-VL and Qwen3-VL accept it. Nothing that an encode instance reports tells them
-    apart: Qwen2.5-Omni and Keye report an item's fields as Qwen2-VL does.
+    depends on the model. The processors of Qwen2.5-Omni, Keye and LLaVA-OneVision-2 write dummy
+    text for all items but get only the media of the raw ones, so the request fails with 400. Those
+    of Qwen2-VL, Qwen2.5-VL and Qwen3-VL accept a mixture. The reports of encode instances do not
+    distinguish the models: Qwen2.5-Omni and Keye report the same fields as Qwen2-VL.
 
-    Items that came without their media can only be metadata-only. Their request may mix modalities,
-    but not with audio, whose processors look at the items of other modalities.
+    Items that the client sent without media can only be metadata-only. Their request may mix
+    modalities, except with audio: its processors read the items of other modalities.
     """
     complete = all(one.item.has_media for one in items)
     if raw and complete:
@@ -201,11 +202,11 @@ def metadata_uuids(items: Sequence[EncodedItem], body: Body, *, raw: bool) -> di
 
 
 def metadata_uuid(one: EncodedItem, body: Body) -> str | None:
-    """The `uuid` under which a consumer finds this encoder output without seeing the media.
+    """Return the `uuid` under which a consumer finds an encoder output without the media, if any.
 
-    Media that were sent under our uuid have it. Others were hashed by the engine, whose
-    identifier serves as a uuid only if the consumer takes it verbatim: with processor kwargs it
-    would hash it again, and with a LoRA on the vision tower it would prefix it again.
+    Media that were sent under the proxy's uuid have that one. An engine hashed the others. Its
+    identifier serves as a uuid only if the consumer uses it unchanged: with processor kwargs the
+    consumer would hash it again, and with a LoRA on the vision tower it would prefix it again.
     """
     metadata = one.encoded.metadata
     sufficient = one.item.modality in METADATA_ONLY or TIMESTAMPS in metadata

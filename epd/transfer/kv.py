@@ -1,12 +1,12 @@
-"""From prefill to decode: what `kv_transfer_params` carry, whatever the connector.
+"""KV blocks from prefill to decode: the `kv_transfer_params` of the simple connectors.
 
-Connectors whose instances find each other's blocks themselves, in what they share.
+The base class is here too; `mooncake.py` and `nixl.py` have the connectors with more parameters.
 
-LMCache: decode finds prefill's blocks by their tokens, in a store or where prefill wrote them.
-
-The wire is that of `LMCacheConnectorV1Impl.update_state_after_alloc` in
-`vllm/distributed/kv_transfer/kv_connector/v1/lmcache_integration/vllm_v1_adapter.py` of vLLM 0.33,
-and of LMCache's `examples/disagg_prefill/disagg_proxy_server.py`.
+- Connectors that need no parameters: their instances find each other's blocks in shared storage.
+- LMCache: decode finds prefill's blocks by their tokens, in a store or in the memory to which
+  prefill wrote them. The wire is that of `LMCacheConnectorV1Impl.update_state_after_alloc` in
+  `vllm/distributed/kv_transfer/kv_connector/v1/lmcache_integration/vllm_v1_adapter.py` of vLLM
+  0.33, and of LMCache's `examples/disagg_prefill/disagg_proxy_server.py`.
 """
 
 import re
@@ -18,19 +18,19 @@ from epd.routing.instances import Instance, Role
 from epd.transfer.params import Params
 
 HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
-"""What may be sent to instances, in a header too."""
+"""Pattern of the hosts that may be sent to instances, also in headers."""
 
 
 class Pair(NamedTuple):
     """A prefill instance, and the decode instance that gets its KV blocks.
 
     Attributes:
-        request_id: of this attempt of a request; no two have the same.
-        prefill: who prefills.
-        prefill_rank: its data-parallel rank; None: the instance sees to it.
-        decode: who decodes; None where that is chosen once prefill has answered.
-        peer: what is known of the prefill instance's connector; None where nothing is.
-        earlier: decode's `kv_transfer_params` of the conversation's last turn; None: none.
+        request_id: unique id of this attempt of a request.
+        prefill: the prefill instance.
+        prefill_rank: data-parallel rank of the prefill; None if the instance chooses it.
+        decode: the decode instance; None if it is chosen after prefill has answered.
+        peer: facts about the prefill instance's connector; None if unknown.
+        earlier: decode's `kv_transfer_params` of the conversation's previous turn, or None.
     """
 
     request_id: str
@@ -42,15 +42,16 @@ class Pair(NamedTuple):
 
 
 class KVTransfer(ABC):
-    """How decode gets prefill's KV blocks, as far as the proxy has a part in it.
+    """Transfer of prefill's KV blocks to decode, as far as the proxy takes part in it.
 
-    This one carries what prefill replies to decode, as it is. Others say what differs.
+    The base class passes prefill's reply on to decode unchanged. Subclasses override the
+    differences.
 
     Attributes:
-        name: what it is chosen by.
-        eager: whether decode has to be chosen before prefill is asked.
+        name: name of the transfer in error messages.
+        eager: whether decode must be chosen before the prefill request is sent.
         bidirectional: whether prefill can read decode's blocks of an earlier turn.
-        released: whether prefill keeps its blocks until decode has asked for them.
+        released: whether prefill keeps its blocks until decode has requested them.
         named_apart: whether no two instances may have the same `kv_addr`.
         addressed: roles of the instances that may have a `kv_addr`.
     """
@@ -63,16 +64,16 @@ class KVTransfer(ABC):
     addressed: ClassVar[frozenset[Role]] = frozenset()
 
     def check(self, instance: Instance) -> None:
-        """Refuse an instance that could take no part.
+        """Reject an instance that could not take part in a transfer.
 
         Raises:
             ValueError: its `kv_addr` is invalid, or would have no effect.
         """
         if instance.kv_addr and instance.role not in self.addressed:
-            raise ValueError(f"{self.name} has no use for a kv_addr of {instance.role} instances")
+            raise ValueError(f"{self.name} does not use a kv_addr of {instance.role} instances")
 
     def fits(self, instance: Instance) -> bool:
-        """Whether `check` has nothing against an instance."""
+        """Return whether `check` accepts an instance."""
         try:
             self.check(instance)
         except ValueError:
@@ -80,35 +81,35 @@ class KVTransfer(ABC):
         return True
 
     def peer_url(self, prefill: Instance) -> str | None:  # noqa: ARG002
-        """Where a prefill instance's connector says what `peer` reads; None: nowhere."""
+        """Return the URL of the JSON that `peer` reads, of a prefill instance; None without one."""
         return None
 
     def peer(self, said: Any) -> Params:  # noqa: ARG002
-        """What is said there, parsed from JSON, as `Pair` has it.
+        """Return the facts for `Pair.peer` from the parsed JSON at `peer_url`.
 
         Raises:
-            UpstreamFailed: it is not what the connector says.
+            UpstreamFailed: the JSON is not in the connector's format.
         """
         return {}
 
     def learned(self, pair: Pair, replied: Params) -> Params | None:  # noqa: ARG002
-        """What a prefill's reply tells of its rank, for requests to come; None: nothing."""
+        """Return the facts about prefill's rank in its reply, for later requests; None for none."""
         return None
 
     def concurrent(self, pair: Pair) -> bool:  # noqa: ARG002
-        """Whether decode is asked at the same time as prefill, and waits for the blocks."""
+        """Return whether decode gets its request together with prefill, and waits for blocks."""
         return False
 
     @abstractmethod
     def prefill_params(self, pair: Pair) -> Params | None:
-        """`kv_transfer_params` of the prefill request; None: it has none."""
+        """Return the `kv_transfer_params` of the prefill request; None for none."""
 
     def decode_params(self, pair: Pair, replied: Params) -> Params | None:  # noqa: ARG002
-        """`kv_transfer_params` of the decode request; None: it has none.
+        """Return the `kv_transfer_params` of the decode request; None for none.
 
         Args:
-            pair: who hands over to whom.
-            replied: prefill's; empty where it has not replied yet, or replied none.
+            pair: the two instances.
+            replied: prefill's `kv_transfer_params`; empty before its reply, or if it has none.
 
         Raises:
             UpstreamFailed: decode would have to compute everything again.
@@ -124,14 +125,14 @@ class KVTransfer(ABC):
 
 
 def host_and_ports(address: str, ports: int) -> list[str]:
-    """An address such as `host:7300`, in its parts.
+    """Split an address such as `host:7300` into its parts.
 
     Args:
-        address: the host, and so many ports.
-        ports: how many; each may be several, as `7300+7301`.
+        address: the host and its ports.
+        ports: number of ports; each may be a list such as `7300+7301`.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the address is invalid.
     """
     host, *found = address.rsplit(":", ports)
     numbers = [number for port in found for number in port.split("+")]
@@ -141,7 +142,7 @@ def host_and_ports(address: str, ports: int) -> list[str]:
         or not all(_is_port(number) for number in numbers)
     ):
         wanted = "host" + ":port" * ports
-        raise ValueError(f"{address!r} is no address such as {wanted}")
+        raise ValueError(f"{address!r} is not an address such as {wanted}")
     return [host, *found]
 
 
@@ -150,25 +151,24 @@ def _is_port(number: str) -> bool:
 
 
 class Untold(KVTransfer):
-    """Nobody is told anything: vLLM's ExampleConnector, OffloadingConnector, a shared store."""
+    """Transfer without parameters: vLLM's ExampleConnector, OffloadingConnector, a shared store."""
 
     name = "none"
     released = False
 
     def prefill_params(self, pair: Pair) -> None:  # noqa: ARG002
-        """None."""
         return
 
     def decode_params(self, pair: Pair, replied: Params) -> None:  # noqa: ARG002
-        """None."""
         return
 
 
 class LMCache(KVTransfer):
-    """Prefill is told where decode's LMCache is, where it has an address; else nobody anything.
+    """Transfer by LMCache: prefill gets the address of decode's LMCache, if that has one.
 
-    An address is `host:init:alloc`: its `pd_peer_host`, `pd_peer_init_port`, `pd_peer_alloc_port`;
-    ports of several tensor-parallel ranks as `7300+7301`.
+    An address is `host:init:alloc`: the `pd_peer_host`, `pd_peer_init_port` and
+    `pd_peer_alloc_port` of decode's LMCache. Ports of several tensor-parallel ranks are written as
+    `7300+7301`.
     """
 
     name = "lmcache"
@@ -178,13 +178,13 @@ class LMCache(KVTransfer):
     addressed = frozenset({Role.DECODE})
 
     def check(self, instance: Instance) -> None:
-        """Refuse a `kv_addr` that is none of decode's LMCache."""
+        """Reject a `kv_addr` that cannot be the address of decode's LMCache."""
         super().check(instance)
         if instance.kv_addr:
             host_and_ports(instance.kv_addr, 2)
 
     def prefill_params(self, pair: Pair) -> Params | None:
-        """Where the blocks go."""
+        """Return the address to which prefill writes the blocks; None without one."""
         if pair.decode is None or not pair.decode.kv_addr:
             return None
         host, init, alloc = host_and_ports(pair.decode.kv_addr, 2)
@@ -198,5 +198,5 @@ class LMCache(KVTransfer):
         }
 
     def decode_params(self, pair: Pair, replied: Params) -> None:  # noqa: ARG002
-        """None: decode looks for itself."""
+        """Return None: decode finds the blocks by their tokens."""
         return

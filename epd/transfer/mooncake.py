@@ -1,4 +1,4 @@
-"""vLLM's MooncakeConnector: prefill and decode are asked at once, and find each other by an id.
+"""vLLM's MooncakeConnector: prefill and decode run concurrently, and find each other by an id.
 
 The wire is that of `vllm/distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py`
 of vLLM 0.33 (`update_state_after_alloc`, `MooncakeConnectorMetadata.add_new_req`) and of
@@ -15,31 +15,31 @@ from epd.transfer.kv import KVTransfer, Pair
 from epd.transfer.params import Params
 
 BOOTSTRAP_PORT = 8998
-"""Of a prefill instance's bootstrap server (vLLM's `VLLM_MOONCAKE_BOOTSTRAP_PORT`)."""
+"""Default port of a prefill instance's bootstrap server (`VLLM_MOONCAKE_BOOTSTRAP_PORT`)."""
 
 MAX_RANKS = 1024
 MAX_ENGINE_ID = 256
-"""Characters of an engine's id; vLLM's own has some forty."""
+"""Maximum length of an engine's id in characters; vLLM's own ids have about forty."""
 
 
 class Mooncake(KVTransfer):
-    """Decode reads prefill's blocks, of the engine that the bootstrap server names."""
+    """Transfer in which decode reads the blocks of the engine that the bootstrap server names."""
 
     name = "mooncake"
     addressed = frozenset({Role.PREFILL})
 
     def check(self, instance: Instance) -> None:
-        """Refuse a `kv_addr` that is no bootstrap server's."""
+        """Reject a `kv_addr` that cannot be the address of a bootstrap server."""
         super().check(instance)
         if instance.kv_addr:
             service_url(instance.kv_addr)
 
     def peer_url(self, prefill: Instance) -> str:
-        """Where the instance's bootstrap server says which engines it has."""
+        """Return the URL at which the instance's bootstrap server lists its engines."""
         return f"{_bootstrap(prefill)}/query"
 
     def peer(self, said: Any) -> Params:
-        """The id of each data-parallel rank's engine, by rank."""
+        """Return the id of each data-parallel rank's engine, by rank."""
         if not isinstance(said, dict) or not 0 < len(said) <= MAX_RANKS:
             raise _unusable()
         engines = {}
@@ -51,11 +51,11 @@ class Mooncake(KVTransfer):
         return engines
 
     def concurrent(self, pair: Pair) -> bool:  # noqa: ARG002
-        """Always: prefill replies nothing that decode would wait for."""
+        """Return True: prefill's reply has nothing that decode needs."""
         return True
 
     def prefill_params(self, pair: Pair) -> Params:
-        """Those that make it keep its blocks under the id."""
+        """Return the parameters that make prefill keep its blocks under the transfer id."""
         return {
             "do_remote_decode": True,
             "do_remote_prefill": False,
@@ -63,7 +63,7 @@ class Mooncake(KVTransfer):
         }
 
     def decode_params(self, pair: Pair, replied: Params) -> Params:  # noqa: ARG002
-        """Whose blocks are under the id."""
+        """Return the transfer id, and the engine that has the blocks."""
         return {
             "do_remote_decode": False,
             "do_remote_prefill": True,
@@ -85,10 +85,10 @@ def _transfer_id(pair: Pair) -> str:
 
 
 def _engine_id(pair: Pair) -> str:
-    """The engine that prefills.
+    """Return the id of the engine that prefills.
 
     Raises:
-        UpstreamFailed: nobody can say which it is.
+        UpstreamFailed: the id is unknown, because the number of ranks is not the configured one.
     """
     engines = pair.peer or {}
     if pair.prefill_rank is None and len(engines) == 1:
@@ -97,8 +97,9 @@ def _engine_id(pair: Pair) -> str:
         engine_id = engines.get(str(pair.prefill_rank))
     if engine_id is None:
         raise UpstreamFailed(
-            f"the prefill instance has {len(engines)} data-parallel ranks, and the proxy is told "
-            "of another number: --ec-consumer-dp-size, dp_size",
+            f"the prefill instance has {len(engines)} data-parallel ranks, but the proxy is "
+            "configured for another number: correct --ec-consumer-dp-size, or the instance's "
+            "dp_size",
             slug="prefill_ranks",
             stage="prefill",
         )
@@ -107,7 +108,7 @@ def _engine_id(pair: Pair) -> str:
 
 def _unusable() -> UpstreamFailed:
     return UpstreamFailed(
-        "the prefill instance's bootstrap server does not say which engines it has",
+        "the prefill instance's bootstrap server did not send a valid list of its engines",
         slug="prefill_no_peer",
         stage="prefill",
     )

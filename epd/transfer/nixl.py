@@ -1,8 +1,7 @@
 """vLLM's NIXL connectors: with NixlConnector decode reads, with NixlPushConnector prefill writes.
 
-The wire is that of `vllm/distributed/kv_transfer/kv_connector/v1/nixl/` of vLLM 0.33:
-`pull_scheduler.py` and `push_scheduler.py`, each its `update_state_after_alloc` and
-`request_finished`.
+The wire is that of `vllm/distributed/kv_transfer/kv_connector/v1/nixl/` of vLLM 0.33: the functions
+`update_state_after_alloc` and `request_finished` of `pull_scheduler.py` and of `push_scheduler.py`.
 """
 
 from typing import ClassVar
@@ -20,51 +19,56 @@ KEEP: Params = {
     "remote_host": None,
     "remote_port": None,
 }
-"""Make a prefill instance keep its blocks for decode."""
+"""Parameters that make a prefill instance keep its blocks for decode."""
 
 
 class Nixl(KVTransfer):
-    """Decode reads prefill's blocks; in a conversation, prefill reads decode's of the last turn."""
+    """Transfer in which decode reads prefill's blocks.
+
+    In a conversation, prefill also reads decode's blocks of the previous turn.
+    """
 
     name = "nixl"
     bidirectional = True
 
     def prefill_params(self, pair: Pair) -> Params:
-        """Those that make it keep its blocks, and name those of the last turn."""
+        """Return the parameters that keep prefill's blocks, and name those of the previous turn."""
         if pair.earlier is None:
             return KEEP
         return {**pair.earlier, "do_remote_decode": True, "do_remote_prefill": False}
 
     def decode_params(self, pair: Pair, replied: Params) -> Params | None:
-        """What prefill has replied, with a host that decode can reach."""
+        """Return prefill's parameters, with a host that decode can reach."""
         return _with_host(pair, super().decode_params(pair, replied))
 
 
 class NixlPush(KVTransfer):
-    """Prefill writes its blocks into decode's, which says where those are.
+    """Transfer in which prefill writes its blocks into those of decode.
 
-    Decode says it to the prefill instance whose coordinates it is given. They are learnt from a
-    reply; from then on decode is asked at once with prefill. Prefill finds what decode said by
-    the request's id, without the random end that vLLM puts to it (`push_worker.py`,
-    `_pop_matching_registration`): each attempt needs an id of its own.
+    Decode registers the location of its blocks at the prefill instance, by coordinates that the
+    proxy sends to decode. The proxy learns the coordinates from a reply of prefill. From then on,
+    prefill and decode get their requests concurrently. Prefill finds decode's registration by the
+    request's id, without the random suffix that vLLM appends (`push_worker.py`,
+    `_pop_matching_registration`), so each attempt needs an id of its own.
 
-    A prefill that nobody wants is kept until its lease ends: telling another request of it would
-    not release it.
+    The blocks of an abandoned prefill stay until their lease expires: naming them in another
+    request would not release them.
     """
 
     name = "nixl-push"
     released = False
 
     COORDINATES: ClassVar = ("remote_engine_id", "remote_host", "remote_port", "tp_size")
-    """What decode needs of the prefill instance."""
+    """Fields of prefill's reply that decode needs."""
 
     SIZES: ClassVar = ("pp_size", "dcp_size")
-    """What it needs too, where it is said."""
+    """Fields that decode needs too, if the reply has them."""
 
     def learned(self, pair: Pair, replied: Params) -> Params | None:
-        """The coordinates of the pair's prefill, whose data-parallel ranks have each their own.
+        """Return the coordinates of prefill's data-parallel rank; each rank has its own.
 
-        None where the instance chooses the rank: nobody knows the next one's.
+        None if the instance chooses the rank, because the next request may get another one. None
+        also if the reply is incomplete.
         """
         if any(replied.get(name) is None for name in self.COORDINATES):
             return None
@@ -73,18 +77,19 @@ class NixlPush(KVTransfer):
         return {name: replied[name] for name in (*self.COORDINATES, *self.SIZES) if name in replied}
 
     def concurrent(self, pair: Pair) -> bool:
-        """Once they are known."""
+        """Return whether the coordinates are known."""
         return pair.peer is not None
 
     def prefill_params(self, pair: Pair) -> Params:  # noqa: ARG002
-        """Those that make it keep its blocks."""
+        """Return the parameters that make prefill keep its blocks."""
         return KEEP
 
     def decode_params(self, pair: Pair, replied: Params) -> Params | None:
-        """Whom to tell where the blocks go.
+        """Return the coordinates of prefill, at which decode registers its blocks.
 
         Raises:
-            UpstreamFailed: the instance said nothing, or is not whom decode has been told of.
+            UpstreamFailed: prefill's reply has no parameters, or its coordinates differ from those
+                that decode got: the instance has been replaced.
         """
         if pair.peer is None:
             return _with_host(pair, super().decode_params(pair, replied))
@@ -101,15 +106,15 @@ class NixlPush(KVTransfer):
 
 
 class Multi(Nixl):
-    """vLLM's MultiConnector: of its connectors, one or none has decode be told something."""
+    """Transfer by vLLM's MultiConnector: at most one of its connectors has decode parameters."""
 
     name = "multi"
 
     def decode_params(self, pair: Pair, replied: Params) -> Params | None:
-        """What prefill has replied, where it has."""
+        """Return prefill's parameters; None if its reply has none."""
         return super().decode_params(pair, replied) if replied else None
 
 
 def _with_host(pair: Pair, said: Params | None) -> Params | None:
-    """What a pair's prefill has said, with a host that decode can reach."""
+    """Return the parameters of a pair's prefill, with a host that decode can reach."""
     return None if said is None else reachable(said, pair.prefill.url)

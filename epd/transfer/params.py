@@ -1,4 +1,4 @@
-"""`ec_transfer_params` and `kv_transfer_params`, as instances reply them."""
+"""Parameters of transfers (`ec_transfer_params`, `kv_transfer_params`), as instances reply them."""
 
 from collections.abc import Mapping
 from ipaddress import ip_address
@@ -9,12 +9,12 @@ Params = Mapping[str, Any]
 
 
 def reachable(params: Params, url: str) -> Params:
-    """Params whose `remote_host` is one that others can reach.
+    """Return parameters with a `remote_host` that other instances can reach.
 
     Args:
-        params: an instance's.
-        url: its URL, whose host they get where they say none, or every address, as a NIXL side
-            channel that listens at all of them does.
+        params: parameters from an instance.
+        url: URL of the instance. Its host replaces a missing host, and one that stands for every
+            address, which a NIXL side channel reports if it listens at all of them.
     """
     host = params.get("remote_host")
     if not isinstance(host, str) or not _everywhere(host):
@@ -30,7 +30,7 @@ def _everywhere(host: str) -> bool:
 
 
 def with_params(body: Params, kv_transfer_params: Params | None) -> Params:
-    """A request with what decode has to know of prefill's blocks; None: nothing."""
+    """Return a request with these parameters; None leaves the request unchanged."""
     if kv_transfer_params is None:
         return body
     return {**body, "kv_transfer_params": kv_transfer_params}

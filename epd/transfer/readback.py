@@ -1,8 +1,9 @@
-"""`kv_transfer_params` by which prefill reads decode's blocks of a conversation's last turn. Pure.
+"""Parameters with which prefill reads decode's blocks of a conversation's previous turn. Pure.
 
 The wire is that of vLLM's NixlConnector with `bidirectional_kv_xfer`
-(`vllm/distributed/kv_transfer/kv_connector/v1/nixl/pull_scheduler.py`). Prefill takes as many of
-the blocks as it is told, by their position: it compares no token of them with its prompt's.
+(`vllm/distributed/kv_transfer/kv_connector/v1/nixl/pull_scheduler.py`). Prefill takes the number of
+blocks that its `kv_transfer_params` state, by position: it does not compare their tokens with those
+of its prompt.
 """
 
 import math
@@ -13,20 +14,20 @@ from epd.transfer.params import Params, reachable
 MAX_HOST = 253
 
 RANK = re.compile(r"_dp\d+$")
-"""What vLLM adds to an engine's id for each of its data-parallel ranks."""
+"""Suffix that vLLM adds to an engine's id for each data-parallel rank."""
 
 BLOCKS_TTL_S = 475.0
-"""How long prefill can read decode's blocks: `decoder_kv_blocks_ttl` (480 s unless it is configured
-otherwise; `base_scheduler.py`) less `_KV_BLOCKS_EXPIRY_SAFETY_MARGIN` (5 s; `pull_worker.py`)."""
+"""Time for which prefill can read decode's blocks: `decoder_kv_blocks_ttl` (default 480 s;
+`base_scheduler.py`) less `_KV_BLOCKS_EXPIRY_SAFETY_MARGIN` (5 s; `pull_worker.py`)."""
 
 
 def kept_params(said: Params, decode: str) -> Params | None:
-    """What decode's reply says of its blocks, for the next turn; None: they cannot be read.
+    """Return the parameters for the next turn from decode's reply; None for unreadable blocks.
 
     Args:
-        said: its `kv_transfer_params`.
-        decode: its URL. A side channel that listens at every address says no host by which
-            prefill could reach it, and so gets this one's.
+        said: `kv_transfer_params` of the reply.
+        decode: URL of the decode instance. Its host replaces that of a side channel that listens
+            at every address, because prefill could not reach the reported one.
     """
     match said:
         case {
@@ -47,20 +48,21 @@ def kept_params(said: Params, decode: str) -> Params | None:
 
 
 def engine_of(params: Params) -> str:
-    """Whose blocks they name: an engine is another after each start."""
+    """Return the id of the engine that has the blocks. It changes with each start."""
     return RANK.sub("", params["remote_engine_id"])
 
 
 def shortened(params: Params, tokens: int, block_tokens: int) -> Params | None:
-    """The same for the first of the tokens alone; None: their blocks cannot be told apart.
+    """Return the parameters for only the first tokens; None if their blocks cannot be identified.
 
-    Prefill pairs lists of blocks from their ends, so those of the others must not be there. Models
-    with several kinds of attention have a list for each, with blocks of other sizes.
+    Prefill pairs lists of blocks from their ends, so the blocks of the other tokens must be
+    removed. Models with several kinds of attention have one list for each kind, with blocks of
+    different sizes.
 
     Args:
-        params: as they were kept.
-        tokens: how many prefill may take.
-        block_tokens: how many are in a block of decode's.
+        params: parameters as stored.
+        tokens: number of tokens that prefill may take.
+        block_tokens: number of tokens in a block of decode.
     """
     match params["remote_block_ids"]:
         case [[*blocks]] if len(blocks) == math.ceil(params["remote_num_tokens"] / block_tokens):

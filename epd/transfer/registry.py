@@ -1,4 +1,4 @@
-"""The transfers there are, by name."""
+"""Registry of the transfers: classes by the names in `--kv-transfer` and `--ec-transfer`."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -64,16 +64,16 @@ def test_several_instances_may_have_none() -> None:
             },
             "'tcp://d:5' is named twice",
         ),
-        ({"kv_transfer": "nixl", "prefill_kv_addrs": "p1:9,p2:9"}, "nixl has no use for a kv_addr"),
+        ({"kv_transfer": "nixl", "prefill_kv_addrs": "p1:9,p2:9"}, "nixl does not use a kv_addr"),
         ({"kv_transfer": "mooncake", "prefill_kv_addrs": "p1:9,p2 9"}, "http://p2:1"),
         ({"kv_transfer": "lmcache", "decode_kv_addrs": "d:1"}, "no address such as host:port:port"),
         (
             {"kv_transfer": "lmcache", "decode_kv_addrs": "nonsense"},
-            "http://d:1: --decode-kv-addrs: 'nonsense' is no address such as host:port:port",
+            "http://d:1: --decode-kv-addrs: 'nonsense' is not an address such as host:port:port",
         ),
         (
             {"kv_transfer": "nixl", "prefill_kv_addrs": "p1:9,p2:9"},
-            "http://p1:1: --prefill-kv-addrs: nixl has no use",
+            "http://p1:1: --prefill-kv-addrs: nixl does not use",
         ),
         ({"kv_transfer": "nothing"}, "kv-transfer"),
         ({"kv_transfer": "p2p-nccl"}, "kv-transfer"),
@@ -134,7 +134,7 @@ def test_a_proxy_does_not_start_with_a_file_of_such_an_instance(tmp_path: Path) 
     ended = run("serve", "--instances-file", str(path), "--port", "0")
 
     assert ended.returncode != 0
-    assert "http://p:1: nixl has no use for a kv_addr" in ended.stderr
+    assert "http://p:1: nixl does not use a kv_addr" in ended.stderr
 
 
 def test_an_address_survives_being_written_down() -> None:

@@ -109,7 +109,7 @@ def test_two_outputs_of_one_push_are_refused() -> None:
     asked = {"ec_items": [{"transfer_id": "0"}, {"transfer_id": "1"}]}
     replied = said(("a", entry(modality="video")), ("b", entry(modality="audio")))
 
-    with pytest.raises(UpstreamFailed, match="two features have one place"):
+    with pytest.raises(UpstreamFailed, match="two features have the same index"):
         ECMooncake().encoded(replied, asked)
 
 
