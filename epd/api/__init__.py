@@ -1,1 +1,1 @@
-"""Bodies as they go over the wire: what requests say, what instances are sent, what they answer."""
+"""API endpoints: parsing of requests, bodies for instances, and the format of answers. Pure."""

@@ -1,12 +1,11 @@
-"""JSON of clients, read within limits, its media cut out. Pure.
+"""JSON bodies: parsing of clients' bodies within limits, with their media cut out. Pure.
 
-Media of megabytes, cut out of a body before it is parsed and put back where one is written.
+Media of megabytes are cut out of a body before it is parsed, and put back when a body is written. A
+parser would read each of their characters and copy them, and a writer would copy them again.
+Instead they stay in the received buffer, and a body for an instance is a list of pieces.
 
-A parser looks at each of their characters, makes a copy of them, and a writer another. Here they
-stay where they came, and a body for an instance is made of pieces. Pure.
-
-Where a text is cut, a mark is left in its place that no client can know or guess: to all else it is
-a short string like any other, which ends up in bodies for instances wherever the text would.
+A random mark, which no client can know or guess, replaces each cut text. For all other code the
+mark is a short string, which moves to bodies for instances in the place of the text.
 """
 
 import gc
@@ -23,36 +22,38 @@ from epd.errors import BadRequest, RequestRefused, Stage, UpstreamFailed
 from epd.json_or_none import json_or_none
 
 WINDOW = 16 * 1024
-"""Bytes without a quotation mark that tell of a long string. One of twice that is always found."""
+"""Bytes without a quotation mark that indicate a long string. A string of twice that length is
+always found."""
 
 MAX_HEAD = 1024
-"""Bytes before the comma of a data: URL, or before a text under "data" in which its key stands."""
+"""Maximum size in bytes of a data: URL up to its comma, and of the key before a text under "data".
+"""
 
 BEGINS = re.compile(rb'data:[^"\\,]*;base64,|(?<="data":")|(?<="data": ")', re.IGNORECASE)
-"""What a long string begins with that is cut behind it: base64, as a URL or as input_audio."""
+"""Beginning after which a long string is cut: base64 in a data: URL, or in input_audio."""
 
 KEY = re.compile(rb'"[ \t\r\n]*:')
-"""How a string ends that is the key of an object."""
+"""End of a string that is the key of an object."""
 
 TOKEN_BYTES = 16
 NUMBER_DIGITS = 6
 MARK_LENGTH = 1 + 2 * TOKEN_BYTES + NUMBER_DIGITS
 
 Cuts = Mapping[str, memoryview]
-"""What was cut out of a body, by the marks left in its place."""
+"""Texts cut out of a body, by the marks in their places."""
 
 Pieces = Sequence[bytes | memoryview]
-"""A body as it is sent: one piece after the other."""
+"""A body to be sent: one piece after the other."""
 
 NO_CUTS: Cuts = MappingProxyType({})
 
 
 def cut(raw: bytes | bytearray) -> tuple[bytes | bytearray, Cuts]:
-    """A body without its media, and these.
+    """Return a body without its media, and the media.
 
-    What remains is JSON exactly where the body is: nothing that is cut has a quotation mark or a
-    backslash, so it begins and ends in one string, or is in none, as a mark would. Whether all of
-    its characters may stand in a string is left to the engines, which read it strictly.
+    The rest is valid JSON exactly if the body is: a cut text has no quotation mark and no
+    backslash, so it lies within one string, or outside all strings, as its mark does. The proxy
+    does not check that all of its characters may be in a string: engines parse base64 strictly.
     """
     if len(raw) <= WINDOW:
         return raw, NO_CUTS
@@ -69,11 +70,11 @@ def cut(raw: bytes | bytearray) -> tuple[bytes | bytearray, Cuts]:
 
 
 def joined(cuts: Cuts, texts: Sequence[memoryview]) -> tuple[Cuts, list[str]]:
-    """Cut out texts that are to be in a body too; return all cuts, and the marks of these.
+    """Add texts to the cuts of a body. Return all cuts, and the marks of the added texts.
 
     Args:
-        cuts: what was cut out of the body.
-        texts: base64.
+        cuts: texts that were cut out of the body.
+        texts: base64 texts.
     """
     token = next(iter(cuts))[:-NUMBER_DIGITS] if cuts else _token()
     marks = [f"{token}{len(cuts) + index:0{NUMBER_DIGITS}}" for index in range(len(texts))]
@@ -85,10 +86,10 @@ def _token() -> str:
 
 
 def _media(raw: bytes | bytearray) -> Iterator[tuple[int, int]]:
-    """Where in a body long texts begin and end."""
+    """Yield the start and the end of each long text in a body."""
     at = 0
     while at + WINDOW <= len(raw):
-        # What has quotation marks is passed by windows, what has none by strings.
+        # Text with quotation marks is skipped by windows, text without them by strings.
         if raw.find(b'"', at, at + WINDOW) >= 0:
             at += WINDOW
             continue
@@ -102,7 +103,7 @@ def _media(raw: bytes | bytearray) -> Iterator[tuple[int, int]]:
 
 
 def pieces(written: bytes, cuts: Cuts) -> Pieces:
-    """A body that was written, with what was cut out in the places of the marks."""
+    """Return a written body, with the cut texts in the places of their marks."""
     if not cuts:
         return (written,)
     token = next(iter(cuts))[:-NUMBER_DIGITS].encode()
@@ -120,30 +121,32 @@ JSON = "application/json"
 JSON_TYPE = re.compile(r"application/[a-z0-9!#$&^_.-]+\+json")
 
 MAX_DEPTH = 128
-"""Levels of a body. orjson reads 1024 of them and writes 254, so what it has read it might not be
-able to write; and other parsers recurse."""
+"""Maximum nesting of a body. orjson reads 1024 levels but writes only 254, so it could not write
+every body that it has read. Other parsers recurse."""
 
 MAX_VALUES = 200_000
-"""Values in a body: enough for a bias of every token of a vocabulary. Small values take many times
-their bytes of memory, and time in which nothing else runs."""
+"""Maximum number of values in a body: enough for a bias of every token of a vocabulary. Small
+values take many times their size in memory, and parsing them blocks the event loop."""
 
 MAX_CONTAINERS = 50_000
-"""Lists and objects in a body: ten thousand messages of several parts. They cost most: an empty
-object is two bytes of JSON and over 64 of memory, and the garbage collector looks at each."""
+"""Maximum number of lists and objects in a body: ten thousand messages of several parts. They cost
+most: an empty object has two bytes of JSON and takes over 64 bytes of memory, and the garbage
+collector visits each."""
 
 
 DIGITS = bytes(ord("0") if byte in b"0123456789" else byte for byte in range(256))
 LONG = b"0" * 19
-"""Digits of the shortest integer that has more than 64 bits, by the table `DIGITS`."""
+"""Digits of the shortest integer that has more than 64 bits, translated by `DIGITS`."""
 
 
 def check_json_type(content_type: str) -> None:
-    """Refuse a body that its client does not call JSON, as vLLM does.
+    """Reject a body without the media type of JSON, as vLLM does.
 
-    A web page of another origin can send any body as `text/plain` without the browser asking first.
+    A web page of another origin can send any body as `text/plain`, and the browser sends no
+    preflight request.
 
     Args:
-        content_type: the body's media type as the client sent it; an empty string for none.
+        content_type: the client's media type of the body; an empty string for none.
 
     Raises:
         RequestRefused: 415, it is neither `application/json` nor a type that ends in `+json`.
@@ -160,25 +163,25 @@ def check_json_type(content_type: str) -> None:
 def cut_and_parsed(
     raw: bytes | bytearray, parse: Callable[[bytes | bytearray], T], max_text_bytes: int
 ) -> tuple[T, Cuts]:
-    """What a body says, and the media that were cut out of it.
+    """Return the parsed value of a body, and the media that were cut out of it.
 
     Args:
         raw: the body.
-        parse: reads a body from which media were cut.
-        max_text_bytes: most that is parsed. Nothing else runs meanwhile, and a thread would not
-            help: the parser holds the GIL.
+        parse: parser of a body without media.
+        max_text_bytes: maximum size of the text to parse. Parsing blocks the event loop, and a
+            thread would not help: the parser holds the GIL.
 
     Raises:
-        RequestRefused: 413, more is left than that once the media are cut out.
-        BadRequest: `parse` does, and says where in all of the body the error is, unless that is
-            larger than `max_text_bytes`.
+        RequestRefused: 413, the body without its media is larger than `max_text_bytes`.
+        BadRequest: `parse` failed. The position in the message refers to the whole body, unless
+            the body is larger than `max_text_bytes`.
     """
     rest, cuts = cut(raw)
     if len(rest) > max_text_bytes:
         raise RequestRefused(
             413,
-            f"the body has more than {max_text_bytes} bytes beside its media, which are data: URLs "
-            "in base64 and input_audio without backslashes",
+            f"the body has more than {max_text_bytes} bytes without its media, which are data: "
+            "URLs in base64 and input_audio without backslashes",
             slug="text_too_large",
         )
     try:
@@ -190,10 +193,10 @@ def cut_and_parsed(
 
 
 def parse_object(raw: bytes | bytearray) -> dict[str, Any]:
-    """The object in a body.
+    """Return the object in a JSON body.
 
     Raises:
-        BadRequest: not JSON, too much of it, or something else.
+        BadRequest: the body is not JSON, exceeds a limit, or is not an object.
     """
     body = parse_json(raw)
     if not isinstance(body, dict):
@@ -202,17 +205,17 @@ def parse_object(raw: bytes | bytearray) -> dict[str, Any]:
 
 
 def parse_json(raw: bytes | bytearray) -> Any:
-    """The value in a body.
+    """Return the value in a JSON body.
 
     Raises:
-        BadRequest: not JSON, or too much of it.
+        BadRequest: the body is not JSON, or exceeds a limit.
     """
     if _has_too_many(raw):
         raise BadRequest(
             f"the body has more than {MAX_CONTAINERS} lists and objects or {MAX_VALUES} values",
             slug="invalid_json",
         )
-    # No garbage collection: it would look at all that was parsed again and again, for nothing.
+    # Garbage collection would visit all parsed values several times, and free nothing.
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -230,7 +233,7 @@ def parse_json(raw: bytes | bytearray) -> Any:
 
 
 def dumped(value: Any, *, sort_keys: bool = False) -> bytes:
-    """Return a value that was parsed as JSON."""
+    """Return the JSON of a parsed value."""
     try:
         return orjson.dumps(value, option=orjson.OPT_SORT_KEYS if sort_keys else None)
     except orjson.JSONEncodeError:  # of an integer beyond 64 bits
@@ -248,15 +251,15 @@ def _loads(raw: bytes | bytearray) -> Any:
 
 
 def _has_too_many(raw: bytes | bytearray) -> bool:
-    """Whether a body has too many values, which is found out before memory is taken for them.
+    """Return whether a body has too many values, before memory is allocated for them.
 
-    Words may have commas and brackets too: where there are many, those in strings are left out.
+    Text may contain commas and brackets too: if there are many, those in strings do not count.
     """
     return _count_too_many(raw) and _count_too_many(_without_strings(raw))
 
 
 def _count_too_many(json: bytes | bytearray) -> bool:
-    """Each value but the first comes after a comma or a bracket."""
+    """Return whether there are too many values: each but the first follows a comma or a bracket."""
     if len(json) <= MAX_CONTAINERS:
         return False
     containers = json.count(b"[") + json.count(b"{")
@@ -264,10 +267,10 @@ def _count_too_many(json: bytes | bytearray) -> bool:
 
 
 def _without_strings(raw: bytes | bytearray) -> bytes:
-    """JSON without what is in its strings.
+    """Return JSON without the contents of its strings.
 
-    A value has at most four quotation marks, with its key's: what comes after as many as there may
-    be is left as it is, or a body of nothing else would become too many pieces.
+    A value has at most four quotation marks, including those of its key. Text after the maximum
+    number of marks stays unchanged: a body of only quotation marks would become too many pieces.
     """
     quotes = raw.replace(rb"\\", b"").replace(rb"\"", b"")
     pieces = quotes.split(b'"', 4 * MAX_VALUES)
@@ -275,12 +278,15 @@ def _without_strings(raw: bytes | bytearray) -> bytes:
 
 
 def may_be_deep(raw: bytes | bytearray) -> bool:
-    """Whether JSON has so many brackets that what is in it might be nested deeper than it may."""
+    """Return whether JSON has enough brackets to exceed the maximum nesting."""
     return raw.count(b"[") + raw.count(b"{") > MAX_DEPTH
 
 
 def deeper(value: Any, limit: int) -> bool:
-    """Whether a value has more levels of lists and objects: level by level, as none may recurse."""
+    """Return whether a value has more levels of lists and objects than `limit`.
+
+    The search goes level by level, because it must not recurse.
+    """
     level = [value] if isinstance(value, list | dict) else []
     for _ in range(limit):
         if not level:
@@ -295,10 +301,10 @@ def deeper(value: Any, limit: int) -> bool:
 
 
 def reply_field(reply: bytes, name: str, *, stage: Stage) -> dict[str, Any]:
-    """A field of an instance's reply that is an object; empty where there is none.
+    """Return an object in a field of an instance's reply; empty if the field is missing.
 
     Raises:
-        UpstreamFailed: the reply is no JSON, or the field is no object.
+        UpstreamFailed: the reply is not JSON, or the field is not an object.
     """
     parsed = json_or_none(reply)
     value = parsed.get(name) if isinstance(parsed, dict) else ...
@@ -306,7 +312,7 @@ def reply_field(reply: bytes, name: str, *, stage: Stage) -> dict[str, Any]:
         return {}
     if not isinstance(value, dict) or (may_be_deep(reply) and deeper(value, MAX_DEPTH)):
         raise UpstreamFailed(
-            f"the {stage} instance's answer is not what vLLM sends",
+            f"the {stage} instance's answer is not in vLLM's format",
             slug=f"{stage}_bad_response",
             stage=stage,
         )

@@ -1,8 +1,8 @@
-"""`/v1/chat/completions`, and what encode instances are sent: chat requests of one item.
+"""Endpoints `/v1/chat/completions` and `/v1/completions`, and the encode request of one item.
 
-The wire is vLLM's chat completion API (`vllm/entrypoints/openai/chat_completion/protocol.py`).
-
-`/v1/completions`: a prompt without media, through prefill and decode.
+The wire is vLLM's, in `vllm/entrypoints/openai`: `chat_completion/protocol.py` and
+`completion/protocol.py`. An encode instance gets a chat request with a single media item. The
+prompt of a completion has no media, and goes through prefill and decode.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,10 +13,10 @@ from epd.api.items import MM_KWARGS, Body, MMItem, chat_items, raw_part
 from epd.errors import BadRequest
 
 FOR_ENCODE = ("model", *MM_KWARGS)
-"""Fields of a request that its encode requests need as well.
+"""Fields of a request that its encode requests need too.
 
-`priority` is not among them: vLLM's API says that an instance without priority scheduling refuses
-one, and an encode serves every request with the same item."""
+`priority` is not one of them: according to vLLM's API, an instance without priority scheduling
+rejects it, and one encode serves every request with the same item."""
 
 
 class ChatCompletions(Endpoint):
@@ -37,12 +37,12 @@ class ChatCompletions(Endpoint):
     )
 
     def check(self, body: Body) -> None:
-        """Refuse what has no conversation."""
+        """Reject a request without a list of messages."""
         if not isinstance(body.get("messages"), list):
             raise BadRequest("messages must be a list", param="messages")
 
     def items(self, body: Body) -> Iterator[MMItem]:
-        """The media parts of all messages, in order."""
+        """Return the media parts of all messages, in order."""
         return chat_items(body["messages"], ("messages",))
 
 
@@ -50,7 +50,7 @@ CHAT = ChatCompletions()
 
 
 def features(body: Body, item: MMItem) -> int:
-    """How many encoder outputs vLLM makes of an item: a video's sound is one of its own."""
+    """Return the number of encoder outputs of an item: a video's sound has its own."""
     kwargs = body.get("mm_processor_kwargs")
     sound = isinstance(kwargs, dict) and bool(kwargs.get("use_audio_in_video"))
     return 2 if sound and item.modality == "video" else 1
@@ -62,7 +62,7 @@ def encode_body(
     uuid: str | None,
     ec_transfer_params: Mapping[str, Any] | None = None,
 ) -> Body:
-    """The encode request of one item: the item alone, no text."""
+    """Return the encode request of one item, without text."""
     own = {} if ec_transfer_params is None else {"ec_transfer_params": ec_transfer_params}
     return {
         **own,
@@ -74,7 +74,7 @@ def encode_body(
 
 
 class Completions(Endpoint):
-    """OpenAI's completions (`vllm/entrypoints/openai/completion/protocol.py`)."""
+    """OpenAI's completions: prompts of text or tokens, without media."""
 
     path = "/v1/completions"
     operation = "text_completion"
@@ -82,14 +82,14 @@ class Completions(Endpoint):
     tokenized = ("prompt", "add_special_tokens")
 
     def prefills(self, body: Body) -> bool:
-        """Whether it has one prompt: `kv_transfer_params` are of one."""
+        """Return whether a request has a single prompt, as `kv_transfer_params` require."""
         return (
             super().prefills(body) and "prompt_embeds" not in body and _is_one(body.get("prompt"))
         )
 
 
 def _is_one(prompt: Any) -> bool:
-    """Whether it is one text, or the tokens of one; a list may hold it."""
+    """Return whether a prompt is one text, or the tokens of one text, possibly within a list."""
     match prompt:
         case [str() | list() as only]:
             return isinstance(only, str) or _is_tokens(only)

@@ -1,6 +1,7 @@
-"""What an API is to the proxy: how its requests, streams and errors are written. Pure.
+"""Interface of an endpoint: the format of its requests, streams and errors. Pure.
 
-The stages are the same for all, and ask for what differs. What most have is in the base class.
+The stages are the same for all endpoints, and call the endpoint for the differences. The base class
+has the behaviour of most endpoints.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,8 @@ from epd.api.sse import OPENAI, Grammar
 from epd.errors import BadRequest, ProxyError
 
 RESERVED = ("kv_transfer_params", "ec_transfer_params")
-"""Fields between proxy and instances. A client's are dropped, as vLLM's security guide asks."""
+"""Fields between proxy and instances. Those of clients are dropped, as vLLM's security guide asks.
+"""
 
 NOT_FOR_PREFILL = ("stream_options", "min_tokens")
 """Fields that contradict a prefill request's `stream: false` and its one token."""
@@ -32,21 +34,21 @@ FALSE = frozenset({"0", "f", "false", "n", "no", "off"})
 
 
 class Endpoint:
-    """An API that clients use and instances have.
+    """An endpoint of the proxy, which the instances have too.
 
     Attributes:
-        path: its route, here and there.
-        limits: fields that bound the answer's tokens; the first is the one to set.
-        grammar: how its streams end.
+        path: route, at the proxy and at the instances.
+        limits: fields that limit the answer's tokens; the proxy sets the first one.
+        grammar: format of events and of the end of its streams.
         encodes: whether its media go through the encode stage; else decode encodes them.
-        generates: whether its answers are of tokens, which begin with a prefill.
-        salted: whether its requests take a `cache_salt`.
-        priority_field: whether a request that generates can have its `priority` in the body; else
-            vLLM takes it by a header alone.
-        key_header: where its clients present their API key.
-        tokenized: fields that `/tokenize` makes tokens of, where it does as this endpoint would.
-        operation: its name in OpenTelemetry's conventions for generative AI, where it has one.
-        paced: whether its requests take a `stream_interval`.
+        generates: whether its answers are generated tokens, which begin with a prefill.
+        salted: whether its requests accept a `cache_salt`.
+        priority_field: whether a generating request can have its `priority` in the body; else vLLM
+            accepts it only in a header.
+        key_header: header with the client's API key.
+        tokenized: fields that `/tokenize` tokenizes as this endpoint does; empty for none.
+        operation: name in OpenTelemetry's conventions for generative AI, if there is one.
+        paced: whether its requests accept a `stream_interval`.
     """
 
     path: ClassVar[str]
@@ -64,25 +66,25 @@ class Endpoint:
     def read(
         self, raw: bytes | bytearray, content_type: str, max_text_bytes: int
     ) -> tuple[Body, Cuts]:
-        """The request in a body, and what was cut out of it.
+        """Return the request in a body, and the texts that were cut out of it.
 
         Args:
             raw: the body.
-            content_type: what its client says it is.
-            max_text_bytes: most of a JSON body that is parsed, its media not counted.
+            content_type: the client's media type of the body.
+            max_text_bytes: maximum size of a JSON body without its media.
 
         Raises:
-            RequestRefused: 415, its client does not call it JSON; 413, it has too much text.
-            BadRequest: it is none of this endpoint's.
+            RequestRefused: 415, the media type is not JSON; 413, the text is too large.
+            BadRequest: the body is not a request of this endpoint.
         """
         check_json_type(content_type)
         return cut_and_parsed(raw, self.parse, max_text_bytes)
 
     def parse(self, raw: bytes | bytearray) -> Body:
-        """The request in a JSON body.
+        """Return the request in a JSON body.
 
         Raises:
-            BadRequest: not JSON, or not a request of this endpoint.
+            BadRequest: the body is not JSON, or not a request of this endpoint.
         """
         body = parse_object(raw)
         self.check(body)
@@ -91,24 +93,24 @@ class Endpoint:
         return {key: value for key, value in body.items() if key not in RESERVED}
 
     def check(self, body: Body) -> None:
-        """Refuse what could not be read.
+        """Reject a request that this endpoint cannot process.
 
         Raises:
-            BadRequest: there is such.
+            BadRequest: a field is missing or invalid.
         """
 
     def items(self, body: Body) -> Iterator[MMItem]:  # noqa: ARG002
-        """Its media items, in order.
+        """Return the media items of a request, in order.
 
         Raises:
-            BadRequest: the place of one has the wrong shape, or one is nothing to send.
+            BadRequest: a part has the wrong shape, or must not be sent.
         """
         return iter(())
 
     def at_interval(self, body: Body, tokens: int) -> Body:
-        """Return a request whose stream has so many tokens in each chunk.
+        """Return a request for a stream with this number of tokens in each chunk.
 
-        A request without a stream, or with a `stream_interval` of its client, is returned as it is.
+        A request without a stream, or with the client's own `stream_interval`, is not changed.
         """
         if tokens == 1 or not self.paced or not is_stream(body):
             return body
@@ -117,18 +119,18 @@ class Endpoint:
         return {**body, "stream_interval": tokens}
 
     def prefills(self, body: Body) -> bool:
-        """Whether prefill can do its part of a request; without it, decode does both."""
+        """Return whether prefill can do its part of a request; else decode does both parts."""
         return self.generates and not _in_one_place(body)
 
     def prefill(self, body: Body, kv_transfer_params: Mapping[str, Any] | None) -> Body:
-        """The prefill request: the same prompt, one token, the KV cache kept for decode."""
+        """Return the prefill request: the same prompt and one token; KV is kept for decode."""
         own = {**self._one_token(body), "stream": False}
         return (
             own if kv_transfer_params is None else own | {"kv_transfer_params": kv_transfer_params}
         )
 
     def release(self, body: Body) -> Body:
-        """A decode request as short as can be, answered at once: its head comes before a token."""
+        """Return a minimal decode request, for an answer with a head before the first token."""
         params = body["kv_transfer_params"]
         return {**self._one_token(body), "stream": True, "kv_transfer_params": params}
 
@@ -138,20 +140,21 @@ class Endpoint:
         return {**kept, **limits, self.limits[0]: 1}
 
     def content_type(self, body: Body) -> str:  # noqa: ARG002
-        """Media type of a body as an instance is sent it."""
+        """Return the media type of a body for instances."""
         return JSON
 
     def written(self, body: Body, cuts: Cuts) -> Pieces:
-        """A body as an instance is sent it."""
+        """Return a body for instances, in pieces."""
         return written(body, cuts)
 
     def error(self, error: ProxyError) -> bytes:
-        """The body of an answer that is an error."""
+        """Return the body of an error answer."""
         return error.body()
 
     def error_event(self, error: ProxyError) -> bytes:
-        """The last event of a stream that ends in an error."""
-        # The official OpenAI client takes an end without [DONE] for success, and this for an error.
+        """Return the last event of a stream that ends in an error."""
+        # The official OpenAI client treats an end without [DONE] as success. It raises an error
+        # for this event.
         return b"data: " + error.body() + b"\n\n"
 
 
@@ -162,28 +165,28 @@ def is_stream(body: Body) -> bool:
 
 
 def written(body: Body, cuts: Cuts) -> Pieces:
-    """A JSON body, with what was cut out of its request."""
+    """Return a JSON body in pieces, with the texts that were cut out of its request."""
     return pieces(dumped(body), cuts)
 
 
 def check_model(body: Body) -> None:
-    """Refuse a model that is no name.
+    """Reject a model that is not a string.
 
     Raises:
-        BadRequest: it is none.
+        BadRequest: the model is not a string.
     """
     if not isinstance(body.get("model"), str | None):
         raise BadRequest("model must be a string", param="model")
 
 
 def _in_one_place(body: Body) -> bool:
-    """Whether a request asks for what an engine says of prompts alone that it has computed itself.
+    """Return whether only an engine that computes the prompt itself can serve a request.
 
-    `kv_transfer_params` are of one sequence. Of `n` of them, the first that has read prefill's
-    blocks gives them back, whether or not the others have (`nixl/pull_worker.py`,
-    `_get_new_notifs`), and a beam search hands none on. For log-probabilities of the prompt decode
-    reads no blocks and computes all of it again (`vllm/v1/core/sched/scheduler.py`,
-    `skip_reading_prefix_cache`), with media that it would not have been sent.
+    `kv_transfer_params` are for one sequence. Of `n` sequences, the first one that has read
+    prefill's blocks releases them, even if the others have not read them (`nixl/pull_worker.py`,
+    `_get_new_notifs`). A beam search passes no blocks on. For log-probabilities of the prompt,
+    decode reads no blocks and computes the whole prompt again (`vllm/v1/core/sched/scheduler.py`,
+    `skip_reading_prefix_cache`), for which it would lack the media.
     """
     return (
         body.get("n") not in (None, 1)
@@ -194,7 +197,7 @@ def _in_one_place(body: Body) -> bool:
 
 
 def check_xargs(body: Body) -> None:
-    """Refuse extra arguments that are, or may hide, a reserved field.
+    """Reject extra arguments that are, or may hide, a reserved field.
 
     vLLM merges `vllm_xargs` and the reserved fields into one mapping.
 
@@ -210,5 +213,5 @@ def check_xargs(body: Body) -> None:
 
 
 def reserved(param: str) -> BadRequest:
-    """The error of a request that has a field that only the proxy may send."""
+    """Return the error for a field that only the proxy may send."""
     return BadRequest(f"{param} is not accepted from clients", slug="reserved_field", param=param)

@@ -48,8 +48,8 @@ ENDPOINTS: Mapping[str, Endpoint] = {
 
 
 def is_api(route: str) -> bool:
-    """Return whether a route is of the API: its requests are logged, shown and traced.
+    """Return whether a route belongs to the API: its requests are logged, shown and traced.
 
-    Health, metrics and what is no route are not.
+    Health, metrics and unknown routes do not belong to it.
     """
     return route in ENDPOINTS or route.startswith("/v1/")

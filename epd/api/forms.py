@@ -1,12 +1,12 @@
-"""Forms of clients: read strictly, and written anew for an instance. Pure.
+"""Multipart forms: strict parsing of clients' forms, and writing of forms for instances. Pure.
 
-The reader takes the part of RFC 7578 that clients send and refuses the rest, so it needs a few
-searches of the body. General parsers step through it in Python where a boundary is begun and not
-ended: 2.5 MB of that hold the event loop for a second.
+The parser accepts the part of RFC 7578 that clients use and rejects the rest, so it needs only a
+few searches of the body. After an incomplete boundary, general parsers step through the body in
+Python: 2.5 MB of such boundaries block the event loop for a second.
 
-What an instance is sent is written from what was read, under a boundary of the proxy's own. So an
-instance's parser cannot find another field in a form than this reader did, whatever it makes of odd
-headers. The content of a part is not copied.
+A form for an instance is written from the parsed parts, with a boundary of the proxy's own. An
+instance's parser therefore cannot find other fields than this parser, however it reads odd headers.
+The content of a part is not copied.
 """
 
 import re
@@ -26,7 +26,8 @@ MAX_HEAD_BYTES = 4096
 """Upper bound of the headers of one part."""
 
 MAX_FILENAME = 128
-"""Characters of a file's name that are passed on; the last ones, which have its suffix."""
+"""Maximum length of a file name for an instance, in characters. The end, with its suffix, is kept.
+"""
 
 VALUE = r'"((?:[^"\\\x00-\x1f\x7f]|\\.)*)"|([^\s";]*)'
 PARAMETER = re.compile(rf"[ \t]*;[ \t]*([A-Za-z0-9_*-]+)=(?:{VALUE})[ \t]*")
@@ -37,18 +38,18 @@ UNSAFE = re.compile(r"[^A-Za-z0-9._ -]")
 ESCAPED = re.compile(r"\\(.)")
 
 END = (b"", b"\r\n", b"\r\n\r\n")
-"""What may follow the last boundary."""
+"""Valid data after the last boundary and its `--`."""
 
 
 @dataclass(frozen=True, slots=True)
 class FormPart:
-    """One part of a form.
+    """Part of a form.
 
     Attributes:
-        name: the field's name.
-        data: its content, where it is in the body.
-        filename: the file's name; None for a field that is no file.
-        media_type: what the client says that a file is; an empty string where it says nothing.
+        name: name of the field.
+        data: content; a view of the body, or bytes.
+        filename: name of the file; None for a field that is not a file.
+        media_type: the client's media type of a file; an empty string for none.
     """
 
     name: str
@@ -57,10 +58,10 @@ class FormPart:
     media_type: str = ""
 
     def text(self) -> str:
-        """Return the content of a field that is no file.
+        """Return the content of a field that is not a file.
 
         Raises:
-            BadRequest: it is not UTF-8.
+            BadRequest: the content is not UTF-8.
         """
         try:
             return bytes(self.data).decode()
@@ -72,11 +73,11 @@ class FormPart:
 
 @dataclass(frozen=True, slots=True)
 class MultipartForm:
-    """A form as an instance is sent it.
+    """A form for an instance.
 
     Attributes:
-        parts: its parts, in order.
-        boundary: what separates them. It is random, so no part has it.
+        parts: parts of the form, in order.
+        boundary: separator of the parts. It is random, so no part contains it.
     """
 
     parts: tuple[FormPart, ...]
@@ -96,16 +97,16 @@ class MultipartForm:
 
 
 def new_form(parts: Iterable[FormPart]) -> MultipartForm:
-    """Make a form of these parts."""
+    """Return a form of these parts, with a random boundary."""
     return MultipartForm(tuple(parts), f"epd-{secrets.token_hex(16)}")
 
 
 def read_form(raw: bytes | bytearray, content_type: str) -> Iterator[FormPart]:
-    """Find the parts of a form, in order.
+    """Yield the parts of a form, in order.
 
     Args:
         raw: the body.
-        content_type: its media type as the client sent it, with the boundary.
+        content_type: the client's media type of the body, with the boundary.
 
     Raises:
         RequestRefused: 415, the body is not a form.
@@ -133,7 +134,7 @@ def read_form(raw: bytes | bytearray, content_type: str) -> Iterator[FormPart]:
     if raw[at : at + 2] == b"\r\n":
         raise _invalid(f"it has more than {MAX_PARTS} parts")
     if raw[at : at + 2] != b"--" or raw[at + 2 : at + 7] not in END:
-        raise _invalid("a boundary is followed by something else than a line's end")
+        raise _invalid("a boundary is not followed by a line break")
 
 
 def _boundary(content_type: str) -> str:
@@ -166,7 +167,7 @@ def _part(head: bytes, data: memoryview) -> FormPart:
 
 
 def _parameters(text: str) -> dict[str, str] | None:
-    """The parameters of a header; None where they are malformed or one comes twice."""
+    """Return the parameters of a header; None if one is malformed or repeated."""
     found: dict[str, str] = {}
     at = 0
     while at < len(text):
@@ -180,7 +181,7 @@ def _parameters(text: str) -> dict[str, str] | None:
 
 
 def _head(part: FormPart) -> str:
-    """The headers of a part. Nothing in them needs an escape: names are known ones."""
+    """Return the headers of a part. Names need no escapes, because they are known ones."""
     disposition = f'Content-Disposition: form-data; name="{part.name}"'
     if part.filename is None:
         return disposition

@@ -1,4 +1,4 @@
-"""Media items: where they stand in a request, what a client may not write there. Pure."""
+"""Media items: their places in a request, and the checks of content parts. Pure."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,38 +25,38 @@ TEXTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking", "
 `vllm/renderers/chat_utils`)."""
 
 PICTURE = "input_image"
-"""Content part type of a picture in the responses API. vLLM takes it in a chat request too."""
+"""Content part type of a picture in the responses API. vLLM accepts it in a chat request too."""
 
 EMBEDS = ("image_embeds", "audio_embeds", "video_embeds")
-"""Parts that stand for an encoder output. The proxy writes them, a client must not: with an EC
-consumer behind it, such a part reads whatever entry its `uuid` names."""
+"""Parts that stand for an encoder output. Only the proxy may write them: an EC consumer reads the
+entry that the `uuid` of such a part names, whichever it is."""
 
 REASONING = ("reasoning", "reasoning_content")
-"""Message fields that vLLM 0.33 reads like content, media parts and their uuids too."""
+"""Message fields that vLLM 0.33 reads like content, including media parts and their uuids."""
 
 MM_KWARGS = ("mm_processor_kwargs", "media_io_kwargs")
-"""Fields that change what the encoder makes of an item, and so its key."""
+"""Fields that change the encoder output of an item, and so its key."""
 
 UUID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-"""What a client may call its media: bounded, and nothing that anyone would have to escape."""
+"""Pattern of a client's name for its media: bounded, and without characters that need escapes."""
 
 REFUSED = (*EMBEDS, "image_pil", "prompt_embeds")
-"""Parts that vLLM has and clients must not send, nor their keys in parts of other types, by which
-vLLM may go. `prompt_embeds` is a serialized tensor, which no check of the proxy covers and which
-prefill and decode would both load."""
+"""Parts of vLLM's API that clients must not send. Their keys are rejected in other parts too,
+because vLLM may read a part by its keys. `prompt_embeds` is a serialized tensor, which no check of
+the proxy covers and which both prefill and decode would load."""
 
 _MARKED = frozenset({*MODALITY, *REFUSED, "uuid"})
-"""Types and keys by which a content part is more than words."""
+"""Types and keys of content parts that are not only text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How an API writes a media part, where that is not how chat does.
+    """Format of a media part in an API that differs from chat.
 
     Attributes:
-        write: makes its part of a chat part.
-        media: where in its part the media stand, as errors name it; empty: its part is them.
-        named: whether its part can say by which key an encoder output is found.
+        write: converts a chat part to this format.
+        media: place of the media in the part, as errors name it; empty if the part is the media.
+        named: whether the part can name the key of an encoder output.
     """
 
     write: Callable[[Part], Any]
@@ -66,13 +66,13 @@ class Form:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MMItem:
-    """One media part of a request. Equal to itself only: the same picture twice is two items.
+    """Media part of a request. Equal only to itself: the same picture twice is two items.
 
     Attributes:
-        path: where it stands: keys and indices, from the body inwards.
-        kind: the part's type, a key of `MODALITY`.
-        part: the content part, as a chat request has it.
-        form: how its request has it; None: so.
+        path: place of the part: keys and indices, from the body inwards.
+        kind: type of the part, a key of `MODALITY`.
+        part: the content part in the format of a chat request.
+        form: format of the part in its own request; None for that of chat.
     """
 
     path: Path
@@ -87,12 +87,12 @@ class MMItem:
 
     @property
     def uuid(self) -> str | None:
-        """The client's own name for it; never to be sent to an instance."""
+        """The client's own name for the media; never sent to an instance."""
         return self.part.get("uuid")
 
     @property
     def has_media(self) -> bool:
-        """Whether it brings its media, and not the client's name for them alone."""
+        """Whether the part has media, and not only the client's name for them."""
         value = self.part.get(self.kind)
         if isinstance(value, dict):
             value = value.get("data" if self.kind == "input_audio" else "url")
@@ -100,39 +100,39 @@ class MMItem:
 
     @property
     def remote(self) -> bool:
-        """Whether its media are a URL that whoever processes the item has to fetch."""
+        """Whether the media are at a URL, so that a component must fetch them."""
         value = self.part.get(self.kind)
         url = value.get("url") if isinstance(value, dict) else None
         return isinstance(url, str) and url[:5].lower() != "data:"
 
     @property
     def named(self) -> bool:
-        """Whether its request can say by which key its encoder output is found."""
+        """Whether the request can name the key of the item's encoder output."""
         return self.form is None or self.form.named
 
     @property
     def param(self) -> str:
-        """Where it stands, as errors name it, such as `messages[0].content[2]`."""
+        """Place of the part, as errors name it, such as `messages[0].content[2]`."""
         return param(self.path)
 
     @property
     def media_param(self) -> str:
-        """Where its media stand."""
+        """Place of the media, as errors name it."""
         media = f"{self.kind}.url" if self.form is None else self.form.media
         return f"{self.param}.{media}" if media else self.param
 
 
 def param(path: Path) -> str:
-    """A place in a body, as errors name it."""
+    """Return a place in a body, as errors name it."""
     steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in path]
     return "".join(steps).removeprefix(".")
 
 
 def at_most(items: Iterable[MMItem], most: int | None) -> tuple[MMItem, ...]:
-    """The items; what comes after one too many is not looked at.
+    """Return the items. Items after the first excess one are not read.
 
     Raises:
-        BadRequest: there are more than `most`, or one of them is wrong.
+        BadRequest: there are more than `most` items, or one of them is invalid.
     """
     found: list[MMItem] = []
     for item in items:
@@ -147,7 +147,7 @@ def at_most(items: Iterable[MMItem], most: int | None) -> tuple[MMItem, ...]:
 
 
 def chat_items(messages: list[Any], path: Path) -> Iterator[MMItem]:
-    """The media parts of a conversation's messages, in order.
+    """Yield the media parts of a conversation's messages, in order.
 
     Raises:
         BadRequest: a message or a content part has the wrong shape, or a part has an unknown type.
@@ -159,13 +159,13 @@ def chat_items(messages: list[Any], path: Path) -> Iterator[MMItem]:
 
 
 def content_items(content: list[Any], path: Path) -> Iterator[MMItem]:
-    """The media parts of one content, in order.
+    """Yield the media parts of one content, in order.
 
     Raises:
         BadRequest: a content part has the wrong shape, or an unknown type.
     """
     for position, part in enumerate(content):
-        if isinstance(part, str) or _is_text(part):  # vLLM takes a string for text
+        if isinstance(part, str) or _is_text(part):  # vLLM treats a string as text
             continue
         item = _media_item(part, (*path, position))
         if item is not None:
@@ -173,9 +173,9 @@ def content_items(content: list[Any], path: Path) -> Iterator[MMItem]:
 
 
 def _media_item(part: Any, path: Path) -> MMItem | None:
-    """The media item that a content part is; None for a part that is text.
+    """Return the media item of a content part; None for a part that is text.
 
-    Its part is written as chat requests have it, whatever spelling of vLLM's the client uses.
+    The item has the part in the format of chat, for every spelling that vLLM accepts.
     """
     if isinstance(part, dict):
         if "uuid" in part and part["uuid"] is None:
@@ -196,7 +196,7 @@ def _media_item(part: Any, path: Path) -> MMItem | None:
 
 
 def _with_type(part: Part, path: Path) -> Part:
-    """A content part without a type, with the type that vLLM takes it for by its keys."""
+    """Return a content part without a type, with the type that vLLM derives from its keys."""
     for key in MODALITY:
         if key in part:
             return {**part, "type": key, key: _as_object(key, part[key])}
@@ -206,12 +206,12 @@ def _with_type(part: Part, path: Path) -> Part:
 
 
 def _as_object(kind: str, value: Any) -> Any:
-    """A media part's value as chat has it, of a URL alone: so in parts with a uuid or no type."""
+    """Return a media part's value as an object: parts with a uuid or no type may have a URL."""
     return {"url": value} if isinstance(value, str) and kind != "input_audio" else value
 
 
 def _with_url(part: Part) -> Part:
-    """An `input_image` part with its URL as a string; vLLM takes an object too beside a uuid."""
+    """Return an `input_image` part with a string as its URL; vLLM accepts an object with a uuid."""
     value = part.get("image_url")
     if part.get("uuid") is None or not isinstance(value, dict):
         return part
@@ -219,10 +219,10 @@ def _with_url(part: Part) -> Part:
 
 
 def picture_part(part: Part, path: Path) -> Part:
-    """An `input_image` part as a chat request has it.
+    """Return an `input_image` part in the format of a chat request.
 
     Raises:
-        BadRequest: it has neither an `image_url` nor a `uuid`, or something else that it must not.
+        BadRequest: the part has neither an `image_url` nor a `uuid`, or has an invalid field.
     """
     others = {key: value for key, value in part.items() if key not in {"image_url", "type"}}
     check_part({**others, "type": PICTURE}, path, kinds=(PICTURE,))
@@ -234,13 +234,13 @@ def picture_part(part: Part, path: Path) -> Part:
             return {"type": "image_url", "image_url": {"url": url}, **uuid}
         case _:
             raise BadRequest(
-                f'an {PICTURE} needs an "image_url" that is a string; files are not kept here',
+                f'an {PICTURE} needs an "image_url" that is a string; the proxy stores no files',
                 param=param((*path, "image_url")),
             )
 
 
 def unknown_part(path: Path, known: Iterable[str]) -> BadRequest:
-    """The error of a content part of a type that no check of the proxy covers."""
+    """Return the error for a content part of a type that no check of the proxy covers."""
     return BadRequest(
         f"the type of this content part is not accepted; accepted types: {', '.join(known)}",
         slug="unknown_content_part",
@@ -249,10 +249,10 @@ def unknown_part(path: Path, known: Iterable[str]) -> BadRequest:
 
 
 def check_message(message: Any, path: Path, index: int) -> Mapping[str, Any]:
-    """A message, or an item that vLLM takes for one.
+    """Return a message, or an item that vLLM treats as a message.
 
     Raises:
-        BadRequest: it is none, or has media where they would not be looked for.
+        BadRequest: it is not a message, or may have media in a field that is not searched for them.
     """
     if not isinstance(message, dict):
         raise BadRequest("a message must be an object", param=param((*path, index)))
@@ -263,7 +263,7 @@ def check_message(message: Any, path: Path, index: int) -> Mapping[str, Any]:
 
 
 def _is_text(part: Any) -> bool:
-    """Whether a part is text and needs no other check, as most parts of a long conversation."""
+    """Return whether a part is text and needs no other check, as most parts of a conversation."""
     if not isinstance(part, dict):
         return False
     kind = part.get("type")
@@ -271,15 +271,15 @@ def _is_text(part: Any) -> bool:
 
 
 def check_part(part: Any, path: Path, kinds: Iterable[str] = MODALITY) -> None:
-    """Refuse a content part that would be one thing here and another at an instance.
+    """Reject a content part that the proxy and an instance could read differently.
 
     Args:
         part: the part.
-        path: where it stands.
+        path: place of the part.
         kinds: types of parts that may have a `uuid`.
 
     Raises:
-        BadRequest: it is such a part, or none at all.
+        BadRequest: the part is ambiguous, reserved, or not a content part.
     """
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
         raise BadRequest("a content part must be an object with a type", param=param(path))
@@ -297,15 +297,15 @@ def check_part(part: Any, path: Path, kinds: Iterable[str] = MODALITY) -> None:
     uuid = part.get("uuid")
     if uuid is not None and (not isinstance(uuid, str) or UUID.fullmatch(uuid) is None):
         raise BadRequest("a uuid has 1 to 128 of A-Z a-z 0-9 . _ : -", param=param((*path, "uuid")))
-    # vLLM goes by the keys of a part that has a uuid and by its type otherwise: a part where
-    # they disagree would be one thing here and another there.
+    # vLLM reads a part with a uuid by its keys, and other parts by their type. If the two disagree,
+    # the proxy and an instance could read the part differently.
     for key in MODALITY:
         if key in part and part["type"] != key:
             raise BadRequest(f"a part with {key} must have the type {key}", param=param(path))
 
 
 def with_parts(body: Body, parts: Mapping[MMItem, Part]) -> Body:
-    """The body with other parts, as chat has them, in the places of these items."""
+    """Return the body with other parts, in the format of chat, in the places of these items."""
     new = {**body}
     copies: dict[Path, Any] = {(): new}
     for item, part in parts.items():
@@ -320,15 +320,15 @@ def with_parts(body: Body, parts: Mapping[MMItem, Part]) -> Body:
 
 
 def raw_part(item: MMItem, uuid: str | None) -> Part:
-    """The item's media under our own uuid; a client's never goes through."""
+    """Return the item's media under the proxy's uuid; a client's uuid is never passed on."""
     part = {key: value for key, value in item.part.items() if key != "uuid"}
     return part if uuid is None else {**part, "uuid": uuid}
 
 
 def metadata_part(item: MMItem, metadata: Mapping[str, Any], uuid: str) -> Part:
-    """The item without its media: an encoder output by key, and what sizes its placeholder.
+    """Return the item without its media: its encoder output's key, and placeholder metadata.
 
-    Values are flat per item, `image_grid_thw` being `[t, h, w]`: vLLM stacks them.
+    Values are flat per item, such as `[t, h, w]` for `image_grid_thw`: vLLM stacks them.
     """
     kind = f"{item.modality}_embeds"
     return {
@@ -345,16 +345,16 @@ def _flat(value: Any) -> Any:
 
 
 def check_mm_kwargs(body: Body) -> None:
-    """Refuse fields that change how media are processed, as vLLM does without its flag.
+    """Reject fields that change how media are processed, as vLLM does without its flag.
 
     Raises:
-        BadRequest: there is one that is not empty.
+        BadRequest: such a field is not empty.
     """
     for field in MM_KWARGS:
         if body.get(field):
             raise BadRequest(
-                f"{field} can change what media cost to process; "
-                "--trust-request-mm-kwargs of the proxy and of the instances lets it pass",
+                f"{field} can change the cost of processing media; "
+                "--trust-request-mm-kwargs of the proxy and of the instances allows it",
                 slug="reserved_field",
                 param=field,
             )

@@ -1,9 +1,9 @@
-"""`/v1/messages` and `/v1/messages/count_tokens`: Anthropic's API, as vLLM has it.
+"""Endpoints `/v1/messages` and `/v1/messages/count_tokens`: Anthropic's API, as vLLM has it.
 
-vLLM makes a chat request of it and keeps nothing of a picture but its URL
-(`vllm/entrypoints/anthropic/serving.py`): neither a key nor placeholder metadata go through. So an
-engine names a picture by a hash of its content, the same for encode, prefill and decode, and finds
-its output by that.
+vLLM converts the request to a chat request and keeps only the URL of a picture
+(`vllm/entrypoints/anthropic/serving.py`), so the proxy can pass on neither a key nor placeholder
+metadata. Engines name a picture by a hash of its content, which is the same for encode, prefill and
+decode, and find the encoder output by that hash.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""`error.type` by status: clients go by it."""
+"""Values of `error.type` by status; clients evaluate them."""
 
 RESULTS = frozenset({"text", "image", "tool_reference"})
 """Types of the blocks in a tool result that vLLM reads. It ignores all others, so they are dropped:
@@ -43,11 +43,11 @@ BLOCKS = RESULTS | {
 """Types of content blocks that vLLM accepts (`vllm/entrypoints/anthropic/protocol.py`)."""
 
 API_ERROR = 500
-"""The least status that is the server's own fault."""
+"""Lowest status of the server's own errors."""
 
 
 class Messages(Endpoint):
-    """Anthropic's messages."""
+    """Anthropic's messages, with pictures in messages and in tool results."""
 
     path = "/v1/messages"
     grammar = ANTHROPIC
@@ -55,7 +55,7 @@ class Messages(Endpoint):
     key_header = "X-API-Key"
 
     def parse(self, raw: bytes | bytearray) -> Body:
-        """The request, without fields that vLLM would look at in a chat request alone."""
+        """Return the request without the fields that vLLM reads only in chat requests."""
         body = {key: value for key, value in super().parse(raw).items() if key not in MM_KWARGS}
         for message in body["messages"]:
             if isinstance(message, dict) and isinstance(message.get("content"), list):
@@ -63,7 +63,7 @@ class Messages(Endpoint):
         return body
 
     def check(self, body: Body) -> None:
-        """Refuse a request without a conversation, and a system prompt that is not text."""
+        """Reject a request without messages, and a system prompt that is not text."""
         if not isinstance(body.get("messages"), list):
             raise BadRequest("messages must be a list", param="messages")
         system = body.get("system")
@@ -72,7 +72,7 @@ class Messages(Endpoint):
                 raise unknown_part(("system", position), ("text",))
 
     def items(self, body: Body) -> Iterator[MMItem]:
-        """The pictures of all messages, and of what tools have answered in them, in order."""
+        """Yield the pictures of all messages and of the tool results in them, in order."""
         for index, message in enumerate(body["messages"]):
             if not isinstance(message, dict):
                 raise BadRequest("a message must be an object", param=f"messages[{index}]")
@@ -80,7 +80,7 @@ class Messages(Endpoint):
                 yield from _pictures(message["content"], ("messages", index, "content"))
 
     def error(self, error: ProxyError) -> bytes:
-        """Anthropic's shape, whoever's error it is."""
+        """Return an error in Anthropic's shape, also for errors of instances."""
         said = error.param is None or error.message.startswith(f"{error.param} ")
         other = "api_error" if error.status >= API_ERROR else "invalid_request_error"
         detail = {
@@ -90,12 +90,12 @@ class Messages(Endpoint):
         return orjson.dumps({"type": "error", "error": detail})
 
     def error_event(self, error: ProxyError) -> bytes:
-        """The event by which Anthropic's client raises."""
+        """Return the event that makes Anthropic's client raise an error."""
         return b"event: error\ndata: " + self.error(error) + b"\n\n"
 
 
 class CountTokens(Messages):
-    """How many tokens such a request has: decode says it, of the media as they are."""
+    """Number of tokens of a messages request: decode counts them, with the original media."""
 
     path = "/v1/messages/count_tokens"
     encodes = False
@@ -105,7 +105,7 @@ class CountTokens(Messages):
 
 
 def _drop_ignored(blocks: list[Any]) -> None:
-    """Drop the blocks that vLLM ignores from tool results: no later vLLM is to read them either."""
+    """Drop the blocks of tool results that vLLM ignores, because a later vLLM might read them."""
     for block in blocks:
         if isinstance(block, dict) and block.get("type") == "tool_result":
             inner = block.get("content")

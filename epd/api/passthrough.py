@@ -1,11 +1,7 @@
-"""What decode answers alone: embeddings, tokens, sounds as forms.
+"""Endpoints that decode answers alone: embeddings, tokens, forms of audio, scores and poolings.
 
-Their media are checked as those of all endpoints are, and passed on under the proxy's own keys.
-
-Scores, rankings, classes and poolings, which decode answers alone.
-
-The wire is vLLM's (`vllm/entrypoints/pooling`). Media are checked wherever vLLM reads them, and
-sent as they came under the proxy's own keys.
+The wire is vLLM's (`vllm/entrypoints/pooling`, `vllm/entrypoints/speech_to_text`). Media are
+checked wherever vLLM reads them, and sent unchanged, under the proxy's own keys.
 """
 
 from collections.abc import Iterable, Iterator
@@ -75,14 +71,14 @@ IGNORED = frozenset(
 """Fields of a form that OpenAI's API or the proxy knows and vLLM ignores. They are dropped."""
 
 MAX_FIELD_BYTES = 2**20
-"""Upper bound of a field that is not a file, as of starlette, by which vLLM reads forms."""
+"""Upper bound of a field that is not a file: that of starlette, with which vLLM reads forms."""
 
 MAX_NAME = 64
-"""Characters of an unknown field's name that an error repeats."""
+"""Maximum length of an unknown field's name in an error, in characters."""
 
 
 class PassedOn(Endpoint):
-    """What decode answers without a stage before it."""
+    """Endpoint that decode answers without a stage before it."""
 
     encodes = False
     generates = False
@@ -90,9 +86,9 @@ class PassedOn(Endpoint):
 
 
 class Embeddings(PassedOn):
-    """OpenAI's embeddings: of texts, and as vLLM has them, of conversations.
+    """OpenAI's embeddings of texts, and vLLM's embeddings of conversations.
 
-    Those are in `messages` or `input`, one or a list of them
+    A conversation, or a list of conversations, is in `messages` or `input`
     (`vllm/entrypoints/pooling/embed/protocol.py`).
     """
 
@@ -100,33 +96,33 @@ class Embeddings(PassedOn):
     operation: ClassVar[str | None] = "embeddings"
 
     def items(self, body: Body) -> Iterator[MMItem]:
-        """The media parts of all conversations, in order."""
+        """Yield the media parts of all conversations, in order."""
         for field in ("messages", "input"):
             if isinstance(body.get(field), list):
                 yield from _conversations(body[field], (field,))
 
 
 class Tokenize(PassedOn):
-    """vLLM's tokens of a prompt or of a conversation."""
+    """vLLM's conversion of a prompt or a conversation to tokens."""
 
     path = "/tokenize"
     salted = False
 
     def items(self, body: Body) -> Iterator[MMItem]:
-        """The media parts of its conversation, in order."""
+        """Yield the media parts of the conversation, in order."""
         if isinstance(body.get("messages"), list):
             yield from chat_items(body["messages"], ("messages",))
 
 
 class Detokenize(PassedOn):
-    """vLLM's prompt of tokens."""
+    """vLLM's conversion of tokens to a prompt."""
 
     path = "/detokenize"
     salted = False
 
 
 class Transcriptions(PassedOn):
-    """OpenAI's transcriptions: a form with a file, read and written anew."""
+    """OpenAI's transcriptions: a form with a file, which the proxy parses and writes again."""
 
     path = "/v1/audio/transcriptions"
     salted = False
@@ -140,34 +136,33 @@ class Transcriptions(PassedOn):
         """Read the form.
 
         Returns:
-            `form`, the form to send, and `model`, where the form names one; no cuts.
+            `form`, the form to send, and `model`, if the form names one; no cuts.
 
         Raises:
             RequestRefused: 415, the body is not a form.
-            BadRequest: the form is malformed, or has a field that no instance may get.
+            BadRequest: the form is malformed, or has a field that instances must not get.
         """
         form = new_form(_kept(read_form(raw, content_type)))
         model = next((part.text() for part in form.parts if part.name == "model"), None)
         return {"form": form} if model is None else {"model": model, "form": form}, NO_CUTS
 
     def content_type(self, body: Body) -> str:
-        """The form's, with its boundary."""
+        """Return the media type of the form, with its boundary."""
         return str(body["form"].content_type)
 
     def written(self, body: Body, cuts: Cuts) -> Pieces:  # noqa: ARG002
-        """The form."""
         pieces: Pieces = body["form"].pieces()
         return pieces
 
 
 class Translations(Transcriptions):
-    """OpenAI's translations."""
+    """OpenAI's translations, with the same form as transcriptions."""
 
     path = "/v1/audio/translations"
 
 
 def _conversations(value: list[Any], path: Path) -> Iterator[MMItem]:
-    """The media parts of a conversation, or of a list of them; texts and tokens have none."""
+    """Yield the media parts of one or several conversations; texts and tokens have none."""
     if any(isinstance(one, dict) for one in value):
         yield from chat_items(value, path)
         return
@@ -177,10 +172,10 @@ def _conversations(value: list[Any], path: Path) -> Iterator[MMItem]:
 
 
 def _kept(parts: Iterable[FormPart]) -> Iterator[FormPart]:
-    """The parts of a form that an instance is sent.
+    """Yield the parts of a form that an instance gets.
 
     Raises:
-        BadRequest: a field is reserved or unknown, comes twice, or is a file where it must not be.
+        BadRequest: a field is reserved, unknown or repeated, or is a file and must not be one.
     """
     seen = set[str]()
     for part in parts:
@@ -204,7 +199,7 @@ def _kept(parts: Iterable[FormPart]) -> Iterator[FormPart]:
 def _checked(part: FormPart) -> FormPart:
     if (part.filename is not None) != (part.name == FILE):
         raise BadRequest(
-            f"the field {FILE} must be a file, and no other may be one",
+            f"the field {FILE} must be a file, and no other field may be one",
             slug="invalid_form",
             param=part.name,
         )
@@ -221,7 +216,7 @@ def _checked(part: FormPart) -> FormPart:
 
 
 def _written_xargs(text: str) -> FormPart:
-    """The field by which a form has extra arguments, which vLLM parses as JSON."""
+    """Return the form field with extra arguments, which vLLM parses as JSON."""
     try:
         xargs = parse_json(text.encode())
     except BadRequest as error:
@@ -231,7 +226,7 @@ def _written_xargs(text: str) -> FormPart:
 
 
 SCORED = ("queries", "documents", "items", "data_1", "data_2", "text_1", "text_2", "query")
-"""Fields of a request for scores or a ranking that hold what is compared."""
+"""Fields with the compared texts and media in a request for scores or a ranking."""
 
 
 class Score(PassedOn):
@@ -240,7 +235,7 @@ class Score(PassedOn):
     path = "/score"
 
     def items(self, body: Body) -> Iterator[MMItem]:
-        """The media parts of both sides, in the order of `SCORED`."""
+        """Yield the media parts of both sides, in the order of `SCORED`."""
         for field in SCORED:
             value = body.get(field)
             if isinstance(value, list):
@@ -251,7 +246,7 @@ class Score(PassedOn):
 
 
 class ScoreV1(Score):
-    """The same scores by vLLM's older path."""
+    """The same scores at vLLM's older path."""
 
     path = "/v1/score"
 
@@ -263,19 +258,19 @@ class Rerank(Score):
 
 
 class RerankV1(Rerank):
-    """Jina's path."""
+    """The same ranking at Jina's path."""
 
     path = "/v1/rerank"
 
 
 class RerankV2(Rerank):
-    """Cohere's path."""
+    """The same ranking at Cohere's path."""
 
     path = "/v2/rerank"
 
 
 class Classify(Embeddings):
-    """vLLM's classes of texts or of a conversation."""
+    """vLLM's classification of texts or of a conversation."""
 
     path = "/classify"
     operation = None
@@ -288,9 +283,9 @@ class Pooling(Embeddings):
     operation = None
 
     def check(self, body: Body) -> None:
-        """Refuse `data`, which an I/O processor plugin of the instance would read.
+        """Reject `data`, which an I/O processor plugin of the instance would read.
 
-        It can be anything, a URL that the plugin fetches among it, and no check covers it.
+        It can be any value, including a URL that the plugin fetches, and no check covers it.
         """
         if "data" in body:
             raise BadRequest(
@@ -308,7 +303,7 @@ class CohereEmbed(PassedOn):
     operation = "embeddings"
 
     def items(self, body: Body) -> Iterator[MMItem]:
-        """The images, and those among the content of inputs."""
+        """Yield the images, then those in the content of inputs."""
         for index, image in enumerate(_list(body.get("images"), ("images",))):
             if not isinstance(image, str):
                 raise BadRequest("an image must be a URL", param=f"images[{index}]")
@@ -323,13 +318,13 @@ class CohereEmbed(PassedOn):
 
 
 def _scored(value: Any, path: Path) -> Iterator[MMItem]:
-    """The media parts of one side of a pair."""
+    """Yield the media parts of one side of a pair."""
     if isinstance(value, str):
         return
     content = value.get("content") if isinstance(value, dict) else None
     if not isinstance(content, list):
         raise BadRequest(
-            'what is compared must be a string or {"content": [content parts]}', param=param(path)
+            'a compared value must be a string or {"content": [content parts]}', param=param(path)
         )
     yield from content_items(content, (*path, "content"))
 
@@ -343,7 +338,7 @@ def _list(value: Any, path: Path) -> list[Any]:
 
 
 def _cohere_part(part: Any, path: Path) -> Iterator[MMItem]:
-    """The item that a part of an input is; none for text."""
+    """Yield the item of a part of an input; nothing for text."""
     check_part(part, path, kinds=())
     if part["type"] == "text":
         return
@@ -361,11 +356,11 @@ def _image(url: str) -> Part:
 
 
 URL = Form(lambda part: part["image_url"]["url"], media="", named=False)
-"""An image as a string. vLLM takes no key for it."""
+"""Format of an image as a string. vLLM accepts no key for it."""
 
 PART = Form(
     lambda part: {"type": "image_url", "image_url": part["image_url"]},
     media="image_url.url",
     named=False,
 )
-"""An image among the content of an input. vLLM ignores a key there."""
+"""Format of an image in the content of an input. vLLM ignores a key there."""

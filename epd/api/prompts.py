@@ -1,14 +1,12 @@
-"""What a request's prompt is made of, and how an instance is asked for its tokens. Pure.
+"""Prompt of a request: an estimate of its length, and the `/tokenize` request for its tokens. Pure.
 
-vLLM's `/tokenize` renders a conversation as its chat endpoint does, but for what a few fields do to
-it (`vllm/entrypoints/serve/tokenize/protocol.py`). A request that has any other field is one of
-which nobody can tell what its tokens will be.
+The estimate needs no tokenizer. Four bytes of UTF-8 count as one token, as with English text and
+tokenizers of large vocabularies; token ids are counted. Code and lists of numbers have up to twice
+as many tokens, Chinese and Japanese about a third more. Media do not count.
 
-About how many tokens a prompt is, without a tokenizer.
-
-Four bytes of UTF-8 are taken for one token, which is what tokenizers of large vocabularies make of
-English; token ids are counted. Code and lists of numbers are up to twice as many tokens as that,
-Chinese and Japanese about a third more. Media are not in it.
+vLLM's `/tokenize` renders a conversation as its chat endpoint does, except for the effect of a few
+fields that it does not have (`vllm/entrypoints/serve/tokenize/protocol.py`). If a request has a
+field that may have such an effect, its tokens count as unknown.
 """
 
 from collections.abc import Iterable
@@ -21,18 +19,18 @@ from epd.api.items import EMBEDS, MM_KWARGS, MODALITY, TEXTS, Body
 from epd.errors import BadRequest
 
 FIELDS = ("messages", "prompt", "input", "instructions", "system", "tools")
-"""Where the endpoints' requests have what their prompts are made of."""
+"""Fields with the prompt, in the requests of all endpoints."""
 
 NO_TEXT = frozenset({*MODALITY, "source", "uuid", "type"})
-"""Keys whose values are no text."""
+"""Keys with values that are not text."""
 
 BYTES_PER_TOKEN = 4
 
 
 def prompt_tokens(body: Body) -> int:
-    """About how many tokens the text of a request is.
+    """Return the estimated number of tokens in the text of a request.
 
-    A role is counted as text, in place of what the chat template puts around a message.
+    A role counts as text, in place of the chat template's text around a message.
     """
     text_bytes = ids = 0
     left: list[Any] = [body[field] for field in FIELDS if field in body]
@@ -52,13 +50,13 @@ def prompt_tokens(body: Body) -> int:
 
 
 CONVERSATION = "conversation_id"
-"""A field of the proxy's: what a client calls the conversation that its request goes on with."""
+"""Field for the proxy: the client's name for the conversation that the request continues."""
 
 COMPARED = TEXTS | MODALITY.keys() | set(EMBEDS)
 """Types of content parts that are compared between turns; the last are the proxy's own."""
 
 MAX_NAME = 256
-"""Characters of it."""
+"""Maximum length of a conversation's name, in characters."""
 
 NEUTRAL = frozenset(
     {
@@ -116,7 +114,7 @@ NEUTRAL = frozenset(
         "watermarking",
     }
 )
-"""Fields that a prompt does not depend on, or that a conversation is known by."""
+"""Fields on which a prompt does not depend, or by which a conversation is identified."""
 
 ALIKE = frozenset(
     {
@@ -129,14 +127,14 @@ ALIKE = frozenset(
         "vllm_xargs",
     }
 )
-"""Fields that the KV cache may depend on beside the tokens; of two turns they must be alike."""
+"""Fields on which the KV cache may depend in addition to the tokens. Two turns need equal ones."""
 
 
 def conversation_id(body: Body) -> str | None:
-    """What a request calls its conversation; None: nothing.
+    """Return a request's name for its conversation; None for none.
 
     Raises:
-        BadRequest: it is no name.
+        BadRequest: the name is not a string, or has a wrong length.
     """
     match body.get(CONVERSATION):
         case None:
@@ -151,12 +149,12 @@ def conversation_id(body: Body) -> str | None:
 
 
 class Prompt(NamedTuple):
-    """A request's prompt, as far as the proxy knows it.
+    """Prompt of a request, as far as the proxy knows it.
 
     Attributes:
-        question: the body of `/tokenize`; where there is nothing to ask, `tokens` has them.
-        form: the digest of what must be alike in two turns.
-        tokens: the prompt's, where the request is of tokens.
+        question: body of the `/tokenize` request, which is not needed if `tokens` are known.
+        form: digest of the fields that must be equal in two turns.
+        tokens: tokens of the prompt, if the request has tokens and not text.
     """
 
     question: Body
@@ -165,11 +163,11 @@ class Prompt(NamedTuple):
 
 
 def prompt_of(body: Body, fields: Iterable[str]) -> Prompt | None:
-    """The prompt of a request; None: nobody can tell what its tokens will be.
+    """Return the prompt of a request; None if its tokens cannot be determined.
 
     Args:
         body: the request.
-        fields: what `/tokenize` makes tokens of, of this kind of request.
+        fields: fields that `/tokenize` tokenizes, for the request's endpoint.
     """
     question = {name: body[name] for name in ("model", *fields) if name in body}
     if not _is_told(question.get("messages")):
@@ -177,7 +175,7 @@ def prompt_of(body: Body, fields: Iterable[str]) -> Prompt | None:
     match question.get("prompt"):
         case [str() | list() as alone]:  # a batch of one
             question["prompt"] = alone
-    others = {name for name, value in body.items() if value is not None}  # null says nothing
+    others = {name for name, value in body.items() if value is not None}  # null has no effect
     if not others <= question.keys() | NEUTRAL | ALIKE:
         return None
     alike = {name: body[name] for name in ALIKE if body.get(name) is not None}
@@ -187,10 +185,10 @@ def prompt_of(body: Body, fields: Iterable[str]) -> Prompt | None:
 
 
 def _is_told(messages: Any) -> bool:
-    """Whether tokens and media keys say all that the KV cache of messages depends on.
+    """Return whether tokens and media keys determine the KV cache of messages.
 
-    They do for text, and for media, which are compared by their keys. Of anything else, such as
-    `prompt_embeds`, two turns may have the same tokens and other content.
+    They do for text, and for media, which are compared by their keys. With other parts, such as
+    `prompt_embeds`, two turns may have equal tokens and different content.
     """
     if not isinstance(messages, list):
         return messages is None

@@ -1,8 +1,8 @@
-"""`/v1/responses`: pictures in what is asked and in what tools have answered.
+"""Endpoint `/v1/responses`: pictures in input messages and in tool results.
 
-vLLM takes fields of a part that OpenAI does not know, and reads them as it reads a chat part's
-(`vllm/entrypoints/openai/responses/protocol.py`, `vllm/renderers/chat_utils`): so a part can say
-by which key its encoder output is found, and come without its picture.
+vLLM accepts fields of a part that OpenAI's API does not have, and reads them like those of a chat
+part (`vllm/entrypoints/openai/responses/protocol.py`, `vllm/renderers/chat_utils`). So a part can
+name the key of its encoder output, and can be sent without its picture.
 """
 
 from collections.abc import Iterator
@@ -30,30 +30,30 @@ from epd.api.sse import RESPONSES
 from epd.errors import BadRequest, ProxyError
 
 WORDS = TEXTS | {"reasoning_text", "summary_text"}
-"""Types of parts that are text; the last two are a reasoning item's."""
+"""Types of parts that are text; the last two belong to reasoning items."""
 
 CONTENTS = ("content", "output")
-"""Where an input item has parts: a message, what a tool has answered."""
+"""Fields with the parts of an input item: of a message, and of a tool result."""
 
 STATEFUL = ("previous_response_id", "previous_input_messages", "conversation", "background")
-"""Fields by which an engine would have to remember, or go on without its client. It would be that
-one engine alone, until it ends, and no other could take its place."""
+"""Fields that need an engine to store a response, or to continue without the client. Only that
+engine would have the state, and no other could replace it."""
 
 
 class Responses(Endpoint):
-    """OpenAI's responses; each request brings its whole conversation."""
+    """OpenAI's responses; each request has its whole conversation."""
 
     path = "/v1/responses"
     limits = ("max_output_tokens",)
     grammar = RESPONSES
 
     def parse(self, raw: bytes | bytearray) -> Body:
-        """The request; no engine is to keep it, or to know it by its client's id."""
+        """Return the request without the client's id, and with `store` off: no engine keeps it."""
         body = {key: value for key, value in super().parse(raw).items() if key != "request_id"}
         return {**body, "store": False}
 
     def check(self, body: Body) -> None:
-        """Refuse what has no input, and what would need a memory."""
+        """Reject a request without input, and one that needs state from another request."""
         if not isinstance(body.get("input"), str | list):
             raise BadRequest("input must be a string or a list", param="input")
         for field in STATEFUL:
@@ -66,7 +66,7 @@ class Responses(Endpoint):
                 )
 
     def items(self, body: Body) -> Iterator[MMItem]:
-        """The pictures of all input items, in order."""
+        """Yield the pictures of all input items, in order."""
         if isinstance(body["input"], str):
             return
         for index, item in enumerate(body["input"]):
@@ -76,7 +76,7 @@ class Responses(Endpoint):
                     yield from _pictures(item[field], ("input", index, field))
 
     def error_event(self, error: ProxyError) -> bytes:
-        """An event of the API's own, which has `error` too: by that, OpenAI's client raises."""
+        """Return the API's own error event. Its `error` field makes OpenAI's client raise."""
         own = {
             "type": "error",
             "code": error.slug,
@@ -103,9 +103,9 @@ def _pictures(parts: list[Any], path: Path) -> Iterator[MMItem]:
 
 
 def _write(part: Part) -> Part:
-    """A chat part of a picture, or of its placeholder metadata, as one of this API.
+    """Convert a chat part of a picture, or of its placeholder metadata, to this API's format.
 
-    vLLM ignores `detail`, but wants it.
+    vLLM ignores `detail` but requires it.
     """
     fields = {key: value for key, value in part.items() if key != "type"}
     if "image_url" in fields:

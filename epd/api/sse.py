@@ -1,10 +1,11 @@
-"""Server-sent events, as bytes that arrive cut anywhere (WHATWG HTML, section 9.2).
+"""Server-sent events of instances, in chunks split at any byte, and the causes of errors. Pure.
 
-What the errors of a vLLM engine say about their cause. Pure.
+The events are those of WHATWG HTML, section 9.2. Each API has its own format of the end of a stream
+(`Grammar`).
 
-vLLM answers 500 to a request whose media it cannot fetch, with the words of the library that failed
-(`vllm/multimodal/media/connector.py`, `_wrap_media_fetch_error`, which turns only the origin's 4xx
-into 422). What fails inside the engine has one of a few messages instead.
+If vLLM cannot fetch the media of a request, it answers 500 with the message of the library that
+failed (`vllm/multimodal/media/connector.py`, `_wrap_media_fetch_error`, which converts only the
+origin's 4xx to 422). A failure inside the engine has one of a few fixed messages instead.
 """
 
 import re
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from epd.json_or_none import json_or_none
 
 MAX_EVENT_BYTES = 16 * 1024**2
-"""Largest event that is waited for."""
+"""Maximum size of an event."""
 
 _LF, _CR = b"\n\r"
 
@@ -23,17 +24,17 @@ _BLANK_LINE = re.compile(rb"(?:\r\n|\n|\r(?!\n)){2}")
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """How an API's streams end.
+    """Format of the end of an API's streams.
 
-    Most events have neither word, and to find a word costs less than to match a line.
+    Most events contain neither word, and a search for a word costs less than a match of a line.
 
     Attributes:
-        done_word: is in every event that is the last.
-        done: the line that tells it.
-        failed_word: is in every event that is an error.
-        failed: the line that tells it.
-        told: the line of any event that tells of tokens or of the end. It is in none of those that
-            come before the first token, and in no comment (a line that begins with a colon).
+        done_word: word in every event that is the last one.
+        done: pattern of the line that marks the last event.
+        failed_word: word in every event that is an error.
+        failed: pattern of the line that marks an error.
+        told: pattern of a line in every event with tokens or the end. It matches no event before
+            the first token, and no comment (a line that begins with a colon).
     """
 
     done_word: bytes
@@ -52,7 +53,7 @@ OPENAI = Grammar(
     re.compile(rb"(?:^|[\r\n])data: ?\{\s*\"error\""),
     _NO_COMMENT,
 )
-"""Streams of OpenAI's older APIs."""
+"""Format of the streams of OpenAI's older APIs."""
 
 _NAMED_ERROR = re.compile(rb"(?:^|[\r\n])(?:event: ?error\s|data: ?\{\s*\"error\")")
 
@@ -63,8 +64,8 @@ RESPONSES = Grammar(
     _NAMED_ERROR,
     re.compile(rb"(?:^|[\r\n])event: ?response\.(?!(?:created|in_progress|queued)\s)"),
 )
-"""Streams of OpenAI's responses API, whose events have names. The first two of vLLM's come before
-it has begun with the request."""
+"""Format of the streams of OpenAI's responses API, with named events. vLLM sends the first two
+before it begins with the request."""
 
 ANTHROPIC = Grammar(
     b"message_stop",
@@ -73,16 +74,16 @@ ANTHROPIC = Grammar(
     _NAMED_ERROR,
     _NO_COMMENT,
 )
-"""Streams of Anthropic's messages API."""
+"""Format of the streams of Anthropic's messages API."""
 
 
 class EventAligner:
-    """Holds back the last, incomplete event of a stream, so that only whole ones go on.
+    """Filter of a stream that holds back its last, incomplete event and passes whole ones on.
 
     Attributes:
-        done: the stream said that it is over, such as `data: [DONE]`.
-        ended: it said that, or an error.
-        failed: it said an error.
+        done: whether the stream has announced its end, such as by `data: [DONE]`.
+        ended: whether it has announced its end or an error.
+        failed: whether it has announced an error.
     """
 
     def __init__(self, grammar: Grammar = OPENAI) -> None:
@@ -93,13 +94,13 @@ class EventAligner:
         self._held = bytearray()
 
     def feed(self, chunk: bytes) -> bytes:
-        """The whole events up to here that were not returned before, byte for byte.
+        """Return the whole events up to here that were not returned before, byte for byte.
 
         Raises:
             ValueError: an event is larger than `MAX_EVENT_BYTES`.
         """
-        # Most chunks are one event of this form, which no grammar takes for an error or an end. To
-        # search each for the words of the grammar would cost twice as much.
+        # Most chunks are one event of this form, which no grammar treats as an error or an end. A
+        # search of each for the words of the grammar would cost twice as much.
         if (
             chunk[:8] == b'data: {"'
             and chunk[8:14] != b'error"'
@@ -109,7 +110,7 @@ class EventAligner:
             and not self._held
         ):
             return chunk
-        # How vLLM sends them: to copy each would cost more than all the rest.
+        # vLLM sends whole events. A copy of each would cost more than all other steps.
         whole = not self._held and chunk.endswith(b"\n\n")
         events = chunk if whole else self._whole_events(chunk)
         said = self._grammar
@@ -120,7 +121,7 @@ class EventAligner:
         return events
 
     def _whole_events(self, chunk: bytes) -> bytes:
-        # A blank line may have begun in what was searched before, at most three bytes from its end.
+        # A blank line may begin in the bytes searched before, at most three bytes from their end.
         start = max(0, len(self._held) - 3)
         self._held += chunk
         end = _end_of_last_event(self._held, start)
@@ -132,7 +133,7 @@ class EventAligner:
 
 
 def _end_of_last_event(data: bytearray, start: int) -> int:
-    if data.endswith(b"\n\n"):  # how vLLM ends each
+    if data.endswith(b"\n\n"):  # as vLLM ends each event
         return len(data)
     end = 0
     for match in _BLANK_LINE.finditer(data, start):
@@ -141,23 +142,23 @@ def _end_of_last_event(data: bytearray, start: int) -> int:
 
 
 ENGINE_DIED = b"EngineCore encountered an issue"
-"""In every answer of a vLLM server whose engine died (`vllm/v1/engine/exceptions.py`,
-`EngineDeadError`). The server ends a moment later."""
+"""Text in every answer of a vLLM server after the death of its engine
+(`vllm/v1/engine/exceptions.py`, `EngineDeadError`). The server ends a moment later."""
 
 FAILED_INSIDE = "internal server error"
 """Message of a request that failed inside the engine (`vllm/exceptions.py`, `GenerationError`), and
-of a bug in the HTTP server; in any case."""
+of a bug in the HTTP server, in lower case; vLLM may write it in any case."""
 
 
 def engine_died(reply: bytes) -> bool:
-    """Return whether an error says that the engine behind a server is dead."""
+    """Return whether an error reports that the engine of a server is dead."""
     return ENGINE_DIED in reply
 
 
 def may_be_fetch(reply: bytes) -> bool:
     """Return whether a 500 may mean that the engine could not fetch a request's media.
 
-    That holds for every error in vLLM's shape that is not the engine's own: the words of HTTP
+    This applies to every error in vLLM's shape that is not the engine's own: the messages of HTTP
     clients are too many to list, and change.
     """
     match json_or_none(reply):
