@@ -1,10 +1,9 @@
-"""Single flight: concurrent callers of one key share one run.
+"""Helpers for asyncio: background tasks, time limits, concurrent calls, and single flight.
 
-Background tasks that run while a process serves. Their failures are logged and counted.
-
-A time limit for code that may lose a cancellation.
-
-Concurrent calls that stop at the first error.
+- `Background` runs tasks while a process serves. Their failures are logged and counted.
+- `within` limits the time of code that may lose a cancellation.
+- `gather_first` runs concurrent calls, and stops them at the first error.
+- `Flights` lets concurrent callers of one key share one run.
 """
 
 import asyncio

@@ -1,10 +1,10 @@
-"""Error types of the proxy. Each type knows its answer to the client.
+"""Error types of the proxy, with the answer to the client and the meaning of each. Pure.
 
 Every error reaches the client in the OpenAI shape, which vLLM uses too
 (`vllm/entrypoints/openai/engine/protocol.py`, `ErrorInfo`): `{"error": {"message", "type", "param",
 "code"}}`. `code` is the HTTP status.
 
-Parsing of an instance's error: its message for the client, and its `Retry-After`. Pure.
+If an instance answered with an error, the client gets its message and its `Retry-After`.
 """
 
 import enum
@@ -317,7 +317,7 @@ class SuspectedFatal(TryLater):
 
 
 class TooManyRequests(TryLater):
-    """This client, or all clients together, have more concurrent requests than allowed."""
+    """The concurrent requests of a client, or of all clients together, exceed a limit."""
 
     status = 429
     type = "RateLimitError"

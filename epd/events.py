@@ -1,7 +1,4 @@
-"""Events as values: the core emits them; observers log, count or trace them.
-
-A histogram with fixed bounds. Pure.
-"""
+"""Events as values: the core emits them; observers log, count or trace them. Pure."""
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -12,7 +9,7 @@ from epd.errors import Stage
 
 
 class Histogram:
-    """Counts of values by bound, and the sum of the values.
+    """Histogram with fixed bounds: counts of values by bound, and the sum of the values.
 
     Attributes:
         bounds: upper bounds, ascending. A value counts for the first bound that is not below it.
@@ -45,7 +42,7 @@ could."""
 
 
 MediaForm = Literal["metadata", "raw"]
-"""How an item goes on to prefill and decode: as placeholder metadata alone, or with its media."""
+"""Form of an item for prefill and decode: only its placeholder metadata, or its media."""
 
 
 Degraded = Literal["encode-local", "prefill-local"]
@@ -56,7 +53,7 @@ Modality = str
 """`image`, `audio` or `video`."""
 
 Waiting = Stage | Literal["answer"]
-"""What a request waits for: a stage, or the rest of its answer."""
+"""Target of a request's wait: a stage, or the rest of its answer."""
 
 GAPS_S = (
     0.001,
@@ -85,7 +82,7 @@ CLIENT_CLOSED = 499
 
 
 class StageDone(NamedTuple):
-    """One finished request to an instance, the store or the queue, successful or not.
+    """Finished request to an instance, the store or the queue, successful or not.
 
     Attributes:
         stage: queue, store, encode, prefill, decode or release.
@@ -138,7 +135,7 @@ class RequestRecord:
         model_name: the instances' name of the request's model (`epd.request.context`).
         prefilled_s: arrival of prefill's answer, on the monotonic clock.
         first_token_s: time from the request's head to decode's first event of tokens. For an answer
-            that is no stream, to all of the answer.
+            without a stream, to the end of the answer.
         kv_wait_s: in a stream, time from prefill's answer to decode's first token: upper bound of
             the time for which prefill kept the blocks.
         gaps: times between the chunks of the stream, in seconds, by `GAPS_S`.

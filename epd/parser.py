@@ -1,4 +1,4 @@
-"""The argument parser that all commands share."""
+"""Argument parser of all commands: errors in one line each, with a suggestion for unknown flags."""
 
 import argparse
 from collections.abc import Iterable, Sequence

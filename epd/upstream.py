@@ -1,10 +1,7 @@
-"""Requests to instances over connections of `epd.http`; failures become errors of a stage.
+"""HTTP client of all requests to instances. Failures of connections become errors of a stage.
 
-Answers of instances: complete ones, and ones that are still arriving.
-
-Conversion of connection errors to errors of a stage.
-
-The HTTP client of all requests to instances.
+The connections are those of `epd.http`. An answer is read whole (`Answer`), or while it arrives
+(`Reply`).
 """
 
 import asyncio

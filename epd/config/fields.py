@@ -1,7 +1,4 @@
-"""Types of the settings' values: how each is parsed and validated.
-
-Names of settings in error messages.
-"""
+"""Types of the settings' values: the parsing and the validation of each."""
 
 import re
 from typing import Annotated, Any

@@ -1,13 +1,11 @@
-"""Command-line flags of the settings.
+"""Settings of an operator, and the command-line flags for them.
 
-Groups of settings, as the help and the documents show them.
+The settings are the fields of the configuration, and the files that hold further settings. The help
+and the documents show them in groups.
 
-Flags of vLLM's example proxies that have another name here, or no effect.
-
-A script written for `disagg_epd_proxy.py` or `disagg_proxy_multiturn.py` runs unchanged. The help
-does not list these flags.
-
-Settings of an operator: the configuration's fields, and the files that hold further settings.
+The parser also accepts the flags of vLLM's example proxies that have another name here, or no
+effect: a script written for `disagg_epd_proxy.py` or `disagg_proxy_multiturn.py` runs unchanged.
+The help does not list these flags.
 """
 
 import argparse

@@ -1,7 +1,4 @@
-"""Errors in settings, with the place of each error and a correction.
-
-Value of a setting, with its source.
-"""
+"""Errors in settings, with the place of each error and a correction; values with their sources."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

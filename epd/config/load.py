@@ -1,13 +1,9 @@
 """Loading of the configuration from flags, the environment, a file and defaults, in this order.
 
-Settings from the environment.
+Values in the YAML file are taken as text, like those of the environment: `no`, `1e3` and `0x10`
+have the same meaning in both, independent of the version of YAML.
 
-Reading of settings from a YAML file.
-
-Values are taken as text, like those of the environment: `no`, `1e3` and `0x10` have the same
-meaning in both, independent of the version of YAML.
-
-Output of the configuration in force, as YAML or JSON and without secrets.
+The configuration in force can be written as YAML or JSON, without secrets.
 """
 
 import os
@@ -195,7 +191,7 @@ class Loaded:
     Attributes:
         config: complete configuration.
         given: settings with a given value, by the names of `Settings`; the others have defaults.
-        unknown: messages about unknown variables that have the prefix of settings. They are no
+        unknown: messages about unknown variables that have the prefix of settings. They are not
             errors: the environment may have the variables of other programs.
     """
 

@@ -1,7 +1,4 @@
-"""The entries of conversations: lookup, validity, and results.
-
-The warning about a time to live of conversations that exceeds that of decode's blocks.
-"""
+"""The entries of conversations: their lookup, validity and storage, and the results of lookups."""
 
 import hashlib
 import time

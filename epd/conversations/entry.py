@@ -1,6 +1,7 @@
-"""The entry of a conversation between two turns.
+"""The entry of a conversation between two turns. Pure.
 
-Fingerprints of token sequences, which tell how long a prefix a prompt shares. Pure.
+It has a fingerprint of the tokens in decode's blocks, by which the length of the prefix that the
+next prompt shares with them is found.
 """
 
 import hashlib

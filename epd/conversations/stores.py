@@ -1,8 +1,7 @@
-"""Interface of the stores of conversations: in this process, or in Redis.
+"""Stores of conversations: in this process, or in Redis.
 
-Store of conversations in this process.
-
-Store of conversations in Redis, shared by several proxies: one key each, which Redis expires.
+Several proxies can share the store in Redis. It has one key for each conversation, which Redis
+expires.
 """
 
 import time

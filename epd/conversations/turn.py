@@ -1,12 +1,11 @@
-"""One turn of a conversation: what the previous turn left, and what this one leaves.
+"""Turn of a conversation: the entry of the previous turn, and the facts for the entry of this one.
 
-Extraction of the fields in decode's answer that are for the proxy, not for the client. Pure.
-
-With `return_token_ids`, vLLM sends the tokens in every chunk of a stream. It sends
-`kv_transfer_params` in the last chunk of a stream (since 0.33), or at the end of another answer
+The facts are fields in decode's answer for the proxy, not for the client. With `return_token_ids`,
+vLLM sends the tokens in every chunk of a stream. It sends `kv_transfer_params` in the last chunk of
+a stream (since 0.33), or at the end of another answer
 (`vllm/entrypoints/openai/chat_completion/protocol.py`). The fields are found by name, and nothing
 else is parsed. A model's text cannot imitate such a field, because quotation marks in a JSON string
-are escaped.
+are escaped. Pure.
 """
 
 import json

@@ -1,9 +1,4 @@
-"""DNS lookups that return all addresses of a name.
-
-Interface of name lookups.
-
-The addresses of a name while its lookups fail and recover. Pure.
-"""
+"""DNS lookups of all addresses of a name, and its effective addresses while lookups fail."""
 
 import math
 from collections.abc import Awaitable, Callable, Collection

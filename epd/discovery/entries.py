@@ -36,7 +36,7 @@ class TransferMismatch(ValueError):
 
 
 class Entry(BaseModel):
-    """One instance, as written."""
+    """Instance as written in a file, a store or a request."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

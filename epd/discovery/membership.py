@@ -1,6 +1,6 @@
-"""All sources of instances of a running proxy.
+"""Membership of the instances of a running proxy, from all sources outside the configuration.
 
-Registrations of instances: by this process, and by others that share the store.
+One source is in this module: registrations, by this process and by others that share the store.
 """
 
 import asyncio
@@ -78,7 +78,7 @@ class Registrations:
         await self.refresh()
 
     async def follow(self) -> None:
-        """Do the same periodically."""
+        """Take over the registrations of other processes periodically."""
         while True:
             await asyncio.sleep(POLL_S)
             await self.refresh()

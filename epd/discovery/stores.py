@@ -3,9 +3,8 @@
 If a store has lost its data, its readers restore them: a deleted file or an empty Redis ends no
 registration. A store with an empty list has not lost its data.
 
-A folder of small files that several processes share. Writes are atomic.
-
-Registrations in Redis: a hash with one field for each, and a field that marks it as complete.
+- Folder: small files that several processes share. Writes are atomic.
+- Redis: a hash with one field for each registration, and a field that marks the hash as complete.
 """
 
 import asyncio
@@ -34,7 +33,7 @@ MAX_BYTES = 1024**2
 
 
 class Folder:
-    """The folder. Its calls block on the disk, so an event loop runs them on threads."""
+    """Folder of small files. Its calls block on the disk, so an event loop runs them on threads."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -228,7 +227,7 @@ TIMEOUT_S = 2.0
 
 
 class InRedis:
-    """Implements `epd.discovery.stores.Store`. Field: a URL; value: its instance in JSON."""
+    """Implements `Store` by a hash. Field: a URL; value: its instance in JSON."""
 
     def __init__(self, client: Any, key: str) -> None:
         self._client = client

@@ -42,7 +42,7 @@ MAX_LEARNED = 1024
 """Upper bound of the namespaces of models that are learned from encode instances."""
 
 PATIENT_S = 1.0
-"""Budget of calls that a request cannot be served without, or that are cheap beside an encode."""
+"""Timeout of calls that a request cannot do without, or that are cheap compared with an encode."""
 
 LATE = "no answer in time"
 

@@ -1,6 +1,6 @@
 """The key of each item, derived from its content or from the client's name for it.
 
-Clients' names for their media, stored in the encoder-cache store.
+The encoder-cache store has the clients' names for their media, with the key behind each name.
 """
 
 import asyncio

@@ -1,9 +1,8 @@
-"""One visit to the encoder-cache store, on a thread or on the event loop.
-
-The choice between the event loop and a thread for a call to the store. Pure.
+"""Lookup in the encoder-cache store with claims of missing entries, on a thread or the event loop.
 
 A call to a store in memory takes some microseconds. Passing it to a thread and back takes several
-times as long. A call on the event loop, however, blocks all other requests.
+times as long. A call on the event loop, however, blocks all other requests. The choice depends on
+the durations of earlier calls.
 """
 
 import time

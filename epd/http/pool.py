@@ -1,6 +1,6 @@
-"""Pool of connections to instances.
+"""Pool of idle connections to instances, and lookups of the addresses of their hosts.
 
-Addresses of host names, with one lookup for all concurrent connects.
+All concurrent connects to a host share one lookup.
 """
 
 import asyncio

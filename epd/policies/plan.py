@@ -1,10 +1,8 @@
-"""The input and the result of a coordination policy.
+"""Interface of a coordination policy, and the policies of this project.
 
-Conditional disaggregation, for requests that are cheaper on one instance.
-
-The policies that select stages by the roles of the fleet.
-
-The policy of a proxy beside a prefill instance, such as a sidecar of its pod.
+A policy gets `Facts` and returns a `Course`. Most policies select the stages by the roles of the
+fleet. Of the others, one is for requests that are cheaper on one instance (conditional
+disaggregation), and one for a proxy beside a prefill instance, such as a sidecar of its pod.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +16,8 @@ from epd.routing.instances import ANSWERING, Role
 from epd.routing.urls import base_url
 
 DecodeChoice = Literal["late", "early"]
-"""When the decode instance is chosen: after prefill has answered, or before it is asked."""
+"""Time at which the decode instance is chosen: after prefill has answered, or before its request.
+"""
 
 DecodeFrom = Literal["table", "header", "picker"]
 """The origin of the decode instance's choice: the proxy's own table, the client's header, or an

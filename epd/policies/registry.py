@@ -1,11 +1,9 @@
-"""Policies in force: each with its options, in order of precedence.
+"""Registry of the policies, and the policies in force with their options, in order of precedence.
 
-A policy is written as its name and its options: `pd_only?skip_prefill_below_tokens=256`. The
-default of an option is the setting of the same name, if there is one.
-
-All policies by name: those of this project, and those of other distributions.
-
-The check whether policies suit a fleet with fixed instances.
+A policy is found by its name: in this project, or among the entry points of other distributions. It
+is written as its name and its options: `pd_only?skip_prefill_below_tokens=256`. The default of an
+option is the setting of the same name, if there is one. If the instances are fixed, the policies
+are checked against them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

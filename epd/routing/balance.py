@@ -100,7 +100,7 @@ class PowerOfTwo:
 
 
 class Rendezvous:
-    """Maps a key to the same instance, which has it in its own caches, unless it is overloaded.
+    """Maps a key to the same instance, which has the item in its caches, unless it is overloaded.
 
     When an instance joins or leaves, only its own keys move. When weights change, the minimum of
     keys moves (weighted rendezvous hashing: Schindelhauer and Schomaker, Weighted Distributed Hash

@@ -123,7 +123,7 @@ class FatalRequests:
 
         Args:
             reject_s: returns the time of rejection after the last death; 0 to disable it.
-            drains: returns whether an instance was about to leave, so that its end is no death.
+            drains: returns whether an instance was about to leave. Its end is then not a death.
             clock: monotonic clock, in seconds.
         """
         self._reject_s = reject_s
@@ -184,7 +184,7 @@ class FatalRequests:
         return _suspected(max(rejected), error.stage)
 
     def survived(self, watched: Watched, items: Iterable[str] = (), *, body: bool = True) -> None:
-        """Forget the deaths of what an instance has processed successfully.
+        """Forget the deaths of items and bodies that an instance has processed successfully.
 
         Args:
             watched: the request.

@@ -2,12 +2,12 @@
 
 The rules are those of Envoy's outlier detection and of a circuit breaker
 (https://www.envoyproxy.io/docs/envoy/latest/intro/arch_overview/upstream/outlier): an instance that
-keeps failing is ejected for a while, longer each time, and returns with one request on trial. Pure:
-the caller passes the time.
+keeps failing is ejected for a while, longer each time, and returns with one request on trial.
 
-The condition of an instance, from its own health check and from the proxy's routing.
+For display, an instance also has a condition: one word for its state and for the result of its own
+health check.
 
-Pure: the caller has queried the instance and the table.
+Pure: the caller passes the time and the results of probes and health checks.
 """
 
 import enum
@@ -258,7 +258,7 @@ class Health:
 
 
 class Condition(enum.StrEnum):
-    """One word for whether an instance passes its health check, and whether it gets requests."""
+    """Condition of an instance: the result of its health check, and whether it gets requests."""
 
     HEALTHY = "healthy"
     """It passes, and gets requests."""

@@ -1,6 +1,6 @@
-"""The vLLM servers behind the proxy.
+"""Instances, which are the vLLM servers behind the proxy, and the registry of their membership.
 
-Registry: one membership from several sources of instances.
+Several sources name instances, and the registry makes one membership of them.
 """
 
 import enum
@@ -29,7 +29,7 @@ CONSUMERS = frozenset({Role.PREFILL, Role.PREFILL_DECODE})
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """One vLLM server.
+    """Instance: a vLLM server with its role.
 
     Attributes:
         role: the stage that it serves.
@@ -111,7 +111,7 @@ class Member(NamedTuple):
 
 
 class Registry:
-    """Keeps the membership of a table equal to what its sources name.
+    """Keeps the members of a table equal to the instances that its sources name.
 
     An instance is a member while at least one source names it. A member is never displaced: an
     instance that conflicts with it is refused, and admitted when the conflict ends. An instance

@@ -8,12 +8,11 @@ from the report. The rest comes from other proxies, or directly from clients:
 
 So no local request is counted twice, local requests count as soon as they begin or end, and new
 requests of others count from the next report on. A request that an instance splits into several
-(`n`, several prompts) counts as what it is split into. Without a recent report, the load is the
+(`n`, several prompts) counts as all its parts. Without a recent report, the load is the
 number of local requests.
 
-Data-parallel ranks behind one URL, and the choice among them.
-
-Parser of an instance's metrics page: its load and its namespace.
+The same rule applies to the data-parallel ranks behind one URL (`Ranks`). The reports are read from
+the instance's metrics page, which also has its namespace.
 """
 
 import math
@@ -26,7 +25,7 @@ from xxhash import xxh3_64_intdigest
 
 
 class Ranks:
-    """The loads of an instance's ranks, by the rule of `epd.routing.load`."""
+    """Loads of an instance's data-parallel ranks, by the rule of this module."""
 
     __slots__ = ("_asked", "_elsewhere", "_last", "_under_way")
 

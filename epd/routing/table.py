@@ -1,6 +1,7 @@
 """The instance table: the health and the load of each instance, and which ones are usable.
 
-One request at an instance: counted while in progress, and judged by its end.
+A request at an instance counts as load while it is in progress (`Place`). Its end is a judgement of
+the instance's health (`Use`).
 """
 
 import random
@@ -50,7 +51,7 @@ class Place:
 
 
 class Use(Place):
-    """One request at an instance. Each `begin` needs one `end`; or use it as a context manager."""
+    """Request at an instance. Each `begin` needs one `end`; or use it as a context manager."""
 
     __slots__ = ("_alone", "_begun", "_clock", "_health")
 
@@ -203,7 +204,7 @@ class InstanceTable:
         return tuple(one.instance for role in roles for one in self._by_role[role])
 
     def all(self, *roles: Role) -> Sequence[Candidate]:
-        """Return the same with health and load."""
+        """Return all instances of these roles, with health and load."""
         if len(roles) == 1:
             return self._by_role[roles[0]]
         return [one for role in roles for one in self._by_role[role]]
@@ -233,7 +234,10 @@ class InstanceTable:
         return any(self.state(instance) is not State.DOWN for instance in self.of(*roles))
 
     def met(self, *roles: Role) -> bool:
-        """Return the same for instances that have answered once: a new one may not listen yet."""
+        """Return whether any instance of these roles that has answered once is not down.
+
+        A new instance may not listen yet.
+        """
         now_s = self._clock()
         healths = (one.health for one in self.all(*roles))
         return any(one.met and one.state(now_s) is not State.DOWN for one in healths)

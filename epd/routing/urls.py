@@ -1,8 +1,6 @@
-"""Parsers of URLs and addresses in settings and registrations.
+"""Parsers of URLs, addresses, weights and host patterns in settings and registrations.
 
-Weights of instances, as written in settings.
-
-Patterns of the hosts that may be registered.
+Each returns the value in its canonical form, and raises ValueError for an invalid one.
 """
 
 import re

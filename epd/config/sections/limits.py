@@ -1,7 +1,4 @@
-"""Settings of limits and deadlines.
-
-Settings of the media in requests: their sources and limits.
-"""
+"""Settings of limits, deadlines and the health of instances, and of the media in requests."""
 
 from pathlib import Path
 from typing import Literal, Self

@@ -1,8 +1,8 @@
-"""Settings of the listening address, TLS, processes, logs and traces.
+"""Settings of the server, of cross-origin requests (CORS), and of tenants.
 
-Settings of cross-origin requests (CORS): the web pages that may use the proxy.
-
-Settings of tenants: their API keys, limits and isolation.
+- Server: the listening address, TLS, processes, logs and traces.
+- CORS: the web pages that may use the proxy.
+- Tenants: their API keys, limits and isolation.
 """
 
 from pathlib import Path
