@@ -1,8 +1,7 @@
-"""Access to routes: the class of access that a route is declared with, and its checks.
+"""Access to routes: classes of access with their checks, and cross-origin rules (CORS). Pure.
 
-Cross-origin rules (CORS) for requests of web pages, the same as those of vLLM's server. Pure.
-
-vLLM uses starlette's `CORSMiddleware`. Status, headers and text of a rejection are the same here.
+The cross-origin rules are those of vLLM's server, which uses starlette's `CORSMiddleware`. Status,
+headers and text of a rejection are the same here.
 """
 
 import hashlib

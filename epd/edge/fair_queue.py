@@ -1,7 +1,4 @@
-"""Places for admitted requests, and the fair queue for the requests that wait for one.
-
-Rate limit: the requests of each tenant per minute.
-"""
+"""Places for admitted requests, with a fair queue for those that wait; rate limits of tenants."""
 
 import asyncio
 from dataclasses import dataclass

@@ -1,8 +1,7 @@
-"""Listening sockets for clients, with TLS or without.
+"""Listening sockets for clients: TCP or Unix, with TLS or without.
 
-Unix socket to listen on: its file is created, replaced if it is stale, and removed.
-
-TLS for clients: the proxy's certificate, and the verification of clients' certificates.
+The file of a Unix socket is created, replaced if it is stale, and removed at the end. TLS includes
+the proxy's certificate and the verification of clients' certificates.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
-"""Checks for requests that aiohttp's parser accepts and another parser may read differently.
+"""Checks of request heads, the path prefix of a reverse proxy, and the limit of open files.
 
-Path prefix that a reverse proxy puts before the paths of this proxy's routes.
-
-Limit of open files and sockets (descriptors) of this process.
+Rejected heads are those that aiohttp's parser accepts and another parser may read differently. The
+prefix that a reverse proxy puts before the proxy's routes is removed. The limit of open files and
+sockets (descriptors) bounds the client connections.
 """
 
 import re

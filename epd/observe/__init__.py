@@ -1,1 +1,1 @@
-"""What happened, logged, counted and traced."""
+"""Logs, metrics and traces of what the proxy does."""

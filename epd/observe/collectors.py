@@ -1,4 +1,4 @@
-"""What is read where it is kept, when the page of metrics is asked for."""
+"""Collectors that read gauges and counters from their owners at scrape time."""
 
 from collections.abc import Iterator
 
@@ -17,13 +17,13 @@ SERVING = frozenset({State.HEALTHY, State.TRIAL})
 
 
 class AdmissionGlance(Collector):
-    """Who is in, who waits, and who was sent away."""
+    """Requests in flight, queued requests and rejections, from admission control."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
 
     def collect(self) -> Iterator[Metric]:
-        """As it is now."""
+        """Yield the current values."""
         door, refused = self._admission.door, self._admission.refused
         yield metric_defs.IN_FLIGHT.family([((), door.inside)])
         yield metric_defs.QUEUED.family([((), door.waiting)])
@@ -32,13 +32,13 @@ class AdmissionGlance(Collector):
 
 
 class InstancesGlance(Collector):
-    """What each instance is thought to be, and has to do."""
+    """State, load and reported load of each instance."""
 
     def __init__(self, table: InstanceTable) -> None:
         self._table = table
 
     def collect(self) -> Iterator[Metric]:
-        """As it is now, of the instances that take part."""
+        """Yield the current values of the registered instances."""
         instances = [(one, (one.role, one.url)) for one in self._table.of(*Role)]
         under_way = self._table.under_way
         yield metric_defs.INSTANCE_UP.family(
@@ -59,13 +59,13 @@ class InstancesGlance(Collector):
 
 
 class StoreGlance(Collector):
-    """What the store was asked, and whether it still is."""
+    """Operations of the encoder-cache store and the states of its circuits."""
 
     def __init__(self, cache: EncoderCache | None) -> None:
         self._cache = cache
 
     def collect(self) -> Iterator[Metric]:
-        """As it is now; without a store, that there are such figures."""
+        """Yield the current values. Without a store the families have no samples."""
         cache = self._cache
         operations = {} if cache is None else cache.operations
         found = {} if cache is None else {("lookup",): cache.found_bytes}
@@ -78,13 +78,13 @@ class StoreGlance(Collector):
 
 
 class ConversationsGlance(Collector):
-    """What conversations leave from turn to turn, and of how much use it is."""
+    """Stored conversations, and the results of their next turns."""
 
     def __init__(self, conversations: Conversations) -> None:
         self._conversations = conversations
 
     def collect(self) -> Iterator[Metric]:
-        """As it is now; in Redis nobody counts how many there are."""
+        """Yield the current values. Conversations in Redis are not counted."""
         kept, results = self._conversations.kept, self._conversations.results
         yield metric_defs.CONVERSATIONS.family([] if kept is None else [((), kept)])
         yield metric_defs.CONVERSATION_TURNS.family([((one,), results[one]) for one in RESULTS])

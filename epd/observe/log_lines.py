@@ -1,4 +1,4 @@
-"""Log lines on their way to a stream: lines of requests in batches, all others at once."""
+"""Buffered writing of log lines: request lines go out in batches, other lines at once."""
 
 import asyncio
 import atexit
@@ -9,27 +9,31 @@ from contextlib import suppress
 from typing import BinaryIO
 
 BATCH_S = 0.05
-"""How long a line of a request may wait for others."""
+"""Upper bound of the time that a request's line waits in a batch, in seconds."""
 
 BATCH_BYTES = 64 * 1024
-"""How much may wait."""
+"""Upper bound of a batch, in bytes."""
 
 WHOLE_BYTES = select.PIPE_BUF
-"""A pipe takes so much as one piece; several workers share one, and none may cut another's line."""
+"""Size of the largest write that a pipe takes as one piece, in bytes.
+
+Several workers share a pipe, and their lines must not be mixed.
+"""
 
 
 class LineWriter:
-    """Writes lines to a stream, in the order in which they come. Safe for threads.
+    """Writer of lines to a stream, in the order in which they arrive. Safe for threads.
 
-    One write for each request is a tenth of what a request costs. So the lines of requests wait for
-    each other for a moment. Any other line is written at once, behind those that wait, and so is
-    what waits when the process exits. A process that is killed loses the last 50 ms.
+    A write for each request is a tenth of what a request costs. Therefore the lines of requests
+    wait up to `BATCH_S` and are written together. Any other line is written at once, after the
+    waiting ones. Waiting lines are also written when the process exits. A process that is killed
+    loses the last 50 ms.
     """
 
     def __init__(self, stream: BinaryIO) -> None:
-        """Write to a stream that is not closed before the process exits."""
+        """Write to a stream that stays open until the process exits."""
         self._stream = stream
-        # Reentrant: a garbage collection while it is held may log what it finds, on this thread.
+        # Reentrant: a garbage collection that runs under the lock may log on this thread.
         self._lock = threading.RLock()
         self._waiting: list[bytes] = []
         self._waiting_bytes = 0
@@ -37,13 +41,13 @@ class LineWriter:
         atexit.register(self.flush)
 
     def write(self, line: str | bytes) -> None:
-        """Write a line, and all lines that wait."""
+        """Write the waiting lines, then this line."""
         with self._lock:
             self._waiting.append(_ended(line))
         self.flush()
 
     def write_soon(self, line: str | bytes) -> None:
-        """Write a line within `BATCH_S`. For the event loop's thread."""
+        """Write a line within `BATCH_S`. Call it on the event loop's thread."""
         line = _ended(line)
         with self._lock:
             self._waiting.append(line)
@@ -56,7 +60,7 @@ class LineWriter:
             self._flushing = loop, loop.call_later(BATCH_S, self._flush_batch)
 
     def flush(self) -> None:
-        """Write all lines that wait. If the reader has closed the stream, the lines are lost."""
+        """Write the waiting lines. They are lost if the reader has closed the stream."""
         with self._lock:
             lines, self._waiting, self._waiting_bytes = self._waiting, [], 0
             with suppress(OSError):
@@ -67,7 +71,7 @@ class LineWriter:
         left = memoryview(part)
         while left:  # an unbuffered stream may take less
             written = self._stream.write(left)
-            if not written:  # and one that does not block may take nothing
+            if not written:  # a nonblocking stream may take nothing
                 return
             left = left[written:]
             self._stream.flush()
@@ -78,14 +82,12 @@ class LineWriter:
 
 
 class LineLogger:
-    """What structlog hands rendered lines to."""
+    """Logger to which structlog passes rendered lines."""
 
     def __init__(self, lines: LineWriter) -> None:
-        """Write to these lines."""
         self._lines = lines
 
     def msg(self, message: str | bytes) -> None:
-        """Write a line at once."""
         self._lines.write(message)
 
     debug = info = warning = error = critical = exception = fatal = log = msg

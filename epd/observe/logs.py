@@ -1,7 +1,7 @@
-"""Log lines: one per request, for people or for machines.
+"""Log lines: one per request, as text or JSON.
 
-No media, prompts, keys or URL queries: an event holds none. What is logged while a request
-is served, by whomever, bears its id.
+The lines contain no media, prompts, keys or URL queries, because events contain none. Each line
+that is logged while a request is served bears the request's id.
 """
 
 import logging
@@ -24,10 +24,10 @@ from epd.events import InstanceChanged, RequestRecord, StageDone, stage_seconds
 from epd.observe.log_lines import LineLogger, LineWriter
 
 REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
-"""Of the request that is being served, as its client knows it."""
+"""ID of the request that is being served, as its client knows it."""
 
 MAX_FAILURES = 8
-"""Failed requests to instances that a request's line names."""
+"""Upper bound of the failed upstream requests that a request's line names."""
 
 NEXT = {
     "ejected": "no requests until the ejection expires, then one on trial",
@@ -41,25 +41,25 @@ NEXT = {
 """Consequence of each change of an instance, for the log."""
 
 FURTHER = frozenset({"exception", "stack", "exc_info", "logger", "logger_name"})
-"""Fields that a line for people has a form of its own for."""
+"""Fields with a form of their own in text lines."""
 SERVING = frozenset[Stage]({"prefill", "decode"})
-"""Stages whose instance the line of a request names."""
+"""Stages with an instance that the line of a request names."""
 
 Fields = dict[str, float | str | None]
 
 EXPECTED = frozenset({"healthy", "trial", "added", "removed"})
-"""What an instance may become without an operator having to look."""
+"""States of an instance that need no action by an operator."""
 AMBIGUOUS = re.compile(r"[ \t=\r\n\"']")
-"""What is quoted in a line for people."""
+"""Characters that make a value be quoted in text lines."""
 
 
 def configure(log_format: str, level: str, *, worker: int | None = None) -> None:
-    """Set structlog up for this process.
+    """Configure structlog for this process.
 
     Args:
         log_format: `console` or `json`.
         level: least level that is logged, such as `info`.
-        worker: what each line names as its worker, where there are several.
+        worker: number of this worker, added to each line; None with a single worker.
     """
     processors: list[structlog.typing.Processor] = [
         structlog.processors.add_log_level,
@@ -80,15 +80,15 @@ def configure(log_format: str, level: str, *, worker: int | None = None) -> None
         wrapper_class=_at(level),
         logger_factory=RequestLines(LineWriter(sys.stderr.buffer), render, worker),
     )
-    # Else Python writes what libraries warn of as plain text between the lines.
+    # Otherwise Python writes the warnings of libraries as plain text between the lines.
     logging.basicConfig(handlers=[_Relay(logging.WARNING)], force=True)
 
 
 def hide_locals() -> None:
-    """Have tracebacks logged without local variables where nothing is configured.
+    """Log tracebacks without local variables where logging is not configured.
 
-    structlog shows them by default, keys of clients among them. `configure` is not called where
-    another application mounts the proxy; what that application configures stays.
+    structlog shows local variables by default, among them keys of clients. `configure` is not
+    called if another application mounts the proxy. That application's own configuration stays.
     """
     if structlog.is_configured():
         return
@@ -101,15 +101,21 @@ def hide_locals() -> None:
 
 
 class RequestLines:
-    """Renders the lines of requests without structlog's chain, which takes longer than the rest.
+    """Renderer of request lines that bypasses structlog's chain, which takes longer than the rest.
 
-    It is structlog's logger factory, too, so that all lines go the same way in the end.
+    It is also structlog's logger factory, so that all lines go through the same writer.
     """
 
     def __init__(
         self, lines: LineWriter, render: Callable[[Any, str, EventDict], Any], worker: int | None
     ) -> None:
-        """Write to `lines` what `render` makes of events, which name this worker."""
+        """Write rendered events to `lines`.
+
+        Args:
+            lines: destination of the lines.
+            render: returns the line of an event.
+            worker: number of this worker, or None.
+        """
         self._lines = lines
         self._render = render
         self._named = {} if worker is None else {"worker": worker}
@@ -120,17 +126,17 @@ class RequestLines:
         return LineLogger(self._lines)
 
     def renders(self, processors: Iterable[structlog.typing.Processor]) -> bool:
-        """Whether structlog's lines still look like these: a test may capture them."""
+        """Return whether structlog still renders these lines; a test may capture them instead."""
         return self._render in processors
 
     def write(self, event: EventDict) -> None:
-        """Write an event of level info soon."""
+        """Write an event of level info within `BATCH_S`."""
         event.update(self._named, event="request", level="info", timestamp=self._clock())
         self._lines.write_soon(self._render(None, "info", event))
 
 
 def set_level(level: str) -> None:
-    """Log from this level on; `configure` has been called."""
+    """Log from this level on. `configure` has been called before."""
     structlog.configure(**{**structlog.get_config(), "wrapper_class": _at(level)})
 
 
@@ -139,29 +145,30 @@ def _at(level: str) -> type[structlog.typing.FilteringBoundLogger]:
 
 
 def _of_request(_: Any, __: str, event: EventDict) -> EventDict:
-    """Say in whose service it was written."""
+    """Add the ID of the request that is being served."""
     if (request_id := REQUEST_ID.get()) is not None:
         event.setdefault("request_id", request_id)
     return event
 
 
 def _named(worker: int, _: Any, __: str, event: EventDict) -> EventDict:
-    """Say whose line it is."""
+    """Add the number of the worker."""
     event.setdefault("worker", worker)
     return event
 
 
 def _console(*, colors: bool) -> structlog.typing.Processor:
-    """A renderer for people."""
-    # Fields stay in the order of the call: what an operator reads first is not at the far right.
+    """Return a renderer of text lines."""
+    # Fields keep the order of the call, so that the most important ones are not at the far right.
     full = structlog.dev.ConsoleRenderer(colors=colors, sort_keys=False)
     return full if colors else partial(plain, full)
 
 
 def plain(full: structlog.dev.ConsoleRenderer, logger: Any, method: str, event: EventDict) -> str:
-    """What `full` makes of an event, without colors; at a tenth of what that takes.
+    """Return the text line that `full` renders without colors, in a tenth of its time.
 
-    There is a line for each request. What has more than a level, a text and fields is left to it.
+    There is a line for each request. Events with more than a level, a text and fields are passed to
+    `full`.
     """
     if not FURTHER.isdisjoint(event):
         return full(logger, method, event)
@@ -179,7 +186,7 @@ def plain(full: structlog.dev.ConsoleRenderer, logger: Any, method: str, event: 
 
 
 class _Clock:
-    """Tells the time as structlog's lines do; the date is written once a second."""
+    """Clock with the format of structlog's lines. It formats the date once a second."""
 
     def __init__(self) -> None:
         self._second = 0
@@ -195,7 +202,7 @@ class _Clock:
 
 
 class _Relay(logging.Handler):
-    """Passes on what libraries log, to be written as our own lines are."""
+    """Handler that writes the log records of libraries in the format of the proxy's lines."""
 
     def emit(self, record: logging.LogRecord) -> None:
         log = structlog.get_logger("epd")
@@ -203,20 +210,21 @@ class _Relay(logging.Handler):
 
 
 class LogObserver:
-    """Logs each client's request, and each request to an instance at level debug."""
+    """Observer that logs each client request, and at level debug each upstream request."""
 
     def __init__(self, kv_lease_s: float, *, tenants: bool = False) -> None:
-        """Log from now on.
+        """Log with these settings.
 
         Args:
-            kv_lease_s: how long prefill keeps its blocks; what takes half of it is a warning.
+            kv_lease_s: time for which prefill keeps its blocks, in seconds. A wait of more than
+                half of it is a warning.
             tenants: whether the line of a request names its tenant.
         """
         self._long_s = kv_lease_s / 2
         self._tenants = tenants
 
     def adopt(self, kv_lease_s: float, *, tenants: bool) -> None:
-        """Go by other settings, and by the level that logging has now."""
+        """Use other settings, and the current log level."""
         self._long_s = kv_lease_s / 2
         self._tenants = tenants
         self.__dict__.pop("_log", None)
@@ -225,7 +233,7 @@ class LogObserver:
 
     @cached_property
     def _log(self) -> structlog.typing.FilteringBoundLogger:
-        """As configured when the first event comes; to look that up costs more than a line."""
+        """Logger as configured at the first event. To look it up costs more than a line."""
         log: structlog.typing.FilteringBoundLogger = structlog.get_logger("epd").bind()
         return log
 
@@ -235,23 +243,23 @@ class LogObserver:
 
     @cached_property
     def _lines(self) -> RequestLines | None:
-        """None where logging is not configured, as in a program that is not ours."""
+        """Request lines, or None if the process has not called `configure`."""
         factory = structlog.get_config()["logger_factory"]
         return factory if isinstance(factory, RequestLines) else None
 
     @cached_property
     def _processors(self) -> Iterable[structlog.typing.Processor]:
-        """Structlog's, which it changes in place."""
+        """The processors of structlog, which changes the list in place."""
         processors: Iterable[structlog.typing.Processor] = structlog.get_config()["processors"]
         return processors
 
     def stage_done(self, event: StageDone) -> None:
-        """One line at level debug; a warning where prefill's blocks were not given back."""
+        """Log a line at level debug, or a warning if prefill's blocks were not released."""
         lost = event.stage == "release" and event.error is not None
         if not lost and not self._debugs:
             return
         level = logging.WARNING if lost else logging.DEBUG
-        more = {"next": "prefill keeps its blocks until their lease ends"} if lost else {}
+        more = {"next": "prefill keeps its blocks until their lease expires"} if lost else {}
         self._log.log(
             level,
             "stage",
@@ -294,7 +302,7 @@ class LogObserver:
         return event.kv_wait_s is not None and event.kv_wait_s > self._long_s
 
     def _add_course(self, fields: Fields, event: RequestRecord) -> None:
-        """Add the time of each stage, and what was not as usual."""
+        """Add the time of each stage, and what differed from the usual course."""
         for stage, seconds in stage_seconds(event.stages).items():
             fields[f"{stage}_s"] = round(seconds, 4)
         if event.items:
@@ -309,7 +317,7 @@ class LogObserver:
             fields["kv_wait_s"] = round(event.kv_wait_s, 4)
 
     def _add_names(self, fields: Fields, event: RequestRecord) -> None:
-        """Add what a request is searched by."""
+        """Add the fields that operators search requests by."""
         if self._tenants and event.tenant:
             fields["tenant"] = event.tenant
         fields["request_id"] = event.request_id
@@ -319,7 +327,7 @@ class LogObserver:
             fields["trace_id"] = event.trace_id
 
     def instance_changed(self, event: InstanceChanged) -> None:
-        """One line: a warning where it is left alone, info where it is back, comes or goes."""
+        """Log one line: a warning if the state needs action by an operator, otherwise info."""
         level = logging.INFO if event.state in EXPECTED else logging.WARNING
         named = {} if event.source is None else {"source": event.source}
         self._log.log(
@@ -334,10 +342,10 @@ class LogObserver:
 
 
 def _add_served(fields: Fields, event: RequestRecord) -> None:
-    """Add which instances answered, and with how much.
+    """Add the instances that answered, and the sizes of their answers.
 
-    Of several prefills or decodes that succeeded, the last one is named. Encode instances are not:
-    a request may have one for each item.
+    Of several successful prefills or decodes, the last one is named. Encode instances are not
+    named, because a request may have one for each item.
     """
     if event.model_name:
         fields["model"] = event.model_name
@@ -353,7 +361,7 @@ def _add_served(fields: Fields, event: RequestRecord) -> None:
 
 
 def _failures(event: RequestRecord) -> list[str]:
-    """Which instance failed at what, and how; the first ones."""
+    """Return the first failures, each with instance, stage and error."""
     failed = [
         f"{one.stage}@{one.instance}={one.error}"
         for one in event.stages

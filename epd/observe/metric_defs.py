@@ -1,7 +1,7 @@
-"""Every figure on `GET /metrics`: its name, its labels, what it says. Pure.
+"""Definitions of all metrics on `GET /metrics`: name, kind, labels and HELP text. Pure.
 
-Names and units are as https://prometheus.io/docs/practices/naming/ has them. A label has few
-values: none comes from a client.
+Names and units follow https://prometheus.io/docs/practices/naming/. Labels have few values, and
+clients cannot create new ones.
 """
 
 import math
@@ -13,19 +13,20 @@ from typing import Literal
 from prometheus_client.metrics_core import Metric
 
 Value = str | int | bool
-"""Of a label, as it is counted; on the page it is text."""
+"""Value of a label when it is counted. On the page it is text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One family.
+    """Definition of a metric family.
 
     Attributes:
-        name: without the `_total` that a counter's samples end in.
-        kind: in Prometheus' words.
-        meaning: one sentence.
-        labels: their names.
-        of_workers: what a gauge is of several processes; what is counted is a sum.
+        name: name without the suffix `_total` of a counter's samples.
+        kind: type of the family, as Prometheus names it.
+        meaning: HELP text: what is counted, unit and labels.
+        labels: names of the labels.
+        of_workers: function that combines a gauge of several processes. Counters and histograms are
+            always summed.
     """
 
     name: str
@@ -35,7 +36,7 @@ class Figure:
     of_workers: Callable[[Sequence[float]], float] = math.fsum
 
     def family(self, values: Iterable[tuple[tuple[Value, ...], float]]) -> Metric:
-        """It with these values, by those of its labels."""
+        """Return the family with these values, each with its label values."""
         family = Metric(self.name, self.meaning, self.kind)
         sample = f"{self.name}_total" if self.kind == "counter" else self.name
         for of_labels, value in values:
@@ -43,7 +44,7 @@ class Figure:
         return family
 
     def named(self, values: tuple[Value, ...]) -> dict[str, str]:
-        """Labels and their values."""
+        """Return the labels as a mapping of names to text."""
         return dict(zip(self.labels, map(_text, values), strict=True))
 
 
@@ -56,222 +57,233 @@ MODEL = "model_name"
 REQUESTS = Figure(
     "epd_requests",
     "counter",
-    "Clients' requests that have ended; status 499 is a client that left before its end.",
+    "Completed client requests by status. Status 499: the client disconnected before the end of "
+    "the response.",
     (MODEL, "path", "status"),
 )
 REQUEST_SECONDS = Figure(
     "epd_request_seconds",
     "histogram",
-    "Clients' requests, from the head until the last byte of the answer.",
+    "Duration of client requests in seconds, from the request head to the last byte of the "
+    "response.",
     (MODEL, "path"),
 )
 STAGE_SECONDS = Figure(
     "epd_stage_seconds",
     "histogram",
-    "Requests to instances and to the store, and waits in the queue, until they were answered or "
-    "failed; decode until the head of its answer. failed: false, true, or rejected where the error "
-    "is the client request's own: invalid media, a URL that cannot be fetched.",
+    "Duration of upstream requests, store operations and queue waits in seconds, until the answer "
+    "or failure; for decode, until the head of the response. Label failed: false; true; rejected "
+    "if the client request itself is invalid, such as invalid media or a URL that cannot be "
+    "fetched.",
     (MODEL, "stage", "failed"),
 )
 FIRST_TOKEN_SECONDS = Figure(
     "epd_time_to_first_token_seconds",
     "histogram",
-    "From a request's head to the first event of its stream that tells of tokens; where it is no "
-    "stream, to the whole answer, of an endpoint with a prefill. Comments of a stream, such as "
-    "vLLM's --sse-keep-alive-interval sends, do not count.",
+    "Time in seconds from the request head to the first event of the stream with tokens. Without "
+    "streaming: to the complete response, for endpoints with a prefill. Comments in a stream, such "
+    "as those of vLLM's --sse-keep-alive-interval, are ignored.",
     (MODEL,),
 )
 CHUNK_SECONDS = Figure(
     "epd_inter_chunk_seconds",
     "histogram",
-    "Between two chunks of a stream, as they come from decode, without those that are comments "
-    "alone.",
+    "Time in seconds between two chunks of a stream, as received from decode. Chunks with only "
+    "comments are ignored.",
     (MODEL,),
 )
 KV_WAIT_SECONDS = Figure(
     "epd_kv_wait_seconds",
     "histogram",
-    "From prefill's answer to decode's first token, in streams: for so long prefill keeps blocks.",
+    "Time in seconds from prefill's response to decode's first token, for streams. Prefill keeps "
+    "the request's KV blocks for this time.",
 )
 ITEMS = Figure(
     "epd_items",
     "counter",
-    "Media items, by where their encoder outputs came from: hit, there or on its way; encoded, for "
-    "this request; local, by prefill or decode. Of the endpoints with an encode stage.",
+    "Media items by source of their encoder output, for endpoints with an encode stage. hit: "
+    "stored, or already being encoded; encoded: by an encode instance, for this request; local: "
+    "by prefill or decode.",
     (MODEL, "result"),
 )
 ITEMS_SENT = Figure(
     "epd_items_sent",
     "counter",
-    "Media items, by the form in which they went on to prefill and decode: metadata, placeholder "
-    "metadata in place of the media; raw, with the media, which are uploaded and preprocessed once "
-    "more.",
+    "Media items by the form in which they are sent to prefill and decode. metadata: placeholder "
+    "metadata instead of the media; raw: the media themselves, which are uploaded and preprocessed "
+    "again.",
     (MODEL, "form"),
 )
 ITEMS_HIT_RATIO = Figure(
     "epd_items_hit_ratio",
     "gauge",
-    "Which part of a model's media items were hits, 0 to 1, since the proxy began: of the items of "
-    "all workers together, and nothing before the first of them.",
+    "Ratio of hits to media items of a model, 0 to 1, since the start of the proxy and over all "
+    "workers. Absent before the first item.",
     (MODEL,),
 )
 ENCODE_WAITS = Figure(
     "epd_encode_waits",
     "counter",
-    "Of the hits, those that waited for an encode that somebody else had begun, here or at another "
+    "Hits that waited for an encode already under way for another request, at this or another "
     "proxy.",
     (MODEL,),
 )
 SAVED_ENCODES = Figure(
     "epd_saved_encodes",
     "counter",
-    "Encodes that were not needed: one for each hit.",
+    "Encodes saved by the cache: one for each hit.",
     (MODEL,),
 )
 SAVED_BYTES = Figure(
     "epd_saved_bytes",
     "counter",
-    "Bytes of media that a request had, base64 as it stood there, and that no instance was sent, "
-    "thanks to hits.",
+    "Bytes of media of client requests, base64 as received, that were sent to no instance because "
+    "of hits.",
     (MODEL,),
 )
 SAVED_ENCODE_SECONDS = Figure(
     "epd_saved_encode_seconds",
     "counter",
-    "An estimate: for each hit the mean time of the last encodes of its modality, as this process "
-    "saw them.",
+    "Estimated encode time saved by hits, in seconds: for each hit the moving mean of recent "
+    "encode times of its modality, as measured by this process.",
     (MODEL,),
 )
 STORE_OPERATIONS = Figure(
     "epd_store_operations",
     "counter",
-    "What the encoder-cache store was asked: ok, timeout, error, or skipped, as it cannot be "
-    "opened or is left alone.",
+    "Operations on the encoder-cache store by result: ok; timeout; error; skipped, because the "
+    "store cannot be opened or its circuit is open.",
     ("operation", "result"),
 )
 STORE_BYTES = Figure(
     "epd_store_bytes",
     "counter",
-    "Bytes of the entries that look-ups found: what consumers load in place of an encode.",
+    "Bytes of the entries found by look-ups, which consumers load instead of encoding.",
     ("operation",),
 )
 RETRIES = Figure(
     "epd_request_retries",
     "counter",
-    "Requests begun anew after a failed prefill or decode, unseen by the client.",
+    "Retries of requests after a failed prefill or decode, invisible to the client.",
     (MODEL,),
 )
 DEGRADED = Figure(
     "epd_requests_degraded",
     "counter",
-    "Requests of which a stage's work was done in another stage.",
+    "Requests with a stage replaced by another stage. Label kind: encode-local, media encoded by "
+    "prefill or decode; prefill-local, prompt prefilled by decode.",
     (MODEL, "kind"),
 )
 POLICIES = Figure(
     "epd_policy_requests",
     "counter",
-    "Requests by the coordination policy that decided what runs for them.",
+    "Requests by the coordination policy that selected their stages.",
     (MODEL, "policy"),
 )
 DISCONNECTS = Figure(
     "epd_disconnects",
     "counter",
-    "Clients that left, by what their request was at: a stage; answer, the rest of it; proxy, its "
-    "body, its media, the checks.",
+    "Client disconnects by the activity of the request. Label stage: a stage; answer, the rest of "
+    "the response; proxy, reading the body, fetching media or validation.",
     ("stage",),
 )
 KV_RELEASES = Figure(
     "epd_kv_releases",
     "counter",
-    "Prefills that nobody waited for, whose blocks decode was asked to have given back: ok or "
-    "failed, and then they stay until their lease ends.",
+    "KV releases requested from decode for abandoned prefills, by result: ok; failed, and the "
+    "blocks stay until their lease expires.",
     ("result",),
 )
 INSTANCE_CHANGES = Figure(
     "epd_instance_changes",
     "counter",
-    "How often an instance was added, removed, refused, ejected, down, on trial, healthy.",
+    "State changes of instances: added, removed, refused, ejected, down, trial or healthy.",
     ("role", "state"),
 )
 REFUSED = Figure(
     "epd_requests_refused",
     "counter",
-    "Requests that were sent away, by why.",
+    "Requests rejected by admission control, by reason.",
     ("reason",),
 )
 INSTANCE_UP = Figure(
     "epd_instance_up",
     "gauge",
-    "1 where requests go to an instance, healthy or on trial; 0 where it is ejected or down.",
+    "1 if an instance gets requests (healthy or on trial); 0 if it is ejected or down.",
     ("role", "instance"),
     min,
 )
 INSTANCE_REQUESTS = Figure(
     "epd_instance_requests",
     "gauge",
-    "Requests that an instance is at.",
+    "Requests of this proxy that are under way at an instance.",
     ("role", "instance"),
 )
 INSTANCE_REPORTED = Figure(
     "epd_instance_reported_requests",
     "gauge",
-    "Requests that an instance says are waiting or running at it, from whomever.",
+    "Requests waiting or running at an instance, as reported by the instance; requests of other "
+    "clients are included.",
     ("role", "instance", "state"),
     max,
 )
 CIRCUIT_OPEN = Figure(
     "epd_circuit_open",
     "gauge",
-    "1 while the store is left alone, as it failed again and again: store_questions, or "
-    "store_changes. Nothing without a store.",
+    "1 while the circuit of the store is open after repeated failures. Label circuit: "
+    "store_questions or store_changes. Absent without a store.",
     ("circuit",),
     max,
 )
-IN_FLIGHT = Figure("epd_requests_in_flight", "gauge", "Requests that are being served.")
-QUEUED = Figure("epd_requests_queued", "gauge", "Requests that wait for their turn.")
+IN_FLIGHT = Figure("epd_requests_in_flight", "gauge", "Requests that are being processed.")
+QUEUED = Figure("epd_requests_queued", "gauge", "Requests waiting for admission.")
 BODY_BYTES = Figure(
-    "epd_body_bytes_in_flight", "gauge", "Bytes of the bodies of requests that are being served."
+    "epd_body_bytes_in_flight", "gauge", "Bytes of the bodies of requests that are being processed."
 )
 LOOP_LAG = Figure(
     "epd_event_loop_lag_seconds",
     "gauge",
-    "The longest that the event loop kept others waiting, of the last 15 s.",
+    "Longest delay of the event loop in the last 15 s, in seconds.",
     of_workers=max,
 )
 BACKGROUND_FAILURES = Figure(
     "epd_background_failures",
     "counter",
-    "Unexpected exceptions in background tasks of the proxy, by task. Each cause is in the log "
-    "with its traceback. A probe or a load report that raises is one that failed; other tasks are "
-    "restarted after 1 s, or after up to 60 s where they raise again and again.",
+    "Unexpected exceptions in background tasks of the proxy, by task. The log has each cause with "
+    "its traceback. A probe or load report that raises counts as failed; other tasks are "
+    "restarted after 1 s, and after up to 60 s if they raise repeatedly.",
     ("task",),
 )
 CONVERSATIONS = Figure(
-    "epd_conversations", "gauge", "Conversations that a next turn may find; of those in Redis none."
+    "epd_conversations",
+    "gauge",
+    "Conversations in memory that a next turn can find. Absent for conversations in Redis.",
 )
 CONVERSATION_TURNS = Figure(
     "epd_conversation_turns",
     "counter",
-    "Turns by what became of the blocks that decode held of the last one: hit, prefill read them; "
-    "miss, there were none; stale, decode was gone or had been started anew; changed, the prompt "
-    "does not begin with theirs, or nobody could tell; failed, prefill could not read them; "
-    "rested, prefill was not told of them, as it could not read others a while ago; unknown, the "
-    "store gave no answer.",
+    "Turns of conversations, by what became of the KV blocks that decode kept of the previous "
+    "turn. hit: read by prefill; miss: there were none; stale: decode was unreachable or had "
+    "restarted; changed: the prompt does not begin with the previous one, or this could not be "
+    "determined; failed: prefill could not read them; rested: not tried, because a recent read "
+    "from that decode engine had failed; unknown: the conversation store gave no answer.",
     ("result",),
 )
 CONVERSATIONS_EVICTED = Figure(
     "epd_conversations_evicted",
     "counter",
-    "Conversations dropped that no turn has found: there were too many, their time was over, or "
-    "their decode instance has gone. Of those in Redis none: it expires them itself.",
+    "Conversations dropped before a next turn found them: too many, expired, or their decode "
+    "instance is gone. 0 for conversations in Redis, which expires them itself.",
 )
 RELOADED = Figure(
     "epd_config_last_reload_success",
     "gauge",
-    "1 where all files that were read last could be used; 0: older ones are in force.",
+    "1 if the last reload accepted all files; 0 if it did not, and older files are in force.",
     of_workers=min,
 )
-BUILD = Figure("epd_build_info", "gauge", "1, of this version.", ("version",), max)
+BUILD = Figure(
+    "epd_build_info", "gauge", "Always 1. Label version: version of the proxy.", ("version",), max
+)
 
 FIGURES: Mapping[str, Figure] = MappingProxyType(
     {
@@ -316,4 +328,4 @@ FIGURES: Mapping[str, Figure] = MappingProxyType(
         )
     }
 )
-"""All of them, by name, in the order of the reference."""
+"""Definitions of all metrics by name, in the order of the reference."""

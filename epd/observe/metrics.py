@@ -1,18 +1,14 @@
-"""An observer that counts, for `GET /metrics`.
+"""Metrics of one process: counted events, the lag of the event loop, and the hit ratio.
 
-How long the event loop keeps others waiting.
+Counters and histograms are plain dictionaries of one event loop. Without the locks of
+prometheus_client, counting takes a third of its time and adding to a histogram a quarter. A request
+updates a dozen of them.
 
-One loop serves everybody: what holds it up for 100 ms does so for each running stream.
+The event loop serves all requests: a callback that holds it for 100 ms delays each running stream
+by 100 ms. `watched` measures this lag.
 
-The hit ratio, of what is on the page of metrics. Pure.
-
-It is taken after the items of all workers are added up: the ratios of several say nothing about
-that of all.
-
-The values of figures that are counted, by their labels.
-
-To count takes a third of the time that prometheus_client needs, to add to a histogram a quarter:
-its numbers have locks, and these belong to one event loop. A request meets a dozen of them.
+The hit ratio is computed after the items of all workers are summed, because the ratios of several
+workers do not combine to the ratio of all.
 """
 
 import asyncio
@@ -38,13 +34,13 @@ from epd.observe.worker_metrics import WorkerMetrics
 from epd.version import __version__
 
 TICK_S = 0.02
-"""How often it is looked. What holds the loop up for less is not always seen."""
+"""Interval of the lag measurement, in seconds. Shorter delays may be missed."""
 
 WINDOW_S = 15.0
-"""What is told is the worst of this long: about as often as Prometheus asks."""
+"""Window of the reported maximum, in seconds: about one scrape interval of Prometheus."""
 
 ALARM_S = 0.1
-"""A lag that is logged, once in a window."""
+"""Lag that is logged, once per window, in seconds."""
 
 
 def watched(
@@ -53,9 +49,9 @@ def watched(
     """Watch the running loop until the context is left.
 
     Args:
-        tell: is told the longest lag of each window, in seconds.
-        background: runs it.
-        window_s: how long a window is.
+        tell: called with the longest lag of each window, in seconds.
+        background: group of tasks that runs the watch.
+        window_s: length of a window, in seconds.
     """
     return background.running("loop_lag", partial(_watch, tell, window_s))
 
@@ -83,17 +79,17 @@ async def _worst(window_s: float) -> float:
 
 
 class WithHitRatio(Collector):
-    """A page, with the ratio of its items; of a model without items there is none.
+    """Metrics page with the hit ratio. A model without items has no ratio.
 
     Args:
-        page: all figures but this one.
+        page: all other metrics.
     """
 
     def __init__(self, page: Collector) -> None:
         self._page = page
 
     def collect(self) -> Iterator[Metric]:
-        """All of the page, and the ratio right behind the items."""
+        """Yield all families of the page, and the ratio right behind the items."""
         for family in self._page.collect():
             yield family
             if family.name == ITEMS.name:
@@ -115,27 +111,27 @@ SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 1
 
 
 class Counted:
-    """A counter's values."""
+    """Values of a counter by its labels."""
 
     def __init__(self, figure: Figure) -> None:
-        """Begin at 0: it is shown at once where there are no labels."""
+        """Start empty, or at 0 for a counter without labels, which is shown at once."""
         self.figure = figure
         self._values: dict[tuple[Value, ...], float] = {} if figure.labels else {(): 0.0}
 
     def add(self, labels: tuple[Value, ...], amount: float = 1) -> None:
-        """Count `amount` more."""
+        """Add `amount`."""
         self._values[labels] = self._values.get(labels, 0) + amount
 
     def collect(self) -> Metric:
-        """As it is now."""
+        """Return the family with the current values."""
         return self.figure.family(self._values.items())
 
 
 class Spread:
-    """A histogram's values."""
+    """Values of a histogram by its labels."""
 
     def __init__(self, figure: Figure, bounds: Sequence[float] = SECONDS) -> None:
-        """Begin with none; it is shown at once where there are no labels."""
+        """Start empty. A histogram without labels is shown at once."""
         self.figure = figure
         self._bounds = bounds
         self._values: dict[tuple[Value, ...], Histogram] = {}
@@ -143,14 +139,14 @@ class Spread:
             self.of(())
 
     def of(self, labels: tuple[Value, ...]) -> Histogram:
-        """The one of these labels."""
+        """Return the histogram of these labels; create it at the first use."""
         found = self._values.get(labels)
         if found is None:
             found = self._values[labels] = Histogram(self._bounds)
         return found
 
     def collect(self) -> Metric:
-        """As it is now."""
+        """Return the family with the current values."""
         family = Metric(self.figure.name, self.figure.meaning, "histogram")
         for labels, values in self._values.items():
             named, below = self.figure.named(labels), 0
@@ -169,22 +165,23 @@ def _bound(bound: float) -> str:
 
 
 CLIENT_LEFT = 499
-"""nginx's status for it."""
+"""Status for a client that disconnected before the end of its response, as nginx uses it."""
 
 OF_LATE = 0.1
-"""How much of the mean time of an encode the last one is."""
+"""Weight of the latest encode in the moving mean of encode times."""
 
 
 class MetricsObserver(Collector):
-    """Counts events.
+    """Observer that counts events.
 
     Attributes:
-        registry: what is counted here, and what is read elsewhere when the page is asked for.
-        shown: what the page shows: the same; of several workers, what all have.
+        registry: this process's collectors: the counters of this observer, and those that read
+            elsewhere at scrape time.
+        shown: collector of the page: `registry`, or with several workers the sums of all.
     """
 
     def __init__(self, admission: Admission) -> None:
-        """Begin at nothing; what `admission` counts is on the page too."""
+        """Start all counters at 0, and register the metrics of `admission`."""
         self._requests = Counted(metric_defs.REQUESTS)
         self._request_seconds = Spread(metric_defs.REQUEST_SECONDS)
         self._first_tokens = Spread(metric_defs.FIRST_TOKEN_SECONDS)
@@ -213,7 +210,7 @@ class MetricsObserver(Collector):
         self.shown: Collector = self.registry
 
     def collect(self) -> Iterator[Metric]:
-        """What was counted so far."""
+        """Yield the values of all counters and gauges of this observer."""
         for value in vars(self).values():
             if isinstance(value, Counted | Spread):
                 yield value.collect()
@@ -222,19 +219,19 @@ class MetricsObserver(Collector):
         yield metric_defs.BUILD.family([((__version__,), 1)])
 
     def reloaded(self, success: bool) -> None:
-        """Say how it ended."""
+        """Record the result of a reload."""
         self._reloaded = float(success)
 
     def background_failed(self, task: str, count: int) -> None:
-        """Count so many unexpected exceptions of a background task."""
+        """Count unexpected exceptions of a background task."""
         self._background.add((task,), count)
 
     def loop_lag(self, seconds: float) -> None:
-        """Show how long the event loop kept others waiting."""
+        """Record the longest delay of the event loop, in seconds."""
         self._loop_lag_s = seconds
 
     def stage_done(self, event: StageDone) -> None:
-        """Add its time."""
+        """Record the duration and the result of a stage."""
         failed = event.error is not None
         outcome = "rejected" if event.rejected else failed
         self._stages.of((event.model_name, event.stage, outcome)).add(event.seconds)
@@ -245,7 +242,7 @@ class MetricsObserver(Collector):
             self._encode_s[event.modality] = mean_s + OF_LATE * (event.seconds - mean_s)
 
     def request_done(self, event: RequestRecord) -> None:
-        """Count it and its items."""
+        """Count a client request and its items."""
         model = event.model_name
         self._requests.add((model, event.path, event.status))
         self._request_seconds.of((model, event.path)).add(event.seconds)
@@ -285,16 +282,19 @@ class MetricsObserver(Collector):
                 self._sent.add((model, form), count)
 
     def instance_changed(self, event: InstanceChanged) -> None:
-        """Count it."""
+        """Count a change of state."""
         self._instances.add((event.role, event.state))
 
     def page(self, accept: str = "") -> tuple[bytes, str]:
-        """All figures, and their media type: OpenMetrics where `accept` asks for it."""
+        """Return the page and its media type: OpenMetrics if `accept` asks for it."""
         encode, content_type = choose_encoder(accept)
         return encode(WithHitRatio(self.shown)), content_type
 
     async def page_of_all(self, accept: str = "") -> tuple[bytes, str]:
-        """Return the page; that of several workers is made on a thread, as it takes far longer."""
+        """Return the page and its media type, over all workers.
+
+        With several workers the page is made on a thread, because it takes far longer.
+        """
         if not isinstance(self.shown, WorkerMetrics):
             return self.page(accept)
         encode, content_type = choose_encoder(accept)

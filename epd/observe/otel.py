@@ -1,13 +1,12 @@
-"""Spans by OpenTelemetry.
+"""Traces with OpenTelemetry: spans of requests, and their export.
 
-Attributes are those of the semantic conventions for HTTP and generative AI; our own are `epd.…`.
-No prompts, media, keys or tenants; URLs are those of instances and of routes.
+OpenTelemetry is an optional dependency; this module is imported only if traces are configured.
 
-Spans on their way to a collector: in batches, by a thread of OpenTelemetry's SDK.
+Attributes follow the semantic conventions for HTTP and generative AI; the proxy's own begin with
+`epd.`. They contain no prompts, media, keys or tenants. URLs are those of instances and of routes.
 
-What the SDK reads from the environment (`OTEL_…`: service name, sampler, headers, batches) holds.
-
-Traces, where they are wanted: OpenTelemetry is an extra, imported only then.
+A thread of OpenTelemetry's SDK exports spans in batches. The SDK's environment variables (`OTEL_…`:
+service name, sampler, headers, batches) apply.
 """
 
 import asyncio
@@ -47,20 +46,20 @@ from epd.spans import Item, Span, Tracer
 from epd.version import __version__
 
 MAX_MODEL = 128
-"""Characters of a model's name."""
+"""Upper bound of a model's name in an attribute, in characters."""
 SERVER_ERROR = 500
 
 W3C = TraceContextTextMapPropagator()
 
 
 class OtelTracer:
-    """Makes a span for each request; its children share its trace."""
+    """Tracer that starts a span for each request. Child spans share its trace."""
 
     def __init__(self, tracer: trace.Tracer) -> None:
         self._tracer = tracer
 
     def request(self, method: str, route: str, headers: Mapping[str, str]) -> "OtelRequest":
-        """As `Tracer.request`. What is no `traceparent` begins a trace of its own."""
+        """See `Tracer.request`. An invalid `traceparent` starts a new trace."""
         span = self._tracer.start_span(
             f"{method} {route}",
             W3C.extract(headers, Context()) if headers else Context(),
@@ -71,7 +70,7 @@ class OtelTracer:
 
 
 class OtelSpan:
-    """One span."""
+    """Span of the SDK, as `Span`."""
 
     __slots__ = ("_ended", "_span", "headers")
 
@@ -82,20 +81,16 @@ class OtelSpan:
         W3C.inject(self.headers, trace.set_span_in_context(span, Context()))
 
     def answered(self, status: int) -> None:
-        """As `Span.answered`."""
         self._span.set_attribute("http.response.status_code", status)
 
     def event(self, name: str) -> None:
-        """As `Span.event`."""
         self._span.add_event(name)
 
     def link(self, other: Span) -> None:
-        """As `Span.link`."""
         if isinstance(other, OtelSpan):
-            self._span.add_link(other._span.get_span_context())  # noqa: SLF001 - one of us
+            self._span.add_link(other._span.get_span_context())  # noqa: SLF001 - an object of this class
 
     def end(self, error: str | None = None) -> None:
-        """As `Span.end`."""
         if self._ended:
             return
         self._ended = True
@@ -105,7 +100,6 @@ class OtelSpan:
         self._span.end()
 
     def __enter__(self) -> Self:
-        """It goes on."""
         return self
 
     def __exit__(
@@ -114,12 +108,11 @@ class OtelSpan:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """It is over."""
         self.end(slug_of(error))
 
 
 class OtelRequest:
-    """The span of a request, and its children."""
+    """Span of a request, with its children."""
 
     __slots__ = ("_children", "_context", "_span", "_tracer", "headers", "trace_id")
 
@@ -133,14 +126,12 @@ class OtelRequest:
         W3C.inject(self.headers, self._context)
 
     def asks(self, operation: str | None, model: str | None) -> None:
-        """As `RequestSpan.asks`."""
         if operation is not None:
             self._span.set_attribute("gen_ai.operation.name", operation)
         if model:
             self._span.set_attribute("gen_ai.request.model", model[:MAX_MODEL])
 
     def child(self, name: str, *, url: str | None = None, item: Item | None = None) -> OtelSpan:
-        """As `RequestSpan.child`."""
         kind, attributes = SpanKind.INTERNAL, dict[str, str | int]()
         if item is not None:
             attributes |= {"epd.item": item.param, "epd.item.modality": item.modality}
@@ -156,12 +147,11 @@ class OtelRequest:
         return child
 
     def sent(self, name: str, item: Item) -> Span | None:
-        """As `RequestSpan.sent`."""
         found = self._children.get((name, item.param))
         return None if found is None else found[1]
 
     def done(self, event: RequestRecord) -> None:
-        """As `RequestSpan.done`: an error is the proxy's where it is no 4xx."""
+        """See `RequestSpan.done`. The span's status is an error unless the response is a 4xx."""
         attributes: dict[str, int | str | list[str]] = {
             "http.response.status_code": event.status,
             "epd.request.id": event.engine_id,
@@ -182,7 +172,7 @@ class OtelRequest:
 
 @lru_cache(maxsize=1024)
 def _peer(url: str) -> Mapping[str, str | int]:
-    """What a span says of the instance that is asked."""
+    """Return the attributes that name the instance of an upstream request."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     return {
@@ -194,20 +184,20 @@ def _peer(url: str) -> Mapping[str, str | int]:
 
 
 SERVICE = "epd-proxy"
-"""`service.name` where `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES` do not say."""
+"""Default of `service.name`: used without `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES`."""
 PROTOCOLS = {"grpc": GrpcExporter, "http/protobuf": HttpExporter}
-"""Exporters by `OTEL_EXPORTER_OTLP_TRACES_PROTOCOL`; the first is the default, as vLLM's."""
+"""Exporters by `OTEL_EXPORTER_OTLP_TRACES_PROTOCOL`; the first is the default, as in vLLM."""
 FLUSH_S = 3.0
-"""At the end: for the collector to take what is left."""
+"""Time limit at shutdown for exporting the remaining spans, in seconds."""
 GIVE_UP_S = 1.0
-"""After it, for the exporter to see that it is over."""
+"""Time limit for the exporter to stop after `FLUSH_S`, in seconds."""
 
 
 def protocol() -> str:
-    """The protocol that the environment names.
+    """Return the protocol that the environment names.
 
     Raises:
-        ValueError: it is none that can be spoken.
+        ValueError: the environment names an unsupported protocol.
     """
     for variable in (OTEL_EXPORTER_OTLP_TRACES_PROTOCOL, OTEL_EXPORTER_OTLP_PROTOCOL):
         if named := os.environ.get(variable):
@@ -219,14 +209,14 @@ def protocol() -> str:
 
 @asynccontextmanager
 async def exporting(endpoint: str) -> AsyncIterator[Tracer | None]:
-    """Makes spans for a collector, which has those that are left when the context is left.
+    """Export spans to a collector until the context is left, which flushes the remaining ones.
 
     Args:
-        endpoint: the collector's URL: `http://host:4317` for gRPC, and for HTTP the whole of it,
+        endpoint: URL of the collector: `http://host:4317` for gRPC, and for HTTP the complete URL,
             such as `http://host:4318/v1/traces`.
 
     Yields:
-        None where `OTEL_SDK_DISABLED` says so.
+        The tracer, or None if `OTEL_SDK_DISABLED` is set.
     """
     provider = TracerProvider(resource=_resource(), shutdown_on_exit=False)
     tracer = provider.get_tracer("epd", __version__)
@@ -242,7 +232,7 @@ async def exporting(endpoint: str) -> AsyncIterator[Tracer | None]:
 
 
 def _resource() -> Resource:
-    """Who sends the spans."""
+    """Return the resource that the spans name as their source."""
     said = Resource.create()
     ours: dict[str, str] = {SERVICE_VERSION: __version__}
     if str(said.attributes[SERVICE_NAME]).startswith("unknown_service"):  # the SDK's own default
@@ -251,7 +241,7 @@ def _resource() -> Resource:
 
 
 async def _flush(provider: TracerProvider, exporter: SpanExporter) -> None:
-    """Export what is left, for no longer than there is time."""
+    """Export the remaining spans within the time limit."""
     pool = DaemonPool(1, "traces")
     ending = asyncio.wrap_future(pool.submit(provider.shutdown))
     try:
@@ -265,10 +255,10 @@ async def _flush(provider: TracerProvider, exporter: SpanExporter) -> None:
 
 
 class Reporting(SpanExporter):
-    """An exporter that says once that a collector is away, and once that it is back.
+    """Exporter that logs once that the collector is unreachable, and once that it is back.
 
-    The library has several lines for each batch. It says what is wrong in its log alone, so that is
-    listened to.
+    The library logs several lines for each batch. Its log is the only place that has the reason of
+    a failure; therefore this class listens to that log.
     """
 
     def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
@@ -298,7 +288,7 @@ class Reporting(SpanExporter):
             log.info("spans are exported again", endpoint=self._endpoint)
 
     def shutdown(self) -> None:
-        """Try nothing any more; what is under way is given up."""
+        """Stop, and abandon an export under way."""
         if self._over:
             return
         self._over = True
@@ -308,7 +298,7 @@ class Reporting(SpanExporter):
 
 
 class _LastLine(logging.Handler):
-    """Remembers what was logged last."""
+    """Handler that keeps the last record."""
 
     line = ""
 
@@ -317,14 +307,14 @@ class _LastLine(logging.Handler):
 
 
 class TracesUnavailable(Exception):
-    """Traces are wanted and cannot be had; its text says why."""
+    """Error: traces are configured and cannot be exported. The text has the reason."""
 
 
 def check_tracing(config: ServingSettings) -> None:
-    """Find out at the start.
+    """Check at startup that traces can be exported.
 
     Raises:
-        TracesUnavailable: OpenTelemetry is missing, or its own settings are wrong.
+        TracesUnavailable: OpenTelemetry is missing, or its settings are invalid.
     """
     if config.otlp_traces_endpoint is None:
         return
@@ -341,10 +331,10 @@ def check_tracing(config: ServingSettings) -> None:
 
 
 def tracing(config: ServingSettings) -> AbstractAsyncContextManager[Tracer | None]:
-    """Makes spans, which are exported until the context is left; None where none are wanted.
+    """Return a context that exports spans until it is left; its value is None without an endpoint.
 
     Raises:
-        TracesUnavailable: they cannot be had.
+        TracesUnavailable: OpenTelemetry is missing, or its settings are invalid.
     """
     if config.otlp_traces_endpoint is None:
         return nullcontext()

@@ -1,23 +1,18 @@
-"""The figures of all workers, whichever of them is asked.
+"""Metrics over all workers, on every worker's `/metrics`.
 
-Each worker writes its figures to a page that the others read: every second while they are
-scraped, more rarely otherwise, and before it answers.
-So no figure was ever shown that is not on a page, and no counter goes back when a worker dies. A
-worker that replaces another goes on counting from where that one's page ends.
+Each worker writes its metrics to a page of shared memory that the others read: every second while
+they are scraped, less often otherwise, and before it answers a scrape. So every value that a scrape
+returned is on a page, and no counter decreases when a worker dies. A replacement worker continues
+with the counters of that page.
 
-Bytes that one process writes again and again, and others read: the last whole ones, always.
+A page is anonymous memory that is freed with the last process that has it open. It has two halves
+and a number that selects the half to read. The writer writes the other half, then the number. A
+writer that is killed leaves the previous content intact. A reader that is overtaken twice sees a
+mismatch with the number or the digest, and reads again.
 
-They are in memory that has no name, and is gone with the last process that has it open.
-
-A number tells which of two halves is read; the other one is written, and then the number. So a
-writer that is killed leaves what it wrote before. A reader that is overtaken twice finds what does
-not fit the number or the digest, and looks again.
-
-What several processes have counted, added up.
-
-Counters and histograms are sums. The fixed order and the one rounding at the end matter: a sum that
-came out a last digit smaller when another process is asked would be taken for a counter that began
-anew.
+Counters and histograms are summed in a fixed order and rounded once. Otherwise two processes could
+answer sums that differ in the last digit, and Prometheus would take the smaller one for a reset of
+the counter.
 """
 
 import asyncio
@@ -40,26 +35,26 @@ from epd.observe.metric_defs import FIGURES
 
 NUMBER = Struct("<Q")
 WANTED = Struct("<d")
-"""When a reader last wanted the page, on the monotonic clock of this machine; 0: never."""
+"""Time of a reader's last request for the page, on this machine's monotonic clock; 0: never."""
 HEAD = Struct("<QQ16s")
-"""Of a half: its number, the length of what follows, and its digest."""
+"""Header of a half: its number, the length of its content, and the digest."""
 
 HALF_BYTES = 64 * 1024**2
-"""How far the halves are apart, and what one has room for. Only what is written takes memory."""
+"""Capacity of a half, in bytes. Only written bytes use memory."""
 
 ATTEMPTS = 100
-"""Overtaken so often in a row, a reader gives up."""
+"""Upper bound of reads that writers overtake, after which a reader gives up."""
 
 
 class PageUnreadable(Exception):
-    """There is something, but no whole page."""
+    """Error: the page has content, but no complete half."""
 
 
 class SharedPage:
-    """One page. One process at a time may write it.
+    """Page of shared memory. One process at a time may write it.
 
     Attributes:
-        descriptor: hands it to another process.
+        descriptor: file descriptor, to pass the page to another process.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -67,20 +62,20 @@ class SharedPage:
 
     @classmethod
     def made(cls) -> "SharedPage":
-        """One that nobody has written yet.
+        """Create an empty page.
 
         Raises:
-            OSError: there is no memory for it.
+            OSError: there is not enough memory.
         """
         descriptor = os.memfd_create("epd")
         os.fchmod(descriptor, 0o600)
         return cls(descriptor)
 
     def write(self, page: bytes) -> None:
-        """Have everyone read this from now on.
+        """Write the page's next content.
 
         Raises:
-            OSError: it does not fit; what was written before stays.
+            OSError: it does not fit; the previous content stays.
         """
         number = self.number() + 1
         head = HEAD.pack(number, len(page), _digest(page))
@@ -90,10 +85,10 @@ class SharedPage:
         self._put(NUMBER.pack(number), 0)
 
     def read(self) -> bytes | None:
-        """What was written last; None where nothing was.
+        """Return the content last written, or None if there is none.
 
         Raises:
-            PageUnreadable: there is no whole page.
+            PageUnreadable: there is no complete half.
         """
         for _ in range(ATTEMPTS):
             number = self.number()
@@ -105,31 +100,31 @@ class SharedPage:
         raise PageUnreadable(f"page {number} is not whole")
 
     def number(self) -> int:
-        """How often it has been written: what was read by the same number is read still."""
+        """Return the number of writes. An equal number means that the content has not changed."""
         found = os.pread(self.descriptor, NUMBER.size, 0)
         number: int = NUMBER.unpack(found)[0] if len(found) == NUMBER.size else 0
         return number
 
     def want(self) -> None:
-        """Tell the page's writer that it has a reader. Any process may.
+        """Tell the writer that the page has a reader. Any process may call this.
 
         Raises:
-            OSError: there is no memory for it.
+            OSError: there is not enough memory.
         """
         self._put(WANTED.pack(time.monotonic()), NUMBER.size)
 
     def wanted_within(self, seconds: float) -> bool:
-        """Whether a reader has wanted it that lately."""
+        """Return whether a reader has called `want` within these seconds."""
         found = os.pread(self.descriptor, WANTED.size, NUMBER.size)
         wanted_s: float = WANTED.unpack(found)[0] if len(found) == WANTED.size else 0.0
         return wanted_s > 0.0 and time.monotonic() - wanted_s < seconds
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Be the only process that writes, of several that may; the lock ends with its holder.
+        """Lock the page against other writers. The lock ends with the process that has it.
 
         Raises:
-            OSError: another one is.
+            OSError: another process has the lock.
         """
         fcntl.lockf(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
@@ -138,7 +133,7 @@ class SharedPage:
             fcntl.lockf(self.descriptor, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the descriptor."""
         os.close(self.descriptor)
 
     def _at(self, number: int) -> bytes | None:
@@ -171,7 +166,7 @@ _PAGE = TypeAdapter(list[_Family])
 
 
 def dump(families: Iterable[Metric]) -> bytes:
-    """Their name, documentation, type and samples; values are finite."""
+    """Encode families: name, documentation, type and samples. Values are finite."""
     return _PAGE.dump_json(
         [
             (one.name, one.documentation, one.type, [sample[:3] for sample in one.samples])
@@ -181,21 +176,21 @@ def dump(families: Iterable[Metric]) -> bytes:
 
 
 def load(page: bytes) -> list[Metric]:
-    """What was dumped.
+    """Decode the families of a page.
 
     Raises:
-        ValueError: it is no such page.
+        ValueError: the content is not such a page.
     """
     return [_family(*fields) for fields in _PAGE.validate_json(page)]
 
 
 def counted(families: Iterable[Metric]) -> list[Metric]:
-    """What remains true when a process has ended: its counters and histograms."""
+    """Return the families that stay true after a process has ended: counters and histograms."""
     return [family for family in families if family.type != "gauge"]
 
 
 def added(pages: Iterable[Iterable[Metric]]) -> list[Metric]:
-    """One page for all, whose families and samples are in the order in which they first come."""
+    """Sum several pages. Families and samples keep the order of their first appearance."""
     families: dict[str, Metric] = {}
     values: dict[str, _Values] = {}
     for family in (family for page in pages for family in page):
@@ -220,20 +215,20 @@ def _family(name: str, documentation: str, kind: str, samples: Iterable[_Sample]
 
 
 WRITE_S = 1.0
-"""How old the figures of other workers may be: little beside the time between two scrapes."""
+"""Interval of writing while scraped, in seconds: little beside a scrape interval."""
 ASKED_S = 90.0
-"""For how long after a scrape they are written so often: longer than any usual scrape interval."""
+"""Time after a scrape during which `WRITE_S` applies, in seconds: longer than usual intervals."""
 UNASKED_S = 15.0
-"""How often they are written after that. What a worker that is killed had not written is lost."""
+"""Interval of writing otherwise, in seconds. A killed worker loses what it had not written."""
 
 
 class WorkerMetrics(Collector):
-    """The figures of one worker, and by them those of all.
+    """Collector of one worker's metrics and of the sums over all workers.
 
     Args:
-        own: what this worker has counted, and is doing.
-        pages: those of all workers, in the same order in each.
-        seat: the place of its own among them.
+        own: collector of this worker's metrics.
+        pages: pages of all workers, in the same order in each worker.
+        seat: index of this worker's page.
     """
 
     def __init__(self, own: Collector, pages: Sequence[SharedPage], seat: int) -> None:
@@ -245,7 +240,7 @@ class WorkerMetrics(Collector):
         self._written = b""
 
     def write(self) -> None:
-        """Let the others know, if there is anything new."""
+        """Write this worker's metrics to its page, if they have changed."""
         page = dump(added([self._earlier, self._own.collect()]))
         if page == self._written:
             return
@@ -257,7 +252,7 @@ class WorkerMetrics(Collector):
             self._written = page
 
     async def keep_writing(self) -> None:
-        """Do so again and again."""
+        """Write the page periodically."""
         written_s = -UNASKED_S
         while True:
             now_s = time.monotonic()
@@ -267,11 +262,11 @@ class WorkerMetrics(Collector):
             await asyncio.sleep(WRITE_S)
 
     def collect(self) -> Iterator[Metric]:
-        """The figures of all, this one's being those of this moment."""
+        """Yield the sums over all workers, with this worker's current values."""
         yield from self.written().collect()
 
     def written(self) -> "Written":
-        """Write this worker's figures; return all, to be read on any thread."""
+        """Write this worker's metrics. Return a collector of all, to be read on any thread."""
         self.write()
         for page in self._pages:
             if page is not self._page:
@@ -293,18 +288,18 @@ class WorkerMetrics(Collector):
 
 
 class Written(Collector):
-    """What all workers have written."""
+    """Collector of the sums of all pages."""
 
     def __init__(self, read: Callable[[], list[Metric]]) -> None:
         self._read = read
 
     def collect(self) -> Iterator[Metric]:
-        """Read it."""
+        """Read and sum the pages."""
         return iter(self._read())
 
 
 def bury(page: SharedPage) -> None:
-    """Leave of a worker that has died what it counted, and not what it was doing."""
+    """Keep only the counters and histograms of a worker that has died."""
     try:
         page.write(dump(counted(load(page.read() or b"[]"))))
     except (PageUnreadable, OSError, ValueError) as error:

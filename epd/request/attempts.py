@@ -1,7 +1,4 @@
-"""Items of a request that need an encoder output, and the keys of these outputs. No I/O.
-
-One sending of a request: its plan and its results. No I/O.
-"""
+"""Attempts of a request: the items to encode with their keys, the plan, and the results. No I/O."""
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass

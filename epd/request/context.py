@@ -1,14 +1,11 @@
-"""The state of a request beside its body, and the timing of its stages.
+"""State of a request beside its body: timing of its stages, ids, and the model's label.
 
-Request ids for instances, logs and traces.
+Ids of requests for instances, logs and traces only distinguish requests. They are no secrets and
+need no system call for secure randomness.
 
-An id distinguishes requests and is no secret, so it needs no system call for secure randomness.
-
-Model names for labels: the names under which instances serve the models of requests.
-
-A client can ask for any name. Only a name from an instance's answer becomes a label, which bounds
-their number. vLLM answers with the served name: the first if there are several, as in the
-`model_name` label of its own metrics. For a LoRA it answers with the adapter's name.
+A client can ask for any model name. Only a name from an instance's answer becomes a label, which
+bounds the number of labels. vLLM answers with the served name: the first if there are several, as
+in the `model_name` label of its own metrics. For a LoRA it answers with the adapter's name.
 """
 
 import itertools

@@ -1,6 +1,7 @@
-"""KV connector facts of prefill instances, for transfers that need them in advance.
+"""Requests about KV blocks outside of the stages: connector facts, and releases.
 
-Background requests that ask decode to release the KV blocks of abandoned prefills.
+Some transfers need KV connector facts of a prefill instance in advance. Background requests ask
+decode to release the KV blocks of abandoned prefills.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
-"""Read-back: which KV blocks of the previous turn prefill may read from decode.
+"""Read-back: the KV blocks of the previous turn that prefill may read from decode.
 
-Cooldowns of KV read-back: after a failure, a prefill instance skips an engine. No I/O.
+After a failed read-back, the prefill instance skips that engine for a cooldown. No I/O.
 """
 
 import math

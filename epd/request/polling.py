@@ -1,9 +1,4 @@
-"""A periodic question to every instance, while the proxy runs.
-
-Health probes of instances, while the proxy runs.
-
-Periodic requests to instances for their load and their namespace.
-"""
+"""Periodic requests to every instance while the proxy runs: health, load and namespace."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping

@@ -1,7 +1,4 @@
-"""State of a client's request in the server.
-
-Typed keys of the objects that the application holds.
-"""
+"""Typed keys of the objects in the application, and the server's state of one request."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,6 +1,6 @@
-"""Access of a request: check of its key, and its wait for a place.
+"""Intake of a request: the check of its key, its wait for a place, and the reading of its body.
 
-Reading of a request's body, within the limits of size, rate and time.
+The body is read within the limits of size, rate and time.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
-"""Middleware of every request: its id, its record for the observers, and errors as responses.
+"""Middleware of every request: its id, its record for the observers, errors, and CORS.
 
-Cross-origin responses (CORS) to web pages of the origins that the configuration allows.
+Errors become responses. CORS headers go to web pages of the origins that the configuration allows.
 """
 
 import re

@@ -1,6 +1,6 @@
-"""Operator routes: health, readiness, metrics, `/instances`, `/policies`, profiling.
+"""Operator routes: health, readiness, metrics, `/instances`, `/policies`, profiling and `/ui`.
 
-Operator's page `/ui`: static files without data of the fleet, and the state that they load.
+The page `/ui` consists of static files without data of the fleet, and of the state that they load.
 """
 
 from collections.abc import Mapping

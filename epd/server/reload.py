@@ -1,13 +1,11 @@
-"""Reload of the configuration and of files at SIGHUP.
+"""Reload of the configuration and its files at SIGHUP, and checks of them at the start.
 
-If one is invalid, the error is logged and the previous content stays in force.
+If one is invalid, the error is logged and the previous content stays in force. The checks also
+cover the optional tracing library.
 
-Checks at the start of what the configuration names: files, and the optional tracing library.
-
-Last valid configuration, with copies of the files that it names.
-
-The first of several processes holds them for the workers that it starts. A worker that replaces
-another gets the same configuration as the other workers, even if the files have changed since.
+The first of several processes keeps copies of the last valid configuration and files for the
+workers that it starts. A worker that replaces another gets the same configuration as the other
+workers, even if the files have changed since.
 """
 
 import asyncio

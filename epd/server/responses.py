@@ -1,6 +1,6 @@
-"""Headers of every response of the proxy, and responses for errors.
+"""Responses: headers of all responses, error responses, and the check of keys by instances.
 
-Check of clients' keys without a keys file: an instance accepts or rejects them.
+Without a keys file, an instance accepts or rejects a client's key.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Process that serves the application until a signal stops it.
 
-Settings of the C library's allocator for bodies of megabytes.
+It sets glibc's allocator to keep freed memory for bodies of megabytes.
 """
 
 import asyncio
