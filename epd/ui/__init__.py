@@ -1,1 +1,1 @@
-"""The operator's page: what happened of late, of all workers, as one document and as a page."""
+"""Operator's page: recent events and current state of all workers, as JSON and as a web page."""

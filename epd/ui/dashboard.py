@@ -1,7 +1,7 @@
-"""What the page shows, put together when somebody asks, of all workers.
+"""State of the operator's page, put together per request over all workers.
 
-With several, each writes what it knows to a page of memory that the others read: once a second
-while a client reads the state, if it is other than before. A request waits for none of it.
+With several workers, each writes its state to shared memory that the others read: once a second
+while a client reads the page, if the state has changed. Client requests do not wait for this.
 """
 
 import asyncio
@@ -20,25 +20,26 @@ from epd.ui.snapshot import Seen, Snapshot, totals
 from epd.ui.state import Moment, state
 
 WRITE_S = 1.0
-"""How old what is known of other workers may be."""
+"""Upper bound of the age of another worker's state, in seconds."""
 LOOKED_S = 5.0
-"""For how long after a look the others go on writing."""
+"""Time for which the other workers write after a client has read the page, in seconds."""
 POLL_S = 0.25
-"""How often a worker checks for a reader, while there is none."""
+"""Interval at which an idle worker checks for a reader, in seconds."""
 AWAKE_S = 1.0
-"""How long the first look waits for what the others write; one of them may just have died."""
+"""Wait of the first reader for the other workers' states, in seconds; a worker may have died."""
 FRESH_S = 0.5
-"""How old an answer may be: it is made twice a second, however many look."""
+"""Lifetime of a document, in seconds: it is made at most twice a second for any number of readers.
+"""
 
 
 class Board:
-    """What this process knows, and by it what all know.
+    """State of this process and, through shared pages, of all workers.
 
     Args:
-        recent: what it has seen of late.
-        table: its instances.
-        metrics: the figures of all.
-        store: what kind of encoder-cache store it asks.
+        recent: recent events of this process.
+        table: instances of this process.
+        metrics: metrics of all workers.
+        store: kind of the encoder-cache store; None without one.
     """
 
     def __init__(
@@ -56,17 +57,17 @@ class Board:
         self._making = asyncio.Lock()
 
     def share(self, pages: Sequence[SharedPage], seat: int) -> None:
-        """Show what all workers know from now on.
+        """Include the states of all workers.
 
         Args:
-            pages: theirs, in the same order in each.
-            seat: the place of this one's among them.
+            pages: pages of all workers, in the same order in each worker.
+            seat: index of this worker's page.
         """
         self._page = pages[seat]
         self._others = [page for page in pages if page is not self._page]
 
     async def keep_writing(self) -> None:
-        """Let the other workers know, again and again while a client reads the state."""
+        """Write this worker's state periodically while a client reads the page."""
         looked_at = False
         while True:
             before, looked_at = (
@@ -74,13 +75,13 @@ class Board:
                 self._page is not None and self._page.wanted_within(LOOKED_S),
             )
             if looked_at:
-                if not before:  # the first look waits until the page is written
+                if not before:  # the first reader waits until the page is written
                     self._written = b""
                 self.write()
             await asyncio.sleep(WRITE_S if looked_at else POLL_S)
 
     def write(self) -> None:
-        """Let them know, if there is anything new."""
+        """Write this worker's state to its page, if it has changed."""
         known = orjson.dumps(self._known())
         if self._page is None or known == self._written:
             return
@@ -93,7 +94,7 @@ class Board:
             )
 
     async def document(self) -> bytes:
-        """The page's state as JSON, at most `FRESH_S` old."""
+        """Return the state as JSON, at most `FRESH_S` old."""
         async with self._making:
             if time.monotonic() - self._made_s >= FRESH_S:
                 await self._wake_others()
@@ -108,7 +109,7 @@ class Board:
         )
 
     async def _wake_others(self) -> None:
-        """Have the others write, and wait for those that did not."""
+        """Ask the other workers to write, and wait for those that have not written yet."""
         asleep = [
             (page, page.number()) for page in self._others if not page.wanted_within(LOOKED_S)
         ]
@@ -146,13 +147,15 @@ class Board:
                     yield orjson.loads(found)
             except (PageUnreadable, OSError, orjson.JSONDecodeError) as error:
                 structlog.get_logger("epd").warning(
-                    "what a worker knows cannot be read", reason=str(error)
+                    "the state of a worker cannot be read", reason=str(error)
                 )
 
 
 def forget(page: SharedPage) -> None:
-    """Leave nothing of a worker that has died: it does nothing any more."""
+    """Clear the page of a worker that has died."""
     try:
         page.write(b"")
     except OSError as error:
-        structlog.get_logger("epd").warning("a dead worker stays shown", reason=str(error))
+        structlog.get_logger("epd").warning(
+            "the page of a dead worker cannot be cleared", reason=str(error)
+        )

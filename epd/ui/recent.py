@@ -1,4 +1,4 @@
-"""An observer that keeps what happened of late in rings, for whoever asks."""
+"""Observer that keeps recent events in ring buffers for the operator's page."""
 
 import time
 from collections import deque
@@ -25,15 +25,15 @@ from epd.ui.snapshot import (
 )
 
 SHOWN_SPANS = 16
-"""Of one request at most: one with many pictures has a span for each."""
+"""Upper bound of the spans of a request: one with many images has a span for each."""
 SHOWN_TEXT = 300
-"""Characters of an error's reason."""
+"""Upper bound of an error's reason, in characters."""
 
 
 class Recent:
-    """What this process has seen of late.
+    """Recent events of this process.
 
-    All of it is bounded, and an event costs an append.
+    All buffers are bounded, and an event costs an append.
     """
 
     def __init__(
@@ -41,12 +41,12 @@ class Recent:
         clock: Callable[[], float] = time.monotonic,
         unix_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Begin with nothing.
+        """Start empty.
 
         Args:
-            clock: the monotonic clock that spans are measured with.
-            unix_clock: the clock on the wall. A request and a notice get their time from it once,
-                when they happen: the page uses it as part of their keys.
+            clock: monotonic clock of the spans.
+            unix_clock: wall clock. A request and a notice take their time from it once, when they
+                happen: the page uses it as part of their keys.
         """
         self._clock = clock
         self._unix_clock = unix_clock
@@ -59,11 +59,11 @@ class Recent:
         self._seconds: deque[Second] = deque(maxlen=KEPT_SECONDS)
 
     def stage_done(self, event: StageDone) -> None:
-        """Keep it."""
+        """Keep the sample of an upstream request."""
         self._stages[event.stage].append(event)
 
     def request_done(self, event: RequestRecord) -> None:
-        """Keep it, unless it was about the proxy itself."""
+        """Keep a client request, unless it is for an operator route."""
         if not is_work(event.path):
             return
         now_s, unix_s = self._clock(), round(self._unix_clock(), 3)
@@ -81,7 +81,7 @@ class Recent:
             second["encoded"] += event.items.get("encoded", 0)
 
     def instance_changed(self, event: InstanceChanged) -> None:
-        """Keep it."""
+        """Keep a change of an instance."""
         self._changes.append((round(self._unix_clock(), 3), event))
 
     def _second(self, at: int) -> Second:
@@ -92,7 +92,7 @@ class Recent:
         return self._seconds[-1]
 
     def events(self) -> Events:
-        """All that is kept, as other processes can read it."""
+        """Return all kept events in a form that other processes can read."""
         return Events(
             samples={
                 stage: [

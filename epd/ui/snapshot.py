@@ -1,12 +1,10 @@
-"""What one process knows of late, as values that go through JSON to the one that is asked.
+"""Recent events of one process as JSON values, and the totals that the page takes from `/metrics`.
 
-Samples and seconds are on the monotonic clock, which is the same for all processes of a machine.
-Requests and notices are on the clock on the wall: what one call of the page says of their times,
-the next one says too.
+Samples and seconds are on the monotonic clock, which all processes of a machine share. Requests and
+notices are on the wall clock, so that each response of the page shows the same times for them.
 
-The figures of the page that are those of `/metrics`, found there by their names.
-
-So both say the same, and they are of all workers. Labels that are not asked for are summed over.
+The totals are those of `/metrics`, looked up by their names and summed over the labels that the
+page does not use. So the page and `/metrics` agree, over all workers.
 """
 
 from collections import Counter, defaultdict
@@ -21,28 +19,35 @@ from epd.events import ItemResult, MediaForm, RequestRecord, StageDone
 KEPT_REQUESTS = 64
 KEPT_ERRORS = 48
 KEPT_CHANGES = 16
-"""Of instances. Their own, so that no client's bad requests push out an instance that went."""
+"""Upper bound of the kept changes of instances.
+
+They have a buffer of their own, so that failed requests cannot evict the removal of an instance.
+"""
 KEPT_SAMPLES = 512
-"""For each stage."""
+"""Upper bound of the kept samples of each stage."""
 KEPT_SECONDS = 120
 
 NO_WORK = frozenset({"/v1/models"})
-"""Of the API: asked for by load balancers and such, again and again."""
+"""Routes of the API that load balancers and similar clients poll."""
 
 CLIENT_ERROR, SERVER_ERROR = 400, 500
 CLIENT_CLOSED = 499
-"""Statuses of a request: from `CLIENT_ERROR` on the client's, from `SERVER_ERROR` on a failure."""
+"""Statuses of a request: from `CLIENT_ERROR` on a client error, from `SERVER_ERROR` on a failure.
+"""
 
 Outcome = Literal["ok", "rejected", "left", "failed"]
-"""How a request ended, of a client or to an instance: answered; rejected, the request itself being
-at fault (4xx); left, its client disconnected; failed."""
+"""Result of a client request or of an upstream one.
+
+`ok`: answered. `rejected`: the request itself is invalid (4xx). `left`: the client disconnected.
+`failed`: any other error.
+"""
 
 Sample = tuple[str, float, float, Outcome]
-"""Of one request to an instance: the instance, when it ended, how long it took, how it ended."""
+"""Upstream request: instance, time of its end, duration in seconds, outcome."""
 
 
 class Second(TypedDict):
-    """What ended in one second that something ended in."""
+    """Counts of the requests and items that ended within one second."""
 
     at_s: int
     requests: int
@@ -53,7 +58,7 @@ class Second(TypedDict):
 
 
 class Span(TypedDict):
-    """One stage of a request; `after_s` from the request's head."""
+    """Stage of a request. `after_s` is counted from the request's head."""
 
     stage: str
     instance: str
@@ -64,7 +69,7 @@ class Span(TypedDict):
 
 
 class Request(TypedDict):
-    """A client's request that has ended."""
+    """Completed client request."""
 
     id: str
     engine_id: str
@@ -82,9 +87,9 @@ class Request(TypedDict):
 
 
 class Notice(TypedDict):
-    """A request that ended in an error, with the error and its cause; or an instance that changed.
+    """Failed client request, with the error and its cause, or a changed instance.
 
-    Of an instance it says its URL, its new state and its role; its outcome is `ok`.
+    For an instance, the fields are its URL, its new state and its role; the outcome is `ok`.
     """
 
     kind: Literal["request", "instance"]
@@ -96,7 +101,7 @@ class Notice(TypedDict):
 
 
 class Events(TypedDict):
-    """What happened, oldest first."""
+    """Recent events, oldest first."""
 
     samples: dict[str, list[Sample]]
     seconds: list[Second]
@@ -105,7 +110,7 @@ class Events(TypedDict):
 
 
 class Seen(TypedDict):
-    """An instance as one process sees it; `requests` are those under way."""
+    """Instance as one process sees it. `requests` counts those under way."""
 
     role: str
     url: str
@@ -114,7 +119,7 @@ class Seen(TypedDict):
 
 
 class Snapshot(TypedDict):
-    """All that one process knows."""
+    """State of one process."""
 
     instances: list[Seen]
     events: Events
@@ -139,7 +144,7 @@ def stage_outcome_of(event: StageDone) -> Outcome:
 
 
 def is_work(path: str) -> bool:
-    """Whether requests of a route are shown: those that instances work for."""
+    """Return whether requests of a route are shown: those that cause work of instances."""
     return is_api(path) and path not in NO_WORK
 
 
@@ -149,11 +154,11 @@ LABELS = {
     "epd_items_sent_total": ("form",),
     "epd_conversation_turns_total": ("result",),
 }
-"""The labels that samples are told apart by here; others have none."""
+"""Labels that the page uses, by sample name. All other labels are summed over."""
 
 
 class Saved(TypedDict):
-    """What hits have saved; `bytes` of media that were sent to no instance."""
+    """Savings by hits. `bytes`: media that were sent to no instance."""
 
     encodes: int
     bytes: int
@@ -161,7 +166,7 @@ class Saved(TypedDict):
 
 
 class ConversationsShown(TypedDict):
-    """Conversations: `kept` of them now, 0 where nobody counts; turns, and those that hit."""
+    """Conversations: `kept` now (0 if they are in Redis), turns, and turns that hit."""
 
     kept: int
     turns: int
@@ -169,10 +174,10 @@ class ConversationsShown(TypedDict):
 
 
 class Totals(TypedDict):
-    """Since the proxy began, but for what it is doing now: `in_flight`, `queued`.
+    """Totals since the start of the proxy; `in_flight` and `queued` are current values.
 
-    `media` counts items by the form in which they went on to prefill and decode.
-    `failed` counts 5xx, `rejected` 4xx, `left` 499; `refused` is admission control's part of both.
+    `media` counts items by the form in which they were sent to prefill and decode. `failed` counts
+    5xx, `rejected` 4xx, `left` 499. `refused` is the part of both that admission control rejected.
     """
 
     requests: int
@@ -192,7 +197,7 @@ class Totals(TypedDict):
 
 
 def totals(families: Iterable[Metric]) -> Totals:
-    """Those of the page of metrics."""
+    """Return the totals of a metrics page."""
     sums = _sums(families)
 
     def count(name: str, *labels: str) -> int:
@@ -241,7 +246,7 @@ def _sums(families: Iterable[Metric]) -> dict[tuple[str, ...], float]:
 
 
 def _saved(sums: Mapping[tuple[str, ...], float]) -> Saved:
-    """A counter that has counted nothing is not on the page."""
+    """Return the savings. A counter without samples is absent from the page and counts as 0."""
     return Saved(
         encodes=int(sums.get(("epd_saved_encodes_total",), 0)),
         bytes=int(sums.get(("epd_saved_bytes_total",), 0)),

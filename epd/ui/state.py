@@ -1,4 +1,4 @@
-"""The document of `GET /ui/state`: what all processes know, put together. Pure."""
+"""Document of `GET /ui/state`, combined from the states of all processes. Pure."""
 
 import math
 from collections import Counter, defaultdict
@@ -22,29 +22,29 @@ from epd.ui.snapshot import (
 from epd.version import __version__
 
 RATE_S = 10.0
-"""What rates are of."""
+"""Window of rates, in seconds."""
 WINDOW_S = 300.0
-"""What latencies are of, as far back as the rings reach."""
+"""Window of latencies, in seconds. The ring buffers may reach back less far."""
 SPARK_S = 60
-"""How many seconds of rates are shown."""
+"""Number of seconds in the graphs of rates."""
 
 WORST = ("healthy", "trial", "ejected", "down")
-"""States of an instance, the worst last: of several workers that differ, it counts."""
+"""States of an instance, the worst last. If workers differ, the worst state is shown."""
 SERVES = {
     "encode": "encode",
     "prefill": "prefill",
     "decode": "decode",
     "prefill_decode": "decode",
 }
-"""The stage of each role."""
+"""Stage of each role."""
 FLOWS = ("queue", "store", "encode", "prefill", "decode", "release")
-"""Stages, in their order."""
+"""Stages in their order."""
 
 
 class Latency(TypedDict):
-    """Of the last five minutes; quantiles are None where nothing ended well.
+    """Latency over the last five minutes. Quantiles are None if no request succeeded.
 
-    `failed` counts requests that the instance failed, `rejected` those that were at fault.
+    `failed` counts requests that failed at the instance, `rejected` those that were invalid.
     """
 
     rate: float
@@ -57,13 +57,13 @@ class Latency(TypedDict):
 
 
 class StageShown(Latency):
-    """One stage, of all instances."""
+    """Latency of one stage, over all instances."""
 
     stage: str
 
 
 class InstanceShown(Latency):
-    """One instance."""
+    """Latency and state of one instance."""
 
     role: str
     url: str
@@ -72,7 +72,7 @@ class InstanceShown(Latency):
 
 
 class State(TypedDict):
-    """What the page shows. Times are Unix seconds; newest first."""
+    """State that the page shows. Times are Unix seconds; newest first."""
 
     version: str
     now: float
@@ -87,20 +87,20 @@ class State(TypedDict):
 
 
 class Moment(NamedTuple):
-    """Now: by the monotonic clock, and by the one on the wall."""
+    """Time of a document, on the monotonic and on the wall clock."""
 
     monotonic_s: float
     unix_s: float
 
 
 def state(snapshots: Sequence[Snapshot], totals: Totals, store: str | None, now: Moment) -> State:
-    """All of it.
+    """Return the document.
 
     Args:
-        snapshots: of each process.
-        totals: of all of them.
-        store: what kind of encoder-cache store the proxy asks, such as `redis`.
-        now: when.
+        snapshots: states of the processes.
+        totals: totals over all processes.
+        store: kind of the proxy's encoder-cache store, such as `redis`.
+        now: time of the document.
     """
     flows = {stage: _flow(stage, snapshots, now.monotonic_s) for stage in FLOWS}
     return State(
@@ -118,7 +118,7 @@ def state(snapshots: Sequence[Snapshot], totals: Totals, store: str | None, now:
 
 
 def _latency(samples: Sequence[Sample], rate: float) -> Latency:
-    """What requests to instances say, of which so many end in a second."""
+    """Return the latency of samples; `rate` is their number per second."""
     seconds = sorted(seconds for _, _, seconds, outcome in samples if outcome == "ok")
     outcomes = Counter(outcome for *_, outcome in samples)
     return Latency(
@@ -133,22 +133,22 @@ def _latency(samples: Sequence[Sample], rate: float) -> Latency:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float | None:
-    """The nearest rank: the least of them that so large a share is not above."""
+    """Return the quantile by nearest rank: the least value with this share at or below it."""
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else None
 
 
 class Flow(NamedTuple):
-    """One stage of late: its requests within the window, and how many end in a second now."""
+    """Recent requests of one stage: the samples in the window, and the current rates."""
 
     samples: Mapping[str, Sequence[Sample]]
     rates: Mapping[str, float]
 
     def of(self, instance: str) -> Latency:
-        """At one instance."""
+        """Return the latency of one instance."""
         return _latency(self.samples.get(instance, ()), self.rates.get(instance, 0.0))
 
     def whole(self) -> Latency:
-        """At all of them."""
+        """Return the latency over all instances."""
         return _latency(list(chain(*self.samples.values())), sum(self.rates.values()))
 
 
@@ -166,9 +166,9 @@ def _flow(stage: str, snapshots: Iterable[Snapshot], now_s: float) -> Flow:
 
 
 def _rates(ring: Sequence[Sample], now_s: float) -> Iterator[tuple[str, float]]:
-    """How much each sample adds to its instance's rate."""
+    """Yield each sample's contribution to its instance's rate."""
     span_s = RATE_S
-    if len(ring) == KEPT_SAMPLES:  # it may reach back less far
+    if len(ring) == KEPT_SAMPLES:  # the ring may reach back less far
         span_s = min(RATE_S, max(0.1, now_s - ring[0][1]))
     for instance, ended_s, *_ in ring:
         if ended_s > now_s - span_s:
@@ -187,7 +187,7 @@ def _instances(snapshots: Sequence[Snapshot], flows: Mapping[str, Flow]) -> list
 
 
 def _seconds(snapshots: Iterable[Snapshot], now: Moment) -> list[Second]:
-    """The last whole seconds, oldest first, those too in which nothing ended."""
+    """Return the last whole seconds, oldest first, including those without requests."""
     last = int(now.monotonic_s) - 1
     shown = {
         at: Second(

@@ -107,8 +107,8 @@ async def test_a_fleet_that_lacks_stages_is_shown(
 
 NONE = {"hit": 0, "encoded": 0, "local": 0}
 NO_TURNS = {"kept": 0, "turns": 0, "hit": 0}
-UPLOADS = r"93.% of media went on as metadata, 70 raw\. "
-TURNS = "Of 60 turns, 75.% went on from decode's blocks; 12 conversations kept."
+UPLOADS = r"93.% of media sent as metadata, 70 raw\. "
+TURNS = "Of 60 turns, 75.% reused decode's KV blocks; 12 conversations kept."
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ TURNS = "Of 60 turns, 75.% went on from decode's blocks; 12 conversations kept."
             r"Saved .* Hit rate 83.%\.",
         ),
         ({"conversations": NO_TURNS}, r"Saved .* Hit rate 83.%\. " + UPLOADS.strip()),
-        ({"conversations": {**NO_TURNS, "turns": 1}}, r"Of 1 turn, 0.% went on from .*s\."),
+        ({"conversations": {**NO_TURNS, "turns": 1}}, r"Of 1 turn, 0.% reused .*s\."),
         ({"items": NONE, "conversations": NO_TURNS}, r"Saved .* Hit rate \S\."),
     ],
     ids=["both", "turns alone", "items alone", "items and their form", "kept elsewhere", "neither"],

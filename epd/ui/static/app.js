@@ -1,4 +1,4 @@
-// Asks for the state once a second while somebody looks, and has it shown.
+// Requests the state once a second while the page is visible, and shows it.
 
 import { by, say, set } from "./dom.js";
 import { clock, plural } from "./format.js";
@@ -41,7 +41,7 @@ async function look() {
   }
 }
 
-// What the proxy says; nothing where it does not.
+// The error message of the proxy's response, or its status.
 async function asked() {
   try {
     const answer = await ask();
@@ -84,7 +84,7 @@ async function refused(answer) {
   if (answer.status === 401) {
     const wrong = sessionStorage.getItem(KEY) !== null;
     sessionStorage.removeItem(KEY);
-    say(by("key-why"), wrong ? "That key does not open this proxy." : "This proxy shows its figures to who has its admin key.");
+    say(by("key-why"), wrong ? "That key does not open this proxy." : "This proxy shows its metrics only with its admin key.");
     link("lost", "needs a key");
     by("key-dialog").showModal();
     return;

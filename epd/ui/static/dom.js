@@ -1,4 +1,4 @@
-// Elements, made and changed. What comes from outside goes in as text, never as markup.
+// Creates and changes elements. Text from outside is inserted as text, never as markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -21,7 +21,7 @@ function filled(element, attributes, children) {
 
 export const by = (id) => document.getElementById(id);
 
-// Only what is other than before: a screen reader or a selection is not to be disturbed.
+// Changes only what differs, so that screen readers and selections are not disturbed.
 export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
@@ -31,7 +31,7 @@ export function set(element, name, value) {
   else if (element.getAttribute(name) !== String(value)) element.setAttribute(name, value);
 }
 
-// Keeps one element for each thing, in order; `make` makes a new one, `update` changes any.
+// Keeps one element per item, in order. `make` creates an element, `update` changes it.
 export class Keyed {
   constructor(parent, make, update = () => {}) {
     Object.assign(this, { parent, make, update, known: new Map() });

@@ -1,4 +1,4 @@
-// What instances, their roles and their states are called.
+// Names of roles, states and instances.
 
 export const ROLES = {
   encode: { letter: "E", title: "Encode" },
@@ -16,7 +16,7 @@ export const STATES = {
 
 export const STAGES = ["queue", "store", "encode", "prefill", "decode", "release"];
 
-// Each role that has instances, with its instances and their short names: E1, E2, P1 …
+// The roles that have instances, each with its instances and their short names: E1, E2, P1 …
 export function groups(instances) {
   return Object.entries(ROLES)
     .map(([role, { letter, title }]) => ({

@@ -1,4 +1,4 @@
-// Figures as people read them.
+// Formats numbers for people.
 
 const LANGUAGE = "en-GB";
 const NONE = "–";
@@ -33,7 +33,7 @@ export const clock = (unix_s) => new Date(unix_s * 1000).toLocaleTimeString(LANG
 export const plural = (number, one, many = `${one}s`) =>
   `${count(number)} ${number === 1 ? one : many}`;
 
-// Of requests to instances: those that an instance failed, and those that were at fault themselves.
+// Endings of upstream requests: those that failed, and those that were invalid.
 export const endings = ({ failed, rejected }) =>
   [[failed, "failed"], [rejected, "rejected"]].filter(([number]) => number).map(([number, word]) => `${count(number)} ${word}`);
 

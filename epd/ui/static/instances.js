@@ -1,4 +1,4 @@
-// A card for each instance: what it is thought to be, what it has to do, how long it takes.
+// A card per instance: state, load and latency.
 
 import { by, el, Keyed, say, set, svg } from "./dom.js";
 import { count, endings, host, rate, seconds } from "./format.js";

@@ -1,4 +1,4 @@
-// How long each stage takes: three quantiles, and where they lie on one scale.
+// Latency of each stage: three quantiles, and their positions on one scale.
 
 import { by, el, Keyed, say, set, svg } from "./dom.js";
 import { count, rate, seconds } from "./format.js";

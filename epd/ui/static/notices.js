@@ -1,4 +1,4 @@
-// Errors as they happen, and instances that went or came back.
+// Errors and changes of instances, as they happen.
 
 import { by, el, Keyed } from "./dom.js";
 import { clock } from "./format.js";

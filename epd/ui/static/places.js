@@ -1,4 +1,4 @@
-// Where everything of the topology goes, for a width in pixels. Nothing is drawn here.
+// Layout of the topology for a width in pixels. Draws nothing.
 
 const NARROW = 720;
 const CHIP = { height: 26, gap: 6, roomy: 118, compact: 62 };
@@ -66,7 +66,7 @@ function flows({ narrow, clients, proxy, columns, store, top, bottom, roles }) {
   };
   for (const [index, { role }] of roles.entries()) {
     const x = centres[index];
-    // From the next one on the way to the proxy: lines one upon the other hide each other's dashes.
+    // Starts at the neighbour closer to the proxy: overlapping lines would hide each other's dashes.
     const next = centres[index + Math.sign(trunk - x)];
     const from = (next - trunk) * (x - next) > 0 ? `M${next} ${bus}` : start;
     found[role] = { d: `${from}H${x}V${top - 2}`, x: x + 7, y: top - 8 };

@@ -1,4 +1,4 @@
-// A line of the last minute.
+// A line graph of the last minute.
 
 import { set, svg } from "./dom.js";
 
@@ -16,7 +16,7 @@ export function spark() {
   );
 }
 
-// `values`, oldest first; nulls are drawn over. `least`: what the top stands for at least.
+// `values`: oldest first; nulls are bridged. `least`: lower bound of the scale's maximum.
 export function draw(element, values, least) {
   const top = Math.max(least, ...values.filter((value) => value != null));
   const step = WIDTH / Math.max(1, values.length - 1);

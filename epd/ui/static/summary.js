@@ -1,4 +1,4 @@
-// What the cache has saved, and the figures of this moment.
+// Savings of the cache, and current metrics.
 
 import { by, el, say, set } from "./dom.js";
 import { bytes, count, plural, rate, seconds, share } from "./format.js";
@@ -25,7 +25,7 @@ export function summary(state) {
       const items = sum("hit", of) + sum("encoded", of);
       return items ? sum("hit", of) / items : null;
     }));
-  tile("Under way", count(totals.in_flight), `${count(totals.queued)} wait for their turn`, kept(totals.in_flight));
+  tile("Under way", count(totals.in_flight), `${count(totals.queued)} queued`, kept(totals.in_flight));
   tile("Whole request, p50", seconds(rank(0.5)), `p95 ${seconds(rank(0.95))}, of the last ${ended.length}`,
     requests.map((one) => (one.error ? null : one.seconds)).reverse(), null, 0.01);
   tile("Rejected, last minute", count(sum("rejected")), rejections(totals), history.map((one) => one.rejected));
@@ -50,28 +50,28 @@ function encodesSaved({ encodes, bytes: media, encode_seconds }) {
   return [...parts, ", about ", el("b", {}, `${seconds(encode_seconds).replace(/ (\S+)$/, " GPU $1")}`), "."];
 }
 
-// Of a model without placeholder metadata all media are uploaded to prefill and decode as well.
+// Models without placeholder metadata have all their media uploaded to prefill and decode too.
 function uploads({ metadata, raw }) {
-  return [el("b", {}, share(metadata, metadata + raw)), " of media went on as metadata, ", el("b", {}, count(raw)), " raw. "];
+  return [el("b", {}, share(metadata, metadata + raw)), " of media sent as metadata, ", el("b", {}, count(raw)), " raw. "];
 }
 
 function turnsContinued({ kept, turns, hit }) {
   const ready = kept ? `; ${plural(kept, "conversation")} kept` : "";
-  return ["Of ", el("b", {}, plural(turns, "turn")), ", ", el("b", {}, share(hit, turns)), ` went on from decode's blocks${ready}.`];
+  return ["Of ", el("b", {}, plural(turns, "turn")), ", ", el("b", {}, share(hit, turns)), ` reused decode's KV blocks${ready}.`];
 }
 
-// Refused: by admission control, a 429 or a 503.
+// Refused: rejected by admission control with 429 or 503.
 function rejections({ rejected, refused, left }) {
-  return `4xx: ${count(rejected)} in all; ${count(refused)} refused, ${plural(left, "client")} left`;
+  return `4xx: ${count(rejected)} in all; ${count(refused)} refused, ${plural(left, "client")} disconnected`;
 }
 
-// The server keeps no past of what is only now: it is what this page has seen.
+// Current values have no history on the server; this page keeps what it has seen.
 function kept(in_flight) {
   seen.push(in_flight);
   return Array.from({ length: HISTORY }, (_, index) => seen.at(index - HISTORY) ?? null);
 }
 
-// Over a few seconds each: whole seconds of few requests are a comb.
+// Rates over a few seconds: whole seconds with few requests would look like a comb.
 function smooth(history, of) {
   return history.map((_, index) => of(history.slice(Math.max(0, index - SMOOTH_S + 1), index + 1)));
 }

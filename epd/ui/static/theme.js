@@ -1,4 +1,4 @@
-// Light, dark, or as the system has it.
+// Colour theme: light, dark, or the system's.
 
 import { say, set } from "./dom.js";
 

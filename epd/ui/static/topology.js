@@ -1,4 +1,4 @@
-// The fleet as it is: clients, proxy, a column for each role, the store under them, and what flows.
+// The fleet: clients, proxy, a column per role, the store, and the flows between them.
 
 import { by, say, set, svg } from "./dom.js";
 import { count, host, plural, rate } from "./format.js";
@@ -92,7 +92,7 @@ function chip(one, { x, y, width, height }, compact) {
   return node;
 }
 
-// The end of an address tells instances apart.
+// The end of an address distinguishes instances.
 const shortened = (words, room) => (words.length > room ? `…${words.slice(1 - room)}` : words);
 
 function update(parts, roles, state) {

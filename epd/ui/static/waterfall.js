@@ -1,4 +1,4 @@
-// The last requests: a row each, its stages on one scale for all; a row opens to the exact figures.
+// The last requests: a row each, with its stages on a common scale. A row opens to exact values.
 
 import { by, el, Keyed, say, set, svg } from "./dom.js";
 import { clock, host, plural, seconds } from "./format.js";
@@ -65,7 +65,7 @@ const cell = (name, ...children) => el("td", { role: "cell", class: name }, ...c
 function result({ status, error, retries, degraded }) {
   const words = [String(status)];
   if (error) words.push(error);
-  if (retries) words.push("tried again");
+  if (retries) words.push("retried");
   return [...words, ...degraded].join(", ");
 }
 
@@ -91,7 +91,7 @@ function bars(one) {
   );
 }
 
-// A stream goes on after the head of its answer, which is where decode's span ends.
+// A stream continues after the head of its response, where decode's span ends.
 function rest({ spans, seconds: all_s, error }) {
   const decode = spans.findLast((span) => span.stage === "decode" && !span.error);
   if (!decode || error) return [];
@@ -99,7 +99,7 @@ function rest({ spans, seconds: all_s, error }) {
   return [{ stage: "answer", instance: decode.instance, after_s, seconds: Math.max(0, all_s - after_s), error: null }];
 }
 
-// What runs at the same time goes into lanes of its own.
+// Concurrent stages get separate lanes.
 function lanes(spans) {
   const free_s = [];
   return spans.toSorted((a, b) => a.after_s - b.after_s).map((span) => {
