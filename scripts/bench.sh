@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measures what the proxy itself costs, and fails where that is much more than was recorded.
+# Measures the proxy's own cost, and fails if it is much higher than the recorded one.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 ./scripts/setup.sh

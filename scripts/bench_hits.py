@@ -1,18 +1,19 @@
-"""What a picture costs prefill: raw, new and seen before, by resolution, on real engines.
+"""Cost of a picture for prefill: raw, new and seen before, by resolution, on real engines.
 
     .venv/bin/python scripts/bench_hits.py --out docs/benchmarks/hits.json
 
-Starts 1e1pd with the tiny Qwen2.5-VL on this machine's CPU. For each resolution and number of
-pictures, each of these requests asks for one token, so that its time is the time to first token:
+It starts 1e1pd with the tiny Qwen2.5-VL on this machine's CPU. For each resolution and number of
+pictures it sends these requests. Each asks for one token, so that its time is the time to first
+token:
 
 - raw: sent to the prefill-decode instance itself, which preprocesses and encodes the pictures;
-- new: sent to the proxy, with pictures that the store does not hold;
+- new: sent to the proxy, with pictures that the store does not have;
 - hit: the same request again, under another salt, so that no KV block is reused;
-- text: a prompt of text with as many tokens, sent to the prefill-decode instance. What a hit costs
-  beyond it is the cost of the pictures.
+- text: a prompt of text with as many tokens, sent to the prefill-decode instance. The difference
+  between a hit and this is the cost of the pictures.
 
-The model is tiny: the encoder costs less than that of a real model, and what remains is what does
-not depend on the model's size, namely decoding, preprocessing, hashing and moving tensors.
+The model is tiny: its encoder costs less than that of a real model. The costs that do not depend on
+the model's size remain: decoding, preprocessing, hashing and moving tensors.
 """
 
 import argparse
@@ -49,12 +50,13 @@ MODEL = "tiny-qwen2.5-vl"
 SHAPES = {0.25: (592, 448), 0.5: (832, 624), 1.0: (1184, 896), 2.0: (1664, 1248), 4.0: (2368, 1776)}
 """Width and height by megapixels, multiples of 16, in the proportions of a photograph."""
 PEER_SHAPE = (2560, 1440)
-"""The resolution of the figure that SGLang publishes for a hit."""
+"""Resolution of the result that SGLang publishes for a hit."""
 COUNTS = (1, 4)
 
 WORD = "what? "
 ITEMS = {"raw": "", "new": "encoded={}", "hit": "hit={}", "text": ""}
-"""What the proxy's `x-epd-items` has to hold, by kind of request; empty: the proxy has no part."""
+"""Required content of the proxy's `x-epd-items`, by kind of request; empty: sent without the proxy.
+"""
 
 TOKENS = 32768
 PIXELS = {"shortest_edge": 56 * 56, "longest_edge": 4_300_000}
@@ -67,11 +69,11 @@ class Cost:
 
     Attributes:
         kind: raw, new, hit or text.
-        width, height: of each picture, in pixels.
-        pictures: how many the request has, or stands for.
-        prompt_tokens: tokens of its prompt.
+        width, height: size of each picture, in pixels.
+        pictures: number of pictures in the request; for text, the number that it stands for.
+        prompt_tokens: tokens of the prompt.
         body_bytes: length of the request.
-        first_token_s: time to the answer, which has one token.
+        first_token_s: time to the response, which has one token.
         encode_cpu_s: CPU time of the encode instance.
         prefill_cpu_s: CPU time of the prefill-decode instance.
         items: the proxy's `x-epd-items`.
@@ -90,7 +92,7 @@ class Cost:
 
 
 class Bench:
-    """Sends requests to one stack, and reads the CPU time of its engines."""
+    """Client that sends requests to one stack, and reads the CPU time of its engines."""
 
     def __init__(self, stack: Stack, client: httpx.Client) -> None:
         self._client = client
@@ -179,7 +181,7 @@ def picture(shape: tuple[int, int]) -> str:
 
 
 def request(urls: Sequence[str], text: str) -> dict[str, Any]:
-    """Return a request for one token, under a salt of its own."""
+    """Return a request for one token, under a unique salt."""
     parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return {
         "model": MODEL,
@@ -231,7 +233,7 @@ def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=5, help="requests of each kind (5)")
-    parser.add_argument("--out", type=Path, help="where results go, as JSON")
+    parser.add_argument("--out", type=Path, help="file for the results, as JSON")
     args = parser.parse_args()
     subprocess.run([sys.executable, ROOT / "scripts" / "tiny_models.py", MODELS, MODEL], check=True)
     costs: list[Cost] = []

@@ -125,7 +125,7 @@ async def rows(proxy: Proxy, seconds: float) -> Mapping[str, Any]:
     times: dict[str, list[float]] = {"metrics": [], "state": []}
     sizes: dict[str, list[int]] = {"metrics": [], "state": []}
     ways: dict[str, Look] = {
-        "nobody": nobody,
+        "unmonitored": nobody,
         "metrics": getter(f"{proxy.url}/metrics", SCRAPE_S, times["metrics"], sizes["metrics"]),
         "ui": getter(f"{proxy.url}/ui/state", LOOK_S, times["state"], sizes["state"]),
     }

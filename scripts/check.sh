@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Style, types, who may import whom, tests for all faults, references that are made from the code,
-# and documents without a broken link.
+# Checks style, types, import rules, that all faults have tests, that generated references are current,
+# and that documents have no broken links.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 ./scripts/setup.sh

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Shows whether a release of vLLM breaks anything that this project takes from it: unpacks its source into
+# Checks whether a release of vLLM breaks anything that this project uses: unpacks its source into
 # .run/vllm-sources/VERSION and runs the contract tests against it, without engines.
 #
 #   scripts/check_vllm.sh 0.33.0           # unpack, and test
-#   scripts/check_vllm.sh --unpack 0.33.0  # unpack alone; tests/vllm_sources reads whatever is there
+#   scripts/check_vllm.sh --unpack 0.33.0  # only unpack; tests/vllm_sources reads every unpacked version
 #
-# tests/vllm_sources reads the sources. Where .venv has vLLM's CPU build, tests/vllm_connector imports them too, with the
-# compiled kernels of that build beside them: Python code of VERSION is run, its kernels are not.
+# tests/vllm_sources reads the sources. If .venv has vLLM's CPU build, tests/vllm_connector imports them too, with the
+# compiled kernels of that build: the Python code is that of VERSION, the kernels are not.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -18,15 +18,15 @@ to=$sources/$version
 
 if [ ! -d "$to" ]; then
     mkdir -p "$sources"
-    folder=$(mktemp -d -p .run)  # beside it: to be moved at once, or not at all
+    folder=$(mktemp -d -p .run)  # on the same file system, so that the move is atomic
     trap 'rm -rf "$folder"' EXIT
-    # Nothing is built: pip asks only for the source's own metadata, which is told of no device, and to leave the
-    # suffix off its version.
+    # Nothing is built: pip only reads the source's metadata, for which the variables select no device and no
+    # version suffix.
     VLLM_TARGET_DEVICE=empty VLLM_SKIP_VERSION_SUFFIX=1 .venv/bin/python -m pip download --quiet \
         --disable-pip-version-check --no-deps --no-build-isolation --no-binary vllm --dest "$folder" "vllm==$version"
     mkdir "$folder/$version"
     tar -xzf "$folder/vllm-$version.tar.gz" -C "$folder/$version" --strip-components 1 "vllm-$version/vllm"
-    # By this name vLLM finds out that it is to run on a CPU.
+    # vLLM recognizes a CPU build by this name.
     mkdir "$folder/$version/vllm-$version+cpu.dist-info"
     printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$version" \
         > "$folder/$version/vllm-$version+cpu.dist-info/METADATA"
@@ -48,7 +48,7 @@ except PackageNotFoundError:
 EOF
 )
 if [ -z "$kernels" ]; then
-    echo "no CPU build of vLLM in .venv: the sources of $version are read, and not imported"
+    echo "no CPU build of vLLM in .venv: the sources of $version are read but not imported"
     EPD_VLLM_SOURCES=$to exec .venv/bin/python -m pytest tests/vllm_sources
 fi
 ln -sfn "$kernels"/*.so "$to/vllm/"

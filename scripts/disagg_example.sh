@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts a fleet, measures it, asks it about a picture in a file, and stops it.
+# Starts a fleet, measures it, sends it a question about a picture in a file, and stops it.
 #   disagg_example.sh TOPOLOGY
 # Takes the variables of vLLM's examples of the same names: MODEL, GPU_E, ENCODE_PORT, NUM_PROMPTS, …
 set -euo pipefail
@@ -26,7 +26,7 @@ trap 'kill "$up" 2>/dev/null || true; wait "$up" || true' EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 until curl --fail --silent --output /dev/null "$url/health"; do
-    kill -0 "$up" 2>/dev/null || exit 1 # it has said why
+    kill -0 "$up" 2>/dev/null || exit 1 # epd up has printed the reason
     sleep 1
 done
 

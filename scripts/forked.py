@@ -1,7 +1,7 @@
-"""Stacks whose engines are forked from one process that has imported vLLM.
+"""Stack with engines that are forked from one process that has imported vLLM.
 
-An engine imports vLLM twice, in its API server and in its core, which is most of the time that a
-tiny model takes to start. Forked engines are ready in a quarter of it.
+An engine imports vLLM twice, in its API server and in its core. For a tiny model, the imports take
+most of the start. Forked engines are ready in a quarter of that time.
 """
 
 import multiprocessing
@@ -31,7 +31,7 @@ PRELOADED = [
 
 
 class ForkedStack(Stack):
-    """A stack whose engines are forked; its proxy is a program like any other."""
+    """Stack with forked engines. Its proxy is started as a program."""
 
     def launch(self, server: Server, log: Path) -> Process:
         """Fork an engine, or start the proxy."""
@@ -45,14 +45,14 @@ class ForkedStack(Stack):
 
 
 class ForkedProcess(Process):
-    """A vLLM server in a process group of its own, forked and not executed."""
+    """vLLM server in its own process group, forked and not executed."""
 
     def __init__(self, server: Server, log: Path) -> None:
-        """Fork it.
+        """Fork the process.
 
         Args:
-            server: what is started.
-            log: where its output goes.
+            server: server to start.
+            log: file for its output.
         """
         self.name = server.name
         self.url = server.url
@@ -67,21 +67,21 @@ class ForkedProcess(Process):
 
 
 class Forked:
-    """What `Process` uses of a `subprocess.Popen`."""
+    """Forked process with the methods of `subprocess.Popen` that `Process` uses."""
 
     def __init__(self, process: BaseProcess) -> None:
-        self.pid: int = process.pid  # type: ignore[assignment]  # it is started
+        self.pid: int = process.pid  # type: ignore[assignment]  # it has been started
         self._process = process
 
     def poll(self) -> int | None:
-        """Return its exit status, None while it runs."""
+        """Return the exit status, or None while the process runs."""
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until it has ended, and return its exit status.
+        """Wait until the process has ended, and return its exit status.
 
         Raises:
-            subprocess.TimeoutExpired: it runs after `timeout` seconds.
+            subprocess.TimeoutExpired: the process still runs after `timeout` seconds.
         """
         self._process.join(timeout)
         if self._process.exitcode is None:
@@ -90,9 +90,10 @@ class Forked:
 
 
 def fork_server(environment: Mapping[str, str]) -> ForkServerContext:
-    """The process that has imported vLLM; started by the first call, with this environment.
+    """Return the context of the process that has imported vLLM; the first call starts it.
 
-    What libraries read of the environment when they are imported is the same for all engines.
+    The process has the environment of the first call. All engines therefore share the values that
+    libraries read at import.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -107,7 +108,7 @@ def fork_server(environment: Mapping[str, str]) -> ForkServerContext:
 
 
 def serve(arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-    """Be a vLLM server, in a child of the fork server."""
+    """Run a vLLM server in a child of the fork server."""
     os.setsid()
     with log.open("wb") as output:
         for number in (1, 2):
@@ -116,7 +117,7 @@ def serve(arguments: Sequence[str], environment: Mapping[str, str], log: Path) -
     os.environ.update(environment)
     sys.argv = ["vllm", *arguments]
     entry: Any = sys.modules["vllm.entrypoints.cli.main"]
-    # On a CPU vLLM spawns the core of an engine and its ranks, which would import all of it again.
+    # On a CPU vLLM spawns an engine's core and its ranks, which would import everything again.
     for name in ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor"):
         starts: Any = sys.modules[name]
         starts.get_mp_context = lambda: multiprocessing.get_context("fork")

@@ -3,11 +3,11 @@
     python scripts/model_matrix.py                       every model, E+PD
     python scripts/model_matrix.py --topology 1e1p1d     every model, E+P+D over NIXL
     python scripts/model_matrix.py tiny-qwen3-vl …       these models
-    python scripts/model_matrix.py --write               only write the document anew
-    python scripts/model_matrix.py --check               fail where it is out of date
+    python scripts/model_matrix.py --write               only write the document
+    python scripts/model_matrix.py --check               fail if it is out of date
 
-What it finds is kept in docs/models.json, a result for each model and topology, of which the tables
-in docs/models.md are made.
+Results are kept in docs/models.json, one for each model and topology. The tables in docs/models.md
+are made from them.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Return the arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("models", nargs="*", choices=[*names(), []], metavar="MODEL")
     parser.add_argument("--topology", action="append", choices=TOPOLOGIES, help="default: 1e1pd")
@@ -68,18 +68,18 @@ def arguments() -> argparse.Namespace:
 
 
 def names() -> list[str]:
-    """The names of all models."""
+    """Return the names of all models."""
     return [subject.name for subject in SUBJECTS]
 
 
 def read() -> dict[tuple[str, str], Result]:
-    """What was found before, by model and topology."""
+    """Return the stored results, by model and topology."""
     rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     return {(result.model, result.topology): result for result in map(of_json, rows)}
 
 
 def keep(results: dict[tuple[str, str], Result]) -> None:
-    """Write down what was found, in the order of the table."""
+    """Store the results, in the order of the table."""
     order = [(name, topology) for name in names() for topology in TOPOLOGIES]
     rows = [asdict(results[key]) for key in order if key in results]
     RESULTS.write_text(json.dumps(rows, indent=1) + "\n")

@@ -1,27 +1,29 @@
-"""An answer, and how it differs from another."""
+"""Answer to a chat request, and its differences from another answer."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 TOLERANCES: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 5e-2}
-"""How much log-probabilities may differ, by what engines compute in. In bfloat16 one engine's own
-differ with what else is in its batch."""
+"""Largest accepted difference of log-probabilities, by the data type of the engines.
+
+In bfloat16, the log-probabilities of one engine vary with the other requests in its batch.
+"""
 USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer to a chat request.
+    """Answer to a chat request.
 
     Attributes:
-        status: its HTTP status; 0: there was none.
-        tokens: its tokens.
-        logprobs: the log-probability of each.
-        finish: why it ended.
-        usage: how many tokens were used.
-        error: the message, where it is an error.
-        items: the header `x-epd-items`, empty without a proxy.
-        seconds: how long it took.
+        status: HTTP status; 0 without an answer.
+        tokens: generated tokens.
+        logprobs: log-probability of each token.
+        finish: finish reason.
+        usage: numbers of used tokens.
+        error: message of an error.
+        items: header `x-epd-items`; empty without a proxy.
+        seconds: duration, in seconds.
     """
 
     status: int
@@ -35,17 +37,17 @@ class Answer:
 
     @property
     def is_refusal(self) -> bool:
-        """Whether it says that the request cannot be answered."""
+        """Return whether the answer rejects the request as invalid (4xx)."""
         return 400 <= self.status < 500  # noqa: PLR2004 - the statuses of such answers
 
 
 def differences(expected: Answer, got: Answer, tolerance: float) -> Iterator[str]:
-    """Yield what of an answer is not as expected.
+    """Yield the differences between two answers.
 
     Args:
-        expected: the answer of one engine.
-        got: the answer through the proxy.
-        tolerance: how much log-probabilities may differ.
+        expected: answer of one engine.
+        got: answer through the proxy.
+        tolerance: largest accepted difference of log-probabilities.
     """
     if got.status != expected.status:
         yield f"status {got.status}, not {expected.status}: {got.error or expected.error}"

@@ -1,4 +1,4 @@
-"""Sends chat requests, to an engine or through the proxy."""
+"""Chat requests to an engine, or through the proxy."""
 
 import secrets
 import time
@@ -14,12 +14,12 @@ from scripts.matrix.cases import Request, contents
 from scripts.matrix.media import text
 
 TIMEOUT_S = 120.0
-"""A first request through NIXL may take a minute."""
+"""Time limit of a request, in seconds. The first request through NIXL may take a minute."""
 TOKENS = 16
 
 
 def ask(client: httpx.Client, url: str, model: str, request: Request) -> Answer:
-    """Ask for some tokens at temperature 0, under a salt that no other request has."""
+    """Request some tokens at temperature 0, under a unique salt."""
     body = {
         "model": model,
         "messages": list(request.messages),
@@ -45,15 +45,15 @@ def ask(client: httpx.Client, url: str, model: str, request: Request) -> Answer:
 
 
 def alone(client: httpx.Client, url: str, model: str, request: Request) -> Answer:
-    """Ask an engine itself, with the media under names that nothing has."""
+    """Send a request to an engine directly, with new names for its media."""
     return ask(client, url, model, named(request))
 
 
 def apart(client: httpx.Client, url: str, model: str, request: Request) -> Answer:
-    """Ask an engine itself, once it has encoded each item in a request of its own.
+    """Send a request to an engine directly, after it has encoded each item in a separate request.
 
-    An encode instance is given one item at a time, and an engine all of a request together: what an
-    encoder makes of an item may depend on the others.
+    An encode instance gets one item at a time, while an engine gets all items of a request
+    together. The encoder output of an item may depend on the other items.
     """
     whole = named(request)
     for item in whole.media:
@@ -62,7 +62,7 @@ def apart(client: httpx.Client, url: str, model: str, request: Request) -> Answe
 
 
 def named(request: Request) -> Request:
-    """The request, with a new name for each item."""
+    """Return the request with a new name for each item."""
     messages = [
         {
             **said,
@@ -77,7 +77,7 @@ def named(request: Request) -> Request:
 
 
 def message(reply: httpx.Response) -> str:
-    """The message of an error."""
+    """Return the message of an error."""
     try:
         return str(reply.json()["error"]["message"])[:200]
     except (ValueError, KeyError, TypeError):
@@ -85,7 +85,7 @@ def message(reply: httpx.Response) -> str:
 
 
 def read_events(content: bytes) -> Iterable[Any]:
-    """The chunks of a streamed answer."""
+    """Yield the chunks of a streamed answer."""
     for line in content.splitlines():
         data = line.removeprefix(b"data: ")
         if data not in (line, b"[DONE]"):
@@ -93,7 +93,7 @@ def read_events(content: bytes) -> Iterable[Any]:
 
 
 def read_answer(events: Iterable[Any], items: str, seconds: float) -> Answer:
-    """Put an answer together of its chunks, or of its only one."""
+    """Build an answer from its chunks, or from its only one."""
     tokens: list[str] = []
     logprobs: list[float] = []
     usage: dict[str, int] = {}

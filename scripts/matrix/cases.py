@@ -1,4 +1,4 @@
-"""What every model is asked."""
+"""Cases of the matrix: the requests that every model gets."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,9 +11,9 @@ from scripts.matrix.subjects import PICTURE, SOUND, VIDEO
 
 AT_ONCE = 8
 DISTINCT = 4
-"""How many items of a modality a model must tell apart."""
+"""Number of items of a modality that a model must tell apart."""
 RATES = (1, 2, 8)
-"""Frames a second that clients say their JPEG frames have."""
+"""Frame rates that clients declare for their JPEG frames, in frames per second."""
 KINDS: Mapping[str, Callable[[int], Part]] = MappingProxyType(
     {PICTURE: picture, VIDEO: video, SOUND: sound}
 )
@@ -21,13 +21,13 @@ KINDS: Mapping[str, Callable[[int], Part]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A chat request.
+    """Chat request.
 
     Attributes:
-        messages: what is said.
+        messages: messages of the conversation.
         stream: whether the answer is streamed.
-        seen: the modality of its items, where all were asked about before: they must be hits.
-        options: more fields of the body.
+        seen: modality of its items, if earlier requests had all of them: they must be hits.
+        options: additional fields of the body.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -37,19 +37,19 @@ class Request:
 
     @property
     def media(self) -> list[Part]:
-        """Its media items."""
+        """Return the media items."""
         parts = [part for message in self.messages for part in contents(message)]
         return [part for part in parts if part["type"] != "text"]
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Requests that show one thing.
+    """Requests that test one behaviour.
 
     Attributes:
-        name: what they show.
-        requests: they, in their order.
-        at_once: whether they are sent together.
+        name: name of the behaviour.
+        requests: requests in their order.
+        at_once: whether they are sent concurrently.
     """
 
     name: str
@@ -58,28 +58,31 @@ class Case:
 
 
 def contents(message: Mapping[str, Any]) -> list[Part]:
-    """The parts of a message."""
+    """Return the parts of a message."""
     content = message["content"]
     return [text(content)] if isinstance(content, str) else list(content)
 
 
 def ask(*parts: Part, **more: Any) -> Request:
-    """A request of one message."""
+    """Return a request with one message."""
     return Request([user(*parts)], **more)
 
 
 def user(*parts: Part) -> dict[str, Any]:
-    """A message of the user."""
+    """Return a user message."""
     return {"role": "user", "content": list(parts)}
 
 
 def distinct(modality: str) -> list[Request]:
-    """Questions about as many items, which a model that tells them apart answers differently."""
+    """Return questions about different items.
+
+    A model that tells them apart answers them differently.
+    """
     return [ask(KINDS[modality](number), text()) for number in range(DISTINCT)]
 
 
 def cases(modalities: Sequence[str]) -> Iterator[Case]:
-    """The cases of a model. No two of them have an item in common."""
+    """Yield the cases of a model. No two cases share an item."""
     numbers = count(DISTINCT)
     yield Case("text only", [ask(text("say something"))])
     for modality in modalities:
@@ -94,7 +97,7 @@ def cases(modalities: Sequence[str]) -> Iterator[Case]:
 
 
 def of_one(modality: str, numbers: Iterator[int]) -> Iterator[Case]:
-    """The cases with items of one modality."""
+    """Yield the cases with items of one modality."""
 
     def new() -> Part:
         return KINDS[modality](next(numbers))
@@ -124,7 +127,7 @@ def of_one(modality: str, numbers: Iterator[int]) -> Iterator[Case]:
 
 
 def turns(modality: str, first: Part, second: Part) -> Case:
-    """Three turns of a conversation; the last has no item of its own."""
+    """Return three turns of a conversation; the last one has no item of its own."""
     messages = [
         user(first, text("what?")),
         {"role": "assistant", "content": "this and that"},
@@ -136,7 +139,7 @@ def turns(modality: str, first: Part, second: Part) -> Case:
 
 
 def jpeg_frames(numbers: Iterator[int]) -> Iterator[Case]:
-    """The same frames at several rates: none may be answered from another's encoder output."""
+    """Yield the same frames at several rates. No rate may get another's encoder output."""
     item = frames(next(numbers))
     rates = [
         ask(item, text(), options={"media_io_kwargs": {"video": {"fps": rate}}}) for rate in RATES

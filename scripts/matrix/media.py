@@ -1,4 +1,4 @@
-"""Pictures, videos and sounds; each number makes others."""
+"""Generated pictures, videos and sounds; each number gives different ones."""
 
 import base64
 import math
@@ -21,12 +21,12 @@ FRAMES, FRAMES_PER_S = 8, 4
 
 
 def picture(number: int, size: tuple[int, int] = SMALL) -> Part:
-    """One of four photographs, with bars whose places depend on the number."""
+    """Return one of four photographs, with bars at places that depend on the number."""
     return part("image_url", "image/png", encoded(drawn(number, size), "PNG"))
 
 
 def video(number: int) -> Part:
-    """Two seconds of a photograph that wanders, as MPEG-4."""
+    """Return two seconds of a moving photograph, as MPEG-4."""
     buffer = BytesIO()
     with av.open(buffer, "w", format="mp4") as film:
         stream = film.add_stream("mpeg4", rate=FRAMES_PER_S)
@@ -40,7 +40,7 @@ def video(number: int) -> Part:
 
 
 def frames(number: int) -> Part:
-    """The same as JPEG pictures, which vLLM takes separated by commas."""
+    """Return the same video as JPEG pictures, which vLLM accepts separated by commas."""
     pictures = [base64.b64encode(encoded(image, "JPEG")).decode() for image in wandering(number)]
     return {
         "type": "video_url",
@@ -49,7 +49,7 @@ def frames(number: int) -> Part:
 
 
 def sound(number: int, seconds: float = 1.0) -> Part:
-    """A tone with some of its harmonics, rising or falling, at 16 kHz."""
+    """Return a tone with some of its harmonics, rising or falling, at 16 kHz."""
     pitch_hz, slope = 90 * 1.45 ** (number % 7), (0.0, 1.5, -0.4)[number % 3]
     harmonics = [1, 2 + number % 4, 5 + number % 11]
     samples = array("h")
@@ -67,12 +67,12 @@ def sound(number: int, seconds: float = 1.0) -> Part:
 
 
 def text(words: str = "what?") -> Part:
-    """A part of text."""
+    """Return a part of text."""
     return {"type": "text", "text": words}
 
 
 def part(kind: str, media_type: str, content: bytes) -> Part:
-    """A part with a data URL."""
+    """Return a part with a data URL."""
     return {
         "type": kind,
         kind: {"url": f"data:{media_type};base64,{base64.b64encode(content).decode()}"},
@@ -80,14 +80,14 @@ def part(kind: str, media_type: str, content: bytes) -> Part:
 
 
 def encoded(image: Image.Image, kind: str) -> bytes:
-    """The file of a picture."""
+    """Return the encoded file of a picture."""
     buffer = BytesIO()
     image.save(buffer, kind)
     return buffer.getvalue()
 
 
 def drawn(number: int, size: tuple[int, int]) -> Image.Image:
-    """A photograph with bars over it."""
+    """Return a photograph with bars over it."""
     image = photograph(number % len(PHOTOGRAPHS)).resize(size)
     draw = ImageDraw.Draw(image)
     width, height = size
@@ -99,7 +99,7 @@ def drawn(number: int, size: tuple[int, int]) -> Image.Image:
 
 
 def wandering(number: int) -> list[Image.Image]:
-    """The frames of a video."""
+    """Return the frames of a video."""
     wide = drawn(number, (2 * SMALL[0], SMALL[1]))
     steps = [SMALL[0] * frame // FRAMES for frame in range(FRAMES)]
     return [wide.crop((step, 0, step + SMALL[0], SMALL[1])) for step in steps]
@@ -107,5 +107,5 @@ def wandering(number: int) -> list[Image.Image]:
 
 @cache
 def photograph(index: int) -> Image.Image:
-    """One of the photographs."""
+    """Return one of the photographs."""
     return Image.open(MEDIA / PHOTOGRAPHS[index]).convert("RGB")

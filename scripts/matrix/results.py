@@ -1,4 +1,4 @@
-"""What a run of the matrix found."""
+"""Results of a run of the matrix."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Outcome(StrEnum):
-    """How a case ended."""
+    """Outcome of a case."""
 
     EQUAL = "equal"
     REFUSED = "refused by both"
@@ -16,12 +16,12 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """How one case ended.
+    """Result of one case.
 
     Attributes:
-        name: the case.
-        outcome: how it ended.
-        detail: what differed, or the refusal.
+        name: name of the case.
+        outcome: outcome of the case.
+        detail: differences, or the text of the refusal.
     """
 
     name: str
@@ -31,22 +31,22 @@ class CaseResult:
 
 @dataclass(slots=True)
 class Result:
-    """What a model's run in a topology found.
+    """Result of a model in a topology.
 
     Attributes:
-        model: its name.
-        topology: the topology.
-        vllm: vLLM's version.
-        date: the day, as ISO 8601 writes it.
-        dtype: what the engines computed in.
-        seconds: how long all of it took.
-        distinct: how many of four items of a modality had answers of their own.
-        sent: what prefill and decode got of an item that had been seen: metadata or media.
-        hits: how many repeated requests had hits alone, and caused no encode request.
-        repeats: how many repeated requests there were.
-        lost: how many entries the consumers did not get.
-        cases: how each case ended.
-        notes: what else was seen, such as an engine that died.
+        model: name of the model.
+        topology: name of the topology.
+        vllm: version of vLLM.
+        date: day, in ISO 8601 format.
+        dtype: data type of the engines' computations.
+        seconds: duration of the run, in seconds.
+        distinct: number of items, of four per modality, with distinct answers.
+        sent: form in which prefill and decode got known items: metadata or media.
+        hits: number of repeated requests with hits only and no encode request.
+        repeats: number of repeated requests.
+        lost: number of entries that consumers did not get.
+        cases: results of the cases.
+        notes: other observations, such as an engine that died.
     """
 
     model: str
@@ -64,12 +64,12 @@ class Result:
     notes: list[str] = field(default_factory=list)
 
     def count(self, outcome: Outcome) -> int:
-        """How many cases ended so."""
+        """Return the number of cases with this outcome."""
         return sum(case.outcome is outcome for case in self.cases)
 
 
 def of_json(known: Mapping[str, object]) -> Result:
-    """Read a result."""
+    """Return the result that JSON fields describe."""
     fields: dict[str, object] = dict(known)
     rows: Sequence[Mapping[str, str]] = fields.pop("cases")  # type: ignore[assignment]
     cases = [CaseResult(row["name"], Outcome(row["outcome"]), row["detail"]) for row in rows]

@@ -1,4 +1,4 @@
-"""Runs the cases of a model on one stack of real engines."""
+"""Run of a model's cases on one stack of real engines."""
 
 import re
 import time
@@ -26,26 +26,29 @@ from scripts.matrix.subjects import Subject
 
 REQUESTS = "vllm:request_success_total"
 PREPROCESSED = "vllm:mm_cache_queries_total"
-"""How many items an engine was given the media of."""
+"""Metric of an engine: items for which it got the media."""
 LOST = ("misses", "timeouts", "errors", "misfits", "failed_requests", "exceptions")
-"""The connector's counts of entries that a consumer did not get."""
+"""Counters of the connector for entries that a consumer did not get."""
 SLOW_S = 4.0
-"""A wait that is no work: the connector's for a promised entry is 5 s."""
+"""Excess over the engine's own time above which a request is noted, in seconds.
+
+Computation causes no such excess: it is near the connector's wait of 5 s for a promised entry.
+"""
 LOOK_UP_S = 2
-"""What is found in the store does not depend on how busy the machine is."""
+"""Time limit of a look-up, in seconds, so that hits do not depend on the load of the machine."""
 
 
 def run(
     subject: Subject, topology: str, models: Path, folder: Path, report: Callable[[str], None]
 ) -> Result:
-    """Start a model's stack, ask everything, and stop it.
+    """Start a model's stack, send all requests, and stop the stack.
 
     Args:
-        subject: the model.
-        topology: its engines.
-        models: the folder of all models.
-        folder: where logs and encoder outputs go.
-        report: is told of progress, a line at a time.
+        subject: model to examine.
+        topology: topology of the engines.
+        models: folder of all models.
+        folder: folder for logs and encoder outputs.
+        report: called with each line of progress.
     """
     result = Result(
         subject.name,
@@ -83,7 +86,7 @@ def run(
 
 
 class Examination:
-    """Asks a running stack everything, and writes down what it finds."""
+    """Examination of a running stack: sends all requests, and records the results."""
 
     def __init__(
         self,
@@ -99,11 +102,12 @@ class Examination:
         self._result = result
         self._report = report
         self._consumers = [one for one in stack.engines if one.role is not Role.ENCODE]
-        # The last to answer in either topology: decode, or the only one that is no encode engine.
+        # The last instance to answer in either topology: decode, or the only one that is no
+        # encoder.
         self._reference = self._consumers[-1]
 
     def examine(self) -> None:
-        """Ask everything.
+        """Send all requests.
 
         Raises:
             ProcessDied: an engine ended.
@@ -150,7 +154,7 @@ class Examination:
     def _encoded_together(
         self, requests: Sequence[Request], pairs: Sequence[tuple[Answer, Answer]], tolerance: float
     ) -> bool:
-        """Whether what differs comes from encoding the items of a request together."""
+        """Return whether the differences come from encoding the items of a request together."""
         return all(
             not any(differences(self._apart(request), got, tolerance))
             for request, (expected, got) in zip(requests, pairs, strict=True)
@@ -188,12 +192,12 @@ class Examination:
 
 
 def summary(death: Exception) -> str:
-    """What ended, without the number of its port and the log of it."""
+    """Return the error of a process that ended, without its port number and its log."""
     return re.sub(r"-\d+", "", str(death).partition(".")[0])
 
 
 def total(engine: Engine, *names: str) -> float:
-    """The sum of an engine's figures of these names; 0 where it has none."""
+    """Return the sum of an engine's metrics of these names; 0 without any."""
     page = httpx.get(f"{engine.url}/metrics", timeout=60).text
     samples: Sequence[tuple[str, float]] = [
         (sample.name, sample.value)

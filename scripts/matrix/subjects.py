@@ -1,4 +1,4 @@
-"""The models of the matrix."""
+"""Models of the matrix."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ PICTURE, VIDEO, SOUND = "picture", "video", "sound"
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model of the matrix.
+    """Model of the matrix.
 
     Attributes:
-        name: its directory (`scripts.tiny.families`).
-        family: the models that it stands for.
-        modalities: of which it takes media.
-        dtype: what its engines compute in.
-        own: more of its engines' command lines.
+        name: name of its directory (`scripts.tiny.families`).
+        family: models that it represents.
+        modalities: modalities of its media.
+        dtype: data type of its engines' computations.
+        own: additional flags of its engines.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Subject:
     own: Sequence[str] = ()
 
     def flags(self) -> dict[Role, Sequence[str]]:
-        """What its engines' command lines have beside those of every stack."""
+        """Return the flags of its engines, in addition to those of every stack."""
         every = "--dtype", self.dtype, "--trust-request-mm-kwargs", *self.own
         return dict.fromkeys(Role, every)
 
@@ -58,4 +58,4 @@ SUBJECTS = (
     Subject("tiny-audioflamingo3", "Audio-Flamingo-3", (SOUND,)),
     Subject("tiny-voxtral", "Voxtral", (SOUND,), own=("--tokenizer-mode", "mistral")),
 )
-"""In the order of the table."""
+"""Models, in the order of the table."""

@@ -1,4 +1,4 @@
-"""The tables of docs/models.md."""
+"""Tables of docs/models.md."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -13,13 +13,13 @@ NAMES = {E_PD: "E+PD", E_P_D: "E+P+D"}
 
 
 def written(document: str, results: Sequence[Result]) -> str:
-    """Return the document with its tables made anew; all other text stays."""
+    """Return the document with updated tables; all other text stays."""
     tables = {"matrix": matrix, "differences": noted}
     return PLACE.sub(lambda found: found[1] + tables[found[2]](results) + found[4], document)
 
 
 def matrix(results: Sequence[Result]) -> str:
-    """A row for each model."""
+    """Return a table with a row for each model."""
     head = ["model", "modalities", *NAMES.values(), "seen before: a hit", "prefill and decode get"]
     lines = [row(head), row(["---"] * len(head))]
     for subject in SUBJECTS:
@@ -29,7 +29,7 @@ def matrix(results: Sequence[Result]) -> str:
 
 
 def cells(subject: Subject, own: dict[str, Result]) -> Iterator[str]:
-    """The cells of a model."""
+    """Yield the cells of a model's row."""
     yield subject.family
     first = own.get(E_PD) or own.get(E_P_D)
     if first is None:
@@ -45,13 +45,13 @@ def cells(subject: Subject, own: dict[str, Result]) -> Iterator[str]:
 
 
 def told_apart(modality: str, result: Result) -> str:
-    """A modality, and how many of its items have answers of their own where not all have."""
+    """Return a modality, with the number of distinct answers unless all items are told apart."""
     count = result.distinct.get(modality, DISTINCT)
     return modality if count == DISTINCT else f"{modality} ({count} of {DISTINCT} told apart)"
 
 
 def equal(result: Result) -> str:
-    """How many cases were equal, of those that one engine does not refuse."""
+    """Return the number of equal cases, of those that one engine accepts."""
     refused, not_run = result.count(Outcome.REFUSED), result.count(Outcome.NOT_RUN)
     cell = f"{result.count(Outcome.EQUAL)} of {len(result.cases) - refused}"
     beside = [f"{refused} refused by both"] * bool(refused) + [f"{not_run} not run"] * bool(not_run)
@@ -59,7 +59,7 @@ def equal(result: Result) -> str:
 
 
 def noted(results: Sequence[Result]) -> str:
-    """What was different or refused, a row for all cases in which the same was seen, and notes."""
+    """Return a table of differences and refusals, one row for all equal ones, and notes."""
     head = ["model", "topology", "case", "what was seen"]
     lines = [row(head), row(["---"] * len(head))]
     families = {subject.name: subject.family for subject in SUBJECTS}
@@ -76,7 +76,7 @@ def noted(results: Sequence[Result]) -> str:
 
 
 def measured(results: Sequence[Result]) -> Iterator[str]:
-    """With what all of it was measured, and when."""
+    """Yield a sentence about the vLLM version and the dates of the runs."""
     if results:
         versions = ", ".join(sorted({one.vllm for one in results}))
         dates = sorted({one.date for one in results})
@@ -84,5 +84,5 @@ def measured(results: Sequence[Result]) -> Iterator[str]:
 
 
 def row(values: Sequence[str] | Iterator[str]) -> str:
-    """A row of a table in Markdown."""
+    """Return a table row in Markdown."""
     return f"| {' | '.join(value.replace('|', '/').replace(chr(10), ' ') for value in values)} |"

@@ -1,4 +1,4 @@
-"""A tiny model, and what vLLM serves it from."""
+"""Tiny model, and the files that vLLM serves it from."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,15 +18,15 @@ HIDDEN = 256
 
 @dataclass(frozen=True, slots=True)
 class TinyModel:
-    """A model as its family builds it.
+    """Model as its family builds it.
 
     Attributes:
-        model: the model, its weights not yet drawn.
-        processor: what makes tensors of media, with the tokenizer; None: both come with vLLM.
-        config: the configuration that vLLM reads, where it is not the model's own.
-        prefixes: the prefixes that vLLM wants for the weights, by those that they have.
-        files: the text of more files, by their names.
-        first_byte: the number of the token of byte 0.
+        model: model without its final weights.
+        processor: processor with the tokenizer; None: both come with vLLM.
+        config: configuration that vLLM reads, if it differs from the model's own.
+        prefixes: prefixes that vLLM expects for the weights, by those that the weights have.
+        files: texts of additional files, by their names.
+        first_byte: number of the token of byte 0.
     """
 
     model: PreTrainedModel
@@ -37,11 +37,11 @@ class TinyModel:
     first_byte: int = 0
 
     def write(self, folder: Path) -> None:
-        """Draw the weights and write everything that a vLLM needs to serve the model."""
+        """Draw the weights and write all files that vLLM needs to serve the model."""
         redraw(self.model, self.first_byte)
         (self.config or self.model.config).save_pretrained(folder)
         if self.processor is not None:
-            # Some bring a template of their own, which knows other modalities or none.
+            # Some processors have their own template, which supports other modalities or none.
             self.processor.chat_template = self.processor.tokenizer.chat_template
             self.processor.save_pretrained(folder)
         for name, text in self.files.items():
@@ -51,13 +51,13 @@ class TinyModel:
 
 
 def text_config(vocabulary: Vocabulary, **more: Any) -> dict[str, Any]:
-    """The configuration of a text model of two layers."""
+    """Return the configuration of a text model with two layers."""
     return {
         "vocab_size": vocabulary.size,
         "hidden_size": HIDDEN,
         "intermediate_size": 256,
         "num_hidden_layers": 2,
-        # vLLM's CPU attention accepts heads of 64 and refuses heads of 16.
+        # vLLM's CPU attention supports heads of size 64, not of size 16.
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "tie_word_embeddings": False,
@@ -69,7 +69,7 @@ def text_config(vocabulary: Vocabulary, **more: Any) -> dict[str, Any]:
 
 
 def vision_config(**more: Any) -> dict[str, Any]:
-    """The configuration of a vision tower of two layers, as most families name its sizes."""
+    """Return the configuration of a vision tower with two layers, with usual field names."""
     return {
         "hidden_size": 64,
         "intermediate_size": 128,

@@ -1,4 +1,4 @@
-"""The tokens of a tiny model: one per byte, then the special ones of its family."""
+"""Tokens of a tiny model: one per byte, then the special ones of its family."""
 
 import json
 import string
@@ -9,20 +9,20 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 LETTERS = (string.ascii_lowercase + " ").encode()
-"""The tokens that a tiny model answers with."""
+"""Bytes of the tokens that a tiny model answers with."""
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The special tokens of a family, and where its prompts have media.
+    """Special tokens of a family, and the places of media in its prompts.
 
     Attributes:
-        special: the family's special tokens, after those of every family.
-        placeholders: what the chat template writes for an item of a modality.
-        names: the special tokens that processors look up by a name, such as `image_token`.
-        size: the number of tokens that the model has embeddings for.
+        special: special tokens of the family, after those of every family.
+        placeholders: text that the chat template writes for an item, by modality.
+        names: special tokens that processors look up by a name, such as `image_token`.
+        size: number of tokens with embeddings in the model.
     """
 
     special: tuple[str, ...]
@@ -35,7 +35,10 @@ class Vocabulary:
         return 256 + self._special().index(token)
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """A tokenizer whose byte tokens have their byte's number, with a chat template."""
+        """Return a tokenizer with a chat template.
+
+        The number of a byte token is its byte.
+        """
         vocabulary = {letter: byte for byte, letter in enumerate(byte_letters())}
         bytewise = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
         bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -48,7 +51,7 @@ class Vocabulary:
         return fast
 
     def chat_template(self) -> str:
-        """The ChatML template that vLLM renders messages with."""
+        """Return the ChatML template that vLLM renders messages with."""
         return f"""
 {{%- set placeholders = {json.dumps(dict(self.placeholders))} -%}}
 {{%- for message in messages -%}}
@@ -72,7 +75,7 @@ class Vocabulary:
 
 
 def byte_letters() -> list[str]:
-    """The letter by which byte-level tokenizers write each byte.
+    """Return the letters by which byte-level tokenizers write each byte.
 
     Printable bytes stand for themselves, the others for the letters from U+0100 on:
     https://github.com/openai/gpt-2/blob/master/src/encoder.py, bytes_to_unicode.

@@ -10,10 +10,13 @@ from scripts.tiny.vocabulary import LETTERS
 
 SEED = 15
 GAINS = {"q_proj": 2.0, "k_proj": 2.0, "o_proj": 4.0, "lm_head": 8.0}
-"""Factors on 1/sqrt(fan-in). With sharp attention single patches count, where flat attention would
-average all pictures to much the same; a loud `lm_head` keeps sampled tokens among the letters."""
+"""Factors on 1/sqrt(fan-in).
+
+Sharp attention makes single patches count. Flat attention would average all pictures to nearly the
+same value. A loud `lm_head` keeps sampled tokens among the letters.
+"""
 TOWER_PREFIX = MappingProxyType({"model.vision_tower.": "model.vision_tower.vision_model."})
-"""CLIP's and SigLIP's, which transformers 5 names without the second part."""
+"""Prefix of the towers of CLIP and SigLIP, which transformers 5 names without the second part."""
 INNER_MODELS = MappingProxyType(
     {
         "lm_head.": "language_model.lm_head.",
@@ -21,18 +24,18 @@ INNER_MODELS = MappingProxyType(
         "model.": "",
     }
 )
-"""For the classes of vLLM that know the names of before transformers 4.52 alone."""
+"""Prefixes for the classes of vLLM that only know the names from before transformers 4.52."""
 HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
 HEAD_NORM_GAIN = 3.0
-"""Of models that normalise queries and keys, which undoes the gains of their projections."""
+"""Gain for models that normalise queries and keys, which cancels the gains of their projections."""
 
 
 def redraw(model: PreTrainedModel, first_byte: int = 0) -> None:
-    """Draw every matrix anew; transformers' initial ones are so small that every input is alike.
+    """Draw all weight matrices. Those of transformers are too small to tell inputs apart.
 
     Args:
-        model: the model.
-        first_byte: the number of the token of byte 0: it answers with letters alone.
+        model: model to change.
+        first_byte: number of the token of byte 0, so that the model answers only with letters.
     """
     generator = torch.Generator().manual_seed(SEED)
     for name, parameter in model.named_parameters():
@@ -53,7 +56,7 @@ def redraw(model: PreTrainedModel, first_byte: int = 0) -> None:
 def renamed(
     weights: Mapping[str, torch.Tensor], prefixes: Mapping[str, str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights under the names vLLM knows."""
+    """Yield the weights under the names that vLLM expects."""
     for name, weight in weights.items():
         old = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
         yield prefixes.get(old, "") + name.removeprefix(old), weight.contiguous()

@@ -1,6 +1,7 @@
-"""The families of tiny models.
+"""Families of tiny models.
 
-Each is imported when it is built: to see that a model is there already needs no transformers.
+A family's module is imported when its model is built. The check for an existing model needs no
+transformers.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,7 +38,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "tiny-voxtral": "voxtral.build",
     }
 )
-"""The module and the function that build a model, by the name of its directory."""
+"""Module and function that build a model, by the name of its directory."""
 
 
 def build(name: str) -> "TinyModel":

@@ -1,4 +1,4 @@
-"""Audio-Flamingo-3: one sound, sent as metadata alone."""
+"""Audio-Flamingo-3: one sound, sent as metadata only."""
 
 from transformers import (
     AudioFlamingo3Config,
@@ -15,7 +15,7 @@ VOCABULARY = Vocabulary(special=("<sound>",), placeholders={"audio": "<sound>"})
 
 
 def build() -> TinyModel:
-    """A tiny Audio-Flamingo-3."""
+    """Return a tiny Audio-Flamingo-3."""
     config = AudioFlamingo3Config(
         architectures=["AudioFlamingo3ForConditionalGeneration"],
         text_config=text_config(VOCABULARY, model_type="qwen2"),

@@ -15,7 +15,7 @@ SIDE, PATCH = 112, 14
 TOKENS = 16
 """Tokens of a picture: its 64 patches are pooled by four."""
 VOCABULARY = Vocabulary(
-    # vLLM looks line feeds up as tokens: those around two pictures come together.
+    # vLLM looks up line feeds as tokens; those around two pictures are adjacent.
     special=(
         *("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
         *("\n" * count for count in (4, 3, 2, 1)),
@@ -31,7 +31,7 @@ VOCABULARY = Vocabulary(
 
 
 def build() -> TinyModel:
-    """A tiny Gemma 3."""
+    """Return a tiny Gemma 3."""
     config = Gemma3Config(
         architectures=["Gemma3ForConditionalGeneration"],
         text_config=text_config(

@@ -30,7 +30,7 @@ VOCABULARY = Vocabulary(
 
 
 def build() -> TinyModel:
-    """A tiny Gemma 4."""
+    """Return a tiny Gemma 4."""
     config = Gemma4Config(
         architectures=["Gemma4ForConditionalGeneration"],
         text_config=text_config(

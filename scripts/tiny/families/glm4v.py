@@ -29,7 +29,7 @@ VOCABULARY = Vocabulary(
 
 
 def build() -> TinyModel:
-    """A tiny GLM-4.1V."""
+    """Return a tiny GLM-4.1V."""
     config = Glm4vConfig(
         architectures=["Glm4vForConditionalGeneration"],
         text_config=text_config(

@@ -35,7 +35,7 @@ SIZES = {"size": {"longest_edge": 2 * SIDE}, "max_image_size": {"longest_edge": 
 
 
 def sizes(text: dict[str, Any]) -> dict[str, Any]:
-    """What the configurations of both say."""
+    """Return the fields that both configurations share."""
     return {
         "text_config": text,
         "vision_config": vision_config(image_size=SIDE, patch_size=PATCH),
@@ -48,7 +48,7 @@ def sizes(text: dict[str, Any]) -> dict[str, Any]:
 
 
 def idefics3() -> TinyModel:
-    """A tiny Idefics3."""
+    """Return a tiny Idefics3."""
     config = Idefics3Config(
         architectures=["Idefics3ForConditionalGeneration"],
         **sizes(text_config(VOCABULARY, model_type="llama", head_dim=64)),
@@ -62,7 +62,7 @@ def idefics3() -> TinyModel:
 
 
 def smolvlm() -> TinyModel:
-    """A tiny SmolVLM."""
+    """Return a tiny SmolVLM."""
     config = SmolVLMConfig(
         architectures=["SmolVLMForConditionalGeneration"],
         **sizes(text_config(VOCABULARY, model_type="llama", head_dim=64)),

@@ -27,7 +27,7 @@ VOCABULARY = Vocabulary(
 
 
 def build() -> TinyModel:
-    """A tiny InternVL."""
+    """Return a tiny InternVL."""
     size = {"height": SIDE, "width": SIDE}
     config = InternVLConfig(
         architectures=["InternVLForConditionalGeneration"],

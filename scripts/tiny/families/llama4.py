@@ -25,7 +25,7 @@ VOCABULARY = Vocabulary(
 
 
 def build() -> TinyModel:
-    """A tiny Llama 4."""
+    """Return a tiny Llama 4."""
     config = Llama4Config(
         architectures=["Llama4ForConditionalGeneration"],
         text_config=text_config(

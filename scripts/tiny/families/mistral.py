@@ -1,7 +1,7 @@
 """Pixtral in LLaVA's format, and Mistral 3: pictures, sent raw.
 
-vLLM's model class of Pixtral writes into its configuration: like Pixtral-12B's in that format, it
-names no architecture of the text model.
+vLLM's model class of Pixtral writes into its configuration. Like the configuration of Pixtral-12B
+in that format, this one names no architecture of the text model.
 """
 
 from transformers import (
@@ -24,7 +24,7 @@ VOCABULARY = Vocabulary(
 
 
 def pixtral() -> TinyModel:
-    """A tiny Pixtral."""
+    """Return a tiny Pixtral."""
     config = configuration(
         LlavaConfig,
         architectures=["LlavaForConditionalGeneration"],
@@ -35,7 +35,7 @@ def pixtral() -> TinyModel:
 
 
 def mistral3() -> TinyModel:
-    """A tiny Mistral 3."""
+    """Return a tiny Mistral 3."""
     config = configuration(
         Mistral3Config,
         architectures=["Mistral3ForConditionalGeneration"],
@@ -47,7 +47,7 @@ def mistral3() -> TinyModel:
 
 
 def configuration(kind: type[PreTrainedConfig], **more: object) -> PreTrainedConfig:
-    """The configuration of a model with Pixtral's tower."""
+    """Return the configuration of a model with Pixtral's tower."""
     return kind(
         text_config=text_config(VOCABULARY, model_type="mistral", head_dim=64),
         vision_config=vision_config(model_type="pixtral", image_size=SIDE, patch_size=PATCH),
@@ -60,7 +60,7 @@ def configuration(kind: type[PreTrainedConfig], **more: object) -> PreTrainedCon
 
 
 def pixtral_processor(spatial_merge_size: int = 1) -> PixtralProcessor:
-    """The processor of both."""
+    """Return the processor of both models."""
     return PixtralProcessor(
         image_processor=PixtralImageProcessor(
             size={"longest_edge": SIDE}, patch_size={"height": PATCH, "width": PATCH}

@@ -24,7 +24,7 @@ VOCABULARY = Vocabulary(
 
 
 def build() -> TinyModel:
-    """A tiny PaddleOCR-VL."""
+    """Return a tiny PaddleOCR-VL."""
     config = PaddleOCRVLConfig(
         architectures=["PaddleOCRVLForConditionalGeneration"],
         text_config=text_config(

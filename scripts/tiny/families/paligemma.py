@@ -13,7 +13,7 @@ from scripts.tiny.weights import TOWER_PREFIX
 
 SIDE, PATCH = 224, 14
 VOCABULARY = Vocabulary(
-    # vLLM looks the line feed up as a token of this name. The processor adds 1152 tokens.
+    # vLLM looks up the line feed as a token of this name. The processor adds 1152 tokens.
     special=("<image>", "\n"),
     placeholders={"image": ""},
     names={"bos_token": START, "image_token": "<image>"},
@@ -22,7 +22,7 @@ VOCABULARY = Vocabulary(
 
 
 def build() -> TinyModel:
-    """A tiny PaliGemma, on Gemma 1: its embeddings need not be tied."""
+    """Return a tiny PaliGemma, on Gemma 1: its embeddings need not be tied."""
     config = PaliGemmaConfig(
         architectures=["PaliGemmaForConditionalGeneration"],
         text_config=text_config(

@@ -1,4 +1,4 @@
-"""What the tiny Qwen2 models have in common."""
+"""Parts that the tiny Qwen2 models share."""
 
 from scripts.tiny.vocabulary import Vocabulary
 
@@ -19,4 +19,4 @@ VOCABULARY = Vocabulary(
     },
 )
 ROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]}
-"""Positions in time, height and width, of heads of 64."""
+"""Rotary positions in time, height and width, for attention heads of size 64."""

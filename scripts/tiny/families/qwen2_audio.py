@@ -1,4 +1,4 @@
-"""Qwen2-Audio: sounds, sent as metadata alone."""
+"""Qwen2-Audio: sounds, sent as metadata only."""
 
 from transformers import (
     Qwen2AudioConfig,
@@ -13,7 +13,7 @@ from scripts.tiny.weights import INNER_MODELS
 
 
 def build() -> TinyModel:
-    """A tiny Qwen2-Audio."""
+    """Return a tiny Qwen2-Audio."""
     config = Qwen2AudioConfig(
         architectures=["Qwen2AudioForConditionalGeneration"],
         text_config=text_config(VOCABULARY, model_type="qwen2"),

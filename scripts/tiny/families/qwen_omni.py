@@ -1,6 +1,6 @@
-"""Qwen2.5-Omni and Qwen3-Omni, their thinkers alone: pictures, videos and sounds.
+"""Qwen2.5-Omni and Qwen3-Omni, only their thinkers: pictures, videos and sounds.
 
-vLLM's model class of Qwen3-Omni writes into its configuration; it sends its pictures raw. The
+vLLM's model class of Qwen3-Omni writes into its configuration. Its pictures are sent raw. The
 processor of Qwen2.5-Omni accepts no mixture of raw and metadata-only items in a request.
 """
 
@@ -38,7 +38,7 @@ VISION = {
 
 
 def omni_vocabulary(image: str, video: str, audio: str, bos: str, eos: str) -> Vocabulary:
-    """The vocabulary of an Omni model, whose generations name their tokens differently."""
+    """Return the vocabulary of an Omni model; its generations name tokens differently."""
     vision_bos, vision_eos = "<|vision_start|>", "<|vision_end|>"
     return Vocabulary(
         special=(vision_bos, vision_eos, image, video, bos, eos, audio),
@@ -66,7 +66,7 @@ QWEN3 = omni_vocabulary(
 
 
 def qwen2_5_omni() -> TinyModel:
-    """A tiny Qwen2.5-Omni."""
+    """Return a tiny Qwen2.5-Omni."""
     config = Qwen2_5OmniConfig(
         architectures=["Qwen2_5OmniModel"],
         thinker_config={
@@ -101,7 +101,7 @@ def qwen2_5_omni() -> TinyModel:
 
 
 def qwen3_omni() -> TinyModel:
-    """A tiny Qwen3-Omni, dense: none of its layers has experts."""
+    """Return a tiny Qwen3-Omni, dense: no layer has experts."""
     config = Qwen3OmniMoeConfig(
         architectures=["Qwen3OmniMoeForConditionalGeneration"],
         thinker_config={
@@ -115,7 +115,7 @@ def qwen3_omni() -> TinyModel:
             "vision_config": {
                 **VISION,
                 "num_position_embeddings": 256,
-                # vLLM reads these two, which published configurations have.
+                # vLLM reads these two, which published configurations contain.
                 "image_size": 256,
                 "apply_vit_abs_pos_embed": True,
                 "deepstack_visual_indexes": [0],

@@ -1,7 +1,7 @@
 """Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: pictures and videos.
 
-Pictures are sent as metadata alone. Of Qwen3.5, half the layers have linear attention, which
-vLLM computes on a CPU in bfloat16 alone.
+Pictures are sent as metadata only. Half of the layers of Qwen3.5 have linear attention, which vLLM
+computes on a CPU only in bfloat16.
 """
 
 from typing import Any
@@ -36,7 +36,7 @@ PATCH = 16
 
 
 def tokens() -> dict[str, Any]:
-    """What all configurations say of the placeholders."""
+    """Return the placeholder fields that all configurations share."""
     return {
         "image_token_id": VOCABULARY.id("<|image_pad|>"),
         "video_token_id": VOCABULARY.id("<|video_pad|>"),
@@ -48,7 +48,7 @@ def tokens() -> dict[str, Any]:
 
 
 def qwen2_vl() -> TinyModel:
-    """A tiny Qwen2-VL."""
+    """Return a tiny Qwen2-VL."""
     config = Qwen2VLConfig(
         architectures=["Qwen2VLForConditionalGeneration"],
         text_config=text_config(VOCABULARY, rope_parameters=ROPE),
@@ -64,7 +64,7 @@ def qwen2_vl() -> TinyModel:
 
 
 def qwen2_5_vl() -> TinyModel:
-    """A tiny Qwen2.5-VL."""
+    """Return a tiny Qwen2.5-VL."""
     config = Qwen2_5_VLConfig(
         architectures=["Qwen2_5_VLForConditionalGeneration"],
         text_config=text_config(VOCABULARY, rope_parameters=ROPE),
@@ -80,7 +80,7 @@ def qwen2_5_vl() -> TinyModel:
 
 
 def qwen3_vl() -> TinyModel:
-    """A tiny Qwen3-VL."""
+    """Return a tiny Qwen3-VL."""
     config = Qwen3VLConfig(
         architectures=["Qwen3VLForConditionalGeneration"],
         text_config=text_config(VOCABULARY, head_dim=64, rope_parameters=INTERLEAVED),
@@ -91,7 +91,7 @@ def qwen3_vl() -> TinyModel:
 
 
 def qwen3_5() -> TinyModel:
-    """A tiny Qwen3.5, dense."""
+    """Return a tiny Qwen3.5, dense."""
     config = Qwen3_5Config(
         architectures=["Qwen3_5ForConditionalGeneration"],
         text_config=text_config(
@@ -111,7 +111,7 @@ def qwen3_5() -> TinyModel:
 
 
 def qwen3_processor() -> Qwen3VLProcessor:
-    """The processor of Qwen3-VL, which Qwen3.5 has too."""
+    """Return the processor of Qwen3-VL, which Qwen3.5 shares."""
     return Qwen3VLProcessor(
         image_processor=Qwen2VLImageProcessor(size=PIXELS, patch_size=PATCH),
         video_processor=Qwen3VLVideoProcessor(size=PIXELS, patch_size=PATCH),

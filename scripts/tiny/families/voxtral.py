@@ -1,6 +1,6 @@
 """Voxtral: sounds, sent raw. Its tokenizer is mistral-common's.
 
-vLLM wants the tower's weights under the names of Mistral's format, and biases of keys.
+vLLM expects the tower's weights under the names of Mistral's format, and biases of keys.
 """
 
 import base64
@@ -25,7 +25,7 @@ SOUND = {
 
 
 def build() -> TinyModel:
-    """A tiny Voxtral."""
+    """Return a tiny Voxtral."""
     config = VoxtralConfig(
         architectures=["VoxtralForConditionalGeneration"],
         text_config=text_config(
@@ -36,7 +36,7 @@ def build() -> TinyModel:
             eos_token_id=SPECIAL.index(SpecialTokens.eos),
         ),
         audio_config=vision_config(
-            intermediate_size=256,  # the projector takes four frames as one
+            intermediate_size=256,  # the projector combines four frames
             # vLLM reads these, which its reader of Mistral's format adds.
             **SOUND,
             sampling_rate=16_000,
@@ -74,7 +74,7 @@ def build() -> TinyModel:
 
 
 def tekken() -> str:
-    """The tokenizer, as mistral-common reads it: the special tokens, then a token for each byte."""
+    """Return mistral-common's tokenizer file: the special tokens, then a token for each byte."""
     vocabulary = [
         {"rank": byte, "token_bytes": base64.b64encode(bytes([byte])).decode(), "token_str": None}
         for byte in range(256)
