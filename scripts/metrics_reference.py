@@ -18,7 +18,7 @@ from epd.observe.metric_defs import FIGURES, Figure
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 TABLE = re.compile(r"(<!-- figures -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 NAME = re.compile(r"\bepd_[a-z_]+")
-OF_WORKERS = {"max": "the most", "min": "the least"}
+OF_WORKERS = {"max": "the maximum", "min": "the minimum"}
 ENDS = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_count", "_sum")}
 
 
@@ -50,7 +50,7 @@ def row(figure: Figure) -> str:
     name = figure.name + (ENDS["counter"][0] if figure.kind == "counter" else "")
     labels = ", ".join(f"`{label}`" for label in figure.labels)
     of_workers = OF_WORKERS.get(figure.of_workers.__name__)
-    meaning = figure.meaning + (f" Of several workers: {of_workers}." if of_workers else "")
+    meaning = figure.meaning + (f" With several workers: {of_workers}." if of_workers else "")
     return f"| `{name}` | {figure.kind} | {labels} | {meaning} |\n"
 
 

@@ -32,7 +32,7 @@ class Access(Enum):
     """Classes of access: the clients that a route answers."""
 
     OPEN = "open"
-    """All clients, without a key."""
+    """Open to all clients, without a key."""
     TENANT = "tenant"
     """Clients with an API key; all clients if no API keys are configured."""
     ADMIN = "admin"

@@ -1,4 +1,4 @@
-"""All private names of aiohttp that the proxy uses, under names of its own.
+"""Private names of aiohttp that the proxy uses, each under a name of the proxy's.
 
 A minor release of aiohttp may remove them: `tests/unit/test_aiohttp.py` names each, and
 `pyproject.toml` bounds the version.

@@ -9,7 +9,7 @@ from epd.tenants import Tenant
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One request in the queue or with a place."""
+    """Request in the queue or with a place."""
 
     tenant: Tenant
     where: Literal["queue", "inside", "sent_away"] = "queue"

@@ -1,1 +1,1 @@
-"""One request through its stages: encode, prefill, decode."""
+"""Course of one request through its stages: encode, prefill, decode."""

@@ -16,7 +16,7 @@ from epd.transfer.encoded import Consumed, Encoded, EncodedItem
 
 
 class Encodings(NamedTuple):
-    """The encoder outputs of a request's items.
+    """Encoder outputs of a request's items.
 
     Attributes:
         items: one output for each item.
@@ -30,7 +30,7 @@ class Encodings(NamedTuple):
 
 
 NOT_ENCODED = Encodings()
-"""The value of an attempt that has not reached its encode."""
+"""Value of an attempt that has not reached its encode."""
 
 
 class Targets(NamedTuple):
@@ -47,13 +47,13 @@ class Targets(NamedTuple):
 
 
 NO_ENCODINGS = Encodings()
-"""The value of a request without items."""
+"""Value of a request without items."""
 
 NO_TARGETS, NO_PROMPT = Targets(), Consumed({})
 
 
 class Attempt(NamedTuple):
-    """The plan of one sending. `epd.request.recovery` derives the next one.
+    """Plan of one sending. `epd.request.recovery` derives the next one.
 
     Attributes:
         course: stages of the request.
@@ -87,7 +87,7 @@ class Attempt(NamedTuple):
 
 @dataclass(slots=True)
 class Sending:
-    """An attempt in progress. Each field below `context` is set by the step that determines it.
+    """Attempt in progress. Each field below `context` is set by the step that determines it.
 
     Attributes:
         attempt: the plan.
@@ -157,7 +157,7 @@ class OutputKey(NamedTuple):
 
 
 class EncodeJob(NamedTuple):
-    """The items of one request, each of which needs an encoder output.
+    """Items of one request, each of which needs an encoder output.
 
     Attributes:
         body: the request.
@@ -208,7 +208,7 @@ class EncodeJob(NamedTuple):
 
 
 class Identifiers:
-    """The store keys of encoder outputs, as far as known."""
+    """Store keys of encoder outputs, as far as known."""
 
     def __init__(self) -> None:
         self._learned: BoundedDict[OutputKey, str] = BoundedDict(MAX_LEARNED)

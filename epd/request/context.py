@@ -71,7 +71,7 @@ NAME_WITHIN = ("response", "message")
 
 
 class ModelNames:
-    """The names in answers, by the requested name. Belongs to one event loop."""
+    """Model names in answers, by the requested name. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()
@@ -120,7 +120,7 @@ def _unnamed() -> RequestRecord:
 
 @dataclass(slots=True)
 class RequestContext:
-    """A request's client, settings and instance headers, and the record of its progress.
+    """Client of a request, its settings and instance headers, and the record of its progress.
 
     Attributes:
         request_id: id that the instances see, unique for each request.
@@ -224,7 +224,7 @@ class RequestContext:
 
 
 class Timed:
-    """One stage of a request in progress.
+    """Stage of a request in progress.
 
     Attributes:
         span: span of the stage; None without tracing.

@@ -1,4 +1,4 @@
-"""The encoder outputs of a request's items: from the store, or from an encode instance.
+"""Encoder outputs of a request's items: from the store, or from an encode instance.
 
 The steps for one item: a lookup in the store (`encode`); a shared encode with other requests of
 this process (`_encode_item`); a wait for another proxy on the same store (`_claim`); a request to
@@ -48,7 +48,7 @@ WAIT = "encode wait"
 
 
 class Made(NamedTuple):
-    """The encoder output of one item, shared by all requests that need it.
+    """Encoder output of one item, shared by all requests that need it.
 
     Attributes:
         encoded: the output.
@@ -62,7 +62,7 @@ class Made(NamedTuple):
 
 
 class Encoder:
-    """Provides the encoder outputs of requests. Belongs to one event loop."""
+    """Provider of the encoder outputs of requests. Belongs to one event loop."""
 
     def __init__(  # noqa: PLR0913, PLR0917 - its collaborators
         self,

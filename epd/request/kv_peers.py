@@ -28,7 +28,7 @@ KNOWN_S = 10.0
 """Lifetime of a fact, in seconds. No replacement of an instance becomes ready faster."""
 
 Member = tuple[Instance, int | None]
-"""A prefill instance, and its data-parallel rank if the proxy names one."""
+"""Prefill instance, and its data-parallel rank if the proxy names one."""
 
 
 class _Known(NamedTuple):
@@ -37,7 +37,7 @@ class _Known(NamedTuple):
 
 
 class Peers:
-    """The facts: queried or learned from replies, kept for `KNOWN_S`, dropped after a failure."""
+    """KV connector facts: queried or learned from replies, kept for `KNOWN_S`, dropped on failure."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ def _member(pair: Pair) -> Member:
 
 
 class Releases:
-    """The releases in progress."""
+    """Releases in progress."""
 
     def __init__(self, stages: Stages, fatal: FatalRequests) -> None:
         self._stages = stages

@@ -39,7 +39,7 @@ MOST = 1024
 
 
 class Rest(NamedTuple):
-    """A cooldown that has just begun.
+    """Cooldown that has just begun.
 
     Attributes:
         rest_s: length of the cooldown.
@@ -51,7 +51,7 @@ class Rest(NamedTuple):
 
 
 class Rests:
-    """The cooldowns, by prefill instance and decode engine.
+    """Cooldowns, by prefill instance and decode engine.
 
     A prefill instance without `bidirectional_kv_xfer` waits for the blocks of any engine until its
     request ends. For an instance that has read blocks before, a timeout is attributed to the
@@ -109,13 +109,13 @@ MAX_ENGINES = 1024
 BLOCK_SIZE = re.compile(
     rb'^vllm:cache_config_info\{[^}]*\bblock_size="([1-9][0-9]{0,5})"', re.MULTILINE
 )
-"""The block size in an instance's `/metrics`, in tokens."""
+"""Block size in an instance's `/metrics`, in tokens."""
 
 logger = structlog.get_logger("epd")
 
 
 class Readbacks:
-    """Determines which part of a prompt decode has in its blocks. Prefill may read only that part.
+    """Search for the part of a prompt that decode has in its blocks: prefill may read only that.
 
     vLLM does not compare prompts. With blocks of another prompt, prefill would answer from them and
     cache them for this prompt. The proxy therefore compares the tokens first.

@@ -1,4 +1,4 @@
-"""One request: encode, optional prefill, decode; retried until its answer has begun."""
+"""Pipeline of a request: encode, optional prefill, decode; retried until its answer has begun."""
 
 from contextlib import nullcontext
 
@@ -30,7 +30,7 @@ from epd.transfer.encoded import EncodedItem
 
 
 class Pipeline:
-    """Runs requests through the stages."""
+    """Pipeline that runs requests through the stages."""
 
     def __init__(  # noqa: PLR0913, PLR0917 - its collaborators
         self,

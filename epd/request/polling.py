@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Question(Generic[T]):
-    """A question to instances.
+    """Request to every instance.
 
     Attributes:
         task: name in the log and in the metric of background tasks.
@@ -49,7 +49,7 @@ class Question(Generic[T]):
 
 
 class Polling(Generic[T]):
-    """Asks one question of all instances, each in a task of its own.
+    """Periodic request to all instances, each in a separate task.
 
     An unexpected exception costs the instance one answer and does not affect the others. Each one
     is counted. It is logged with its traceback once for each instance and cause.

@@ -72,7 +72,7 @@ class Answer:
 
 
 class Handovers:
-    """Runs prefill and decode of an attempt after its encode."""
+    """Runner of prefill and decode of an attempt, after its encode."""
 
     def __init__(  # noqa: PLR0913, PLR0917 - its collaborators
         self,

@@ -24,8 +24,10 @@ MAX_ENCODES = 3
 """Maximum number of encode instances for one item."""
 
 FETCH_AGAIN_S = 2.0
-"""A failed fetch of an item's URL is retried on one more instance if it failed within this time.
-Instances that repeat fetches themselves take longer (`VLLM_MEDIA_FETCH_MAX_RETRIES`)."""
+"""Time within which a failed fetch of an item's URL is retried on one more instance, in seconds.
+
+Instances that repeat fetches themselves take longer (`VLLM_MEDIA_FETCH_MAX_RETRIES`).
+"""
 
 
 def retry_delay_s(error: ProxyError, *, others: bool, patience_s: float = 0.0) -> float | None:
@@ -46,7 +48,7 @@ def retry_delay_s(error: ProxyError, *, others: bool, patience_s: float = 0.0) -
 
 
 class Failure(NamedTuple):
-    """A failed attempt, and the remaining options.
+    """Failed attempt, and the remaining options.
 
     Attributes:
         sending: the attempt.
@@ -97,7 +99,7 @@ class Failure(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A row of the table for requests.
+    """Row of the table for requests.
 
     Attributes:
         condition: description of the failure.
@@ -240,7 +242,7 @@ def next_attempt(failure: Failure) -> Attempt | None:
 
 
 class EncodeFailure(NamedTuple):
-    """A failed encode of an item.
+    """Failed encode of an item.
 
     Attributes:
         error: error of the last try.
@@ -260,7 +262,7 @@ class EncodeFailure(NamedTuple):
 
 
 class EncodeRule(NamedTuple):
-    """A row of the table for items. `delay_s`: seconds until the next try, or None to stop."""
+    """Row of the table for items. `delay_s`: seconds until the next try, or None to stop."""
 
     condition: str
     follows: str

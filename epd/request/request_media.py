@@ -1,4 +1,4 @@
-"""The media items of a request: their keys, and the body in which prefill and decode get them."""
+"""Media items of a request: their keys, and the body in which prefill and decode get them."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from epd.transfer.encoded import Consumed, consumer_body, metadata_uuids
 
 
 class KeyedRequest(NamedTuple):
-    """A request, and the keys of its media items.
+    """Request, and the keys of its media items.
 
     Attributes:
         body: the client's request, with the media that the proxy fetched.
@@ -29,7 +29,7 @@ class KeyedRequest(NamedTuple):
 
 
 class RequestMedia:
-    """Fetches and keys the media of requests, and builds the body for prefill and decode."""
+    """Preparation of requests with media: fetch, keys, and the body for prefill and decode."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The stages encode, prefill, decode and release, as requests to instances."""
+"""Stages encode, prefill, decode and release, as requests to instances."""
 
 import time
 from collections.abc import Callable
@@ -47,7 +47,7 @@ RELEASE_TIMEOUT_S = 5.0
 
 
 class Prefilled(NamedTuple):
-    """The reply of prefill.
+    """Reply of prefill.
 
     Attributes:
         replied: `kv_transfer_params` of the reply; empty without them.
@@ -59,7 +59,7 @@ class Prefilled(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """An opened answer of decode.
+    """Opened answer of decode.
 
     Attributes:
         reply: head of the answer, and its body as it arrives.
@@ -72,7 +72,7 @@ class Opened(NamedTuple):
 
 
 class Stages:
-    """Sends the requests of all stages over one upstream client."""
+    """Client that sends the requests of all stages over one upstream client."""
 
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream

@@ -19,7 +19,7 @@ UNTAKEN_BYTES = 64 * 1024
 
 
 class StreamRelay:
-    """Relays one stream.
+    """Relay of one stream.
 
     While the client reads fast enough, events are written in the callback that receives them,
     without waking a task.

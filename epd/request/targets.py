@@ -39,7 +39,7 @@ Coordinate = Callable[[ConfigFields, Facts], tuple[str, Course] | None]
 
 
 class Courses:
-    """Decides which stages serve a request, by the coordination policies."""
+    """Choice of the stages that serve a request, by the coordination policies."""
 
     def __init__(self, table: InstanceTable, coordinate: Coordinate) -> None:
         self._table = table
@@ -73,7 +73,7 @@ class Courses:
 
 
 class Picker:
-    """The client of the configured endpoint picker."""
+    """Client of the configured endpoint picker."""
 
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
@@ -148,7 +148,7 @@ parsers could read in two ways."""
 
 
 class Decoders:
-    """Chooses the decode instance of each request.
+    """Choice of the decode instance of each request.
 
     An instance that a client or a picker names must be in the table, or on a host of
     `--decode-hosts`: a client must not make the proxy connect to an arbitrary host.

@@ -1,4 +1,4 @@
-"""`POST /v1/media`: uploads media before the request that uses them."""
+"""`POST /v1/media`: upload of media before the request that uses them."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -29,7 +29,7 @@ Encode = Callable[[Body, RequestContext], Awaitable[Sequence[EncodedItem]]]
 
 
 class Warmup:
-    """Encodes media before the request that uses them."""
+    """Warm-up that encodes media before the request that uses them."""
 
     def __init__(self, encode: Encode, cache: EncoderCache | None) -> None:
         self._encode = encode

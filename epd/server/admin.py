@@ -26,7 +26,7 @@ CLUSTERS: Mapping[str, tuple[Stage, tuple[Role, ...]]] = {
     "prefill_cluster": ("prefill", (Role.PREFILL,)),
     "decode_cluster": ("decode", (Role.DECODE, Role.PREFILL_DECODE)),
 }
-"""The stages, under the names vLLM's `disagg_epd_proxy.py` gives them in `/health`."""
+"""Stages, under the names that vLLM's `disagg_epd_proxy.py` gives them in `/health`."""
 
 STAGE: Mapping[Role, Stage] = {role: stage for stage, roles in CLUSTERS.values() for role in roles}
 

@@ -1,4 +1,4 @@
-"""The aiohttp application: its routes, and the components that serve them.
+"""Application on aiohttp: its routes, and the components that serve them.
 
 This module is the composition root of the proxy: it is the only one that knows every component.
 """
@@ -304,5 +304,8 @@ ROUTES = (
     (Access.ADMIN, _post("/start_profile", partial(operator_routes.profile, "start"))),
     (Access.ADMIN, _post("/stop_profile", partial(operator_routes.profile, "stop"))),
 )
-"""All routes, with their classes of access. No other path is forwarded to an instance: many of
-vLLM's routes need no key, such as those that change its weights or put it to sleep."""
+"""Routes of the proxy, with their classes of access.
+
+No other path is forwarded to an instance: many of vLLM's routes need no key, such as those that
+change its weights or put it to sleep.
+"""

@@ -56,7 +56,7 @@ HEADERS = {
 
 
 class Asset(NamedTuple):
-    """One static file of the page, with its media type."""
+    """Static file of the page, with its media type."""
 
     body: bytes
     content_type: str
