@@ -55,7 +55,7 @@ class Authority:
 
 
 def encrypted(key: Path) -> Path:
-    """The same key, with a passphrase."""
+    """Return the same key, with a passphrase."""
     path = key.with_suffix(".encrypted")
     _openssl("pkey", "-in", key, "-aes256", "-passout", "pass:secret", "-out", path)
     return path

@@ -119,7 +119,7 @@ def decoded(span: WireSpan, service: str) -> Span:
 
 @contextmanager
 def over_http() -> Iterator[Collector]:
-    """A collector that speaks OTLP over HTTP."""
+    """Run a collector that receives OTLP over HTTP."""
     collector = Collector()
 
     class Handler(BaseHTTPRequestHandler):
@@ -149,7 +149,7 @@ def over_http() -> Iterator[Collector]:
 
 @contextmanager
 def over_grpc() -> Iterator[Collector]:
-    """A collector that speaks OTLP over gRPC."""
+    """Run a collector that receives OTLP over gRPC."""
     collector = Collector()
 
     def export(body: bytes, _: Any) -> bytes:

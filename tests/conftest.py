@@ -30,5 +30,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def models() -> Path:
-    """A directory with the tiny models of most tests."""
+    """Return a directory with the tiny models of most tests."""
     return written()

@@ -49,7 +49,7 @@ def pairs_of(case: Case) -> Iterable[Pair]:
 def _completed(
     case: Case, factors: Values, possible: Possible, wanted: Mapping[Pair, None]
 ) -> Case | None:
-    """A whole case with this part in it, and with many wanted pairs; None: there is none."""
+    """Return a whole case with this part and with many wanted pairs; None if there is none."""
     if not possible(case):
         return None
     for name in factors.keys() - case.keys():  # what leads nowhere is better seen at once

@@ -1,7 +1,7 @@
-"""`torch.accelerator` with several devices, whose streams work only when they are waited for.
+"""Fake `torch.accelerator` with several devices. Their streams only work when they are waited for.
 
-So work runs as late as the code under test allows: a copy that waits for no event finds memory that
-nothing was written to, and memory that is read too early has not been copied to.
+So work runs as late as the code under test allows. A copy that waits for no event reads memory that
+has not been written yet. Memory that is read too early does not have the copied data yet.
 """
 
 import threading
@@ -147,7 +147,7 @@ class FakeAccelerator:
         return self._default.setdefault(device.index, FakeStream(self, device))
 
     def tensor(self, values: torch.Tensor, index: int = 1) -> FakeTensor:
-        """A tensor that work in its device's stream makes, which has not been done yet."""
+        """Return a tensor that pending work in its device's stream will make."""
         device = torch.device("cuda", index)
         tensor = FakeTensor(self, torch.full_like(values, -1), device)
         data = tensor.data

@@ -57,10 +57,10 @@ def _until_full() -> Iterator[None]:
 
 @contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[SmallDisk]:
-    """A tmpfs; the test is skipped where there is no way to mount one.
+    """Mount a tmpfs; skip the test if there is no way to mount one.
 
-    Root mounts it, or sudo where it asks for no password, or whoever may make a namespace: its
-    mounts are reached through a process in it.
+    It is mounted by root, by sudo without a password, or in a new user namespace. Mounts of a
+    namespace are reached through a process in it.
     """
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
@@ -88,7 +88,7 @@ def _ran(command: list[str]) -> bool:
 
 @contextmanager
 def _namespace() -> Iterator[int]:
-    """The id of a process in a user and mount namespace of its own, where there can be one."""
+    """Yield the id of a process in a separate user and mount namespace, where this is possible."""
     command = ["unshare", "--user", "--map-root-user", "--mount", "cat"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdin is not None

@@ -37,7 +37,10 @@ class _Known(NamedTuple):
 
 
 class Peers:
-    """KV connector facts: queried or learned from replies, kept for `KNOWN_S`, dropped on failure."""
+    """KV connector facts of instances, kept for `KNOWN_S` and dropped after a failure.
+
+    They are queried, or learned from replies.
+    """
 
     def __init__(
         self,

@@ -63,7 +63,7 @@ def panels(dashboard: Document) -> list[Document]:
 
 
 def queries(dashboard: Document) -> list[str]:
-    """The expression of every query and annotation."""
+    """Return the expression of every query and annotation."""
     return [
         *(target["expr"] for panel in panels(dashboard) for target in panel["targets"]),
         *(one["expr"] for one in dashboard["annotations"]["list"]),

@@ -41,7 +41,7 @@ def ports(workload: str) -> dict[str, int]:
 
 
 def settings(generated: str) -> dict[str, str]:
-    """What is in a ConfigMap that is made of an env file."""
+    """Return the data of a ConfigMap that is generated from an env file."""
     [files] = [
         one["envs"] for one in KUSTOMIZATION["configMapGenerator"] if one["name"] == generated
     ]

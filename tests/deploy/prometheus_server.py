@@ -24,14 +24,14 @@ class Prometheus:
     http: aiohttp.ClientSession
 
     async def get(self, path: str, **parameters: str) -> Any:
-        """What its API answers."""
+        """Return the answer of the server's API."""
         async with self.http.get(f"{self.url}/api/v1/{path}", params=parameters) as reply:
             answer = await reply.json()
             assert answer["status"] == "success", answer
             return answer["data"]
 
     async def value(self, expr: str) -> float | None:
-        """The one value of an expression, if there is one."""
+        """Return the single value of an expression; None without one."""
         result = (await self.get("query", query=expr))["result"]
         return float(result[0]["value"][1]) if result else None
 

@@ -34,7 +34,7 @@ def promtool(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def load(path: Path) -> Document:
-    """A YAML file of one document."""
+    """Return the document of a YAML file."""
     [document] = load_all(path)
     return document
 

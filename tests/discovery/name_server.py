@@ -1,4 +1,4 @@
-"""A real DNS server on a loopback port, whose answers a test chooses."""
+"""DNS server on a loopback port with answers that a test sets."""
 
 import asyncio
 from collections.abc import AsyncIterator

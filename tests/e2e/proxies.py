@@ -12,11 +12,11 @@ from tests.e2e.served import Served
 
 @contextmanager
 def another_proxy(stack: Served, *flags: str, encode: bool = True) -> Iterator[str]:
-    """A second proxy in front of the same engines and store: its URL.
+    """Start a second proxy in front of the same engines and store, and yield its URL.
 
     Args:
-        stack: the engines.
-        flags: more of its command line.
+        stack: stack with the engines.
+        flags: additional flags.
         encode: whether it has an encode stage, and the store.
     """
 

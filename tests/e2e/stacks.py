@@ -16,8 +16,10 @@ E_PD, E_P_D = "1e1pd", "1e1p1d"
 DISK, REDIS, CLUSTER = "file", "redis", "cluster"
 
 AMX = "amx_tile" in Path("/proc/cpuinfo").read_text()
-"""With it, an engine in bfloat16 whose first prompt is short dies of an illegal instruction
-(docs/decisions/003-cpu-stack.md)."""
+"""Setting with which an engine in bfloat16 dies of an illegal instruction on a short first prompt.
+
+See docs/decisions/003-cpu-stack.md.
+"""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Spec:
         return "-".join([self.model, self.topology, self.store, *traits])
 
     def flags(self) -> Mapping[Role, Sequence[str]]:
-        """What the engines' command lines have beside those of every stack."""
+        """Return the engines' flags, in addition to those of every stack."""
         every = ["--trust-request-mm-kwargs", *(["--dtype", "bfloat16"] if self.bf16 else [])]
         own = {Role.PREFILL: ["--no-enable-prefix-caching"] * self.conversing}
         return {role: [*every, *self._ranks_of(role), *own.get(role, [])] for role in Role}
@@ -65,7 +67,7 @@ class Spec:
         return ["--tensor-parallel-size", str(ranks)] if ranks > 1 else []
 
     def kv_extra(self) -> Mapping[str, Any]:
-        """What prefill and decode are told beside their connector."""
+        """Return the additional settings of prefill's and decode's connector."""
         if not self.conversing:
             return {}
         return {"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": BLOCKS_TTL_S}

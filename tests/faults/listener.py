@@ -73,7 +73,7 @@ class Listener:
 
 @asynccontextmanager
 async def streams(connection: socket.socket) -> AsyncIterator[tuple[StreamReader, StreamWriter]]:
-    """A connection as streams; `drain` waits until the kernel has taken everything."""
+    """Yield a connection as streams; `drain` waits until the kernel has taken all bytes."""
     reader, writer = await asyncio.open_connection(sock=connection)
     writer.transport.set_write_buffer_limits(0)
     try:

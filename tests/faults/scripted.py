@@ -46,7 +46,7 @@ Script = Sequence[Step]
 
 
 def answer(body: bytes, status: int = 200, *, length: int | None = None) -> bytes:
-    """A whole answer, or one whose Content-Length lies."""
+    """Return a whole answer, or one with a wrong Content-Length."""
     size = len(body) if length is None else length
     head = (
         f"HTTP/1.1 {status} Status\r\n"
@@ -57,7 +57,7 @@ def answer(body: bytes, status: int = 200, *, length: int | None = None) -> byte
 
 STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n"
-    b"Connection: close\r\n\r\n"  # a script that has come to its end answers nobody else
+    b"Connection: close\r\n\r\n"  # a finished script answers no other request
 )
 LAST_CHUNK = b"0\r\n\r\n"
 
@@ -181,7 +181,7 @@ def reset() -> Step:
     return step
 
 
-# Closed: nobody's next request must come by a connection that follows no script.
+# Closed: the next request of another client must not use a connection without a script.
 PROBED = [
     read_request(),
     send(answer(MODELS).replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1)),
@@ -238,7 +238,7 @@ async def _follow(script: Script, exchange: Exchange) -> None:
 
 
 async def _first_bytes(connection: socket.socket) -> bytes:
-    """What the peer says first, still to be read; empty where it leaves without a word."""
+    """Return the peer's first bytes without consuming them; empty if it closes without sending."""
     while True:
         try:
             return connection.recv(16, socket.MSG_PEEK | socket.MSG_DONTWAIT)

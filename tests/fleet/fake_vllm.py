@@ -60,7 +60,7 @@ class Handler(BaseHTTPRequestHandler):
 
 class Server(ThreadingHTTPServer):
     def handle_error(self, *_: object) -> None:
-        """Say nothing of who asks and does not wait."""
+        """Log nothing about a client that sends a request and disconnects."""
 
 
 def main() -> None:

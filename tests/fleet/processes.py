@@ -8,12 +8,15 @@ from pathlib import Path
 
 
 def new_mark() -> str:
-    """The name of a variable that nobody else sets."""
+    """Return a name for an environment variable that no other program sets."""
     return f"TEST_MARK_{uuid.uuid4().hex}"
 
 
 def marked(mark: str) -> dict[str, str]:
-    """This environment with a mark, and without what would hide that output is held back."""
+    """Return this environment with a mark, and without `PYTHONUNBUFFERED`.
+
+    The variable would hide that a program holds back its output.
+    """
     return {mark: "1"} | {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
 
 

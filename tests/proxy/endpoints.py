@@ -50,7 +50,7 @@ def seen(url: str) -> dict[str, Any]:
 
 
 def content_of(body: dict[str, Any]) -> list[Any]:
-    """The content that a request of `WITH_MEDIA` has its picture in."""
+    """Return the content that a request of `WITH_MEDIA` has its picture in."""
     for field in ("messages", "input", "documents", "query", "inputs"):
         value = body.get(field)
         one = value[0] if isinstance(value, list) else value

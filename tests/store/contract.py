@@ -1,10 +1,10 @@
-"""What every store must do. A backend's tests subclass `StoreContract` and give it two fixtures.
+"""Contract of every store. A backend's tests subclass `StoreContract` and give it two fixtures.
 
     opened  -> Callable[[], Store]: a new handle on the test's one store each time, which is empty
                when the test begins; the fixture closes them
     spoil   -> Callable[[EntryKey], None]: changes a byte of the payload that is kept for a key
 
-A backend whose namespaces, counts or bytes take a moment to be seen waits for that in `opened`.
+A backend with namespaces, counts or bytes that are visible only after a moment waits in `opened`.
 """
 
 import threading
@@ -64,7 +64,7 @@ def entry(payload: bytes = b"0123456789abcdef", dtype: str = "BF16", **more: Any
 
 
 def sized(length: int, seed: int = 0) -> Entry:
-    """An entry with `length` bytes of payload, an even number, that tell the seed."""
+    """Return an entry with `length` bytes of payload, an even number, that depend on the seed."""
     return entry((seed.to_bytes(2, "little") * (length // 2 + 1))[:length])
 
 

@@ -45,9 +45,9 @@ def has_tls() -> bool:
 
 
 def free_port() -> int:
-    """A port that can be used, and the one of its cluster bus, 10000 above.
+    """Return a free port with a free port of its cluster bus, 10000 above.
 
-    Both lie below those that the kernel hands out: nobody else's connection takes them meanwhile.
+    Both lie below the kernel's ephemeral ports, so that no other connection takes them meanwhile.
     """
     while True:
         port = random.randrange(12_000, 22_000)  # noqa: S311
@@ -70,7 +70,7 @@ class Certificates:
 
     @classmethod
     def make(cls, folder: Path) -> Self:
-        """New ones, by openssl."""
+        """Make new certificates with openssl."""
         ca, ca_key, cert, key = (folder / name for name in ("ca.crt", "ca.key", "r.crt", "r.key"))
         request, more = folder / "r.csr", folder / "more"
         more.write_text("subjectAltName=IP:127.0.0.1\n")
@@ -152,7 +152,7 @@ class RedisServer:
         return redis.Redis(**settings)
 
     def command(self, *arguments: str | int) -> Any:
-        """The reply to any command."""
+        """Return the reply to any command."""
         client: Any = self.client
         return client.execute_command(*arguments)
 
@@ -175,7 +175,7 @@ class RedisServer:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """It does nothing meanwhile, but its port takes connections."""
+        """Stop the server for the context; its port still accepts connections."""
         assert self.process is not None
         self.process.send_signal(signal.SIGSTOP)
         try:
@@ -203,13 +203,13 @@ def cluster(
     replica: bool = False,
     node_timeout_ms: int = 15_000,
 ) -> Iterator[Sequence[RedisServer]]:
-    """A cluster of three masters; every slot has an owner when it is given out.
+    """Start a cluster of three masters. When it is yielded, every slot has an owner.
 
     Args:
-        folder: where the servers' logs are.
-        tls: certificates to serve TLS with, and nothing else.
+        folder: folder of the servers' logs.
+        tls: certificates; the servers then serve only TLS.
         replica: whether a fourth server is a replica of the first.
-        node_timeout_ms: after which a node that does not answer counts as failed.
+        node_timeout_ms: time after which a node that does not answer counts as failed.
     """
     config = {"cluster-enabled": "yes", "cluster-node-timeout": node_timeout_ms}
     config |= {"tls-cluster": "yes", "tls-replication": "yes"} if tls else {}

@@ -24,7 +24,7 @@ BUDGET_S = 5.0
 
 
 def opened_cache(url: str, lease_s: float) -> AbstractAsyncContextManager[EncoderCache]:
-    """The proxy's side of a store, without a proxy."""
+    """Return the proxy's side of a store, without a proxy."""
     background = Background(lambda *_: None)
     return EncoderCache.connect(
         partial(open_async_store, url, create=False, lazy=True),
@@ -103,7 +103,7 @@ def parts_of(body: dict[str, Any]) -> list[Part]:
 
 @asynccontextmanager
 async def caching(launch: Launch, backed: Backed, url: str, **config: Any) -> AsyncIterator[Fleet]:
-    """A fleet whose instances use the store, and whose proxy asks it."""
+    """Run a fleet with instances and a proxy that use the store."""
     defaults: dict[str, Any] = {"ec_store": url, "ec_store_budget_s": BUDGET_S}
     async with launch(**defaults | config) as fleet:
         for instance in fleet.encode:
@@ -116,7 +116,7 @@ async def caching(launch: Launch, backed: Backed, url: str, **config: Any) -> As
 
 
 async def items_of(fleet: Fleet, body: dict[str, Any]) -> dict[str, int]:
-    """What `x-epd-items` says of an answered request."""
+    """Return the header `x-epd-items` of an answered request."""
     async with fleet.post(body) as reply:
         assert reply.status == 200, await reply.text()
         assert await reply.json() == REPLY

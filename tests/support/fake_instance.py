@@ -42,15 +42,15 @@ class Call:
 
 @dataclass
 class FakeInstance:
-    """One fake vLLM server.
+    """Fake vLLM server.
 
     Attributes:
         chat: answers every endpoint; replace it to make the instance misbehave.
-        calls: the requests to endpoints it was sent.
-        aborted: how many of its answers were cancelled because nobody waited any more.
-        open: how many chat requests it has that have not ended.
+        calls: requests to endpoints that it received.
+        aborted: number of its answers that were cancelled because the client disconnected.
+        open: number of unfinished chat requests.
         metrics: answers `GET /metrics`.
-        connections: of the requests it works on.
+        connections: connections of the requests in progress.
     """
 
     chat: Handler
@@ -363,7 +363,7 @@ def page(metrics: str) -> Callable[[], Awaitable[web.Response]]:
 
 async def hangs(_: web.Request, __: dict[str, Any]) -> web.Response:
     await asyncio.sleep(60)
-    raise AssertionError("nobody cancelled this")
+    raise AssertionError("this was not cancelled")
 
 
 async def drops(request: web.Request, _: dict[str, Any]) -> web.Response:

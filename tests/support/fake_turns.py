@@ -1,7 +1,8 @@
 """Fake prefill and decode instances that hold KV blocks, and read each other's as NIXL does.
 
-A prompt's tokens are the characters that a small template makes of it. What is in a block are the
-tokens that it was computed from: who reads the wrong ones, answers wrongly, as vLLM does.
+A prompt's tokens are the characters that a small template makes of it. A block contains the tokens
+that it was computed from. An instance that reads the wrong blocks gives a wrong answer, as vLLM
+does.
 """
 
 import itertools
@@ -25,11 +26,11 @@ Answers = Callable[[Body], str]
 
 
 def rendered(body: Body, keep: Callable[[str], str] = str) -> str:
-    """The prompt: a chat's, or a completion's.
+    """Return the prompt of a chat or of a completion.
 
     Args:
-        body: the request.
-        keep: what becomes of an earlier answer.
+        body: body of the request.
+        keep: returns the part of an earlier answer that the prompt keeps.
     """
     if "messages" not in body:
         prompt = body["prompt"]
@@ -50,7 +51,7 @@ def _words(message: Body) -> str:
 
 
 def says(body: Body) -> str:
-    """An answer that depends on all of the prompt."""
+    """Return an answer that depends on the whole prompt."""
     return f"what {len(rendered(body))} characters ask for, " + "at some length " * 6
 
 
@@ -167,7 +168,7 @@ class Turns:
         }
 
     def _pulled(self, params: Body, most: int) -> str | None:
-        """What is in the blocks that are read; None: they cannot be."""
+        """Return the content of the blocks that are read; None if they cannot be read."""
         engine = self.engines.get(params["remote_engine_id"])
         if engine is None or engine.expired:
             return None

@@ -95,8 +95,11 @@ class Fleet:
 
 
 UNASKED: dict[str, Any] = {"load_interval_s": 0}
-"""Nobody is asked for its load: that leaves a connection open, and what an instance drops on one
-that was open before is sent to it once more, as no failure of it."""
+"""Configuration without load reports.
+
+A load report leaves a connection open. A request that an instance drops on a connection that was
+open before is retried once on a new one, which counts as no failure.
+"""
 
 
 class Launch:
@@ -137,5 +140,5 @@ async def until(condition: Callable[[], object], timeout_s: float = 20) -> None:
     That takes no time; but a busy machine may, and the proxy's own deadlines are longer still.
     """
     async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 - nobody there would set an event for us
+        while not condition():  # noqa: ASYNC110 - no code there would set an event
             await asyncio.sleep(0.01)

@@ -49,7 +49,7 @@ class WatchedLaunch(Launch):
             errors = [event.error for event in fleet.events.requests]
             assert "internal_error" not in errors, errors
         self._running -= 1
-        if self._running == 0:  # those of a fleet that goes on are nobody's fault
+        if self._running == 0:  # requests of a fleet that goes on are no leak
             await becomes(lambda: asyncio.all_tasks() - {*tasks, asyncio.current_task()}, set())
             await becomes(lambda: max(0, len(open_files()) - len(files)), 0)
 
@@ -63,7 +63,7 @@ async def becomes(found: Callable[[], object], expected: object) -> None:
 
 
 def under_way(fleet: Fleet) -> dict[str, float]:
-    """What instances still do for the proxy, and what the proxy believes to be doing."""
+    """Return the work in progress at the instances, and the work that the proxy counts."""
     calls = {instance.url: float(instance.open) for instance in fleet.instances}
     page = fleet.runner.app[METRICS].page()[0].decode()
     gauges = {
@@ -104,7 +104,7 @@ def checks_answers_of(fleet: Fleet) -> aiohttp.TraceConfig:
 
 
 def check_error(reply: aiohttp.ClientResponse, content: bytes) -> None:
-    """An error has its API's shape, and says who failed; the proxy's own has no Python in it."""
+    """Check an error's shape and its stage; the proxy's own must contain no Python text."""
     said = orjson.loads(content)
     if reply.url.path.startswith("/v1/messages"):
         assert (set(said), said["type"]) == ({"type", "error"}, "error"), said
@@ -117,6 +117,6 @@ def check_error(reply: aiohttp.ClientResponse, content: bytes) -> None:
         assert name in reply.headers, (name, reply.headers)
     assert reply.headers["x-epd-error"] != "internal_error", said
     if reply.headers["x-epd-stage"] == "proxy":
-        # A 404 names the path that was asked for, whose words are the client's.
+        # A 404 names the requested path, which contains the client's words.
         own = said["error"]["message"].replace(f" {reply.url.raw_path}:", "")
         assert not PYTHONS_WORDS.search(own), said

@@ -12,7 +12,7 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @asynccontextmanager
 async def connected(url: str) -> AsyncIterator[Connection]:
-    """A connection to a server, without TLS."""
+    """Open a connection to a server, without TLS."""
     host, _, port = url.partition("://")[2].partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
@@ -39,7 +39,7 @@ class Answer:
 
 
 async def answer(reader: asyncio.StreamReader, timeout_s: float = 20) -> Answer:
-    """The next answer on a connection, which need not end with it."""
+    """Return the next answer on a connection that may stay open."""
     async with asyncio.timeout(timeout_s):
         head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
         headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
@@ -57,7 +57,7 @@ async def ended(reader: asyncio.StreamReader, timeout_s: float = 9) -> bool:
 
 
 def post(body: bytes | int, path: str = "/v1/chat/completions", **headers: str) -> bytes:
-    """A request; with a number, the head of one whose body has so many bytes."""
+    """Return a request; for a number, the head of a request with a body of this many bytes."""
     size = body if isinstance(body, int) else len(body)
     lines = {"Host": "epd", "Content-Length": str(size), "Content-Type": "application/json"} | {
         name.replace("_", "-"): value for name, value in headers.items()

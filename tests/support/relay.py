@@ -34,12 +34,12 @@ class Port:
 
 @dataclass
 class Way:
-    """What becomes of the bytes of one direction; read anew for each piece.
+    """Treatment of the bytes of one direction; it is read again for each piece.
 
     Attributes:
-        latency_s: how much later each piece comes.
-        bytes_per_s: how fast they come; None: as they are sent.
-        cut_after: how many bytes of each connection pass before its end; None: all.
+        latency_s: delay of each piece, in seconds.
+        bytes_per_s: rate; None: as they are sent.
+        cut_after: bytes of each connection that pass before its end; None: all.
         end: `close` and `half_close` send FIN, for both directions or for this one; `reset` sends
             RST; `silence` swallows the rest and leaves the connection open: a black hole.
     """
@@ -52,14 +52,14 @@ class Way:
 
 @dataclass
 class Relay:
-    """Connects whoever connects to it with `target`; who is connected stays where he is.
+    """Relay from its clients to `target`. A connection keeps the target that it began with.
 
-    Both ways may be changed at any moment, from another thread too.
+    Both directions may be changed at any moment, from another thread too.
 
     Attributes:
-        target: where new connections lead.
-        requests: the way to the target.
-        answers: the way back.
+        target: target of new connections.
+        requests: direction to the target.
+        answers: direction from the target.
     """
 
     target: Target

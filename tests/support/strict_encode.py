@@ -22,7 +22,7 @@ Feature = tuple[str, str]
 
 
 def features_of(body: Mapping[str, Any], part: Part) -> list[Feature]:
-    """What vLLM makes of a content part, in the order of its features; nothing of a text."""
+    """Return the features that vLLM makes of a content part, in their order; none for text."""
     kind = part["type"]
     if kind.endswith("_embeds"):
         return [(kind.removesuffix("_embeds"), part["uuid"])]
@@ -45,7 +45,7 @@ def all_features(body: Mapping[str, Any]) -> list[Feature]:
 
 
 def all_parts(body: Mapping[str, Any]) -> list[Part]:
-    """The content parts of a request; a completion has none."""
+    """Return the content parts of a request; a completion has none."""
     contents = [message["content"] for message in body.get("messages", ())]
     return [part for content in contents if isinstance(content, list) for part in content]
 
@@ -113,7 +113,7 @@ class Pushes(Strict):
         return _replied(report)
 
     def consumes(self, *addresses: str, then: Handler = decodes) -> Handler:
-        """A consumer that takes outputs at these addresses, one for each rank."""
+        """Return a consumer that takes outputs at these addresses, one for each rank."""
 
         async def chat(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
             features = all_features(body)
@@ -144,10 +144,10 @@ def _transfer_id(items: Sequence[Mapping[str, str]], index: int, key: str) -> st
 
 @dataclass
 class Folder(Strict):
-    """A folder or a store that all share: who is named an output that is not in it, dies of it.
+    """Shared folder or store. A consumer that is told of an output that it lacks, dies of it.
 
     Attributes:
-        held: keys of what is in it.
+        held: keys of the stored outputs.
     """
 
     held: set[str] = field(default_factory=set)
@@ -162,7 +162,7 @@ class Folder(Strict):
         return _replied({key: entry})
 
     def consumes(self, then: Handler = decodes) -> Handler:
-        """A consumer that is told the keys of all it has to look for, and of nothing else."""
+        """Return a consumer that is told exactly the keys that it has to look up."""
 
         async def chat(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
             keys = {key for _, key in all_features(body)}
@@ -229,7 +229,7 @@ class Memory(Strict):
                     self.check(said.items() >= held.items(), said)
                     self.read.append(key)
                 elif not has_media(body, key):
-                    self.check("peer_host" in said, f"nobody was named for {key}")
+                    self.check("peer_host" in said, f"no peer was named for {key}")
                     return await refuses(500, "no longer there")(request, body)
             return await then(request, body)
 

@@ -1,6 +1,7 @@
-"""A whole fleet whose fake instances check each parameter, and that they answer the right request.
+"""Fleet with fake instances that check each parameter, and that they answer the right request.
 
-Who prefills, what is encoded and who has ranks is said from outside, apart from `epd.policies`.
+The tests themselves state which instance prefills, what is encoded and which instance has ranks,
+independently of `epd.policies`.
 """
 
 import json
@@ -58,13 +59,13 @@ class Expected:
 
 
 class StrictFleet:
-    """The handlers of a fleet's instances.
+    """Handlers of a fleet's instances.
 
     Attributes:
-        wire: prefill's and decode's connector.
-        turns: prefill and decode instances that hold blocks, where those are read again.
-        encoder: encode's connector.
-        decoded: who decoded a request, by the request's `seed`.
+        wire: connector of prefill and decode.
+        turns: prefill and decode instances that hold blocks, if those are read again.
+        encoder: connector of encode.
+        decoded: instance that decoded a request, by the request's `seed`.
     """
 
     def __init__(self, expected: Expected, prefill: int, decode: int) -> None:
@@ -79,7 +80,7 @@ class StrictFleet:
         self._seen: dict[str, str] = {}
 
     async def begin(self, stack: AsyncExitStack) -> dict[str, Any]:
-        """What of the proxy's configuration belongs to its connectors."""
+        """Return the part of the proxy's configuration for its connectors."""
         return await self.wire.begin(stack)
 
     @property
@@ -89,7 +90,7 @@ class StrictFleet:
 
     @property
     def left(self) -> list[Any]:
-        """What they keep for others who have not come."""
+        """Return what instances keep for other instances that have not fetched it."""
         pushed = self.encoder.waiting if isinstance(self.encoder, Pushes) else ()
         return [*self.wire.left(), *pushed]
 
@@ -133,7 +134,7 @@ class StrictFleet:
         return chat
 
     def _consumes(self, then: Handler, addresses: Sequence[str]) -> Handler:
-        """Who prefills takes encoder outputs, and has the ranks."""
+        """Return the handler of a prefill instance: it takes encoder outputs, and has the ranks."""
         expected = self._expected
         takes = _consumer(self.encoder, addresses, then)
 
@@ -167,8 +168,10 @@ class StrictFleet:
         return chat
 
     async def _alone(self, request: web.Request, body: Body) -> web.StreamResponse:
-        """Decode what nobody has prefilled."""
-        self._check("kv_transfer_params" not in body, "decode is told of blocks that nobody made")
+        """Decode a request without a prefill."""
+        self._check(
+            "kv_transfer_params" not in body, "decode is told of blocks that no prefill made"
+        )
         whole, events = self._answers(request.path, body)
         if not body["stream"]:
             return web.json_response(whole)
@@ -179,7 +182,7 @@ class StrictFleet:
         return response
 
     def _answer(self, body: Body) -> str:
-        """What can be said to this request alone: all that is in its prompt."""
+        """Return an answer that only this request can get: all of its prompt."""
         if "messages" not in body:
             return f"to {body['prompt']}"
         words = [self._words(message["content"]) for message in body["messages"]]
@@ -218,7 +221,7 @@ class StrictFleet:
 
 
 def heard(raw: bytes, *, stream: bool) -> str:
-    """The words of an answer, of either endpoint."""
+    """Return the words of an answer, of either endpoint."""
     if not stream:
         [choice] = json.loads(raw)["choices"]
         return str(choice["message"]["content"] if "message" in choice else choice["text"])
@@ -251,11 +254,11 @@ def _is_embeds(part: Part) -> bool:
 
 
 def _media(part: Part) -> str:
-    """What is in a content part, but for its key."""
+    """Return the content of a part without its key."""
     kind = part["type"]
     return str(part[kind])
 
 
 def _prompt(body: Body) -> Body:
-    """The fields whose content may differ on the way: media become metadata."""
+    """Return a body without the fields that may differ on the way: media become metadata."""
     return {name: body[name] for name in ("messages",) if name in body}

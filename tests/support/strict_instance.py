@@ -1,9 +1,9 @@
-"""Fake instances that take nothing but what their KV connector takes, and say what was wrong.
+"""Fake instances that accept only what their KV connector accepts, and report every error.
 
 `async with strict(launch, "mooncake", prefill=2, decode=2) as (fleet, wire)`: every request to
-prefill and decode is checked, and at the end that nobody keeps blocks, or waits for some. What an
-instance is told, and what it then does, is written here from the connectors' own source, apart from
-`epd.transfer`.
+prefill and decode is checked. At the end, no instance may keep blocks or wait for any. The
+parameters of an instance, and its reaction to them, are written here from the connectors' own
+source, independently of `epd.transfer`.
 """
 
 import asyncio
@@ -72,14 +72,14 @@ class Asked:
 
 
 class Wire:
-    """One connector. This one, whose instances are told nothing, is vLLM's ExampleConnector.
+    """Connector between instances. This one is vLLM's ExampleConnector, without parameters.
 
     Attributes:
-        wrong: what was found.
-        made: blocks that decode has not come for, by what it finds them with.
-        fetched: how often decode came for blocks that were made for it.
-        own_ranks: which data-parallel rank an instance takes that is told none; None: it has one.
-        answers: what it said then.
+        wrong: errors that were found.
+        made: blocks that decode has not fetched, by the keys that it finds them with.
+        fetched: number of fetches of blocks by the decode that they were made for.
+        own_ranks: data-parallel rank that an instance uses if it is told none; None: it has one.
+        answers: answers to those requests.
     """
 
     concurrent = False
@@ -95,7 +95,7 @@ class Wire:
         self._ids: set[str] = set()
 
     async def begin(self, stack: AsyncExitStack) -> dict[str, Any]:
-        """What of the proxy's configuration belongs to it."""
+        """Return the part of the proxy's configuration for the connector."""
         return {}
 
     def settle(self, prefills: list[FakeInstance], decodes: list[FakeInstance]) -> None:
@@ -107,21 +107,21 @@ class Wire:
             one.chat = self._decoding(one)
 
     def key(self, asked: Asked) -> Any:
-        """What decode finds the blocks by that a prefill request has made."""
+        """Return the key by which decode finds the blocks of a prefill request."""
         self.is_equal("a prefill's kv_transfer_params", asked.params, None)
         return str(asked.prompt)
 
     def wanted(self, asked: Asked) -> Any:
-        """The same, of a decode request."""
+        """Return the same key, of a decode request."""
         self.is_equal("a decode's kv_transfer_params", asked.params, None)
         return str(asked.prompt)
 
     def reply(self, asked: Asked) -> Any:
-        """What prefill says of its blocks."""
+        """Return what prefill reports about its blocks."""
         return None
 
     def left(self) -> Iterable[Any]:
-        """Blocks that somebody keeps at the end, and should not."""
+        """Return the blocks that an instance keeps at the end, and should not."""
         return self.made
 
     def is_equal(self, what: str, found: object, expected: object) -> None:
@@ -153,7 +153,7 @@ class Wire:
                 if self.concurrent:
                     self.made.setdefault(key, Blocks())
                 if key not in self.made:
-                    raise Wrong(f"decode asks for blocks that nobody has made: {key}")
+                    raise Wrong(f"decode asks for blocks that no prefill has made: {key}")
                 blocks = self.made[key]
                 whole, events = self.answers(request.path, body)
                 if not body.get("stream"):
@@ -173,7 +173,7 @@ class Wire:
         try:
             await blocks.ready.wait()
         finally:
-            self.made.pop(key, None)  # who is aborted tells prefill
+            self.made.pop(key, None)  # decode tells prefill about an aborted request
         self.is_equal("decode's prompt", asked.prompt, blocks.prompt)
         self.fetched += 1
 
@@ -237,7 +237,7 @@ class NixlWire(Wire):
         key = (asked.params or {}).get("remote_request_id")
         blocks = self.made.get(key)
         if blocks is None or blocks.prefill is None:
-            raise Wrong(f"decode was told of blocks that nobody has: {asked.params}")
+            raise Wrong(f"decode was told of blocks that no instance has: {asked.params}")
         engine = self.engine(blocks.prefill, blocks.rank)
         expected = self.reply(asked) | {"remote_request_id": key, **engine}
         self.is_equal("a decode's kv_transfer_params", asked.params, expected)
@@ -265,7 +265,7 @@ class PushWire(NixlWire):
         if "remote_block_ids" in params:  # in turn
             made = self.made[asked.request_id]
             has = made.prefill and self.engine(made.prefill, made.rank)
-            self.is_equal("who has prefilled", engine, has)
+            self.is_equal("the prefill engine", engine, has)
             expected = self.reply(asked) | coordinates
         else:
             told = {"do_remote_prefill": True, "do_remote_decode": False}
@@ -310,7 +310,7 @@ class MooncakeWire(Wire):
             await runner.cleanup()
 
     def answer(self, n: int) -> web.StreamResponse:
-        """What a bootstrap server says."""
+        """Return the answer of a bootstrap server."""
         said = {
             rank: {"engine_id": engine_id, "worker_addr": {"0": {"0": "tcp://10.0.0.1:1"}}}
             for rank, engine_id in self.engines[n].items()
@@ -326,7 +326,7 @@ class MooncakeWire(Wire):
             raise Wrong(f"{transfer_id!r} may be another request's transfer")
         engines = self.engines[self.prefills.index(asked.instance)]
         if asked.rank is None and len(engines) > 1:
-            raise Wrong("nobody knows which rank this prefill is for")
+            raise Wrong("the rank of this prefill is unknown")
         rank = next(iter(engines)) if asked.rank is None else asked.rank
         return (transfer_id, engines[rank])
 
@@ -413,7 +413,7 @@ async def strict(
     decode: int = 1,
     **config: Any,
 ) -> AsyncIterator[tuple[Fleet, Any]]:
-    """A fleet whose instances take nothing but what is right.
+    """Run a fleet with instances that accept only correct requests.
 
     Yields:
         The fleet, and the `Wire` that its instances share.

@@ -87,11 +87,11 @@ def families() -> list[Metric]:
 
 
 def large(each: int = 20, hostile: str = "") -> State:
-    """A fleet of so many instances of each role, in every state, with all there is to show.
+    """Return a fleet with this many instances of each role, in every state, with all details.
 
     Args:
         each: instances of a role.
-        hostile: what stands in whatever comes from outside.
+        hostile: text in all fields that come from outside.
     """
     clock = Clock()
     recent = Recent(clock, clock.unix)

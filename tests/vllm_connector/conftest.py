@@ -31,13 +31,13 @@ def vllm(models: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def fit(vllm: Any) -> Any:
-    """The module that says which entries fit."""
+    """Return the module that checks whether entries fit."""
     return importlib.import_module("ec_store.vllm_connector.accept")
 
 
 @pytest.fixture(scope="session")
 def finite(vllm: Any) -> Any:
-    """The module that looks for NaN and infinity."""
+    """Return the module that looks for NaN and infinity."""
     return importlib.import_module("ec_store.vllm_connector.accept")
 
 
@@ -48,7 +48,7 @@ def url(tmp_path: Path) -> str:
 
 @pytest.fixture
 def connect(vllm: Any, url: str) -> Iterator[Connect]:
-    """Makes scheduler-side connectors with these options, and closes them."""
+    """Return a function that makes scheduler-side connectors; close them at the end."""
     opened = []
 
     def connect(**options: Any) -> Any:

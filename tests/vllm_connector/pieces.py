@@ -75,7 +75,7 @@ class Pieces:
         return f"{self._config.ec_transfer_config.engine_id}/0"
 
     def connector(self, options: Mapping[str, Any]) -> ECStoreConnector:
-        """A scheduler's, of an engine of its own."""
+        """Return a scheduler's connector of a new engine."""
         transfer = self._config.ec_transfer_config
         transfer.engine_id = f"test-{time.monotonic_ns()}"
         transfer.ec_connector_extra_config = dict(options)
@@ -105,7 +105,7 @@ class Pieces:
         return writes()
 
     def transferring(self, connector: str, role: str, **options: Any) -> Any:
-        """Configuration of an engine of its own that has one of vLLM's own connectors."""
+        """Return the configuration of a new engine with one of vLLM's own connectors."""
         config = copy(self._config)
         config.instance_id = f"test-{time.monotonic_ns()}"
         config.ec_transfer_config = ECTransferConfig(
@@ -114,11 +114,11 @@ class Pieces:
         return config
 
     def namespace(self, generation: int = 0) -> str:
-        """What a connector of this configuration derives now."""
+        """Return the namespace that a connector of this configuration derives."""
         return namespace_of(self._config, generation)
 
     def page(self, **options: Any) -> bytes:
-        """What an engine with these options has on `/metrics`."""
+        """Return the `/metrics` page of an engine with these options."""
         registry = CollectorRegistry()
         kinds = {kind: partial(kind, registry=registry) for kind in (Gauge, Counter, Histogram)}
         transfer = self._config.ec_transfer_config
@@ -138,22 +138,22 @@ class Pieces:
             return Widths(self._config, stated or {})
 
     def consumer(self, fetcher: Fetcher, counts: Counts) -> Consumer:
-        """A scheduler's side that fetches with this fetcher."""
+        """Return a scheduler's side with this fetcher."""
         model_config = self._config.model_config
         resolver = PlaceholderMetadataResolver(model_config)
         return Consumer(fetcher, model_config, resolver, self.widths(), counts)
 
     def receiver(self) -> Receiver:
-        """A scheduler's end, of the engine of the connector that was made last."""
+        """Return the scheduler's end of the latest connector's engine."""
         return Receiver(self.engine)
 
     def learner(self) -> Learner:
-        """A worker's, of the engine of the connector that was made last."""
+        """Return the worker's end of the latest connector's engine."""
         return Learner(Sender(self.engine), Counts())
 
     @staticmethod
     def parsed(source: str | Path, config_format: str = "hf") -> Any:
-        """A model's configuration, as vLLM reads it."""
+        """Return a model's configuration, as vLLM reads it."""
         return get_config(str(source), trust_remote_code=False, config_format=config_format)
 
     @staticmethod
@@ -168,7 +168,7 @@ class Pieces:
 
     @staticmethod
     def revision(branch: str, commit: str) -> ResolvedRevision:
-        """A branch of the hub, as vLLM resolves it."""
+        """Return a branch of the hub, as vLLM resolves it."""
         return ResolvedRevision(commit, initial=branch, repo_id="some/model")
 
     @staticmethod
@@ -182,7 +182,7 @@ class Pieces:
         queue_bytes: int = 10**6,
         namespace: str | None = None,
     ) -> Saver:
-        """A worker's, of the same engine."""
+        """Return the worker's saver of the same engine."""
         written_to = namespace or connector.namespace
         return Saver(store, written_to, queue_bytes, Sender(self.engine), Counts())
 
@@ -212,7 +212,7 @@ class Pieces:
 
     @staticmethod
     def load(loader: Loader, step: StepMetadata) -> dict[str, torch.Tensor]:
-        """What a worker has in its encoder cache after a step's loads."""
+        """Return a worker's encoder cache after the loads of a step."""
         cache: dict[str, torch.Tensor] = {}
         load(loader, step, cache)
         loader.poll()
@@ -232,7 +232,7 @@ class Pieces:
     def feature(
         identifier: str, *, media: bool = True, offset: int = 2, tokens: int = TOKENS
     ) -> MultiModalFeatureSpec:
-        """A picture's, with its pixels or with what sizes its placeholder alone."""
+        """Return a picture's feature, with its pixels or only the fields of its placeholder."""
         data = {"image_grid_thw": _element(3)}
         if media:
             data["pixel_values"] = _element(4, 6)
@@ -249,12 +249,12 @@ class Pieces:
 
     @classmethod
     def entry(cls, fill: float = 1.0, rows: int = TOKENS) -> Entry:
-        """What is stored of a tensor."""
+        """Return the entry of a tensor."""
         return cls.stored(cls.tensor(fill, rows))
 
     @staticmethod
     def stored(tensor: torch.Tensor) -> Entry:
-        """What is stored of any tensor."""
+        """Return the entry of any tensor."""
         raw = tensor.reshape(-1).view(torch.uint8).numpy()
         metadata = {"image_grid_thw": [1, 1, 1]}
         dtype = DTYPES[tensor.dtype]
@@ -278,7 +278,7 @@ class OneProcess:
     active: ActiveECConnector
 
     def scheduled(self, *requests: Request) -> Any:
-        """What vLLM's scheduler says of a step."""
+        """Return the output of vLLM's scheduler for a step."""
         step = SimpleNamespace(scheduled_new_reqs=requests, finished_req_ids=set())
         step.ec_connector_metadata = self.scheduler.build_connector_meta(step)
         return step

@@ -20,7 +20,7 @@ RESOLVER = SimpleNamespace(fields_for=lambda _: {"image_grid_thw"})
 
 
 def asked(pieces: Pieces, keys: Sequence[str], params: Mapping[str, Any] | None) -> Any:
-    """A request with these features that only placeholder metadata came of."""
+    """Return a request with these features, from placeholder metadata only."""
     features = [pieces.feature(key, media=False, offset=8 * n) for n, key in enumerate(keys)]
     request = pieces.request(*features)
     request.ec_transfer_params = None if params is None else dict(params)
@@ -47,14 +47,14 @@ class MooncakeProducer(ECMooncakeScheduler):  # type: ignore[misc]
 
 
 def transfer_ids(request: Any) -> list[str | None]:
-    """The transfer that a consumer waits for, of each feature."""
+    """Return the transfer that a consumer waits for, of each feature."""
     count = range(len(request.mm_features))
     return [ECMooncakeScheduler._request_transfer_id(request, index) for index in count]  # noqa: SLF001
 
 
 @contextmanager
 def memory(pieces: Pieces, role: str) -> Iterator[ECCPUScheduler]:
-    """A scheduler's ECCPUConnector with NIXL."""
+    """Run a scheduler's ECCPUConnector with NIXL."""
     config = pieces.transferring("ECCPUConnector", role, ec_enable_nixl=True, ec_cpu_bytes=2**20)
     width = config.model_config.get_inputs_embeds_size()
     config.ec_transfer_config.mm_encoder_output_widths = {"image": width}  # as engines measure it
@@ -67,7 +67,7 @@ def memory(pieces: Pieces, role: str) -> Iterator[ECCPUScheduler]:
 
 
 def write(scheduler: ECCPUScheduler, request: Any, rows: torch.Tensor) -> None:
-    """What the producer's worker does once the feature is encoded."""
+    """Do the work of the producer's worker after the feature is encoded."""
     scheduler.update_state_after_alloc(request, 0)
     [(key, blocks)] = scheduler._pending_saves.items()  # noqa: SLF001
     for block, row in zip(blocks, rows, strict=True):
@@ -76,7 +76,7 @@ def write(scheduler: ECCPUScheduler, request: Any, rows: torch.Tensor) -> None:
 
 
 def read(scheduler: ECCPUScheduler, key: str) -> torch.Tensor:
-    """What has come to the consumer."""
+    """Return the data that the consumer has received."""
     entry = scheduler._cache.get(key)  # noqa: SLF001
     blocks = [scheduler._region.blocks[block] for block in entry.block_ids]  # noqa: SLF001
     return torch.stack(blocks).view(torch.float32)

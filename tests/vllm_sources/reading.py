@@ -31,7 +31,7 @@ class Source:
     package: Path
 
     def text(self, path: str) -> str:
-        """A file's text, by its path in the package."""
+        """Return a file's text, by its path in the package."""
         return (self.package / path).read_text(encoding="utf-8")
 
     def files(self, folder: str) -> Iterator[Path]:
@@ -39,18 +39,18 @@ class Source:
         yield from sorted((self.package / folder).rglob("*.py"))
 
     def classes(self, folder: str, name: str) -> list[ast.ClassDef]:
-        """The classes of a name in a module or a folder of them."""
+        """Return the classes of a name in a module or a folder of modules."""
         paths = [self.package / folder] if folder.endswith(".py") else self.files(folder)
         found = (one for path in paths for one in parsed(path).body)
         return [one for one in found if isinstance(one, ast.ClassDef) and one.name == name]
 
     def a_class(self, folder: str, name: str) -> ast.ClassDef:
-        """The one class of a name."""
+        """Return the only class of a name."""
         [one] = self.classes(folder, name)
         return one
 
     def keys_of(self, folder: str, name: str) -> frozenset[str]:
-        """The keys of the one dictionary that a module of the folder assigns to a name."""
+        """Return the keys of the only dictionary that a module of the folder assigns to a name."""
         [found] = [
             frozenset(key.value for key in value.keys if isinstance(key, ast.Constant))
             for path in self.files(folder)
@@ -73,12 +73,12 @@ class Source:
 
 @cache
 def parsed(path: Path) -> ast.Module:
-    """A module."""
+    """Parse a module."""
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def assigned(module: ast.Module) -> Iterator[tuple[str, ast.expr]]:
-    """What a module assigns to names of its own."""
+    """Yield the assignments of a module to simple names."""
     for node in module.body:
         match node:
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
@@ -88,12 +88,12 @@ def assigned(module: ast.Module) -> Iterator[tuple[str, ast.expr]]:
 
 
 def methods(of: ast.ClassDef) -> dict[str, Function]:
-    """A class's own methods, by name."""
+    """Return a class's own methods, by name."""
     return {one.name: one for one in of.body if isinstance(one, Function)}
 
 
 def fields(of: ast.ClassDef) -> frozenset[str]:
-    """A class's annotated names."""
+    """Return a class's annotated names."""
     return frozenset(
         one.target.id
         for one in of.body
@@ -107,12 +107,12 @@ def is_abstract(method: Function) -> bool:
 
 
 def positional(method: Function) -> list[str]:
-    """The names of its positional parameters, without `self` or `cls`."""
+    """Return the names of the positional parameters, without `self` or `cls`."""
     return [one.arg for one in (*method.args.posonlyargs, *method.args.args)][1:]
 
 
 def sources() -> list[Source]:
-    """The installed vLLM, the releases that were unpacked, and those that the variable names."""
+    """Return the installed vLLM, the unpacked releases, and those that the variable names."""
     packages = [path / "vllm" for path in sorted(UNPACKED.glob("*")) if path.is_dir()]
     named = os.environ.get(VARIABLE, "").split(os.pathsep)
     packages += [Path(folder) / "vllm" for folder in named if folder]
