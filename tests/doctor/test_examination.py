@@ -86,11 +86,11 @@ async def test_a_fleet_as_it_should_be_has_nothing_to_mend(clinic: Clinic) -> No
     assert [one for one in findings if one.verdict is not Verdict.OK] == []
     seen = {one.seen for one in findings}
     assert {
-        "encodes, and says where its outputs are",
+        "encodes, and reports where its outputs are",
         "finds encoder outputs by their key alone",
         "hands over its KV cache",
-        "answers what was prefilled elsewhere",
-        "has what the encode instance has just made",
+        "answers requests that a prefill instance prefilled",
+        "has the entry that an encode instance just wrote",
         "every instance serves m",
     } <= seen
 
@@ -117,7 +117,7 @@ async def test_the_transfer_in_use_is_tried(clinic: Clinic, transfer: str) -> No
         findings = await clinic.findings(kv_transfer=transfer, **own)
 
     assert [one for one in findings if one.verdict is not Verdict.OK] == []
-    assert "answers what was prefilled elsewhere" in {one.seen for one in findings}
+    assert "answers requests that a prefill instance prefilled" in {one.seen for one in findings}
     assert (wire.fetched, wire.wrong) == (1, [])
 
 
@@ -141,7 +141,9 @@ async def test_a_conversation_is_tried_and_its_second_turn_read(
     findings = await clinic.findings(**WITHOUT)
 
     assert [one for one in findings if one.verdict is not Verdict.OK] == []
-    assert "reads what decode holds of a conversation's last turn" in {one.seen for one in findings}
+    assert "reads the blocks that decode keeps of a conversation's previous turn" in {
+        one.seen for one in findings
+    }
     assert len(talking.read) == 1
     assert talking.read[0] >= trials.TOKENS
     # Else prefill would have them in its own cache.
@@ -239,7 +241,7 @@ async def test_engines_that_write_to_another_store_are_found(clinic: Clinic) -> 
     clinic.encode.chat = encodes  # which writes nowhere
     clinic.prefill.chat = prefills
 
-    assert ("store", "what an encode instance has just made is not in it") in (
+    assert ("store", "does not have the entry that an encode instance just wrote") in (
         await clinic.complaints()
     )
 
@@ -260,7 +262,7 @@ async def test_an_engine_that_writes_under_another_namespace_than_it_reports_is_
     clinic.encode.chat = reports_another
     complaints = dict(await clinic.complaints())
 
-    assert "is in it under another namespace than the instance reports" in complaints["store"]
+    assert "in another namespace than the instance reports" in complaints["store"]
 
 
 async def test_a_consumer_of_another_namespace_is_found(clinic: Clinic) -> None:
@@ -286,7 +288,7 @@ async def test_a_model_whose_media_travel_is_said_to(clinic: Clinic) -> None:
 
     assert "finds encoder outputs by their key alone" not in seen
     assert (
-        "media travel to prefill and decode: vLLM reports no placeholder metadata for this model"
+        "vLLM reports no placeholder metadata for this model: media go to prefill and decode"
         in seen
     )
 
@@ -426,7 +428,7 @@ async def test_a_store_whose_entries_cannot_be_read_is_found(
 
     clinic.encode.chat = spoiled
 
-    assert ("store", "an entry that an encode instance has just made cannot be read") in (
+    assert ("store", "the proxy cannot read the entry that an encode instance just wrote") in (
         await clinic.complaints()
     )
 
@@ -503,12 +505,12 @@ async def test_instances_of_a_file_of_the_dns_and_of_the_store_of_registrations_
         )
 
     assert ill(findings) == {
-        ("prefill_decode http://x", "takes no part: its role does not go with another instance's")
+        ("prefill_decode http://x", "is not used: its role conflicts with that of another instance")
     }
     seen = {one.seen for one in findings}
     assert {
-        "encodes, and says where its outputs are",
-        "answers what was prefilled elsewhere",
+        "encodes, and reports where its outputs are",
+        "answers requests that a prefill instance prefilled",
     } <= seen
     assert sorted(path.name for path in folder.iterdir()) == ["registered.json"]
 
@@ -530,7 +532,7 @@ async def test_sources_that_cannot_be_used_are_found(clinic: Clinic, tmp_path: P
         (f"file {tmp_path}/nowhere", "it is gone"),
         ("registration", "the store cannot be read: registered.json: it is not valid JSON"),
         ("encode empty.test", "it has no address"),
-        ("instances", "none decodes: every request is answered 503"),
+        ("instances", "none decodes: every request gets a 503"),
         ("instances", "none encodes"),
     } <= ill(findings)
 
@@ -540,7 +542,7 @@ async def test_what_is_registered_with_a_proxy_alone_is_said_not_to_be_seen(clin
 
     assert (
         "registration",
-        "what is registered with a proxy that runs cannot be seen from here",
+        "the doctor cannot see which instances are registered with a running proxy",
     ) in (ill(findings))
     assert not [one for one in findings if one.verdict is Verdict.FAIL]
 

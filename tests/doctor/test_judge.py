@@ -1,4 +1,4 @@
-"""Findings out of facts."""
+"""Findings derived from facts."""
 
 from pathlib import PurePosixPath
 from typing import Any
@@ -111,7 +111,7 @@ def test_one_instance_with_several_namespaces_is_named_for_that_alone() -> None:
     [finding] = bad(judge_fleet(fleet))
 
     assert (finding.subject, finding.verdict) == ("encode http://e", Verdict.FAIL)
-    assert finding.seen == "one instance with several namespaces: a:1, a:2"
+    assert finding.seen == "has several namespaces: a:1, a:2"
     assert "config.json" in finding.advice
 
 
@@ -154,14 +154,14 @@ def mount(kind: str, options: str) -> Mount | None:
 @pytest.mark.parametrize(
     ("store", "verdict", "seen"),
     [
-        (None, Verdict.WARN, "the proxy asks none"),
+        (None, Verdict.WARN, "the proxy has none"),
         (StoreFacts(problem="full"), Verdict.FAIL, "full"),
-        (StoreFacts(round_trip_s=0.011), Verdict.WARN, "11.0 ms a look-up, of a budget of 20 ms"),
-        (StoreFacts(writable=False), Verdict.WARN, "may not write"),
-        (StoreFacts(entry="missing"), Verdict.FAIL, "is not in it"),
+        (StoreFacts(round_trip_s=0.011), Verdict.WARN, "11.0 ms per lookup, of a budget of 20 ms"),
+        (StoreFacts(writable=False), Verdict.WARN, "cannot write"),
+        (StoreFacts(entry="missing"), Verdict.FAIL, "does not have the entry"),
         (StoreFacts(entry="missing", elsewhere="a:2"), Verdict.FAIL, "another namespace than"),
-        (StoreFacts(entry="found"), Verdict.FAIL, "cannot be read"),
-        (StoreFacts(bytes=1, max_bytes=12, free_bytes=10), Verdict.WARN, "more than the 11 B"),
+        (StoreFacts(entry="found"), Verdict.FAIL, "cannot read the entry"),
+        (StoreFacts(bytes=1, max_bytes=12, free_bytes=10), Verdict.WARN, "only 11 B"),
         (StoreFacts(mount=mount("nfs4", "rw,hard")), Verdict.WARN, "nfs4 mount at /mnt caches"),
         (StoreFacts(mount=mount("nfs", "lookupcache=all")), Verdict.WARN, "nfs mount at /mnt"),
         (StoreFacts(mount=mount("ceph", "rw")), Verdict.WARN, "clients' clocks"),
@@ -182,7 +182,7 @@ def test_a_quota_above_the_room_is_lowered_where_it_is_in_force() -> None:
 
     [finding] = bad(judge_store(config(), store))
 
-    assert finding.seen == "its quota of 64.0 GiB is more than the 10.0 GiB it can have"
+    assert finding.seen == "its quota is 64.0 GiB, but its file system has only 10.0 GiB for it"
     assert "ec-store configure" in finding.advice
     assert "--max-bytes" in finding.advice
 
@@ -288,7 +288,7 @@ def test_a_kernel_that_holds_few_connections_is_found(
 
     assert [one.verdict for one in findings] == verdicts
     for one in bad(findings):
-        assert f"holds {somaxconn} connections" in one.seen
+        assert f"queues {somaxconn} connections" in one.seen
         assert "sysctl -w net.core.somaxconn=4096" in one.advice
 
 

@@ -30,7 +30,7 @@ async def test_the_doctor_finds_nothing_to_mend_in_a_real_fleet(stack: Served) -
     assert [one for one in findings if one.verdict is not Verdict.OK] == []
     seen = {one.seen for one in findings}
     assert "finds encoder outputs by their key alone" in seen
-    assert "has what the encode instance has just made" in seen
+    assert "has the entry that an encode instance just wrote" in seen
     assert ("hands over its KV cache" in seen) == bool(stack.stack.of(Role.PREFILL))
 
 
@@ -39,5 +39,7 @@ async def test_the_doctor_has_prefill_read_what_decode_holds(stack: Served) -> N
     findings = await examined(stack)
 
     assert [one for one in findings if one.verdict is not Verdict.OK] == []
-    assert "reads what decode holds of a conversation's last turn" in {one.seen for one in findings}
+    assert "reads the blocks that decode keeps of a conversation's previous turn" in {
+        one.seen for one in findings
+    }
     assert metric(stack.stack.of(Role.PREFILL)[0], READ) > before

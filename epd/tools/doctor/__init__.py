@@ -1,5 +1,6 @@
-"""`epd doctor`: looks at a fleet as its proxy would, and says what to change.
+"""`epd doctor`: examine a fleet as its proxy uses it, and report what to change.
 
-`facts` are what was seen, `judge` makes findings of them; `roll_call`, `instances`, `trials`,
-`store` and `host` look.
+`facts` has the types of facts and findings. `judge` derives findings from facts, without I/O.
+`instances` queries each instance, `trials` sends requests through the stages, and `environment`
+looks at this machine, the configuration and the store. `examination` runs them all.
 """

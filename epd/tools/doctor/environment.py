@@ -1,6 +1,6 @@
-"""This machine, and what the configuration says by itself.
+"""Findings about this machine and the configuration, and facts about the store.
 
-Looks at the store, as the proxy and the engines use it.
+Neither needs an instance. The store is used as the proxy and the engines use it.
 """
 
 import asyncio
@@ -27,16 +27,16 @@ from epd.transfer.encoded import Encoded
 
 SOMAXCONN = Path("/proc/sys/net/core/somaxconn")
 MIN_SOMAXCONN, GOOD_SOMAXCONN = 1024, 4096
-"""Of `net.core.somaxconn`: below the first, a burst of clients may not fit; Linux has had the
-second as its default since 5.4."""
+"""Values of `net.core.somaxconn`. Below the first, a burst of clients may not fit. The second is
+the default of Linux since 5.4."""
 
 LOAD_BALANCER_S = 60.0
-"""How long common load balancers keep idle connections: who is behind one must keep them longer, or
-closes a connection just as a request comes by it."""
+"""Idle timeout of connections of common load balancers. A proxy behind one must keep idle
+connections for longer; otherwise it may close a connection while a request arrives on it."""
 
 
 def judge_host(config: ProxyConfig) -> Iterator[Finding]:
-    """Limits, permissions and settings that need no instance to be judged."""
+    """Yield the findings about limits, permissions and settings, which need no instance."""
     yield from _judge_descriptors(config)
     yield from judge_backlog(_somaxconn())
     yield from _judge_umask()
@@ -52,11 +52,11 @@ def _judge_descriptors(config: ProxyConfig) -> Iterator[Finding]:
     if hard < needed:
         yield warn(
             "descriptors",
-            f"a process may have {hard} open, {each} requests at once need {needed}",
+            f"a process may open {hard}, {each} concurrent requests need {needed}",
             f"raise the hard limit (ulimit -Hn, LimitNOFILE=) to {needed} or more",
         )
     else:
-        yield ok("descriptors", f"a process may have {hard} open")
+        yield ok("descriptors", f"a process may open {hard}")
 
 
 def _somaxconn() -> int | None:
@@ -67,20 +67,20 @@ def _somaxconn() -> int | None:
 
 
 def judge_backlog(somaxconn: int | None) -> Iterator[Finding]:
-    """Judge how many connections the kernel holds until the proxy accepts them.
+    """Judge how many connections the kernel queues until the proxy accepts them.
 
     Args:
-        somaxconn: Linux's `net.core.somaxconn`; None where it is not known.
+        somaxconn: `net.core.somaxconn` of Linux; None: not known.
     """
     if somaxconn is None:
         return
-    seen = f"the kernel holds {somaxconn} connections until the proxy accepts them"
+    seen = f"the kernel queues {somaxconn} connections until the proxy accepts them"
     if somaxconn < MIN_SOMAXCONN:
         yield warn(
             "backlog",
-            f"{seen}: in a burst of more, clients wait 1 s or longer to connect",
-            f"sysctl -w net.core.somaxconn={GOOD_SOMAXCONN} here, and in the proxy's container or "
-            "pod: it is a setting of the network namespace",
+            f"{seen}: in a larger burst, clients wait 1 s or longer to connect",
+            f"run sysctl -w net.core.somaxconn={GOOD_SOMAXCONN} here, and in the proxy's container "
+            "or pod: it is a setting of the network namespace",
         )
     else:
         yield ok("backlog", seen)
@@ -92,23 +92,25 @@ def _judge_umask() -> Iterator[Finding]:
     if mask & 0o002:
         yield ok("umask", f"{mask:04o}")
     else:
-        yield warn("umask", f"{mask:04o}: everybody may write what is created", "umask 027")
+        yield warn("umask", f"{mask:04o}: every user may write to new files", "set umask 027")
 
 
 def _judge_media(config: ProxyConfig) -> Iterator[Finding]:
     folder = config.allowed_local_media_path
     if folder is not None and not os.access(folder, os.R_OK | os.X_OK):
-        yield warn("media", f"{folder} cannot be read here", "mount it here as on the instances")
+        yield warn(
+            "media", f"{folder} cannot be read on this machine", "mount it as on the instances"
+        )
     if config.media_fetch == "proxy" and not config.allowed_media_domains:
         yield warn(
             "media",
             "the proxy fetches from any host with a public address",
-            "name the hosts: --allowed-media-domains",
+            "name the allowed hosts in --allowed-media-domains",
         )
     elif config.media_fetch == "engine":
         yield warn(
             "media",
-            "engines fetch http(s) media themselves, from whatever they can reach",
+            "engines fetch http(s) media themselves, from every host that they can reach",
             "give the engines --allowed-media-domains, or the proxy --media-fetch proxy",
         )
 
@@ -117,30 +119,33 @@ def _judge_keep_alive(config: ProxyConfig) -> Iterator[Finding]:
     if config.keep_alive_s <= LOAD_BALANCER_S:
         yield warn(
             "keep-alive",
-            f"idle clients' connections are closed after {config.keep_alive_s:g} s",
-            f"--keep-alive-s above that of the load balancer, often {LOAD_BALANCER_S:g} s",
+            f"the proxy closes idle client connections after {config.keep_alive_s:g} s",
+            "set --keep-alive-s above the idle timeout of the load balancer, often "
+            f"{LOAD_BALANCER_S:g} s",
         )
     else:
-        yield ok("keep-alive", f"idle clients' connections are kept for {config.keep_alive_s:g} s")
+        yield ok(
+            "keep-alive", f"the proxy keeps idle client connections for {config.keep_alive_s:g} s"
+        )
 
 
 def _judge_access(config: ProxyConfig) -> Iterator[Finding]:
     if config.admin_api_key is None and (config.uds or not _is_loopback(config.host)):
         yield warn(
             "access",
-            "no admin key: /metrics and profiling answer this machine alone",
+            "no admin key: /metrics and profiling answer only this machine",
             "set EPD_ADMIN_API_KEY",
         )
     if "*" in config.allowed_origins and config.api_keys_file is None:
         yield warn(
             "access",
-            "every web page that a client's browser opens can use the proxy: no keys, any origin",
-            "name the pages in --allowed-origins, or set --api-keys-file",
+            "no API keys and any origin: every web page in a client's browser can use the proxy",
+            "name the allowed origins in --allowed-origins, or set --api-keys-file",
         )
     if config.api_keys_file is not None and config.key_secret is None:
         yield warn(
             "access",
-            "tenants' keys can be guessed at by who can list the store",
+            "no key secret: a process that can list the store can guess tenants' keys",
             "set EPD_KEY_SECRET, the same for every replica",
         )
 
@@ -153,21 +158,22 @@ def _is_loopback(host: str) -> bool:
 
 
 LOOKS = 9
-"""Look-ups whose median counts."""
+"""Number of lookups. Their median is the round trip time."""
 ARRIVES_S = 5.0
-"""Encode instances write with nobody waiting: how long an entry may take to appear."""
+"""Maximum time until a new entry appears: encode instances write in the background."""
 SEARCH_S = 2.0
-"""For going through all entries for one that is not where it should be."""
+"""Deadline for the search of all namespaces for a missing entry."""
 WITHIN_S = 10.0
-"""For all that is asked of the store."""
+"""Deadline for all operations on the store."""
 
 
 async def look_at_store(url: str, made: Encoded | None) -> StoreFacts:
-    """What the store is like.
+    """Return the facts about the store.
 
     Args:
-        url: of the store.
-        made: what an encode instance has just made, and where it says that it is.
+        url: URL of the store.
+        made: output that an encode instance just wrote, as the instance reported it; None: there
+            is none to look up.
     """
     try:
         async with asyncio.timeout(WITHIN_S), await open_async_store(url, create=False) as store:
@@ -204,7 +210,7 @@ async def _entry(store: AsyncStore, made: Encoded) -> str:
 
 
 async def _elsewhere(store: AsyncStore, made: Encoded) -> str | None:
-    """Another namespace that has the output; None: none was seen within `SEARCH_S`."""
+    """Return another namespace that has the output; None: not found within `SEARCH_S`."""
     with suppress(TimeoutError):
         async with asyncio.timeout(SEARCH_S):
             async for listed in store.ls():

@@ -1,7 +1,4 @@
-"""Looks at everything, and says what it means.
-
-`epd doctor`.
-"""
+"""Run of `epd doctor`: collect the facts, send the trial requests, and print the findings."""
 
 import asyncio
 import sys
@@ -41,32 +38,32 @@ class Patient:
     """A fleet under examination."""
 
     def __init__(self, facts: Sequence[InstanceFacts]) -> None:
-        """What is known of its instances without sending them work."""
+        """Take what is known of its instances before requests are sent to them."""
         self._facts = {one.instance: one for one in facts}
         self.tried: Tried | None = None
 
     @property
     def facts(self) -> Sequence[InstanceFacts]:
-        """What is known of its instances."""
+        """Facts about its instances."""
         return tuple(self._facts.values())
 
     @property
     def model(self) -> str | None:
-        """One that can be asked."""
+        """Name of a model that requests can ask for; None: no instance serves one."""
         return next((model.name for one in self.facts for model in one.models), None)
 
     def there(self, *roles: Role) -> list[Instance]:
-        """The instances of these roles that answer."""
+        """Return the instances of these roles that answer."""
         return [it for it, one in self._facts.items() if it.role in roles and one.problem is None]
 
     def note(self, instance: Instance, trials: Mapping[str, Trial]) -> None:
-        """Remember what became of requests; the first failure of a kind stays."""
+        """Record the results of requests; the first failure of each stage stays."""
         facts = self._facts[instance]
         failed = {stage: trial for stage, trial in facts.trials.items() if trial.problem}
         self._facts[instance] = replace(facts, trials={**facts.trials, **trials, **failed})
 
     def encoded(self, instance: Instance, tried: Tried) -> None:
-        """Remember what an encode instance has made."""
+        """Record the output of an encode instance, and the namespace that it reports."""
         facts, own = self._facts[instance], tried.encoded.namespace
         if own is not None:
             self._facts[instance] = replace(facts, namespaces=facts.namespaces | {own})
@@ -74,11 +71,11 @@ class Patient:
 
 
 async def examine(config: ProxyConfig, *, requests: bool) -> list[Finding]:
-    """All findings.
+    """Return all findings.
 
     Args:
-        config: of the proxy.
-        requests: whether instances are sent requests, of some bytes and one token each.
+        config: configuration of the proxy.
+        requests: whether to send requests to instances, small and of one output token each.
     """
     headers = headers_of(config)
     async with (
@@ -124,14 +121,14 @@ async def _try_encode(patient: Patient, trials: Trials, model: str) -> None:
             if not tried.encoded.metadata:
                 patient.note(instance, {judge.RAW: Trial()})
     if patient.tried is not None and patient.tried.encoded.metadata:
-        # An engine that sends blocks to an address ends where a request has none.
+        # An engine that sends blocks to an address crashes on a request without one.
         alone = (Role.PREFILL,) if trials.prefills_alone else ()
         for instance in patient.there(*alone, Role.PREFILL_DECODE):
             patient.note(instance, {judge.CONSUME: await trials.consume(instance, patient.tried)})
 
 
 async def _try_pushes(patient: Patient, trials: Trials, model: str) -> None:
-    """From each encode instance, to each rank of each consumer at least once."""
+    """Try pushes so that each encode instance and each rank of a consumer takes part."""
     encoders = patient.there(Role.ENCODE)
     consumers = patient.there(Role.PREFILL, Role.PREFILL_DECODE)
     table = InstanceTable(consumers)
@@ -175,13 +172,13 @@ async def _pool(config: ProxyConfig) -> AsyncIterator[Pool]:
 
 
 def headers_of(config: ProxyConfig) -> dict[str, str]:
-    """What instances are sent, as the proxy sends it where a client has no key."""
+    """Return the headers that the proxy sends to instances for a client without a key."""
     key = config.openai_api_key
     return {} if key is None else {"Authorization": f"Bearer {key.get_secret_value()}"}
 
 
 def run(config: ProxyConfig, *, requests: bool, as_document: bool) -> None:
-    """Print the findings. Exits with 1 where requests would suffer."""
+    """Print the findings. Exit with code 1 if one of them is `fail`."""
     findings = asyncio.run(examine(config, requests=requests))
     print(as_json(findings) if as_document else as_text(findings))
     if worst(findings) is Verdict.FAIL:

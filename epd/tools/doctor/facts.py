@@ -1,8 +1,6 @@
-"""What was seen of an instance and of the store.
+"""Facts about instances, the store and its mount; findings, and their output as text and JSON.
 
-The mount table of this machine.
-
-What the doctor says.
+Facts are observations without a verdict. `judge` turns them into findings. No I/O.
 """
 
 import enum
@@ -21,12 +19,12 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A line of the mount table.
+    """Line of the mount table.
 
     Attributes:
-        path: where the file system is mounted.
-        kind: its type, as `nfs4`.
-        options: as `{"vers": "4.2", "hard": ""}`.
+        path: mount point.
+        kind: type of the file system, such as `nfs4`.
+        options: mount options, such as `{"vers": "4.2", "hard": ""}`.
     """
 
     path: PurePosixPath
@@ -35,12 +33,12 @@ class Mount:
 
 
 def mount_of(path: PurePosixPath, table: Iterable[str]) -> Mount | None:
-    """Return the mount that a path is on; None where the table has none.
+    """Return the mount that a path is on; None: the table has none.
 
     Args:
-        path: absolute, without links.
-        table: lines of `/proc/mounts` (proc_pid_mounts(5), fstab(5)). Of mounts at one place the
-            last one counts.
+        path: absolute path without symbolic links.
+        table: lines of `/proc/mounts` (proc_pid_mounts(5), fstab(5)). Of several mounts at one
+            mount point the last one counts.
     """
     found: Mount | None = None
     for line in table:
@@ -66,12 +64,12 @@ def _unescaped(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model as `GET /v1/models` lists it.
+    """Model as `GET /v1/models` lists it.
 
     Attributes:
-        name: what requests call it.
-        root: where its weights are from, if the instance says so.
-        max_model_len: tokens of a request and its answer, if the instance says so.
+        name: name of the model in requests.
+        root: source of its weights, if the instance reports it.
+        max_model_len: tokens of a request and its answer, if the instance reports it.
     """
 
     name: str
@@ -81,11 +79,11 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A request that was sent to see what comes back.
+    """Result of a request that the doctor sent.
 
     Attributes:
-        problem: what went wrong; None where nothing did.
-        status: HTTP status of an answer that is an error.
+        problem: description of the failure; None: the request succeeded.
+        status: HTTP status of an error response.
         keeps: whether decode keeps its blocks for the next turn of a conversation.
     """
 
@@ -96,18 +94,19 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class InstanceFacts:
-    """An instance, looked at from outside.
+    """Facts about an instance, seen from outside.
 
     Attributes:
-        instance: the one.
-        problem: why it cannot be used; None where it answers `GET /health` with 2xx.
-        version: vLLM's.
-        models: what it serves.
-        skew_s: its clock, by its `Date` header, ahead of ours.
-        keeps_alive: whether it keeps an idle connection for as long as the proxy pools one.
-        trials: what became of the requests that were tried, by their stage.
-        namespaces: where its EC connectors keep the model's entries, by its metrics and, of an
-            encode instance, by its reply. One instance has one.
+        instance: the instance.
+        problem: why it cannot be used; None: it answers `GET /health` with 2xx.
+        version: version of vLLM.
+        models: models that it serves.
+        skew_s: how far its clock is ahead of this machine's, by its `Date` header.
+        keeps_alive: whether it keeps an idle connection for as long as the proxy pools one; None:
+            not known.
+        trials: results of the trial requests, by stage.
+        namespaces: namespaces in which its EC connectors keep the model's entries, from its
+            metrics and, for an encode instance, from its reply. A sound instance has one.
     """
 
     instance: Instance
@@ -122,21 +121,21 @@ class InstanceFacts:
 
 @dataclass(frozen=True, slots=True)
 class StoreFacts:
-    """The store, as the proxy uses it.
+    """Facts about the store, as the proxy uses it.
 
     Attributes:
-        problem: why it cannot be used.
-        missing: whether there is none, which is such a problem.
-        round_trip_s: of a look-up, the median of some.
-        writable: whether names and claims can be written.
-        entry: of the output an encode instance has just made: `read`, `found` (there, but it
-            cannot be read), `missing`; None where there was none to look for.
-        elsewhere: the namespace that has the missing output, where it is another than the one
-            that the encode instance reports.
-        bytes: what it takes.
-        max_bytes: its quota.
-        free_bytes: what the file system has left; None for Redis.
-        mount: the file system; None for Redis.
+        problem: why it cannot be used; None: it can be used.
+        missing: whether the problem is that the store does not exist.
+        round_trip_s: median time of a lookup.
+        writable: whether the proxy can write names and claims.
+        entry: state of the output that an encode instance just wrote: `read`, `found` (present,
+            but not readable) or `missing`; None: no output to look up.
+        elsewhere: namespace that has the missing output, if it is another than the encode
+            instance reports.
+        bytes: bytes in use.
+        max_bytes: quota in bytes.
+        free_bytes: free bytes of the file system; None for Redis.
+        mount: mount of the file system; None for Redis.
     """
 
     problem: str | None = None
@@ -152,7 +151,7 @@ class StoreFacts:
 
 
 class Verdict(enum.StrEnum):
-    """How bad it is."""
+    """Severity of a finding, in rising order."""
 
     OK = "ok"
     WARN = "warn"
@@ -160,13 +159,13 @@ class Verdict(enum.StrEnum):
 
 
 class Finding(NamedTuple):
-    """One thing that was looked at.
+    """Result of one check.
 
     Attributes:
-        verdict: how bad it is: `fail` is what requests will suffer from.
-        subject: what was looked at.
-        seen: what was seen.
-        advice: what to change; empty where nothing has to be.
+        verdict: severity. `fail`: requests will fail or be slow because of it.
+        subject: component that was checked.
+        seen: observation.
+        advice: what to change; empty: nothing.
     """
 
     verdict: Verdict
@@ -176,28 +175,28 @@ class Finding(NamedTuple):
 
 
 def ok(subject: str, seen: str) -> Finding:
-    """As it should be."""
+    """Return a finding without a defect."""
     return Finding(Verdict.OK, subject, seen)
 
 
 def warn(subject: str, seen: str, advice: str) -> Finding:
-    """Works, but not as well as it could."""
+    """Return a finding about a component that works, but not as well as it could."""
     return Finding(Verdict.WARN, subject, seen, advice)
 
 
 def fail(subject: str, seen: str, advice: str) -> Finding:
-    """Requests will suffer."""
+    """Return a finding about a defect that affects requests."""
     return Finding(Verdict.FAIL, subject, seen, advice)
 
 
 def worst(findings: Iterable[Finding]) -> Verdict:
-    """The worst of them."""
+    """Return the worst verdict of the findings; `ok` if there are none."""
     order = list(Verdict)
     return max((one.verdict for one in findings), key=order.index, default=Verdict.OK)
 
 
 def as_text(findings: Sequence[Finding]) -> str:
-    """Lines for people: what is wrong has what to change below it."""
+    """Return one line per finding, its advice on the next line, and a line of totals."""
     width = max((len(one.subject) for one in findings), default=0)
     lines = []
     for one in findings:
@@ -210,6 +209,6 @@ def as_text(findings: Sequence[Finding]) -> str:
 
 
 def as_json(findings: Sequence[Finding]) -> str:
-    """One object: the worst verdict, and all findings."""
+    """Return a JSON object with the worst verdict and all findings."""
     document = {"verdict": worst(findings), "findings": [one._asdict() for one in findings]}
     return orjson.dumps(document, option=orjson.OPT_INDENT_2).decode()

@@ -1,6 +1,7 @@
-"""Looks at one instance, without sending it work.
+"""Facts about instances without a request to the model, and the list of instances itself.
 
-Who takes part, as far as it can be seen from outside the proxy. Nothing is written.
+The list comes from the same sources as the proxy's: configuration, file, registration store, DNS.
+Nothing is written to them.
 """
 
 import asyncio
@@ -31,17 +32,17 @@ from epd.transfer.registry import KV_TRANSFERS
 from epd.upstream import KEEP_ALIVE_S, Answer, Upstream
 
 IDLE_S = KEEP_ALIVE_S + 0.5
-"""How long an instance has to keep an idle connection: a little longer than the proxy pools one."""
+"""Time for which an instance must keep an idle connection: a little longer than the proxy does."""
 
 
 class Visitor:
-    """Asks instances what they say of themselves.
+    """Reader of what instances report about themselves.
 
     Args:
-        upstream: what is asked with.
-        pool: connections of it that are kept for `IDLE_S` and more.
-        headers: sent along, such as a key.
-        timeout_s: for each answer.
+        upstream: HTTP client.
+        pool: pool that keeps its connections for longer than `IDLE_S`.
+        headers: headers of each request, such as a key.
+        timeout_s: deadline of each answer.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Visitor:
         self._timeout_s = timeout_s
 
     async def look(self, instance: Instance) -> InstanceFacts:
-        """What it says. Takes a little longer than `IDLE_S`."""
+        """Return the facts about an instance. This takes a little longer than `IDLE_S`."""
         try:
             health = await self._get(instance, "/health")
             if not health.ok:
@@ -67,7 +68,7 @@ class Visitor:
         except ProxyError as error:
             return InstanceFacts(instance, f"{error} ({_reason(error)})")
         if models.status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
-            return InstanceFacts(instance, "it wants an API key: set OPENAI_API_KEY to it")
+            return InstanceFacts(instance, "requires an API key: set OPENAI_API_KEY")
         return InstanceFacts(
             instance,
             version=_text(_json(version).get("version")),
@@ -83,7 +84,7 @@ class Visitor:
         )
 
     async def _keeps_alive(self, instance: Instance) -> bool | None:
-        """Whether an idle connection is still open when the proxy may yet use it."""
+        """Return whether a connection is open after `IDLE_S` of idleness; None: not known."""
         target = target_of(instance.url + "/health")
         until_s = asyncio.get_running_loop().time() + self._timeout_s
         try:
@@ -136,12 +137,12 @@ def _skew_s(answer: Answer) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class RollCall:
-    """Who takes part.
+    """Instances that the sources name.
 
     Attributes:
-        instances: all that the sources name and that go together.
-        names: whose certificates those have to show that were found by name, by URL.
-        findings: what is wrong with the sources.
+        instances: all instances of the sources that are compatible with each other.
+        names: by URL, the host name that the certificate of an instance found by DNS must show.
+        findings: defects of the sources.
     """
 
     instances: Sequence[Instance]
@@ -150,18 +151,18 @@ class RollCall:
 
 
 async def call_the_roll(config: ProxyConfig) -> RollCall:
-    """Ask every source of instances once."""
+    """Read every source of instances once."""
     findings: list[Finding] = []
     names: dict[str, str] = {}
     transfer = KV_TRANSFERS[config.kv_transfer]()
 
     def changed(one: Instance, change: Change, _: Source) -> None:
         if change == "refused" and not transfer.fits(one):
-            advice = "mend its kv_addr, or take it out of the configuration"
+            advice = "correct its kv_addr, or remove it from the configuration"
             findings.append(fail(f"{one.role} {one.url}", "--kv-transfer cannot use it", advice))
         elif change == "refused":
-            advice = "have all of one kind: prefill and decode, or prefill_decode"
-            seen = "takes no part: its role does not go with another instance's"
+            advice = "run either prefill and decode instances, or prefill_decode instances"
+            seen = "is not used: its role conflicts with that of another instance"
             findings.append(warn(f"{one.role} {one.url}", seen, advice))
 
     registry = Registry(InstanceTable(), config.instances, fits=transfer.fits, on_change=changed)
@@ -181,10 +182,10 @@ def _in_file(config: ProxyConfig, findings: list[Finding]) -> Sequence[Instance]
         raw = read_file(path)
         if raw is not None:
             return read_yaml(raw)
-        seen = "it is gone"
+        seen = "it does not exist"
     except (EntriesInvalid, OSError) as error:
         seen = str(error)
-    findings.append(fail(f"file {path}", seen, "mend it: the proxy does not start with it"))
+    findings.append(fail(f"file {path}", seen, "correct it: the proxy does not start without it"))
     return ()
 
 
@@ -192,12 +193,12 @@ async def _registered(config: ProxyConfig, findings: list[Finding]) -> Sequence[
     if not config.dynamic_registration:
         return ()
     if config.registration_store is None:
-        seen = "what is registered with a proxy that runs cannot be seen from here"
+        seen = "the doctor cannot see which instances are registered with a running proxy"
         findings.append(
             warn(
                 "registration",
                 seen,
-                "look at GET /instances, or keep registrations in a --registration-store",
+                "use the proxy's GET /instances, or keep registrations in a --registration-store",
             )
         )
         return ()
@@ -205,7 +206,7 @@ async def _registered(config: ProxyConfig, findings: list[Finding]) -> Sequence[
         async with opened(config.registration_store) as store:
             return await store.read() or ()
     except StoreFailed as error:
-        advice = "mend --registration-store: until then nobody can register"
+        advice = "repair --registration-store: until then no instance can register"
         findings.append(fail("registration", f"the store cannot be read: {error}", advice))
         return ()
 
@@ -215,7 +216,7 @@ async def _by_name(
 ) -> AsyncIterator[Instance]:
     if not config.discovered:
         return
-    from epd.discovery.dns import Names  # noqa: PLC0415 - takes its time to load
+    from epd.discovery.dns import Names  # noqa: PLC0415 - slow to import
 
     look_up = Names(config.discovery_dns_server).addresses
     for one in config.discovered:
@@ -226,7 +227,7 @@ async def _by_name(
         except LookUpFailed as error:
             addresses, problem = frozenset(), f"it cannot be looked up: {error}"
         if problem is not None:
-            advice = "mend the name, or name another: --discover-…, --discovery-dns-server"
+            advice = "correct the name in --discover-…, or set another --discovery-dns-server"
             findings.append(fail(f"{one.role} {host}", problem, advice))
         for address in sorted(addresses):
             url = at_address(one.url, address)
@@ -236,12 +237,10 @@ async def _by_name(
 
 def _judge_roles(config: ProxyConfig, roles: set[Role]) -> Iterator[Finding]:
     if config.dynamic_registration and config.registration_store is None:
-        return  # who is registered may have them
+        return  # registered instances may have the missing roles
     if not roles & set(ANSWERING):
-        yield fail(
-            "instances", "none decodes: every request is answered 503", "add a decode instance"
-        )
+        yield fail("instances", "none decodes: every request gets a 503", "add a decode instance")
     if Role.ENCODE not in roles and config.encodes:
         yield warn("instances", "none encodes", "add an encode instance")
     if Role.DECODE in roles and Role.PREFILL not in roles:
-        yield warn("instances", "none prefills for those that decode", "add a prefill instance")
+        yield warn("instances", "none prefills for the decode instances", "add a prefill instance")

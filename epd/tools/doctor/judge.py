@@ -1,4 +1,4 @@
-"""Findings out of facts. No I/O."""
+"""Findings derived from facts about instances and the store. No I/O."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -8,27 +8,27 @@ from epd.routing.instances import Role
 from epd.tools.doctor.facts import Finding, InstanceFacts, Mount, StoreFacts, Trial, fail, ok, warn
 
 MAX_SKEW_S = 5.0
-"""Of clocks; a `Date` header is whole seconds."""
+"""Maximum difference of two clocks. A `Date` header has a resolution of one second."""
 
 OLDEST = (0, 32)
-"""vLLM's first version whose encode instances report `ec_transfer_params`."""
+"""First version of vLLM that reports `ec_transfer_params` from encode instances."""
 
 NFS = frozenset({"nfs", "nfs4"})
 
 CLIENTS_CLOCKS = frozenset({"ceph", "fuse.ceph", "fuse.ceph-fuse", "lustre", "beegfs"})
-"""File systems whose clients set the time of modification themselves."""
+"""File systems that take the time of modification from the client's clock."""
 
 ENCODE, CONSUME, PREFILL, DECODE = "encode", "metadata", "prefill", "decode"
 READ, FORGET = "conversation", "no conversation"
 RAW = "media"
-"""Requests that are tried."""
+"""Names of the trial requests."""
 
 NOT_FOUND = 404
 
 SPLIT = (
     "install this version of the connector in the environment of every engine, and put the model's "
     "config.json beside its weights: the processes of one engine derive the namespace from it. The "
-    "engine's log has each, after `namespace`"
+    "engine's log shows each namespace, after `namespace`"
 )
 
 ADVICE = {
@@ -39,26 +39,27 @@ ADVICE = {
     "VLLM_USE_V2_MODEL_RUNNER=1",
     PREFILL: "start it with --kv-transfer-config, kv_role kv_producer, and the connector that "
     "--kv-transfer names",
-    DECODE: "start it with --kv-transfer-config, kv_role kv_consumer, the same connector, and let "
-    "it reach the prefill instances': VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT, or its kv_addr",
-    READ: "give it bidirectional_kv_xfer in its --kv-transfer-config, as decode has it, and let it "
-    "reach the decode instances': VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT",
+    DECODE: "start it with --kv-transfer-config, kv_role kv_consumer, and the same connector. It "
+    "must reach the connectors of the prefill instances: check VLLM_NIXL_SIDE_CHANNEL_HOST and "
+    "_PORT, or its kv_addr",
+    READ: "set bidirectional_kv_xfer in its --kv-transfer-config, as in decode's. It must reach "
+    "the connectors of the decode instances: check VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT",
 }
 NO_CHAT = (
-    "the model has no chat route, by which encode requests go, as one for transcriptions (Whisper) "
-    "or embeddings alone: vLLM cannot run its encoder apart. Serve it by decode alone, without "
+    "the model has no chat route, which encode requests need. Models for transcription (Whisper) "
+    "or embeddings have none: vLLM cannot run their encoders apart. Serve the model without "
     "encode instances: `epd up --topology 1pd`"
 )
-"""Advice for an encode instance that answers a chat with 404 and names no unknown model."""
+"""Advice for an encode instance that answers a chat request with 404, but knows the model."""
 
 SEEN = {
-    ENCODE: "encodes, and says where its outputs are",
+    ENCODE: "encodes, and reports where its outputs are",
     CONSUME: "finds encoder outputs by their key alone",
     PREFILL: "hands over its KV cache",
-    DECODE: "answers what was prefilled elsewhere",
-    READ: "reads what decode holds of a conversation's last turn",
-    RAW: "media travel to prefill and decode: vLLM reports no placeholder metadata for this model",
-    FORGET: "holds nothing of a conversation for its next turn: it has no bidirectional_kv_xfer",
+    DECODE: "answers requests that a prefill instance prefilled",
+    READ: "reads the blocks that decode keeps of a conversation's previous turn",
+    RAW: "vLLM reports no placeholder metadata for this model: media go to prefill and decode",
+    FORGET: "keeps no blocks of a conversation for its next turn: bidirectional_kv_xfer is not set",
 }
 
 
@@ -66,7 +67,7 @@ def judge_instance(facts: InstanceFacts) -> Iterator[Finding]:
     """Yield the findings about one instance."""
     name = f"{facts.instance.role} {facts.instance.url}"
     if facts.problem is not None:
-        yield fail(name, facts.problem, "start it, or take it out of the configuration")
+        yield fail(name, facts.problem, "start it, or remove it from the configuration")
         return
     models = ", ".join(model.name for model in facts.models)
     yield ok(name, f"vLLM {facts.version or 'of an unknown version'}, serves {models or 'nothing'}")
@@ -87,13 +88,13 @@ def _judge_version(name: str, facts: InstanceFacts) -> Iterator[Finding]:
     if numbers is not None and numbers < OLDEST:
         yield warn(
             name,
-            f"vLLM {facts.version} reports no ec_transfer_params: media go on to every stage",
+            f"vLLM {facts.version} reports no ec_transfer_params: media go to every stage",
             "use vLLM 0.32 or newer",
         )
 
 
 def _release(version: str | None) -> tuple[int, int] | None:
-    """The first two numbers of a version; None of a build that has none, such as 0.1.dev3."""
+    """Return the first two numbers of a version; None: a build without them, such as 0.1.dev3."""
     parts = (version or "").split(".")
     if len(parts) < 2 or not all(part.isdigit() for part in parts[:2]) or "dev" in parts[-1]:  # noqa: PLR2004
         return None
@@ -104,15 +105,15 @@ def _judge_clock(name: str, facts: InstanceFacts) -> Iterator[Finding]:
     if facts.skew_s is not None and abs(facts.skew_s) > MAX_SKEW_S:
         yield warn(
             name,
-            f"its clock is {facts.skew_s:+.0f} s from this one's",
-            "run NTP on both: expiry and leases of a store on a shared file system go by clocks",
+            f"its clock differs from this machine's by {facts.skew_s:+.0f} s",
+            "run NTP on both: entries and leases of a store on a shared file system expire by them",
         )
 
 
 def _judge_trial(name: str, stage: str, trial: Trial) -> Finding:
     if trial.problem is None:
         return ok(name, SEEN[stage])
-    # Without it every turn is computed, some after waiting for --prefill-timeout-s.
+    # Without the blocks, prefill computes every turn, some after a wait of --prefill-timeout-s.
     say = warn if stage == READ else fail
     unrouted = stage == ENCODE and trial.status == NOT_FOUND and "Not Found" in trial.problem
     return say(name, f"{stage}: {trial.problem}", NO_CHAT if unrouted else ADVICE[stage])
@@ -127,7 +128,7 @@ def judge_fleet(facts: Sequence[InstanceFacts]) -> Iterator[Finding]:
         yield warn(
             "versions",
             ", ".join(versions),
-            "run one version of vLLM: what stages tell each other changes between versions",
+            "run one version of vLLM: the fields that stages exchange differ between versions",
         )
     yield from _judge_namespaces(there)
 
@@ -140,7 +141,7 @@ def _judge_namespaces(there: Sequence[InstanceFacts]) -> Iterator[Finding]:
         if len(one.namespaces) > 1:
             yield fail(
                 f"{one.instance.role} {one.instance.url}",
-                f"one instance with several namespaces: {', '.join(sorted(one.namespaces))}",
+                f"has several namespaces: {', '.join(sorted(one.namespaces))}",
                 SPLIT,
             )
     if len(holders) > 1 and all(len(one.namespaces) <= 1 for one in there):
@@ -148,7 +149,7 @@ def _judge_namespaces(there: Sequence[InstanceFacts]) -> Iterator[Finding]:
             "namespaces",
             "; ".join(f"{name} at {', '.join(holders[name])}" for name in sorted(holders)),
             "serve the same weights, revision, dtype and processor options on all encode, prefill "
-            "and prefill_decode instances: as they are, none finds what another has made",
+            "and prefill_decode instances: one does not find the entries of another namespace",
         )
 
 
@@ -194,8 +195,8 @@ def judge_store(config: ProxyConfig, facts: StoreFacts | None) -> Iterator[Findi
     if facts is None:
         yield warn(
             "store",
-            "the proxy asks none: every picture is encoded, however often it was seen",
-            "give --ec-store the store that the engines' --ec-transfer-config names",
+            "the proxy has none: every item is encoded, even a repeated one",
+            "set --ec-store to the store of the engines' --ec-transfer-config",
         )
         return
     if facts.missing and facts.problem is not None:
@@ -203,21 +204,21 @@ def judge_store(config: ProxyConfig, facts: StoreFacts | None) -> Iterator[Findi
             "store",
             facts.problem,
             "name the store of the engines' --ec-transfer-config: an engine with ECStoreConnector "
-            "makes it when it starts, and so do `ec-store serve` and `ec-store configure`",
+            "creates it at its start, and so do `ec-store serve` and `ec-store configure`",
         )
         return
     if facts.problem is not None:
         yield fail(
-            "store", facts.problem, "requests are answered, but all is encoded; mend the store"
+            "store", facts.problem, "repair it: until then every item of a request is encoded"
         )
         return
     budget_s = config.ec_store_budget_s
-    round_trip = f"{facts.round_trip_s * 1000:.1f} ms a look-up"
+    round_trip = f"{facts.round_trip_s * 1000:.1f} ms per lookup"
     if facts.round_trip_s > budget_s / 2:
         yield warn(
             "store",
             f"{round_trip}, of a budget of {budget_s * 1000:.0f} ms",
-            "bring it nearer, or raise --ec-store-budget-s",
+            "place it nearer to the proxy, or raise --ec-store-budget-s",
         )
     else:
         yield ok("store", round_trip)
@@ -225,9 +226,9 @@ def judge_store(config: ProxyConfig, facts: StoreFacts | None) -> Iterator[Findi
     if not facts.writable:
         yield warn(
             "store",
-            "the proxy may not write to it",
-            "allow it to: else pictures are encoded twice where two proxies see them at once, and "
-            "names for media are not kept",
+            "the proxy cannot write to it",
+            "permit it: otherwise an item that two proxies see at once is encoded twice, and names "
+            "for media are not kept",
         )
     yield from _judge_room(facts)
     if facts.mount is not None:
@@ -237,25 +238,25 @@ def judge_store(config: ProxyConfig, facts: StoreFacts | None) -> Iterator[Findi
 def _judge_entry(facts: StoreFacts) -> Iterator[Finding]:
     match facts.entry:
         case "read":
-            yield ok("store", "has what the encode instance has just made")
+            yield ok("store", "has the entry that an encode instance just wrote")
         case "found":
             yield fail(
                 "store",
-                "an entry that an encode instance has just made cannot be read",
+                "the proxy cannot read the entry that an encode instance just wrote",
                 "run engines and proxy as one user, or share a group: "
                 "?dir_mode=2770&file_mode=0660 in every store URL",
             )
         case "missing" if facts.elsewhere is not None:
             yield fail(
                 "store",
-                "what an encode instance has just made is in it under another namespace than the "
+                "has the entry that an encode instance just wrote in another namespace than the "
                 f"instance reports: {facts.elsewhere}",
                 SPLIT,
             )
         case "missing":
             yield fail(
                 "store",
-                "what an encode instance has just made is not in it",
+                "does not have the entry that an encode instance just wrote",
                 "name the same store in --ec-store and in the engines' --ec-transfer-config",
             )
 
@@ -267,14 +268,14 @@ def _judge_mount(mount: Mount) -> Iterator[Finding]:
         if caches == "all" and "noac" not in mount.options:
             yield warn(
                 "store",
-                f"{where} caches that a name is missing: an entry that is looked for before it is "
+                f"{where} caches negative lookups: an entry that is looked up before it is "
                 "written stays a miss, for 30 s by default (acdirmin)",
-                "mount it with lookupcache=positive on every host that consumes",
+                "mount it with lookupcache=positive on every host that reads entries",
             )
     elif mount.kind in CLIENTS_CLOCKS:
         yield warn(
             "store",
-            f"{where} takes times from its clients' clocks, by which entries and leases expire",
+            f"{where} takes times from its clients' clocks; entries and leases expire by them",
             "run NTP on every host; only tmpfs and local disks are tested",
         )
 
@@ -286,8 +287,8 @@ def _judge_room(facts: StoreFacts) -> Iterator[Finding]:
     if room < facts.max_bytes:
         yield warn(
             "store",
-            f"its quota of {size_text(facts.max_bytes)} is more than the {size_text(room)} it can "
-            "have",
-            "lower it with `ec-store configure URL --max-bytes SIZE`, as max_bytes in a URL counts "
-            "only where the store is made; or give it a larger file system",
+            f"its quota is {size_text(facts.max_bytes)}, but its file system has only "
+            f"{size_text(room)} for it",
+            "lower it with `ec-store configure URL --max-bytes SIZE` (max_bytes in a URL counts "
+            "only when the store is created), or use a larger file system",
         )

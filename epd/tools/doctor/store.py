@@ -1,4 +1,4 @@
-"""Looks at the store, as the proxy and the engines use it."""
+"""Facts about the store, which is used as the proxy and the engines use it."""
 
 import asyncio
 import secrets
@@ -17,21 +17,22 @@ from epd.tools.doctor.facts import Mount, StoreFacts, mount_of
 from epd.transfer.encoded import Encoded
 
 LOOKS = 9
-"""Look-ups whose median counts."""
+"""Number of lookups. Their median is the round trip time."""
 ARRIVES_S = 5.0
-"""Encode instances write with nobody waiting: how long an entry may take to appear."""
+"""Maximum time until a new entry appears: encode instances write in the background."""
 SEARCH_S = 2.0
-"""For going through all entries for one that is not where it should be."""
+"""Deadline for the search of all namespaces for a missing entry."""
 WITHIN_S = 10.0
-"""For all that is asked of the store."""
+"""Deadline for all operations on the store."""
 
 
 async def look_at_store(url: str, made: Encoded | None) -> StoreFacts:
-    """What the store is like.
+    """Return the facts about the store.
 
     Args:
-        url: of the store.
-        made: what an encode instance has just made, and where it says that it is.
+        url: URL of the store.
+        made: output that an encode instance just wrote, as the instance reported it; None: there
+            is none to look up.
     """
     try:
         async with asyncio.timeout(WITHIN_S), await open_async_store(url, create=False) as store:
@@ -68,7 +69,7 @@ async def _entry(store: AsyncStore, made: Encoded) -> str:
 
 
 async def _elsewhere(store: AsyncStore, made: Encoded) -> str | None:
-    """Another namespace that has the output; None: none was seen within `SEARCH_S`."""
+    """Return another namespace that has the output; None: not found within `SEARCH_S`."""
     with suppress(TimeoutError):
         async with asyncio.timeout(SEARCH_S):
             async for listed in store.ls():
