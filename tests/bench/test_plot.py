@@ -111,7 +111,7 @@ def test_what_holds_no_results_is_said_in_a_line(
         main(["bench", "plot", str(written(document, tmp_path)), "--folder", str(tmp_path)])
 
     assert ended.value.code == 2
-    assert "holds no results" in capsys.readouterr().err
+    assert "has no results" in capsys.readouterr().err
 
 
 def test_a_folder_that_is_not_there_is_said_in_a_line(tmp_path: Path) -> None:

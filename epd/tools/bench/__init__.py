@@ -1,7 +1,4 @@
-"""Benchmarks of the proxy's own cost and of a fleet behind it.
-
-Parser of the `epd bench` command.
-"""
+"""Command `epd bench`: benchmarks of the proxy's own cost, and of a fleet behind it."""
 
 from epd.parser import Commands
 from epd.tools.bench import overhead, plot, serve

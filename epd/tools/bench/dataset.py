@@ -1,8 +1,7 @@
-"""Data sets for `vllm bench serve`: VisionArena-Chat, and folders in its schema.
+"""Data sets for `vllm bench serve`: VisionArena-Chat, and generated folders in its schema.
 
-Generator of pictures and conversations like those of VisionArena-Chat, from a seed.
-
-Orders in which requests repeat pictures, and the hit rate of an ideal cache for them.
+Pictures and conversations are generated from a seed and resemble those of VisionArena-Chat. A trace
+is the order in which requests repeat pictures; it determines the hit rate of an ideal cache.
 """
 
 import hashlib

@@ -1,8 +1,7 @@
-"""Load client: a number of concurrent requests, each with its times.
+"""Load client with concurrent requests and their times, and the HTTP/1.1 of both ends of the load.
 
-Minimal HTTP/1.1 for the load client and the fake engines.
-
-A library would cost more than the proxy that is measured: both ends of the load share one core.
+The fake engines use the same minimal HTTP/1.1. A library would cost more than the proxy that is
+measured, because both ends of the load share one core.
 """
 
 import asyncio

@@ -237,8 +237,8 @@ def _recorded(
     """Read the recorded ratios to the relay by scenario, at least one of `scenarios`.
 
     A ratio depends on the processor: one commit needed 1.03 and 1.52 times the relay's CPU time for
-    a stream on two processors. So files of other processors are used only if there is none of this
-    one. Of several files, the largest ratio applies.
+    a stream on two processors. So files of other processors are used only if no file is from this
+    processor. Of several files, the largest ratio applies.
     """
     by_processor: dict[bool, dict[str, float]] = {True: {}, False: {}}
     for path in paths:

@@ -85,14 +85,14 @@ def _run(parser: Parser, *, results: Sequence[Path], folder: Path) -> None:
             document = orjson.loads(path.read_bytes())
             pictures = PICTURES[document["kind"]](document)
         except (AttributeError, OSError, LookupError, TypeError, ValueError) as error:
-            parser.error(f"{path} holds no results: {type(error).__name__}: {error}")
+            parser.error(f"{path} has no results: {type(error).__name__}: {error}")
         for name, bars in pictures.items():
             for theme in THEMES:
                 picture = folder / f"{name}-{theme.name}.svg"
                 try:
                     draw(bars, theme, picture)
                 except ImportError:
-                    sys.exit("epd bench plot: pip install 'epd-proxy[bench]' brings matplotlib")
+                    sys.exit("epd bench plot: needs matplotlib: pip install 'epd-proxy[bench]'")
                 except OSError as error:
                     sys.exit(f"epd bench plot: {error}")
                 print(picture)
@@ -103,7 +103,7 @@ def overhead_pictures(document: Document) -> dict[str, Bars]:
     pictures = {}
     for name, title, field, unit, fresh in (
         ("overhead", "CPU time of the proxy for a request", "cpu_ms", "{:.2f} ms", False),
-        ("overhead-memory", "Most memory of the proxy", "resident_bytes", "{:,.0f} bytes", True),
+        ("overhead-memory", "Peak memory of the proxy", "resident_bytes", "{:,.0f} bytes", True),
     ):
         results = [it for it in document["results"] if it["scenario"]["fresh"] is fresh]
         if results:

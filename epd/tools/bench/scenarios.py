@@ -1,7 +1,4 @@
-"""Scenarios of the load on a proxy, and the bodies of their requests. Pure.
-
-Measurements of `epd bench overhead`: samples, medians, ratios and tables. Pure.
-"""
+"""Scenarios of `epd bench overhead`: request bodies, measurements, and tables of results. Pure."""
 
 import statistics
 import struct

@@ -24,11 +24,11 @@ _NAMED = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<url>https?://.+)")
 
 
 class TargetFailed(Exception):
-    """Error: a server cannot be measured. The message has the reason."""
+    """Error of a server that cannot be measured. The message has the reason."""
 
 
 class NoFigures(Exception):
-    """Error: a server has no metrics of items. The message has the reason."""
+    """Error of a server without metrics of items. The message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
