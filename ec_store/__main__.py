@@ -1,7 +1,4 @@
-"""Entry point of `python -m ec_store`, the same as the `ec-store` command.
-
-Command-line interface `ec-store`: inspects, verifies, configures and serves a store.
-"""
+"""Command-line interface `ec-store`, also `python -m ec_store`: lists, checks and serves stores."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""A bounded dictionary."""
+"""Dictionary with an upper bound of its entries."""
 
 from collections import OrderedDict
 from typing import TypeVar

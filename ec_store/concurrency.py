@@ -1,6 +1,7 @@
-"""Daemon threads, which a process does not wait for at exit: a store may hang indefinitely.
+"""Protection of a process against a store that hangs or fails: daemon threads and circuit breaker.
 
-A circuit breaker: after repeated failures, calls are skipped for a while.
+A process does not wait for daemon threads at exit. An open breaker makes callers skip their calls
+for a while after repeated failures.
 """
 
 import logging

@@ -1,6 +1,7 @@
-"""Thread-safe counts and observations by name.
+"""Thread-safe counts and observations by name, and lock renewal after a fork.
 
-Lock renewal in a child of `fork`: a lock that another thread held stays held in the child.
+A lock that another thread holds during `fork` stays held in the child. Objects with locks register
+a method with `after_fork`, which replaces them there.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""An entry and its format: one blob that any safetensors reader opens.
+"""Entry and its format, one blob that any safetensors reader opens; pool of buffers to read into.
 
     8 bytes     length of the header, little-endian
     header      JSON, padded with spaces to a multiple of 64 bytes, the length field included
@@ -7,7 +7,7 @@
 The header names the tensor `ec_cache`. Its `__metadata__` holds all that a reader needs to verify
 the entry (docs/store-format.md). Safetensors: https://github.com/huggingface/safetensors#format
 
-Pool of reusable memory buffers that large entries are read into.
+Large entries are read into the reusable memory of `Buffers`.
 """
 
 import math
@@ -117,7 +117,7 @@ ITEM_BYTES: Mapping[str, int] = {"BF16": 2, "F16": 2, "F32": 4}
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One encoder output.
+    """Encoder output.
 
     Attributes:
         data: bytes of the tensor, little-endian, row-major; read-only if the entry comes from a

@@ -1,6 +1,6 @@
-"""Queue of the fetches that wait for a thread or run on one. No I/O.
+"""Queue of fetches, and host memory of the fetched entries within one budget. No I/O.
 
-Host memory of fetched entries, within one budget. No I/O, one thread.
+`FetchQueue` is thread-safe. `Memory` is used on one thread.
 """
 
 import enum
@@ -179,7 +179,7 @@ class Phase(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """One entry that is being fetched.
+    """Entry that is being fetched.
 
     Attributes:
         taken_s: time when a thread took it last.

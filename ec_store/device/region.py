@@ -1,7 +1,8 @@
 """Host memory that the scheduler's process shares with the workers on its machine.
 
 The scheduler's process places entries there before a step needs them, and the step contains only
-their places. Each worker maps the memory once and registers it with CUDA once.
+their places, which `Slots` allocates. Each worker maps the memory once and registers it with CUDA
+once.
 
 The memory is a memfd (memfd_create(2)), which workers open through the scheduler's `/proc`:
 
@@ -15,8 +16,6 @@ The first page contains a token, by which workers identify the memory, and one 6
 each worker, which only that worker writes. The number is 0 until the worker has mapped the memory.
 Then it is one more than the number of the last step that the worker has read. An entry of a step
 stays until all workers have read it.
-
-Allocator of places in a fixed piece of memory. No I/O.
 """
 
 import bisect

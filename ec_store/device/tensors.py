@@ -1,8 +1,7 @@
-"""Conversion of bytes in host memory to tensors on the model's device.
+"""Copies of tensors between host memory and the model's device, in a worker.
 
-Copies of a device's tensors to host memory, which block neither the model nor each other.
-
-Loading of a step's entries onto the device, in a worker.
+`HostCopies` copies to host memory and blocks neither the model nor other copies. `to_device`
+converts bytes to a tensor on the device, and `Loader` uses it for the entries of a step.
 """
 
 import logging

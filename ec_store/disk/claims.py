@@ -1,18 +1,17 @@
-"""Claims as symbolic links: the link `<digest>` holds the owner of a claim and its lifetime.
+"""Claims and leases of a shared directory, as symbolic links and empty files.
 
-The links have no target, and no code follows them. One call creates a whole link, or fails if there
-is one: that call takes a claim. A claim starts when its link was created, by the clock of the file
-server. A link is never modified: a renewal or takeover renames a new link over the old one. Before
-a process renames over a link, or removes an expired one, it creates `<digest>.next`, which only one
-process at a time can, and then reads the claim once more.
+Claims: the link `<digest>` contains the owner of a claim and its lifetime. The links have no
+target, and no code follows them. One call creates a whole link, or fails if there is one: that call
+takes a claim. A claim starts when its link was created, by the clock of the file server. A link is
+never modified: a renewal or takeover renames a new link over the old one. Before a process renames
+over a link, or removes an expired one, it creates `<digest>.next`, which only one process at a time
+can, and then reads the claim once more. File locks are not used: some file systems lack them, and
+over NFS they may outlive their holder.
 
-File locks are not used: some file systems lack them, and over NFS they may outlive their holder.
-
-Leases as files: `<end of the lease>/<digest>`.
-
-The entry's own time stamp, set ahead, would not do. Only the owner of a file may set it, so two
-users could not lease each other's entries. A use would overwrite a lease, and a short lease a long
-one. A lease file is never modified, so such races cannot occur.
+Leases: the file `<end of the lease>/<digest>`. A future time stamp on the entry is not used. Only
+the owner of a file may set one, so two users could not lease each other's entries. A use would
+overwrite a lease, and a short lease a long one. A lease file is never modified, so such races
+cannot occur.
 """
 
 import errno

@@ -1,9 +1,8 @@
-"""Settings of a shared directory: `config.json`, beside its entries.
+"""Settings of a shared directory in its `config.json`, and options in its URL.
 
 A quota or an expiry belongs to the store, not to each process that opens it: a process with a
-smaller one would delete entries that the others keep.
-
-Options in the URL of a shared directory.
+smaller one would delete entries that the others keep. So the URL provides the settings only of a
+new store.
 """
 
 import json

@@ -1,7 +1,4 @@
-"""Opening of a shared directory, and the settings that the directory holds.
-
-Type of the file system that holds a file.
-"""
+"""Opening of a shared directory, with the settings in it and the type of its file system."""
 
 import errno
 import logging

@@ -1,4 +1,4 @@
-"""Folders of a shared directory.
+"""Folders of a shared directory, and the eviction policy for their entries.
 
 config.json                                 settings for every process that opens the store
 entries/ab/cd/<digest>                      an entry
@@ -13,7 +13,7 @@ clock                                       touched to measure the file server's
 evicting, sweeping                          locks of the evicting and of the sweeping process
 tidied, swept                               times of the last removal of leftovers, last sweep
 
-Eviction policy: how many bytes to free, and which entries to evict. Pure.
+The policy determines how many bytes to free and which entries to evict, without I/O.
 """
 
 import errno

@@ -1,1 +1,1 @@
-"""Store in Redis."""
+"""Store in Redis, Redis Cluster, or a compatible server."""

@@ -1,9 +1,9 @@
-"""Reading, writing and removal of entries in Redis, where each entry is one value.
+"""Entries in Redis, each as one value: names of the keys, reading, writing and removal.
 
 Redis evicts and expires whole values: an entry exists whole or not at all. A large entry is read
 with `GETRANGE`, window by window, into reused memory.
 
-Names of a store's keys in Redis (docs/redis.md).
+Keys of a store (docs/redis.md):
 
     {prefix}:{<digest>}:e2     entry: 16 random bytes, the blob of docs/store-format.md
     {prefix}:{<digest>}:c      claim: the owner

@@ -69,7 +69,7 @@ def reply_error(text: str) -> redis.RedisError:
 
 
 class Link:
-    """One connection. It can be reused exactly when `owed`, the number of pending replies, is 0."""
+    """Connection. It can be reused exactly when `owed`, the number of pending replies, is 0."""
 
     def __init__(self, sock: socket.socket, deadline_s: float, generation: int) -> None:
         self._sock = sock
@@ -205,7 +205,7 @@ def _encoded(argument: str | int | Piece) -> Piece:
 
 
 class Node:
-    """One server and its idle connections. Safe for threads and after forks."""
+    """Server and its idle connections. Safe for threads and after forks."""
 
     def __init__(self, address: Address, options: RedisOptions) -> None:
         self.address = address

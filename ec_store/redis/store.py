@@ -1,11 +1,10 @@
-"""Store in Redis, Redis Cluster, or a compatible server (docs/redis.md).
+"""Store in Redis, Redis Cluster, or a compatible server (docs/redis.md), and its claims.
 
-Claims in Redis: `SET NX PX`, with the owner as value.
-
-No script compares and renews, or compares and removes, atomically: the Redis user would need the
-right to run any script. If a claim expires between the two commands and another owner takes it, the
-second command renews or removes that owner's claim. At worst an entry is encoded twice, and a claim
-of a dead holder lives for twice its time.
+A claim is taken with `SET NX PX`, with the owner as value. No script compares and renews, or
+compares and removes, atomically: the Redis user would need the right to run any script. If a claim
+expires between the two commands and another owner takes it, the second command renews or removes
+that owner's claim. At worst an entry is encoded twice, and a claim of a dead holder lives for twice
+its time.
 """
 
 import time

@@ -1,12 +1,10 @@
-"""Acceptance checks of fetched entries, with a log message for rejected ones.
-
-Rejection of values that are not finite: one in a KV cache corrupts later answers.
-
-Dtype, rows and columns that an entry must have to be loaded.
+"""Acceptance checks of fetched entries: dtype, rows, columns and finite values.
 
 vLLM merges encoder outputs into the embeddings of a step. A tensor of another shape raises in the
 worker, which ends the engine, and so does one that is missing after the scheduler has planned with
-it. So the scheduler's process checks everything before a step is built.
+it. So the scheduler's process checks everything before a step is built. Values that are not finite
+are rejected because one of them in a KV cache corrupts later answers. A rejected entry is counted,
+and the first one of each kind is logged.
 """
 
 import logging

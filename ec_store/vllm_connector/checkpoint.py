@@ -1,6 +1,7 @@
-"""Fingerprints of the weights in checkpoint files, made of a sample of each file.
+"""Checkpoint files of an engine: their location, and a fingerprint of the weights in them.
 
-Location of an engine's weights, if they are in files on this machine.
+The fingerprint is made of a sample of each file. Weights that are not in files of this machine have
+none.
 """
 
 import hashlib
@@ -189,7 +190,7 @@ class Weights(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """One tensor of a safetensors file; `begin` and `end` are offsets in bytes in the file."""
+    """Tensor of a safetensors file; `begin` and `end` are offsets in bytes in the file."""
 
     name: str
     dtype: str

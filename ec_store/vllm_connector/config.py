@@ -1,8 +1,8 @@
-"""Options of the connector, as the operator writes them into `ec_connector_extra_config`.
+"""Options of the connector, guard of its methods, and registration of its namespace.
 
-Guard against exceptions in the connector's methods, which would end the engine.
-
-Registration of the engine's namespace, by which a proxy finds a model's entries.
+The operator writes the options into `ec_connector_extra_config`. The guard catches exceptions in
+the connector's methods, which would end the engine. A proxy finds a model's entries by the
+namespace that the engine registers.
 """
 
 import functools

@@ -29,7 +29,7 @@ logger = logging.getLogger("vllm.ec_store")
 
 
 class ECStoreConnector(ECConnectorBase):
-    """The connector; vLLM creates one for the scheduler and one for each worker.
+    """Connector; vLLM creates one for the scheduler and one for each worker.
 
     Attributes:
         namespace: namespace of this engine's entries.

@@ -1,6 +1,7 @@
 """Namespace of an engine's entries: it determines which engines share encoder outputs.
 
-Part of a model's configuration files that encoder outputs depend on. No I/O.
+It is derived from the encoder's weights, the parts of the model's and the processor's configuration
+that encoder outputs depend on, and the formats of outputs and entries.
 """
 
 import hashlib

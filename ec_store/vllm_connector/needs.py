@@ -13,18 +13,18 @@ class How(enum.Enum):
 
     OPEN = enum.auto()
     WAITING = enum.auto()
-    """The entry is being fetched."""
+    """State while the entry is being fetched."""
     PINNED = enum.auto()
-    """The entry is held in memory for this item."""
+    """State while the entry is claimed in memory for this item."""
     LOCAL = enum.auto()
     """This engine encodes the item, unless another request has its entry by then."""
     COMPUTED = enum.auto()
-    """The tokens of the item are computed."""
+    """State after the tokens of the item are computed."""
 
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """One media item of one request.
+    """Media item of one request.
 
     A client may give two images one name: items of one identifier may differ in their tokens.
 

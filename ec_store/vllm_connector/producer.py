@@ -1,6 +1,7 @@
-"""Scheduler's side of a producer: the items to encode, and the entries to report to clients.
+"""Scheduler's side of a producer, and entries in memory shared with the workers that load them.
 
-Entries in memory that the scheduler's process shares with its workers.
+`Producer` has the items to encode, and the entries that the reply to a finished request names.
+`Sharing` places fetched entries in memory that the scheduler's process shares with its workers.
 """
 
 import logging
