@@ -1,1 +1,1 @@
-"""Commands beside the proxy: `epd up`, `doctor`, `top` and `bench`. No request enters them."""
+"""Commands beside the proxy: `epd up`, `doctor`, `top` and `bench`. They serve no requests."""

@@ -27,11 +27,11 @@ KEYS = ("EPD_ADMIN_API_KEY", "ADMIN_API_KEY")
 
 
 class NoState(Exception):
-    """Error: the proxy's state cannot be read. The message is for the operator."""
+    """Error of a proxy with unreadable state. The message is for the operator."""
 
 
 class Refused(NoState):
-    """Error: the proxy rejects the key. A retry would fail too."""
+    """Error of a rejected key. A retry would fail too."""
 
 
 def add_parser(commands: Commands) -> None:
@@ -149,7 +149,7 @@ async def _ask(http: aiohttp.ClientSession, url: str) -> State:
         reason = said["error"]["message"] if isinstance(said, dict) and "error" in said else ""
         raise Refused(f"{url} rejects the request: {reason or answer.status} (set {KEYS[0]})")
     if not isinstance(said, dict) or not said.keys() >= State.__required_keys__:
-        raise NoState(f"{url} answers {answer.status} and is not a proxy of this version")
+        raise NoState(f"{url} answered {answer.status}: it is not an EPD proxy of this version")
     return cast("State", said)
 
 

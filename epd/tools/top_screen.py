@@ -1,7 +1,4 @@
-"""Layout of a frame of `epd top`, for a terminal of any size. Pure.
-
-Human-readable numbers, sparklines and bars. Pure.
-"""
+"""Layout of a frame of `epd top` for any terminal size: numbers, sparklines, bars, tables. Pure."""
 
 import time
 from collections import Counter
@@ -165,7 +162,7 @@ def _saved(totals: Totals) -> Text:
     line.append_text(
         Text.assemble("  hit rate ", (share(items["hit"], sum(items.values())), "bold"))
     )
-    sent = totals.get("media", {})  # an older proxy tells nothing of them
+    sent = totals.get("media", {})  # an older proxy does not report them
     if sum(sent.values()):
         line.append_text(Text.assemble("  raw ", (share(sent["raw"], sum(sent.values())), "bold")))
     return line
@@ -195,7 +192,7 @@ def _now(state: State, last: Sequence[Second]) -> Text:
     return Text.assemble(
         (f"{rate(now)}/s ", "bold"),
         (spark([one["requests"] for one in last[-20:]]), "cyan"),
-        f"  {totals['in_flight']} under way  {totals['queued']} waiting  ",
+        f"  {totals['in_flight']} in flight  {totals['queued']} queued  ",
         (f"{failed} failed", "bold red" if failed else "dim"),
         ", ",
         (f"{rejected} rejected", "yellow" if rejected else "dim"),

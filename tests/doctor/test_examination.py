@@ -233,7 +233,7 @@ async def test_an_encode_instance_without_connector_is_found(clinic: Clinic) -> 
 
     assert (
         f"encode {clinic.encode.url}",
-        "encode: it encodes, but reports no ec_transfer_params",
+        "encode: encodes, but reports no ec_transfer_params",
     ) in await clinic.complaints()
 
 
@@ -466,7 +466,7 @@ async def test_the_command_says_what_is_wrong_and_fails(clinic: Clinic) -> None:
     assert (well.returncode, json.loads(said)["verdict"]) == (0, "warn")
     assert ill.returncode == 1
     assert f"fail  prefill_decode {clinic.decode.url}" in text.decode()
-    assert "-> start it, or take it out of the configuration" in text.decode()
+    assert "-> start it, or remove it from the configuration" in text.decode()
 
 
 KEY = "0123456789abcdef"
@@ -529,7 +529,7 @@ async def test_sources_that_cannot_be_used_are_found(clinic: Clinic, tmp_path: P
         )
 
     assert {
-        (f"file {tmp_path}/nowhere", "it is gone"),
+        (f"file {tmp_path}/nowhere", "it does not exist"),
         ("registration", "the store cannot be read: registered.json: it is not valid JSON"),
         ("encode empty.test", "it has no address"),
         ("instances", "none decodes: every request gets a 503"),
@@ -577,5 +577,5 @@ async def test_encode_instances_whose_memory_nobody_can_read_are_found(clinic: C
     clinic.encode.chat = encodes
     assert (
         f"encode {clinic.encode.url}",
-        "encode: it encodes, but its ec_transfer_params have no peer_host",
+        "encode: encodes, but its ec_transfer_params have no peer_host",
     ) in await clinic.complaints(**config)

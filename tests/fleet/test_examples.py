@@ -64,7 +64,7 @@ def test_an_example_measures_asks_and_leaves_nothing(
     assert f"called: epd bench serve --url {url} --model a/model --num-prompts 7\n" in ran.stdout
     assert '"content": "a fake answer"' in ran.stdout
     # The second where the script, which measures nothing here, is done before `epd up` has looked.
-    assert "Everything is stopped." in ran.stdout or "epd up: stopped" in ran.stderr
+    assert "All servers are stopped." in ran.stdout or "epd up: stopped" in ran.stderr
     assert left(mark, 0) == {}
     assert (tmp_path / "ec").is_dir()
     decode = environ["PREFILL_DECODE_PORT" if topology == "1e1pd" else "DECODE_PORT"]

@@ -117,8 +117,8 @@ def test_it_serves_until_it_is_stopped_and_leaves_nothing(
 
     assert ready == f"ready: {up.url}\n"
     assert f"curl {up.url}/v1/chat/completions" in said
-    assert f" {up.url}/ui, and by `epd top --url {up.url}`." in said
-    assert said.endswith("Everything is stopped.\n")
+    assert f" {up.url}/ui or run `epd top --url {up.url}`." in said
+    assert said.endswith("All servers are stopped.\n")
     assert process.returncode == 0
     assert left(up.mark, 0) == {}
     assert not cache.exists()
@@ -135,7 +135,7 @@ def test_nohup_keeps_it_running_without_its_terminal(tmp_path: Path) -> None:
         up.wait_for(process, "ready: ")
         process.send_signal(signal.SIGHUP)
         os.kill(up.pid("encode-port"), signal.SIGKILL)
-        up.wait_for(process, "The others go on")
+        up.wait_for(process, "The other servers continue")
         assert up.ask().status_code == 200
 
 
@@ -216,7 +216,7 @@ def test_a_second_ctrl_c_waits_for_nobody(tmp_path: Path) -> None:
         said = up.end_of(process)
 
     assert process.returncode == 1
-    assert "Everything is stopped." not in said
+    assert "All servers are stopped." not in said
     assert left(up.mark, 0) == {}
 
 
@@ -243,7 +243,7 @@ def test_a_stream_that_runs_ends_in_an_error_event(tmp_path: Path, flags: tuple[
         "the proxy is shutting down"
     )
     assert "error=shutting_down" in line
-    assert "stopping (up to 35 s)\nEverything is stopped.\n" in said
+    assert "stopping (up to 35 s)\nAll servers are stopped.\n" in said
     assert process.returncode == 0
 
 
@@ -259,7 +259,7 @@ def test_the_others_go_on_without_an_engine_that_ended(tmp_path: Path) -> None:
             os.kill(up.pid(port), signal.SIGKILL)
             up.wait_for(process, f"{name} ended by SIGKILL. The end of ")
             up.wait_for(process, "Loading what is not there")
-            up.wait_for(process, f"The others go on without {name}.")
+            up.wait_for(process, f"The other servers continue without {name}.")
             processes -= 2
             assert len(left(up.mark, most=processes)) == processes
             assert up.ask().status_code == 200
@@ -269,7 +269,7 @@ def test_the_others_go_on_without_an_engine_that_ended(tmp_path: Path) -> None:
 
     assert process.returncode == 1
     assert f"epd up: prefill-decode-{second} ended by SIGTERM" in said
-    assert said.endswith("\nNothing that decodes is left: everything stops.\n")
+    assert said.endswith("\nNo instance that decodes is left: stopping all servers.\n")
     assert left(up.mark, 0) == {}
 
 
@@ -282,7 +282,7 @@ def test_nothing_goes_on_without_the_proxy(tmp_path: Path) -> None:
 
     assert process.returncode == 1
     assert "epd up: proxy ended by SIGKILL" in said
-    assert said.endswith("\nThe proxy is gone: everything stops.\n")
+    assert said.endswith("\nThe proxy has ended: stopping all servers.\n")
     assert left(up.mark, 0) == {}
 
 
@@ -304,7 +304,7 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
 
     port = up.ports["encode-port"]
     assert ran.returncode == 1
-    assert f"127.0.0.1:{port}, wanted for encode-{port}: Address already in use" in ran.stderr
+    assert f"127.0.0.1:{port}, the port of encode-{port}: Address already in use" in ran.stderr
     assert "starting" not in ran.stdout
 
 
@@ -331,10 +331,10 @@ def test_a_folder_is_a_store_that_stays(tmp_path: Path) -> None:
     ("flags", "message"),
     [
         ((), "--model is required"),
-        (("--model", "/nope"), "--model '/nope' is no directory with a model's config.json"),
+        (("--model", "/nope"), "--model '/nope' is not a directory with a model's config.json"),
         (("--model", "m", "--topology", "2x"), "--topology '2x' is not a topology such as 1e1pd"),
-        (("--model", "m", "--gpus", "e0"), "--gpus 'e0' is not such as e=0"),
-        (("--model", "m", "--device", "cpu", "--gpus", "e=0"), "--gpus are for --device cuda or"),
+        (("--model", "m", "--gpus", "e0"), "--gpus 'e0' is not of the form e=0"),
+        (("--model", "m", "--device", "cpu", "--gpus", "e=0"), "--gpus needs --device cuda or"),
         (("--model", "m", "--device", "cuda"), "no device is visible"),
         (
             ("--model", "m", "--ec-store", "foo://x"),
@@ -342,7 +342,7 @@ def test_a_folder_is_a_store_that_stays(tmp_path: Path) -> None:
         ),
         (
             ("--model", "m", "--bidirectional-kv"),
-            "--bidirectional-kv needs prefill and decode apart",
+            "--bidirectional-kv needs separate prefill and decode",
         ),
         (("--model", "m", "--kv-recompute-threshold", "1"), "threshold needs --bidirectional-kv"),
         (
@@ -350,9 +350,9 @@ def test_a_folder_is_a_store_that_stays(tmp_path: Path) -> None:
             "--ec-store needs encode instances",
         ),
         (("--model", "m", "--encode-flags", "'"), "--encode-flags No closing quotation"),
-        (("--model", "m", "--proxy-flags", "--ssl-keyfile x"), "--proxy-flags has TLS"),
-        (("--model", "m", "--port", "8200", "--device", "cpu"), "port 8200 is wanted for the pro"),
-        (("--model", "m", "--allowed-local-media-path", "/nope"), "'/nope' is no folder"),
+        (("--model", "m", "--proxy-flags", "--ssl-keyfile x"), "--proxy-flags cannot have TLS"),
+        (("--model", "m", "--port", "8200", "--device", "cpu"), "port 8200 is assigned to the pro"),
+        (("--model", "m", "--allowed-local-media-path", "/nope"), "'/nope' is not a folder"),
         (("--model", "m", "--nope"), "unrecognized arguments: --nope"),
     ],
 )

@@ -284,7 +284,7 @@ async def test_top_says_so_where_there_is_no_proxy() -> None:
         ended = await asyncio.to_thread(top, engine.url, "--once")
 
     assert ended.returncode == 1
-    assert "is not a proxy of this version" in ended.stderr
+    assert "is not an EPD proxy of this version" in ended.stderr
 
 
 async def test_top_redraws_in_a_terminal_until_q_is_pressed(launch: Launch) -> None:

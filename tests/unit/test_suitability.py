@@ -26,12 +26,12 @@ WHISPER = {"architectures": ["WhisperForConditionalGeneration"], "is_encoder_dec
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "takes text alone (LlamaForCausalLM)"),
+        ({"architectures": ["LlamaForCausalLM"]}, "accepts only text (LlamaForCausalLM)"),
         (WHISPER, "is an encoder-decoder model (WhisperForConditionalGeneration)"),
         ({"architectures": WHISPER["architectures"]}, "is an encoder-decoder model"),
         ({"model_type": "new", "is_encoder_decoder": True}, "is an encoder-decoder model (new)"),
         ({"architectures": ["New"], "text_config": {"is_encoder_decoder": True}}, "(New)"),
-        ({"architectures": ["T5ForConditionalGeneration"]}, "takes text alone"),
+        ({"architectures": ["T5ForConditionalGeneration"]}, "accepts only text"),
     ],
 )
 def test_what_has_no_encoder_that_runs_apart(config: Mapping[str, Any], reason: str) -> None:

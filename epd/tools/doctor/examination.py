@@ -35,7 +35,7 @@ from epd.upstream import Upstream
 
 
 class Patient:
-    """A fleet under examination."""
+    """Fleet under examination: the facts about its instances so far."""
 
     def __init__(self, facts: Sequence[InstanceFacts]) -> None:
         """Take what is known of its instances before requests are sent to them."""

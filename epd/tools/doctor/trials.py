@@ -1,6 +1,7 @@
-"""Requests that are sent to see whether each stage does its part: some bytes, one token each.
+"""Trial requests of `epd doctor`: each stage is tested with small requests of one output token.
 
-Two turns of a conversation: whether prefill reads what decode holds of the first.
+`Trials` tests encode, prefill and decode. `Turns` tests with two turns of a conversation whether
+prefill reads the KV blocks that decode keeps of the first turn.
 """
 
 import asyncio
@@ -34,15 +35,15 @@ from epd.transfer.params import Params, with_params
 from epd.transfer.readback import kept_params
 
 SIDE = 64
-"""Of the picture, in pixels: more than the least that processors take."""
+"""Width and height of the picture in pixels, above the minimum of models' processors."""
 SOUND_S = 1
 RATE_HZ = 16_000
 ANSWERS_S = 60.0
-"""Silence in an answer of one token."""
+"""Maximum silence within an answer of one token."""
 
 
 def picture() -> Mapping[str, Any]:
-    """A picture that nobody has seen before."""
+    """Return a content part with a new random picture, which no cache can have."""
     noise = random.Random(secrets.token_bytes(16)).randbytes(3 * SIDE * SIDE)  # noqa: S311
     file = io.BytesIO()
     Image.frombytes("RGB", (SIDE, SIDE), noise).save(file, "PNG")
@@ -51,7 +52,7 @@ def picture() -> Mapping[str, Any]:
 
 
 def sound() -> Mapping[str, Any]:
-    """A sound that nobody has heard before."""
+    """Return a content part with a new random sound, which no cache can have."""
     file = io.BytesIO()
     with wave.open(file, "wb") as written:
         written.setparams((1, 2, RATE_HZ, 0, "NONE", ""))
@@ -61,13 +62,13 @@ def sound() -> Mapping[str, Any]:
 
 
 class Tried:
-    """What an encode instance made of a picture or a sound.
+    """Output of an encode instance for the picture or sound of a trial.
 
     Attributes:
-        body: the request that asks about it.
+        body: request with the picture or sound.
         encoded: what is known of its encoder output.
         params: `ec_transfer_params` of a request with it.
-        consumer: whom it was made for; None: anyone.
+        consumer: consumer to which the output was pushed; None: every consumer can read it.
     """
 
     def __init__(
@@ -79,25 +80,25 @@ class Tried:
         self.consumer = consumer
 
     def by_key(self) -> Body:
-        """The request, with the output's key in the place of the media."""
+        """Return the request with the output's key in place of the media."""
         [item] = CHAT.items(self.body)
         one = EncodedItem(item, None, self.encoded, "encoded")
         return consumer_body(self.body, [one], self.params, raw=False).body
 
 
 class Trials:
-    """Tries each stage at each instance.
+    """Trial requests of a single stage at a time.
 
     Args:
-        stages: as the proxy has them.
-        encoded: how prefill gets encoder outputs.
-        transfer: how decode gets the KV blocks.
+        stages: the proxy's implementation of the stages.
+        encoded: transfer of encoder outputs to prefill.
+        transfer: transfer of KV blocks to decode.
         peers: what is known of the prefill instances' connectors.
-        headers: sent along, such as a key.
-        config: how long instances may take.
+        headers: headers of each request, such as a key.
+        config: configuration of the proxy, with its timeouts.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917 - what instances are asked with
+    def __init__(  # noqa: PLR0913, PLR0917 - all that a request depends on
         self,
         stages: Stages,
         encoded: ECTransfer,
@@ -115,21 +116,24 @@ class Trials:
 
     @property
     def prefills_alone(self) -> bool:
-        """Whether a prefill instance may be asked with no decode instance to go with it.
+        """Whether a request may go to a prefill instance without a decode instance.
 
-        An engine that sends blocks to an address ends where a request has none.
+        An engine that sends blocks to an address crashes on a request without one.
         """
         return Role.DECODE not in self._transfer.addressed
 
     async def encode(
         self, instance: Instance, model: str, consumer: Place | None = None
     ) -> tuple[Trial, Tried | None]:
-        """Have a picture encoded; where the model takes none, a sound.
+        """Send a picture to an encode instance; if the model rejects pictures, a sound.
 
         Args:
-            instance: who encodes.
-            model: what it serves.
-            consumer: whom it is pushed to, with a transfer that pushes.
+            instance: encode instance.
+            model: name of a model that it serves.
+            consumer: consumer that the output is pushed to, with a transfer that pushes.
+
+        Returns:
+            The result, and the encoder output; None: the trial failed.
         """
         refused = None
         for part in (picture(), sound()):
@@ -146,22 +150,22 @@ class Trials:
             except ProxyError as error:
                 return _failed(error), None
             if not encoded.params:
-                return Trial("it encodes, but reports no ec_transfer_params"), None
+                return Trial("encodes, but reports no ec_transfer_params"), None
             if (lacking := self._encoded.lacking(replied)) is not None:
-                return Trial(f"it encodes, but its ec_transfer_params have no {lacking}"), None
+                return Trial(f"encodes, but its ec_transfer_params have no {lacking}"), None
             params = self._encoded.consumer_params([encoded])
             return Trial(), Tried(body, encoded, params, consumer)
         return _failed(refused) if refused else Trial(), None
 
     async def consume(self, instance: Instance, tried: Tried) -> Trial:
-        """Ask about what was encoded, by its key alone."""
+        """Send a request with the key of an encoder output in place of the media."""
         rank = None if tried.consumer is None else tried.consumer.rank
         return await self._answered(instance, tried.by_key(), rank=rank)
 
     async def transfer(
         self, prefill: Instance, decode: Instance, body: Body
     ) -> Mapping[str, Trial]:
-        """Have a request prefilled at one instance and decoded at another."""
+        """Prefill a request at one instance and decode it at another; return the results."""
         context = self._context()
         pair = Pair(context.request_id, prefill, 0 if prefill.dp_size > 1 else None, decode)
         try:
@@ -176,7 +180,7 @@ class Trials:
     async def _at_once(
         self, pair: Pair, decode: Instance, body: Body, context: RequestContext
     ) -> Mapping[str, Trial]:
-        """Both at the same time; without the one the other waits in vain."""
+        """Send a request to both instances at the same time: each waits for the other."""
         params = self._transfer.decode_params(pair, {})
         decoding = asyncio.create_task(self._decoded(pair, decode, body, params))
         try:
@@ -214,7 +218,7 @@ class Trials:
 
 
 def text(model: str) -> Body:
-    """A request without media."""
+    """Return a request without media."""
     return _asking(model, {"type": "text", "text": "Hello."})
 
 
@@ -228,25 +232,27 @@ def _failed(error: ProxyError) -> Trial:
 
 
 TOKENS = 128
-"""Of the first turn: more than prefill rather computes than reads (`kv_recompute_threshold`)."""
+"""Tokens of the first turn, above the number that prefill computes instead of reading them
+(`kv_recompute_threshold`)."""
 
 WORDS = "One and two are three. " * TOKENS
 
 ANSWER_S = 60.0
-"""Silence in an answer of one token."""
+"""Maximum silence within an answer of one token."""
 
 READ_S = 10.0
-"""The second turn's prefill: a handshake and some blocks. Who waits in vain never answers."""
+"""Deadline for the second turn's prefill: a handshake and some blocks. An instance that waits for
+blocks in vain never answers."""
 
 
 class Turns:
-    """Tries pairs of instances.
+    """Trial conversations of two turns, for pairs of instances.
 
     Args:
-        stages: as the proxy has them.
-        transfer: how blocks are handed over, in both directions.
-        headers: sent along, such as a key.
-        config: how long instances may take.
+        stages: the proxy's implementation of the stages.
+        transfer: transfer of KV blocks, in both directions.
+        headers: headers of each request, such as a key.
+        config: configuration of the proxy, with its timeouts.
     """
 
     def __init__(
@@ -262,10 +268,11 @@ class Turns:
         self._config = config
 
     async def read(self, prefill: Instance, decode: Instance, model: str) -> Trial:
-        """Have a prompt answered, and a longer one with the blocks that decode holds of the first.
+        """Send a prompt, then a longer one with the blocks that decode keeps of the first.
 
-        Prompts are tokens, as what is read has to be exactly what it is taken for. Each has a salt
-        of its own: else prefill would have the first one in its cache, and read nothing.
+        Prompts are token ids, because the blocks must match the tokens exactly. Each prompt has
+        its own salt: otherwise prefill would find the first one in its prefix cache and read
+        nothing.
         """
         rank = 0 if prefill.dp_size > 1 else None
         try:
@@ -287,11 +294,11 @@ class Turns:
     async def _answered(
         self, pair: Pair, decode: Instance, body: Body, prefill_s: float | None
     ) -> Heard:
-        """What decode says of its blocks and their tokens, at the end of a turn.
+        """Return what decode reports about its blocks and their tokens at the end of a turn.
 
         Raises:
             ProxyError: an instance failed.
-            TimeoutError: prefill took more than these seconds; None: as many as it may.
+            TimeoutError: prefill took longer than `prefill_s` seconds; None: no limit.
         """
         context = self._context()
         pair = pair._replace(request_id=context.request_id)

@@ -1,1 +1,4 @@
-"""Starts vLLM instances and the proxy on one machine, and stops them again."""
+"""`epd up`: start of vLLM instances, an encoder cache and the proxy on one machine.
+
+`settings` reads flags and variables, `plan` derives the servers, `stack` runs them.
+"""

@@ -1,4 +1,4 @@
-"""Where the encoder cache of a fleet is that was given none."""
+"""Folder of the encoder cache of a fleet without `--ec-store`: its place, lock and removal."""
 
 import fcntl
 import os
@@ -13,19 +13,20 @@ from ec_store.opening import open_store
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the folder in it is checked to be this user's
 OWN = re.compile(r"epd-up-[0-9]+-[0-9]{1,5}")
-"""The name of a fleet's folder in shared memory: its user's number, its port."""
+"""Name of a fleet's folder in shared memory, with the user's id and the proxy's port."""
 LEAST_BYTES = 2 * 2**30
 MOST_BYTES = 64 * 2**30
 
 
 class FolderTaken(Exception):
-    """The folder is another user's, or another fleet's."""
+    """Error of a folder that belongs to another user or fleet."""
 
 
 def default_folder(port: int, logs: Path, shared_memory: Path = SHARED_MEMORY) -> Path:
-    """A folder in shared memory where that has room, else beside the logs; it is not made.
+    """Return a folder in shared memory if that has room, otherwise beside the logs.
 
-    A run after one that was killed takes over what that left in shared memory.
+    The folder is not created. A run after a killed one on the same port takes over the entries that
+    it left in shared memory.
     """
     if shared_memory.is_dir() and _quota_bytes(shared_memory) >= LEAST_BYTES:
         return shared_memory / f"epd-up-{os.getuid()}-{port}"
@@ -33,7 +34,7 @@ def default_folder(port: int, logs: Path, shared_memory: Path = SHARED_MEMORY) -
 
 
 def default_url(folder: Path) -> str:
-    """The store in a folder, with a quota of half of what is free there, 64 GiB at most."""
+    """Return a store URL for a folder, with a quota of half the free space, at most 64 GiB."""
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     return f"{folder.as_uri()}?max_bytes={min(MOST_BYTES, _quota_bytes(there))}"
 
@@ -44,10 +45,10 @@ def _quota_bytes(folder: Path) -> int:
 
 @contextmanager
 def kept(folder: Path) -> Iterator[None]:
-    """The folder, for this process alone; it is deleted when the context is left.
+    """Create and lock a folder for this process, and delete it at the end of the context.
 
     Raises:
-        FolderTaken: it is another's, and stays.
+        FolderTaken: the folder belongs to another user or fleet; it is not deleted.
     """
     handle = _lock_made(folder)
     try:
@@ -58,15 +59,15 @@ def kept(folder: Path) -> Iterator[None]:
 
 
 def remove_abandoned(kept_folder: Path, shared_memory: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove this user's folders in shared memory whose fleet is gone, and return them.
+    """Remove this user's folders of ended fleets in shared memory, and return them.
 
     A fleet locks its folder, and the kernel releases the lock when the fleet's process ends. So a
-    folder that can be locked has no owner. A process id would not tell: it may be another process's
-    by now.
+    folder that can be locked has no owner. A process id would prove nothing, because ids are
+    reused.
 
     Args:
-        kept_folder: the folder of the fleet that starts, which takes over what is there.
-        shared_memory: where the folders are.
+        kept_folder: folder of the starting fleet, which takes over its entries.
+        shared_memory: parent of the folders.
     """
     found = sorted(shared_memory.glob(f"epd-up-{os.getuid()}-*"))
     named = [one for one in found if OWN.fullmatch(one.name) and one != kept_folder]
@@ -76,7 +77,7 @@ def remove_abandoned(kept_folder: Path, shared_memory: Path = SHARED_MEMORY) -> 
 def _remove_abandoned(folder: Path) -> bool:
     try:
         handle = _lock(folder)
-    except (FolderTaken, OSError):  # it is in use, or no folder
+    except (FolderTaken, OSError):  # in use, or not a folder
         return False
     try:
         if os.fstat(handle).st_uid != os.getuid():
@@ -88,10 +89,10 @@ def _remove_abandoned(folder: Path) -> bool:
 
 
 def _lock_made(folder: Path) -> int:
-    """Make a folder and return a descriptor of it, which locks it until that is closed.
+    """Create a folder and return a descriptor that locks it until the descriptor is closed.
 
     Raises:
-        FolderTaken: it is another's.
+        FolderTaken: the folder belongs to another user or fleet.
     """
     while True:
         make(folder)
@@ -101,44 +102,44 @@ def _lock_made(folder: Path) -> int:
             continue
         if os.fstat(handle).st_nlink:
             return handle
-        os.close(handle)  # a fleet that starts on another port has removed it meanwhile
+        os.close(handle)  # a fleet starting on another port removed it in the meantime
 
 
 def _lock(folder: Path) -> int:
-    """Return a descriptor of a folder, which locks it until that is closed.
+    """Return a descriptor that locks a folder until the descriptor is closed.
 
     Raises:
-        FolderTaken: it is another fleet's.
-        OSError: it is no folder.
+        FolderTaken: another fleet has locked the folder.
+        OSError: it is not a folder.
     """
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        # Two that start at the same moment both find their ports free. The lock ends with its
-        # process.
+        # Two fleets that start at the same moment both find their ports free. The lock ends with
+        # its process.
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(handle)
-        raise FolderTaken(f"{folder} is another fleet's: is one starting on this port?") from None
+        raise FolderTaken(f"{folder} is in use: is a fleet starting on this port?") from None
     return handle
 
 
 def make(folder: Path) -> None:
-    """Make it, where it is not there from an earlier run.
+    """Create the folder, unless an earlier run left it.
 
     Raises:
-        FolderTaken: another user made it, or it is a link.
+        FolderTaken: the folder belongs to another user, or is a link.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
     if found.st_uid != os.getuid() or folder.is_symlink():
-        raise FolderTaken(f"{folder} is not this user's: name another with --ec-store")
+        raise FolderTaken(f"{folder} belongs to another user: name another one with --ec-store")
 
 
 def check_reachable(url: str) -> None:
-    """Ask the store for an entry.
+    """Check that the store answers, with a lookup.
 
     Raises:
-        StoreUnavailable: it gives no answer.
+        StoreUnavailable: the store does not answer.
     """
     with open_store(url) as store:
         store.lookup([EntryKey("", "health")])

@@ -1,4 +1,4 @@
-"""The `epd up` command."""
+"""Command `epd up`: its flags, checks and messages."""
 
 import json
 import os
@@ -35,12 +35,12 @@ DESCRIPTION = """\
 Start vLLM instances, an encoder cache and the proxy on this machine, and stop them all on Ctrl-C or
 SIGTERM; a second Ctrl-C stops them at once.
 
-Nothing is restarted. While it starts, the end of one server ends all, with exit code 1. Later, what
-ends is named with the last lines of its log and the others go on, until the proxy or the last
-instance that decodes has ended; then all end, with exit code 1.
+No server is restarted. If a server ends during the start, all servers are stopped, with exit code
+1. Later, a server that ends is reported with the last lines of its log, and the others continue. If
+the proxy or the last instance that decodes ends, all servers are stopped, with exit code 1.
 
-Flags may come from the environment: those of vLLM's example scripts by their names there (MODEL,
-GPU_E, ENCODE_PORT, …), the others as EPD_UP_<FLAG>. Flags win.
+Flags can also be set in the environment: as in vLLM's example scripts (MODEL, GPU_E, ENCODE_PORT,
+…) or as EPD_UP_<FLAG>. A flag on the command line takes precedence.
 """
 EXAMPLES = """\
 examples:
@@ -54,13 +54,13 @@ DISC = (
     "lEQVR42r3QsQ2DQBBE0cdCQGAZSsAduANTEiVQGqVQAiEB8jm4wFi6xAkTjfbPajXLteo2BKZ7HtQpLQQNA0FLT/DkRjASeQt"
     "UJFRCBbPIcPxmTqaBoYha6IvoL7PDVkQHrEX0huVcx0z6PbHIOV1KG8FONgcrNcnrcXrvlfoAVy4aHSoIu8MAAAAASUVORK5CYII="
 )
-"""A red disc, 64 x 64: a picture to ask about, wherever the instances may fetch from."""
+"""Example picture, a red disc of 64 x 64 pixels: a data URL works under every media policy."""
 BY_VARIABLE_ALONE = frozenset({"gpu_e", "gpu_p", "gpu_d", "gpu_pd"})
-"""What `--gpus` says in one flag."""
+"""Fields without a flag of their own: `--gpus` sets them all."""
 
 
 def add_parser(commands: Commands) -> None:
-    """Add `up`."""
+    """Add `up` to the commands of `epd`."""
     parser = commands.add_parser(
         "up",
         help="start vLLM instances and the proxy",
@@ -138,7 +138,7 @@ def _run(parser: Parser, *, dry_run: bool, **flags: Any) -> None:
     if dry_run:
         print("\n\n".join(f"# {server.name}\n{server.shell()}" for server in plan.servers()))
         return
-    # Progress is for whoever watches, through a pipe as well.
+    # Progress lines appear at once, through a pipe as well.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     leave_contexts_on_signals()
     print(f"{platform_of(settings, os.environ).name}; logs in {logs.absolute()}")
@@ -154,7 +154,7 @@ def _run(parser: Parser, *, dry_run: bool, **flags: Any) -> None:
 
 
 def _check_model(parser: Parser, settings: FleetSettings, config: Mapping[str, Any]) -> None:
-    """End where the model has no encoder that could run apart, and one was asked for."""
+    """Exit with an error if the topology has an encode stage that the model cannot use."""
     if Role.ENCODE not in settings.topology.roles:
         return
     if reconfigures(settings.vllm_flags + settings.encode_flags):
@@ -162,7 +162,7 @@ def _check_model(parser: Parser, settings: FleetSettings, config: Mapping[str, A
     reason = unservable(config, text_architectures())
     if reason is not None:
         parser.error(
-            f"--model {settings.model!r} {reason}: without an encode stage it is served by "
+            f"--model {settings.model!r} {reason}: serve it without an encode stage, with "
             "--topology 1pd"
         )
 
@@ -179,7 +179,7 @@ def _settings(parser: Parser, flags: dict[str, Any]) -> FleetSettings:
 
 
 def _said(location: tuple[int | str, ...]) -> str:
-    """The flag, or the variable of what has none, that an error is about."""
+    """Return the flag that an error is about, or the variable of a field without a flag."""
     for name, field in FleetSettings.model_fields.items():
         alias = field.validation_alias
         names = [name, *(alias.choices if isinstance(alias, AliasChoices) else [alias])]
@@ -189,12 +189,12 @@ def _said(location: tuple[int | str, ...]) -> str:
 
 
 def _check(plan: Plan) -> None:
-    """Raise where the store cannot be reached or a port is taken."""
+    """Raise if the store cannot be reached or a port is in use."""
     for port, (host, owner) in plan.ports().items():
         try:
             check_free(host, port)
         except OSError as error:
-            raise OSError(f"{host}:{port}, wanted for {owner}: {error.strerror}") from None
+            raise OSError(f"{host}:{port}, the port of {owner}: {error.strerror}") from None
     if plan.store and plan.keeper_port is None:
         cache_folder.check_reachable(plan.store)
 
@@ -203,16 +203,16 @@ def _serve(fleet: Fleet, example: str) -> None:
     with fleet:
         try:
             print(f"\nready: {fleet.url}\n\n  {example}\n")
-            print(f"What it does is shown at {fleet.url}/ui, and by `epd top --url {fleet.url}`.")
-            print("Ctrl-C stops everything.")
+            print(f"To watch it, open {fleet.url}/ui or run `epd top --url {fleet.url}`.")
+            print("Ctrl-C stops all servers.")
             fleet.watch()
         except KeyboardInterrupt:
             print(f"stopping (up to {FRONT_STOP_TIMEOUT_S + STOP_TIMEOUT_S:.0f} s)")
-    print("Everything is stopped.")
+    print("All servers are stopped.")
 
 
 def _example(settings: FleetSettings, plan: Plan) -> str:
-    """A `curl` line for the fleet: about a picture, where there is a stage for it."""
+    """Return a `curl` command for the fleet, with a picture if it has an encode stage."""
     parts = [
         {"type": "image_url", "image_url": {"url": DISC}},
         {"type": "text", "text": "What is in this picture?"},

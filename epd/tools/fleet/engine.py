@@ -1,10 +1,7 @@
-"""The command line and environment of a vLLM server, by the stage it serves.
+"""Command lines and environments of vLLM instances, by stage and kind of device.
 
-A server that is to be started.
-
-What differs between the kinds of devices that vLLM runs on.
-
-Which devices each instance gets.
+`Platform` has what differs between CUDA, XPU and CPU, `assign` gives devices to instances, and
+`Engine` makes a `Server`, a command line with its environment, of all of it.
 """
 
 import json
@@ -22,13 +19,13 @@ from epd.routing.instances import Role
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server that is to be started.
+    """Server to start.
 
     Attributes:
-        name: what messages and its log file call it.
-        url: base URL; `/health` under it answers 200 once it serves.
-        command: its command line.
-        environment: what it needs beside the caller's.
+        name: name in messages and of its log file.
+        url: base URL; `/health` below it answers 200 once the server is ready.
+        command: command line.
+        environment: variables in addition to the caller's.
     """
 
     name: str
@@ -37,7 +34,7 @@ class Server:
     environment: Mapping[str, str]
 
     def shell(self) -> str:
-        """What starts it from a POSIX shell, a line for each flag."""
+        """Return the command for a POSIX shell, with one line per flag."""
         words = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         words += map(shlex.quote, self.command)
         return "".join(
@@ -47,20 +44,20 @@ class Server:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Platform:
-    """A kind of device, and how a vLLM instance is started on it.
+    """Kind of device, and what a vLLM instance needs on it.
 
     Attributes:
-        name: what `--device` calls it.
-        affinity: the variable that says which devices a process sees; none: it has no devices.
-        files: a pattern under /dev that matches one file for each device.
-        environment: variables of every instance, where the caller has not set them.
-        ucx: the same of those that NIXL runs in.
+        name: value of `--device`.
+        affinity: variable with the devices that a process sees; None: there are no devices.
+        files: pattern below /dev that matches one file per device.
+        environment: variables of every instance, unless the caller has set them.
+        ucx: the same for instances with NIXL.
         flags: flags of every instance.
-        executor: what runs the model of an instance that has one rank; none: vLLM's own choice.
-        eager: roles whose instances capture no graphs.
-        encode_tokens: tokens that an encode instance may batch.
-        kv_buffer: where NIXL transfers from and to; none: vLLM's own choice.
-        max_model_len, max_num_seqs: limits where none are given; none: vLLM's own.
+        executor: vLLM's executor for an instance with one rank; None: vLLM's default.
+        eager: roles that run without captured graphs.
+        encode_tokens: maximum tokens in a batch of an encode instance.
+        kv_buffer: device of NIXL's transfer buffer; None: vLLM's default.
+        max_model_len, max_num_seqs: default limits; None: vLLM's defaults.
     """
 
     name: str
@@ -77,16 +74,16 @@ class Platform:
     max_num_seqs: int | None = None
 
     def offline(self) -> Self:
-        """The platform for models in a directory: nothing is fetched and nothing is sent."""
+        """Return the platform for a model in a directory: vLLM accesses no hub."""
         return replace(self, environment={**OFFLINE, **self.environment})
 
     def in_bfloat16(self) -> Self:
-        """The platform for models that a CPU computes in bfloat16 alone."""
+        """Return the platform for a model that a CPU computes only in bfloat16."""
         words = (BFLOAT16 if word == FLOAT32 else word for word in self.flags)
         return replace(self, flags=tuple(words))
 
     def visible(self, environ: Mapping[str, str], dev: Path = Path("/dev")) -> tuple[str, ...]:
-        """The devices that this machine has, or those that the caller's environment leaves."""
+        """Return the devices of this machine, or those that the caller's environment allows."""
         if self.affinity is None:
             return ()
         if (named := environ.get(self.affinity)) is not None:
@@ -99,25 +96,27 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_ST
 UCX = {"UCX_TLS": "all", "UCX_NET_DEVICES": "all"}
 
 BINDING, UNBOUND = "VLLM_CPU_OMP_THREADS_BIND", "nobind"
-"""To which cores vLLM binds the process that runs a model on a CPU, and that it does not."""
+"""vLLM's variable for the cores that a process with a model on a CPU is bound to, and the value
+for no cores."""
 
 CUDA = Platform(name="cuda", affinity="CUDA_VISIBLE_DEVICES", files="nvidia[0-9]*", ucx=UCX)
 XPU = Platform(name="xpu", affinity="ZE_AFFINITY_MASK", files="dri/renderD*", ucx=UCX)
 CPU = Platform(
     name="cpu",
     environment={
-        # Instances share the cores of one machine: one thread each, bound to none.
+        # Instances share the cores of one machine: each has one thread, bound to no core.
         "OMP_NUM_THREADS": "1",
         BINDING: UNBOUND,
         "VLLM_CPU_KVCACHE_SPACE": "1",
     },
     ucx={"UCX_TLS": "tcp,self,sm,cma"},
-    # In bfloat16 vLLM picks an AMX attention kernel where the CPU has AMX, which dies of an
-    # illegal instruction in a process that has run no large matrix product yet: in a
-    # decode instance, whose prompts come through NIXL.
+    # In bfloat16, on a CPU with AMX, vLLM uses an AMX attention kernel. The kernel dies of an
+    # illegal instruction in a process that has run no large matrix product yet. A decode instance
+    # is such a process: its prompts arrive through NIXL.
     flags=("--dtype", FLOAT32),
-    # In the engine's own process, as on a GPU. vLLM has another one do it on a CPU, which it binds
-    # to cores; these are bound to none, and a process less is a third of the start and 0.7 GB less.
+    # The model runs in the engine's own process, as on a GPU. On a CPU, vLLM's default is another
+    # process, which it binds to cores. These instances are bound to no cores, and one process less
+    # saves a third of the start time and 0.7 GB.
     executor="vllm.v1.executor.uniproc_executor.UniProcExecutor",
     eager=frozenset(Role),
     encode_tokens=16384,
@@ -129,12 +128,12 @@ PLATFORMS: Mapping[str, Platform] = {platform.name: platform for platform in (CU
 
 
 def detected(environ: Mapping[str, str], dev: Path = Path("/dev")) -> Platform:
-    """CUDA where an NVIDIA device is visible, the CPU elsewhere."""
+    """Return CUDA if an NVIDIA device is visible, otherwise the CPU."""
     return CUDA if CUDA.visible(environ, dev) else CPU
 
 
 Devices = tuple[str, ...]
-"""The devices of one instance; over several its tensors are divided."""
+"""Devices of one instance; its tensors are divided over them."""
 
 LETTERS: Mapping[str, Role] = {
     "e": Role.ENCODE,
@@ -150,14 +149,14 @@ def parse(text: str) -> Mapping[Role, tuple[Devices, ...]]:
     """Read `e=0,p=1,d=2+3`: `+` joins devices of one instance, `:` or a second `e=` starts another.
 
     Raises:
-        ValueError: it is not so written.
+        ValueError: the text has another form.
     """
     named: dict[Role, tuple[Devices, ...]] = {}
     for word in text.split(","):
         letters, equals, instances = word.partition("=")
         role = LETTERS.get(letters.strip().lower())
         if role is None or not equals:
-            raise ValueError(f"{word!r} is not such as e=0, pd=1 or d=2+3")
+            raise ValueError(f"{word!r} is not of the form e=0, pd=1 or d=2+3")
         named[role] = (*named.get(role, ()), *parse_instances(instances))
     return named
 
@@ -166,50 +165,51 @@ def parse_instances(text: str) -> tuple[Devices, ...]:
     """Read `0:1` (two instances) or `2+3` (one instance on two devices).
 
     Raises:
-        ValueError: it is not so written.
+        ValueError: the text has another form.
     """
     instances = tuple(
         tuple(device.strip() for device in instance.split("+")) for instance in text.split(":")
     )
     for devices in instances:
         if not all(map(_DEVICE.fullmatch, devices)) or len(set(devices)) != len(devices):
-            raise ValueError(f"{text!r} names no devices such as 0, 0:1 (two instances) or 2+3")
+            raise ValueError(f"{text!r} is not of the form 0, 0:1 (two instances) or 2+3")
     return instances
 
 
 def assign(
     roles: Sequence[Role], named: Mapping[Role, Sequence[Devices]], visible: Sequence[str]
 ) -> tuple[Devices, ...]:
-    """The devices of each instance: those named for its role, or one of the others in turn.
+    """Return the devices of each instance: those named for its role, or one of the others in turn.
 
     Args:
-        roles: the role of each instance.
-        named: for a role, the devices of each of its instances.
-        visible: the devices there are.
+        roles: role of each instance.
+        named: by role, the devices of each of its instances.
+        visible: visible devices.
 
     Raises:
-        ValueError: as many as a role has instances are not named, or there are none to take.
+        ValueError: devices are named for another number of instances than a role has, or an
+            instance needs a device and none is visible.
     """
     for role, instances in named.items():
         if len(instances) != roles.count(role):
             raise ValueError(
-                f"devices for {len(instances)} {role} instances, the topology has "
+                f"devices are named for {len(instances)} {role} instances, the topology has "
                 f"{roles.count(role)}"
             )
     taken = {device for several in named.values() for devices in several for device in devices}
     others = [device for device in visible if device not in taken] or list(visible)
     if not others and not set(roles) <= named.keys():
-        raise ValueError("no device is visible: name them, or run on the CPU with --device cpu")
+        raise ValueError("no device is visible: name devices with --gpus, or use --device cpu")
     given = {role: iter(instances) for role, instances in named.items()}
     turns = cycle(others)
     return tuple(next(given[role]) if role in given else (next(turns),) for role in roles)
 
 
 def overfull(shares: Iterable[tuple[Devices, float]]) -> str | None:
-    """A device of which instances want more memory than it has, if there is one.
+    """Return a device with less memory than its instances need; None: there is none.
 
     Args:
-        shares: for each instance its devices and the part of their memory that it takes.
+        shares: for each instance, its devices and the share of their memory that it uses.
     """
     total: dict[str, float] = {}
     for devices, share in shares:
@@ -219,40 +219,41 @@ def overfull(shares: Iterable[tuple[Devices, float]]) -> str | None:
 
 
 VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
-"""The `vllm` command of the environment that this process runs in."""
+"""`vllm` command of this process's Python environment."""
 
 
 DIVIDING = re.compile(r"-(tp|pp|dp|dcp|pcp|n)\b|--(.*parallel|nnodes|config\b)")
-"""vLLM's flags by which an instance has several ranks, or may have."""
+"""Flags of vLLM that give an instance several ranks, or may do so."""
 
 TRANSFERS_KV = frozenset({Role.PREFILL, Role.DECODE})
 
 
 FETCHES_ONCE = {"VLLM_MEDIA_FETCH_MAX_RETRIES": "1"}
-"""A URL that cannot be fetched is reported at once, and not after vLLM's own three tries (5 s for a
-host without an address, 110 s for one that does not answer). The proxy repeats what may help."""
+"""Setting without vLLM's three attempts at a URL, which take 5 s for a host without an address and
+110 s for a host that does not answer. The proxy retries where a retry may help."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """A vLLM server on this machine, which the proxy alone reaches.
+    """vLLM instance on this machine, on the loopback address.
 
     Attributes:
-        role: the stage it serves.
+        role: stage that it serves.
         model: directory of the model, or its name on the hub.
-        port: port of its API, on the loopback address.
+        port: port of its API.
         store: URL of the shared encoder cache; empty: there is none.
-        side_channel_port: port of NIXL's handshake, its own in every instance that has one.
-        platform: what it runs on.
-        devices: the devices it runs on, where the platform has any.
-        served_name: what requests call the model; none: as it is named here.
-        local_media: folder that file:// media may come from.
-        memory: part of the devices' memory that it takes; none: vLLM's own choice.
-        max_model_len, max_num_seqs: tokens of a request, requests at once; none: the platform's.
-        kv_extra: more of what the KV connector is told.
-        program: what starts vLLM.
-        flags: more of the command line; where a flag is given twice, vLLM takes the last one.
-        inherited: the caller's environment, which goes before the platform's defaults.
+        side_channel_port: port of NIXL's handshake, a different one in every instance with NIXL.
+        platform: kind of device that it runs on.
+        devices: devices that it runs on, if the platform has devices.
+        served_name: name of the model in requests; None: `model`.
+        local_media: folder from which file:// media may be read.
+        memory: share of the devices' memory that it uses; None: vLLM's default.
+        max_model_len, max_num_seqs: maximum tokens of a request and its answer, maximum concurrent
+            requests; None: the platform's defaults.
+        kv_extra: extra configuration of the KV connector.
+        program: command that starts vLLM.
+        flags: additional flags; of a repeated flag, vLLM uses the last value.
+        inherited: environment of the caller, which takes precedence over the platform's defaults.
     """
 
     role: Role
@@ -274,7 +275,7 @@ class Engine:
 
     @property
     def name(self) -> str:
-        """What progress lines and its log file call it."""
+        """Name in progress lines and of its log file."""
         return f"{self.role.value.replace('_', '-')}-{self.port}"
 
     @property
@@ -284,15 +285,15 @@ class Engine:
 
     @property
     def transfers_kv(self) -> bool:
-        """Whether it sends or gets KV cache, through NIXL."""
+        """Whether it sends or receives KV blocks through NIXL."""
         return self.role in TRANSFERS_KV
 
     def server(self) -> Server:
-        """What is started."""
+        """Return the server to start."""
         return Server(self.name, self.url, self.command(), self.environment())
 
     def command(self) -> tuple[str, ...]:
-        """The command line."""
+        """Return the command line of the server."""
         values: dict[str, Any] = {
             "--served-model-name": self.served_name,
             "--host": "127.0.0.1",
@@ -310,7 +311,7 @@ class Engine:
             *(*self.program, "serve", self.model),
             "--enable-request-id-headers",
             *(["--enforce-eager"] if self.role in self.platform.eager else []),
-            # An encode instance keeps no KV cache worth looking into.
+            # An encode instance has no KV cache worth a lookup.
             *(["--no-enable-prefix-caching"] if self.role is Role.ENCODE else []),
             *self.platform.flags,
             *(word for pair in given for word in pair),
@@ -318,7 +319,7 @@ class Engine:
         )
 
     def environment(self) -> dict[str, str]:
-        """The environment it needs beside the caller's."""
+        """Return the variables that the server needs in addition to the caller's."""
         affinity = self.platform.affinity
         own = {affinity: ",".join(self.devices)} if affinity and self.devices else {}
         defaults = {**FETCHES_ONCE, **self.platform.environment}
@@ -328,7 +329,7 @@ class Engine:
         return own | {name: self.inherited.get(name, value) for name, value in defaults.items()}
 
     def _executor(self) -> str | None:
-        """What runs its model; None: vLLM's own choice, as of one that is divided, or bound."""
+        """Return the executor; None: vLLM's default, as for several ranks or bound cores."""
         divided = len(self.devices) > 1 or any(DIVIDING.match(flag) for flag in self.flags)
         bound = self.environment().get(BINDING, UNBOUND) != UNBOUND
         return None if divided or bound else self.platform.executor

@@ -1,9 +1,7 @@
-"""A model's `config.json`, and the list of vLLM's architectures that take text alone.
+"""Model's `config.json`: whether vLLM can run the model's encoder apart, and in which dtype.
 
-Decisions from a model's configuration: whether its encoder can run apart. Pure.
-
-The configuration is the content of `config.json`. If it is inconclusive, the model counts as one
-that can be served: vLLM decides, when it starts.
+A configuration that is inconclusive, or cannot be read, raises no objection: vLLM decides when it
+starts. vLLM's list of text-only architectures is read from its source, without an import of vLLM.
 """
 
 import ast
@@ -26,21 +24,21 @@ ENCODER_DECODERS = frozenset(
         "WhisperForConditionalGeneration",
     }
 )
-"""The encoder-decoder models of vLLM 0.32 and 0.33 (`vllm/model_executor/models/registry.py`).
-Their decoders attend to the encoder's output, which takes no place in the prompt, and vLLM has no
-chat route for them, by which encode requests go."""
+"""Encoder-decoder models of vLLM 0.32 and 0.33 (`vllm/model_executor/models/registry.py`). Their
+decoders attend to the encoder's output, which has no placeholders in the prompt, and vLLM has no
+chat route for them, which encode requests need."""
 
 MEDIA_WORDS = ("audio", "image", "img", "multimodal", "speech", "video", "vision", "visual")
-"""Words in a key of a configuration by which a model may have an encoder, whatever its class."""
+"""Words in a configuration's keys that suggest an encoder, whatever the model's class."""
 
 GDN_TYPES = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"})
 GDN_SIZES = frozenset({"linear_key_head_dim", "linear_num_value_heads"})
-"""Values of `model_type`, and fields, of models with gated delta net (GDN) layers."""
+"""Values of `model_type`, and fields, that only models with gated delta net (GDN) layers have."""
 
 RECONFIGURING = frozenset(
     {"--config", "--config-format", "--convert", "--hf-config-path", "--hf-overrides", "--runner"}
 )
-"""Flags of vLLM after which `config.json` alone does not describe the model."""
+"""Flags of vLLM that make `config.json` an incomplete description of the model."""
 
 
 def unservable(config: Config, text_only: Collection[str]) -> str | None:
@@ -48,22 +46,22 @@ def unservable(config: Config, text_only: Collection[str]) -> str | None:
 
     Args:
         config: the model's configuration.
-        text_only: vLLM's architectures that take text and nothing else.
+        text_only: vLLM's architectures that accept only text.
     """
     architectures = _architectures(config)
     named = ", ".join(sorted(architectures)) or config.get("model_type", "model")
     seq2seq = any(one.get("is_encoder_decoder") is True for one in _with_text_config(config))
     if architectures & ENCODER_DECODERS or (seq2seq and architectures.isdisjoint(text_only)):
-        return f"is an encoder-decoder model ({named}), whose encoder vLLM cannot run apart"
+        return f"is an encoder-decoder model ({named}), and vLLM cannot run its encoder apart"
     if architectures and architectures <= set(text_only) and not _names_media(config):
-        return f"takes text alone ({named}), so it has no encoder to run apart"
+        return f"accepts only text ({named}), so it has no encoder to run apart"
     return None
 
 
 def needs_bfloat16(config: Config) -> bool:
-    """Whether vLLM runs the model on a CPU in bfloat16 alone.
+    """Return whether vLLM runs the model on a CPU only in bfloat16.
 
-    It does so with gated delta net layers: "CPU GDN attention requires BF16",
+    This applies to gated delta net layers: "CPU GDN attention requires BF16",
     `vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py` line 158 in 0.32, 173 in 0.33.
     """
     for one in _with_text_config(config):
@@ -77,12 +75,12 @@ def needs_bfloat16(config: Config) -> bool:
 
 
 def reconfigures(flags: Iterable[str]) -> bool:
-    """Whether flags of vLLM make `config.json` an incomplete description of the model."""
+    """Return whether flags of vLLM make `config.json` an incomplete description of the model."""
     return any(_name(flag) in RECONFIGURING for flag in flags)
 
 
 def flag_value(flags: Iterable[str], name: str) -> str | None:
-    """Return the last value that a flag of vLLM is given; None: it is not given."""
+    """Return the last value of a flag of vLLM; None: the flag is absent."""
     words, value = [*flags], None
     for position, word in enumerate(words, 1):
         if _name(word) == name:
@@ -101,7 +99,7 @@ def _architectures(config: Config) -> set[str]:
 
 
 def _with_text_config(config: Config) -> Iterator[Config]:
-    """The configuration, and its parts that describe a language model."""
+    """Yield the configuration and its parts that describe a language model."""
     yield config
     for key in ("text_config", "llm_config", "thinker_config"):
         if isinstance(part := config.get(key), Mapping):
@@ -113,19 +111,19 @@ def _names_media(config: Config) -> bool:
 
 
 FETCH_TIMEOUT_S = 1.5
-"""How long the start waits for the hub. Without its answer vLLM decides, as it loads the model."""
+"""Time that the start waits for the hub. Without an answer, vLLM decides as it loads the model."""
 
 REGISTRY = Path("model_executor", "models", "registry.py")
-"""Where vLLM lists the classes it serves, from its package inwards."""
+"""File with vLLM's list of model classes, relative to its package."""
 
 
 def model_config(model: str, flags: Sequence[str], environ: Mapping[str, str]) -> Any:
-    """Return the model's configuration; None: it cannot be had within `FETCH_TIMEOUT_S`.
+    """Return the model's configuration; None: not available within `FETCH_TIMEOUT_S`.
 
     Args:
         model: directory of the model, or its name on the hub.
-        flags: flags of vLLM, of which `--revision` chooses among several configurations.
-        environ: this process's environment.
+        flags: flags of vLLM; `--revision` selects one of several configurations.
+        environ: environment of this process.
     """
     path: Path | None = Path(model, "config.json")
     if not Path(model).is_dir():
@@ -136,13 +134,13 @@ def model_config(model: str, flags: Sequence[str], environ: Mapping[str, str]) -
         path = None if elsewhere else _of_hub(model, flag_value(flags, "--revision"))
     try:
         found = json.loads(path.read_text(encoding="utf-8")) if path is not None else None
-    except (OSError, ValueError):  # vLLM reports it, with a better reason than could be had here
+    except (OSError, ValueError):  # vLLM reports it with a better reason
         return None
     return found if isinstance(found, dict) else None
 
 
 def _of_hub(model: str, revision: str | None) -> Path | None:
-    """Return the file in the hub's cache, fetched where it is not there."""
+    """Return the file in the hub's cache; fetch it if it is missing."""
     fetched: SimpleQueue[Path | None] = SimpleQueue()
     Thread(target=lambda: fetched.put(_fetched(model, revision)), daemon=True).start()
     try:
@@ -156,9 +154,9 @@ def _fetched(model: str, revision: str | None) -> Path | None:
         from huggingface_hub import hf_hub_download, try_to_load_from_cache  # noqa: PLC0415
         from huggingface_hub.errors import HfHubHTTPError  # noqa: PLC0415
         from huggingface_hub.utils.logging import set_verbosity_error  # noqa: PLC0415
-    except ImportError:  # it comes with vLLM, which may be in another environment
+    except ImportError:  # part of vLLM, which may be in another environment
         return None
-    set_verbosity_error()  # its tries go on while the engines start
+    set_verbosity_error()  # its retries continue while the engines start
     with suppress(ValueError, OSError, HfHubHTTPError):  # a bad name, no network, no such model
         cached = try_to_load_from_cache(model, "config.json", revision=revision)
         if not isinstance(cached, str):
@@ -170,12 +168,12 @@ def _fetched(model: str, revision: str | None) -> Path | None:
 
 
 def text_architectures(package: Path | None = None) -> frozenset[str]:
-    """Return vLLM's architectures that take text alone; empty where its list cannot be read.
+    """Return vLLM's architectures that accept only text; empty: its list cannot be read.
 
-    vLLM is not imported for it, which would take seconds.
+    vLLM is not imported, because that takes seconds.
 
     Args:
-        package: the folder of vLLM's package; None: that of this process's environment.
+        package: folder of vLLM's package; None: that of this process's environment.
     """
     package = _installed() if package is None else package
     if package is None:
@@ -194,7 +192,7 @@ def _installed() -> Path | None:
 
 
 def _tables(registry: ast.Module) -> Iterator[tuple[str, frozenset[str]]]:
-    """The dictionaries of a module, each by its name and with its keys."""
+    """Yield the name and the keys of each dictionary of a module."""
     for statement in registry.body:
         match statement:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Dict(keys=keys)):

@@ -1,7 +1,4 @@
-"""All servers of a fleet.
-
-The servers that settings ask for.
-"""
+"""Plan of a fleet: its servers with their ports and devices, derived from the settings. Pure."""
 
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -25,37 +22,37 @@ from epd.tools.fleet.model_config import needs_bfloat16
 from epd.tools.fleet.settings import FleetSettings
 
 ANSWERS = (Role.DECODE, Role.PREFILL_DECODE)
-"""The roles of which one instance at least must run: the proxy does without the others."""
+"""Roles of which at least one instance must run: the proxy can serve without the others."""
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104
-"""Where a server is reached from its own machine that listens on all its addresses."""
+"""Loopback address for a server that listens on all addresses."""
 
 
 PROXY = "proxy"
-"""The proxy's name among the servers."""
+"""Name of the proxy among the servers."""
 DRAIN_S = 5
-"""How long requests may go on when all servers are told to stop."""
+"""Drain time of the proxy in seconds when the fleet stops."""
 MOST = 65535
 LOOPBACK = "127.0.0.1"
 
 
 def url_of(host: str, port: int) -> str:
-    """Base URL of a server, as seen from its machine."""
+    """Return the base URL of a server, as seen from its machine."""
     host = EVERYWHERE.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """All servers of a fleet.
+    """Servers of a fleet.
 
     Attributes:
-        engines: the vLLM instances.
+        engines: vLLM instances.
         store: URL of the encoder cache; empty: there is none.
-        host, port: where the proxy listens.
-        local_media: folder that file:// media may come from.
-        proxy_flags: more of the proxy's command line.
-        keeper_port: where the service listens that keeps the store within its quota; none: no
-            service is started.
+        host, port: address that the proxy listens on.
+        local_media: folder from which file:// media may be read.
+        proxy_flags: additional flags of the proxy.
+        keeper_port: port of the service that enforces the store's quota; None: no service is
+            started.
     """
 
     engines: tuple[Engine, ...]
@@ -72,31 +69,31 @@ class Plan:
         return url_of(self.host, self.port)
 
     def of(self, *roles: Role) -> list[Engine]:
-        """The engines of some roles."""
+        """Return the engines of these roles."""
         return [engine for engine in self.engines if engine.role in roles]
 
     def servers(self) -> list[Server]:
-        """What is started, in this order."""
+        """Return the servers in the order of their start."""
         keeper = [] if self.keeper_port is None else [self._keeper(self.keeper_port)]
         return [*keeper, *(engine.server() for engine in self.engines), self._proxy()]
 
     def lacking(self, running: Collection[str]) -> str | None:
-        """Why no request is answered any more; None: they are.
+        """Return the reason why the fleet cannot answer requests any more; None: it can.
 
         Args:
-            running: the names of the servers that still run.
+            running: names of the servers that still run.
         """
         if PROXY not in running:
-            return "The proxy is gone"
+            return "The proxy has ended"
         if not any(engine.name in running for engine in self.of(*ANSWERS)):
-            return "Nothing that decodes is left"
+            return "No instance that decodes is left"
         return None
 
     def ports(self) -> dict[int, tuple[str, str]]:
-        """For each port that is listened on, the address and what messages call its owner.
+        """Return the address and the owner's name for each port.
 
         Raises:
-            ValueError: two servers have one port, or counting up led beyond all ports.
+            ValueError: two servers have the same port, or a port is above 65535.
         """
         wanted = [(self.port, self.host, "the proxy")]
         if self.keeper_port is not None:
@@ -108,9 +105,9 @@ class Plan:
         owners: dict[int, tuple[str, str]] = {}
         for port, host, owner in wanted:
             if port > MOST:
-                raise ValueError(f"{owner}: there is no port {port}")
+                raise ValueError(f"{owner}: port {port} is above 65535")
             if port in owners:
-                raise ValueError(f"port {port} is wanted for {owners[port][1]} and for {owner}")
+                raise ValueError(f"port {port} is assigned to {owners[port][1]} and to {owner}")
             owners[port] = (host, owner)
         return owners
 
@@ -140,11 +137,11 @@ class Plan:
 
 
 NIXL_STEP = 10
-"""Between the handshake ports of two instances: data-parallel ranks take those that follow."""
+"""Distance of the handshake ports of two instances: data-parallel ranks use the ports between."""
 
 
 def platform_of(settings: FleetSettings, environ: Mapping[str, str]) -> Platform:
-    """What the instances run on."""
+    """Return the platform of the instances."""
     platform = PLATFORMS[settings.device] if settings.device else detected(environ)
     if platform.affinity is not None and settings.device_affinity_env is not None:
         platform = replace(platform, affinity=settings.device_affinity_env)
@@ -157,13 +154,13 @@ def planned(
     store: str,
     config: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """The servers that settings ask for.
+    """Return the plan for the settings.
 
     Args:
-        settings: what was asked.
-        environ: this process's environment.
-        store: URL of the encoder cache, where anything encodes.
-        config: the model's configuration, where it is known.
+        settings: settings of the fleet.
+        environ: environment of this process.
+        store: URL of the encoder cache; it is unused without encode instances.
+        config: configuration of the model; None: not known.
 
     Raises:
         ValueError: devices or ports do not suffice.
@@ -173,7 +170,7 @@ def planned(
     shares = [(engine.devices, engine.memory or 0.0) for engine in engines]
     if (device := overfull(shares)) is not None:
         raise ValueError(
-            f"instances want more than all memory of device {device}: "
+            f"instances need more than the whole memory of device {device}: "
             "see --gpus and --gpu-memory-utilization-…"
         )
     plan = Plan(

@@ -1,10 +1,8 @@
-"""A server process with its children and its log.
+"""Server processes of a fleet: their ports, logs, start and end.
 
-Ports that nobody listens on.
-
-Signals that ask this process to end: they leave its contexts, but not amid a step.
-
-The guard of a fleet, seen from the process that starts it.
+Two parts protect against leftover processes. Signals raise `KeyboardInterrupt`, so that contexts
+stop their servers, but not between a start and the record of it (`held`). The guard, a separate
+process, ends all servers if this process is killed.
 """
 
 import os
@@ -32,11 +30,14 @@ EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of the loopback address that nobody listens on, all different.
+    """Return distinct free ports of the loopback address.
 
-    They lie below the range that the kernel hands out, from which vLLM's processes take theirs
-    while they start. vLLM listens with SO_REUSEPORT: two instances given one port would share it
-    without a word.
+    They are below the ephemeral range of the kernel, from which vLLM's processes take ports while
+    they start. vLLM listens with SO_REUSEPORT: two instances with the same port would share it
+    silently.
+
+    Raises:
+        OSError: there are fewer free ports.
     """
     first_ephemeral = int(EPHEMERAL_PORTS.read_text().split()[0])
     candidates = range(max(1024, first_ephemeral - 16384), first_ephemeral)
@@ -53,12 +54,12 @@ def free_ports(count: int) -> list[int]:
 
 
 def check_free(host: str, port: int) -> None:
-    """Raise `OSError` where the address cannot be listened on now."""
+    """Raise `OSError` if a server cannot listen on the address now."""
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
     with socket.socket(family, kind, protocol) as one:
-        # What another server's connections left behind is not in the way.
+        # Connections of an earlier server in TIME_WAIT do not block the port.
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         one.bind(address)
 
@@ -67,30 +68,30 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def leave_contexts_on_signals() -> None:
-    """Have them raise `KeyboardInterrupt`: whatever ends this process must end its servers too."""
-    # A shell starts what it runs in the background with Ctrl-C ignored.
+    """Make the signals of `ENDING` raise `KeyboardInterrupt`: contexts then stop their servers."""
+    # A shell starts background processes with Ctrl-C ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, _as_ctrl_c)
-    # nohup: the terminal's end is not this one's.
+    # Under nohup, the process survives its terminal.
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         signal.signal(signal.SIGHUP, _as_ctrl_c)
 
 
 def _as_ctrl_c(_number: int, _frame: FrameType | None) -> None:
-    # A loop of asyncio has a handler of its own for that one, as what is raised in a callback is
-    # lost.
+    # An asyncio loop has its own handler of SIGINT: an exception raised in a callback is lost.
     signal.raise_signal(signal.SIGINT)
 
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Keep them until the context is left; what they do, they do then.
+    """Delay the signals of `ENDING` until the end of the context.
 
-    A process that was started, and of which nobody has taken note yet, would be left behind. They
-    are not blocked, as processes that are started would have them blocked for ever.
+    Otherwise a signal between the start of a process and the record of it would leave the process
+    behind. The signals are not blocked, because a started process inherits the block for its whole
+    life.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield  # Python's handlers run in the main thread alone
+        yield  # Python runs signal handlers only in the main thread
         return
     came: list[int] = []
 
@@ -111,14 +112,14 @@ def held() -> Iterator[None]:
 
 
 class Guard:
-    """Ends what this process started, should it be killed and have no chance to.
+    """Process that ends the servers if this process is killed.
 
-    It is a process of its own (`guard.py`) that waits for the end of a pipe. Linux could end
-    children with their parent (PR_SET_PDEATHSIG), but not the engines' own children with them.
+    The guard (`guard.py`) waits for the end of a pipe. Linux can end children with their parent
+    (PR_SET_PDEATHSIG), but not the engines' own children with them.
     """
 
     def __init__(self) -> None:
-        """Start it."""
+        """Start the guard."""
         self._popen = subprocess.Popen(
             [sys.executable, "-I", guard.__file__],
             stdin=subprocess.PIPE,
@@ -128,42 +129,42 @@ class Guard:
         )
 
     def start(self, command: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":
-        """Start a process that leads a group, which the guard knows of before the command runs.
+        """Start a process in its own group, which the guard knows before the command runs.
 
         Args:
-            command: its command line.
-            options: for `subprocess.Popen`.
+            command: command line.
+            options: arguments of `subprocess.Popen`.
         """
         pipe = cast("IO[str]", self._popen.stdin).fileno()
         announced = (sys.executable, "-I", guard.__file__, str(pipe), *command)
         return subprocess.Popen(announced, pass_fds=[pipe], start_new_session=True, **options)
 
     def watch(self, group: int) -> None:
-        """End this process group too."""
+        """Add a process group that the guard ends."""
         self._say(f"+{group}\n")
 
     def forget(self, group: int) -> None:
-        """It has ended."""
+        """Remove a process group that has ended."""
         self._say(f"-{group}\n")
 
     def delete(self, folder: Path) -> None:
-        """Delete a folder too, an absolute path, once they have ended."""
+        """Add a folder, an absolute path, that the guard deletes after the groups have ended."""
         self._say(f"{folder}\n")
 
     def close(self) -> None:
-        """All groups have ended: the guard ends without doing anything."""
+        """End the guard without any action, after all groups have ended."""
         self._popen.kill()
         self._popen.communicate()
 
     def _say(self, line: str) -> None:
-        # Whoever killed the guard wants none.
+        # The guard was killed: the fleet runs without one.
         with suppress(BrokenPipeError):
             print(line, end="", file=self._popen.stdin, flush=True)
 
 
 STOP_TIMEOUT_S = 20.0
 FRONT_STOP_TIMEOUT_S = 15.0
-"""How long those may take that others are stopped after."""
+"""Time for the servers that stop first, such as the proxy."""
 POLL_S = 0.25
 PROGRESS_S = 15.0
 TAIL_LINES = 25
@@ -175,21 +176,21 @@ _RECORD = re.compile(
     r"|[\d-]+T[\d:.]+Z \[\w+ *\] "  # the proxy's
     r"|(?=.*\d%))"  # a progress bar
 )
-"""What is before the message of a log line that says what its process does."""
+"""Prefix before the message of a log line that describes the process's progress."""
 
 
 _PROBE = re.compile(r'"GET /(?:health|metrics) HTTP/1\.[01]" 200\b')
-"""In a line of an engine's access log: the proxy asks so every second or so."""
+"""Lines of an engine's access log for the proxy's probes, about one per second."""
 
 
 class ProcessDied(Exception):
-    """A process ended that should be serving. Its message holds the end of its log."""
+    """Error of a server that has ended. The message has the last lines of its log."""
 
 
 class Process:
-    """A server in a process group of its own, so that its children can be stopped with it."""
+    """Server in its own process group, so that its children can be stopped with it."""
 
-    def __init__(  # noqa: PLR0913, PLR0917 - what a server is started with
+    def __init__(  # noqa: PLR0913, PLR0917 - all that a start needs
         self,
         name: str,
         url: str,
@@ -198,15 +199,15 @@ class Process:
         log: Path,
         guard: Guard | None = None,
     ) -> None:
-        """Start it.
+        """Start the server.
 
         Args:
-            name: what messages call it.
-            url: base URL; `/health` under it answers 200 once it serves.
-            command: its command line.
-            environment: what it needs beside this process's own.
-            log: where its output goes.
-            guard: ends it if this process is killed.
+            name: name in messages.
+            url: base URL; `/health` below it answers 200 once the server is ready.
+            command: command line.
+            environment: variables in addition to this process's own.
+            log: file for its output.
+            guard: guard that ends the server if this process is killed; None: there is none.
         """
         self.name = name
         self.url = url
@@ -223,11 +224,11 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Process id, and id of its group."""
+        """Id of the process and of its group."""
         return self._popen.pid
 
     def check_alive(self) -> None:
-        """Raise `ProcessDied` where it has ended."""
+        """Raise `ProcessDied` if the server has ended."""
         code = self._popen.poll()
         if code is not None:
             how = f"with code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
@@ -245,12 +246,12 @@ class Process:
             connection.close()
 
     def tail(self) -> str:
-        """Return the last lines of its log, without probes that it answered with 200."""
+        """Return the last lines of the log, without probes that were answered with 200."""
         told = [line for line in self._last_lines() if not _PROBE.search(line)]
         return "\n".join(told[-TAIL_LINES:])
 
     def doing(self) -> str:
-        """What the last message of its log says, without its time and place in the source."""
+        """Return the last progress message of the log, without its time and place in the source."""
         lines = self._last_lines()
         records = (line for line in reversed(lines) if _RECORD.match(line))
         said = _RECORD.sub("", next(records, lines[-1] if lines else "its log is empty"), count=1)
@@ -262,21 +263,21 @@ class Process:
             return log.read().decode(errors="replace").splitlines()
 
     def terminate(self) -> None:
-        """Ask it and its children to end."""
+        """Send SIGTERM to the server and its children."""
         self.signal(signal.SIGTERM)
 
     def join(self, deadline_s: float) -> None:
-        """Wait until it has ended, at most until a time on the monotonic clock."""
+        """Wait until the server has ended, at most until `deadline_s` on the monotonic clock."""
         with suppress(subprocess.TimeoutExpired):
             self._popen.wait(max(0.0, deadline_s - time.monotonic()))
 
     def kill(self) -> None:
-        """End what is left of it and its children."""
+        """Send SIGKILL to the server and its children, and wait for the server's end."""
         self.signal(signal.SIGKILL)
         self._popen.wait()
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to it and its children."""
+        """Send a signal to the server and its children."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
@@ -284,11 +285,11 @@ class Process:
 def wait_until_ready(
     processes: Sequence[Process], timeout_s: float, report: Callable[[str], None]
 ) -> None:
-    """Wait until all of them serve.
+    """Wait until all servers are ready, and report their progress.
 
     Raises:
-        ProcessDied: one ended.
-        TimeoutError: they did not serve within `timeout_s` seconds.
+        ProcessDied: a server ended.
+        TimeoutError: not all were ready within `timeout_s` seconds.
     """
     progress = _Progress(report)
     waiting = list(processes)
@@ -307,7 +308,7 @@ def wait_until_ready(
 
 
 class _Progress:
-    """Tells every `PROGRESS_S` seconds what those do that are waited for, where it is news."""
+    """Progress report of starting servers, every `PROGRESS_S` seconds, without repetitions."""
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report
@@ -316,11 +317,11 @@ class _Progress:
 
     @property
     def seconds(self) -> float:
-        """How long it has taken."""
+        """Time since the start in seconds."""
         return time.monotonic() - self._started
 
     def tell(self, waiting: Sequence[Process]) -> None:
-        """Report, where it is time."""
+        """Report the progress of these servers, if a report is due."""
         if time.monotonic() - self._told < PROGRESS_S:
             return
         self._told = time.monotonic()
@@ -334,13 +335,13 @@ class _Progress:
 
 
 def stop(processes: Sequence[Process], front: Sequence[Process] = ()) -> None:
-    """End all of them at once, with all their children, after those in front.
+    """Stop servers and their children, first those in `front`, then all others at once.
 
-    A second Ctrl-C does not wait for them, and leaves none behind either.
+    A second Ctrl-C ends the wait; all servers are then killed.
 
     Args:
-        processes: those to end.
-        front: what ends before them, as it still uses them.
+        processes: servers to stop.
+        front: servers that use the others, and so stop before them.
     """
     try:
         _terminate(front, FRONT_STOP_TIMEOUT_S)
@@ -351,7 +352,7 @@ def stop(processes: Sequence[Process], front: Sequence[Process] = ()) -> None:
 
 
 def _terminate(processes: Sequence[Process], timeout_s: float) -> None:
-    """Ask them to end, and wait until they have, for `timeout_s` seconds at most."""
+    """Send SIGTERM to servers, and wait for their end, at most `timeout_s` seconds."""
     deadline_s = time.monotonic() + timeout_s
     for process in processes:
         process.terminate()

@@ -1,7 +1,4 @@
-"""What `epd up` can be told.
-
-How many instances serve each stage.
-"""
+"""Settings of `epd up`, from flags and environment variables, and the topology of a fleet."""
 
 import os
 import re
@@ -32,10 +29,10 @@ _NAME = re.compile(r"(?:(?P<e>[1-9]\d?)e)?(?:(?P<pd>[1-9]\d?)pd|(?P<p>[1-9]\d?)p
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """How many instances serve each stage.
+    """Number of instances of each stage.
 
     Attributes:
-        roles: the role of each instance.
+        roles: role of each instance.
     """
 
     roles: tuple[Role, ...]
@@ -45,7 +42,7 @@ class Topology:
         """Read a name such as `1e1pd`, `2e1p2d` or, without encode instances, `1p1d`.
 
         Raises:
-            ValueError: it is no such name.
+            ValueError: the name has another form.
         """
         match = _NAME.fullmatch(name.lower())
         if match is None:
@@ -60,7 +57,7 @@ class Topology:
 
 
 QUOTA = "64GiB"
-"""Of a store that is named by its folder alone."""
+"""Quota of a store that is named by a folder instead of a URL."""
 
 
 def _store_url(text: str) -> str:
@@ -70,25 +67,25 @@ def _store_url(text: str) -> str:
 
 
 def _model(text: str) -> str:
-    # As it was said, as it is the name by which requests ask for it.
-    text = os.path.expanduser(text)  # noqa: PTH111 - a Path is no longer as it was said
+    # The text stays as given: requests use it as the model's name.
+    text = os.path.expanduser(text)  # noqa: PTH111 - a Path would normalize the text
     path = Path(text)
     looks_like_path = text.startswith(("/", ".", "~")) or text.count("/") > 1
     is_folder = "://" not in text and (path.is_dir() or looks_like_path)
     if is_folder and not (path / "config.json").is_file():
-        raise ValueError(f"{text!r} is no directory with a model's config.json")
+        raise ValueError(f"{text!r} is not a directory with a model's config.json")
     return text
 
 
 def _folder(text: str) -> str:
     if not Path(text).is_dir():
-        raise ValueError(f"{text!r} is no folder")
+        raise ValueError(f"{text!r} is not a folder")
     return str(Path(text).resolve())
 
 
 def _no_tls(flags: tuple[str, ...]) -> tuple[str, ...]:
     if any(flag.startswith("--ssl-") for flag in flags):
-        raise ValueError("has TLS: run `epd serve` by the line that --dry-run prints for it")
+        raise ValueError("cannot have TLS: run `epd serve` with the command line of --dry-run")
     return flags
 
 
@@ -120,13 +117,13 @@ Gpus = Annotated[Mapping[Role, tuple[Devices, ...]] | None, NoDecode, BeforeVali
 
 
 class FleetSettings(BaseSettings):
-    """What `epd up` is told: flags, then the environment, then defaults.
+    """Settings of `epd up`: flags before the environment before defaults.
 
-    A field has the variable of vLLM's example scripts where they have one, and otherwise
-    `EPD_UP_` and its name.
+    The variable of a field is that of vLLM's example scripts, if they have one, and otherwise
+    `EPD_UP_` and the field's name.
 
     Raises:
-        ValueError: a value is none, or two do not go together.
+        ValueError: a value is invalid, or two values conflict.
     """
 
     model_config = SettingsConfigDict(
@@ -138,26 +135,27 @@ class FleetSettings(BaseSettings):
     )
 
     model: Annotated[str, AfterValidator(_model)] = Field(
-        validation_alias="MODEL", description="the model's name on the hub, or its directory"
+        validation_alias="MODEL", description="model: name on the hub, or directory"
     )
     served_model_name: str | None = Field(
-        None, description="what requests call the model; by default as --model does"
+        None, description="name of the model in requests (default: the value of --model)"
     )
     topology: Annotated[Topology, NoDecode, BeforeValidator(_topology)] = Field(
         Topology.parse("1e1pd"),
-        description="how many instances encode, prefill, decode: 1e1pd (default), 1e1p1d, 2e1p2d; "
-        "without an encode stage 1p1d, 2p2d, 1pd",
+        description="number of encode, prefill and decode instances: 1e1pd (default), 1e1p1d, "
+        "2e1p2d; without an encode stage 1p1d, 2p2d, 1pd",
     )
     device: Annotated[Literal["cuda", "xpu", "cpu"] | None, BeforeValidator(_lower)] = Field(
         None,
         validation_alias="DEVICE_PLATFORM",
-        description="what instances run on; by default cuda where an NVIDIA device is visible, "
-        "cpu elsewhere",
+        description="kind of device that instances run on (default: cuda if an NVIDIA device is "
+        "visible, otherwise cpu)",
     )
     gpus: Gpus = Field(
         None,
-        description="devices by stage, e=0,p=1,d=2 or pd=1: e=0:1 for two instances, d=2+3 for one "
-        "whose tensors are divided over two; stages not named share the other devices in turn",
+        description="devices by stage, such as e=0,p=1,d=2 or e=0,pd=1. e=0:1: two instances; "
+        "d=2+3: one instance with its tensors divided over two devices. Stages without an entry "
+        "share the other devices in turn",
     )
     gpu_e: Instances = Field(None, validation_alias="GPU_E")
     gpu_p: Instances = Field(None, validation_alias="GPU_P")
@@ -167,112 +165,123 @@ class FleetSettings(BaseSettings):
         None,
         validation_alias="DEVICE_AFFINITY_ENV",
         pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
-        description="the variable that names an instance's devices to it; by default "
-        "CUDA_VISIBLE_DEVICES, or ZE_AFFINITY_MASK with xpu",
+        description="variable that tells an instance its devices (default: CUDA_VISIBLE_DEVICES, "
+        "with xpu ZE_AFFINITY_MASK)",
     )
     gpu_memory_utilization_e: Share = Field(
         0.01,
         validation_alias="GPU_MEMORY_UTILIZATION_E",
-        description="part of a device's memory that an encode instance takes beside its weights",
+        description="share of a device's memory that an encode instance uses in addition to its "
+        "weights",
     )
     gpu_memory_utilization_p: Share = Field(
-        0.7, validation_alias="GPU_MEMORY_UTILIZATION_P", description="the same of a prefill one"
+        0.7,
+        validation_alias="GPU_MEMORY_UTILIZATION_P",
+        description="share of a device's memory that a prefill instance uses",
     )
     gpu_memory_utilization_d: Share = Field(
-        0.7, validation_alias="GPU_MEMORY_UTILIZATION_D", description="of a decode one"
+        0.7,
+        validation_alias="GPU_MEMORY_UTILIZATION_D",
+        description="the same for a decode instance",
     )
     gpu_memory_utilization_pd: Share = Field(
         0.7,
         validation_alias="GPU_MEMORY_UTILIZATION_PD",
-        description="of one that prefills and decodes",
+        description="the same for an instance that prefills and decodes",
     )
     max_model_len: PositiveInt | None = Field(
         None,
         validation_alias="MAX_MODEL_LEN",
-        description="tokens of a request and its answer; by default the model's own (4096 on cpu)",
+        description="maximum tokens of a request and its answer (default: the model's own; on cpu "
+        "4096)",
     )
     max_num_seqs: PositiveInt | None = Field(
         None,
         validation_alias="MAX_NUM_SEQS",
-        description="requests that an instance runs at once; by default vLLM's own (16 on cpu)",
+        description="maximum concurrent requests of an instance (default: vLLM's own; on cpu 16)",
     )
     host: str = Field("127.0.0.1", description="address that the proxy listens on")
     port: Port = Field(8000, validation_alias="PROXY_PORT", description="port of the proxy")
     encode_port: Port = Field(
         8200,
         validation_alias="ENCODE_PORT",
-        description="port of the first encode instance; others count up from it",
+        description="port of the first encode instance; the others count up from it",
     )
     prefill_port: Port = Field(
-        8300, validation_alias="PREFILL_PORT", description="of the first prefill instance"
+        8300, validation_alias="PREFILL_PORT", description="port of the first prefill instance"
     )
     decode_port: Port = Field(
-        8400, validation_alias="DECODE_PORT", description="of the first decode instance"
+        8400, validation_alias="DECODE_PORT", description="port of the first decode instance"
     )
     prefill_decode_port: Port = Field(
         8400,
         validation_alias="PREFILL_DECODE_PORT",
-        description="of the first instance that prefills and decodes",
+        description="port of the first instance that prefills and decodes",
     )
     nixl_port: Port = Field(
         5600,
-        description="of the first NIXL handshake; others are 10 further each",
+        description="port of the first NIXL handshake; each further one is 10 higher",
     )
     bidirectional_kv: bool = Field(
         False,
-        description="let prefill instances read what decode ones keep of a conversation's "
-        "last turn",
+        description="let prefill instances read the KV blocks that decode instances keep of a "
+        "conversation's previous turn",
     )
     kv_recompute_threshold: NonNegativeInt | None = Field(
         None,
-        description="tokens below which they compute it again; by default vLLM's own (64)",
+        description="number of tokens below which prefill computes them again instead of reading "
+        "blocks (default: vLLM's own, 64)",
     )
     ec_store: Annotated[str, AfterValidator(_store_url)] | None = Field(
         None,
         validation_alias=AliasChoices("EPD_UP_EC_STORE", "EC_SHARED_STORAGE_PATH"),
-        description="encoder cache: a folder, which gets a quota of 64 GiB, or a store URL; by "
-        "default in shared memory, for as long as the fleet runs",
+        description="encoder cache: a folder, with a quota of 64 GiB, or a store URL (default: in "
+        "shared memory, deleted at the fleet's end)",
     )
     ec_store_port: Port = Field(
-        8100, description="port of the service that keeps a store of files within its quota"
+        8100, description="port of the service that enforces the quota of a store in a folder"
     )
     allowed_local_media_path: Annotated[str, AfterValidator(_folder)] | None = Field(
-        None, description="folder that file:// media may come from"
+        None, description="folder from which file:// media may be read"
     )
     log_path: Path = Field(
         Path("logs"),
         validation_alias="LOG_PATH",
-        description="folder of logs; each run has one of its own in it",
+        description="folder of logs; each run creates its own folder in it",
     )
     timeout_s: PositiveFloat = Field(
         1800,
         validation_alias="TIMEOUT_SECONDS",
-        description="seconds that everything may take to serve",
+        description="seconds until all servers must be ready",
     )
     vllm_flags: Words = Field(
-        (), description="more flags of every vLLM instance, as a shell's words"
+        (), description="additional flags of every vLLM instance, quoted as in a shell"
     )
-    encode_flags: Words = Field((), description="more flags of encode instances")
-    prefill_flags: Words = Field((), description="of prefill instances")
-    decode_flags: Words = Field((), description="of those that decode, or prefill and decode")
+    encode_flags: Words = Field((), description="additional flags of encode instances")
+    prefill_flags: Words = Field((), description="additional flags of prefill instances")
+    decode_flags: Words = Field(
+        (), description="additional flags of instances that decode, or prefill and decode"
+    )
     proxy_flags: Annotated[Words, AfterValidator(_no_tls)] = Field(
-        (), description="more flags of `epd serve`"
+        (), description="additional flags of `epd serve`"
     )
     vllm_command: Words = Field(
-        VLLM, min_length=1, description="what starts vLLM; by default that of this Python"
+        VLLM, min_length=1, description="command that starts vLLM (default: vLLM of this Python)"
     )
 
     @model_validator(mode="after")
     def _check_gpus(self) -> Self:
         if self.device == "cpu" and self.gpus:
-            raise ValueError("--gpus are for --device cuda or xpu")
+            raise ValueError("--gpus needs --device cuda or xpu")
         return self
 
     @model_validator(mode="after")
     def _check_transfers(self) -> Self:
         roles = self.topology.roles
         if self.bidirectional_kv and Role.PREFILL not in roles:
-            raise ValueError("--bidirectional-kv needs prefill and decode apart, as in 1p1d")
+            raise ValueError(
+                "--bidirectional-kv needs separate prefill and decode instances, as in 1p1d"
+            )
         if self.kv_recompute_threshold is not None and not self.bidirectional_kv:
             raise ValueError("--kv-recompute-threshold needs --bidirectional-kv")
         if self.ec_store is not None and Role.ENCODE not in roles:
@@ -280,7 +289,7 @@ class FleetSettings(BaseSettings):
         return self
 
     def kv_extra(self) -> Mapping[str, Any]:
-        """What prefill and decode instances are told beside their connector's name."""
+        """Return the extra configuration of the KV connectors of prefill and decode instances."""
         if not self.bidirectional_kv:
             return {}
         threshold = self.kv_recompute_threshold
@@ -288,7 +297,7 @@ class FleetSettings(BaseSettings):
         return {"bidirectional_kv_xfer": True, **least}
 
     def named_devices(self) -> Mapping[Role, tuple[Devices, ...]]:
-        """The devices that are named for instances of the topology, `--gpus` before variables."""
+        """Return the devices named for the topology's instances: `--gpus`, or the variables."""
         variables = {
             Role.ENCODE: self.gpu_e,
             Role.PREFILL: self.gpu_p,

@@ -1,4 +1,4 @@
-"""The servers of a fleet, as one context."""
+"""Context that runs the servers of a fleet."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,10 +27,10 @@ READY_TIMEOUT_S = 600.0
 
 
 class Fleet:
-    """Running servers; stopped when the context is left, or when this process is gone.
+    """Running servers, stopped at the end of the context or of this process.
 
     Attributes:
-        plan: the servers.
+        plan: plan of the servers.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class Fleet:
         timeout_s: float = READY_TIMEOUT_S,
         report: Callable[[str], None] = print,
     ) -> None:
-        """Describe it; entering the context starts it.
+        """Describe the fleet; entering the context starts it.
 
         Args:
-            plan: the servers.
-            logs: folder of their logs, a file each; it is made.
-            timeout_s: how long they may take to serve.
-            report: is told of progress, a line at a time.
+            plan: servers to start.
+            logs: folder for one log file per server; it is created.
+            timeout_s: maximum time in seconds until all servers are ready.
+            report: function that receives progress lines.
         """
         self.plan = plan
         self._logs = logs
@@ -58,7 +58,7 @@ class Fleet:
 
     @property
     def engines(self) -> tuple[Engine, ...]:
-        """The vLLM instances."""
+        """Engines of the plan."""
         return self.plan.engines
 
     @property
@@ -72,15 +72,15 @@ class Fleet:
         return self.plan.url
 
     def of(self, role: Role) -> list[Engine]:
-        """The engines of a role."""
+        """Return the engines of a role."""
         return self.plan.of(role)
 
     def __enter__(self) -> Self:
-        """Start everything and wait until it serves.
+        """Start all servers and wait until they are ready.
 
         Raises:
-            ProcessDied: one ended meanwhile.
-            TimeoutError: one did not serve in time.
+            ProcessDied: a server ended during the start.
+            TimeoutError: a server was not ready in time.
         """
         self._logs.mkdir(parents=True, exist_ok=True)
         with ExitStack() as undo:
@@ -98,11 +98,10 @@ class Fleet:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Stop everything."""
         self.stop()
 
     def kill(self, engine: Engine) -> None:
-        """End an engine at once, with all its children, as a crash may."""
+        """Kill an engine with all its children, as a crash may."""
         self._end(self.process_of(engine))
 
     def signal(self, engine: Engine, number: Signals) -> None:
@@ -110,30 +109,30 @@ class Fleet:
         self.process_of(engine).signal(number)
 
     def restart(self, engine: Engine) -> None:
-        """Start an engine that was killed, and wait until it serves.
+        """Start an engine that was killed, and wait until it is ready.
 
         Raises:
-            ProcessDied: it ended meanwhile.
-            TimeoutError: it did not serve in time.
+            ProcessDied: the engine ended during the start.
+            TimeoutError: the engine was not ready in time.
         """
         self._start(engine.server())
         wait_until_ready(self._processes[-1:], self._timeout_s, self._report)
 
     def process_of(self, engine: Engine) -> Process:
-        """Return the process of an engine that runs."""
+        """Return the process of a running engine."""
         [process] = [one for one in self._processes if one.name == engine.name]
         return process
 
     def check_alive(self) -> None:
-        """Raise `ProcessDied` where a process has ended."""
+        """Raise `ProcessDied` if a server has ended."""
         for process in self._processes:
             process.check_alive()
 
     def watch(self) -> None:
-        """Report each process that ends, and return never but by an error.
+        """Report each server that ends, until the fleet cannot answer requests.
 
         Raises:
-            ProcessDied: without this one, no request is answered any more.
+            ProcessDied: the proxy or the last instance that decodes has ended.
         """
         while True:
             for process in tuple(self._processes):
@@ -143,15 +142,15 @@ class Fleet:
                     self._end(process)
                     lacking = self.plan.lacking([one.name for one in self._processes])
                     if lacking is not None:
-                        raise ProcessDied(f"{death}\n{lacking}: everything stops.") from None
-                    self._report(f"{death}\nThe others go on without {process.name}.")
+                        raise ProcessDied(f"{death}\n{lacking}: stopping all servers.") from None
+                    self._report(f"{death}\nThe other servers continue without {process.name}.")
             time.sleep(POLL_S)
 
     def stop(self) -> None:
-        """Stop the proxy, then everything else, and return when no process is left.
+        """Stop the proxy, then all other servers, and return after their end.
 
-        Streams that run end in an error event, for which the proxy needs a moment. An engine that
-        is asked to end meanwhile would cut them off, or wait for them.
+        The proxy needs a moment to end running streams with an error event. An engine that stops at
+        the same time would cut the streams off, or wait for them.
         """
         front = [one for one in self._processes if one.name == PROXY]
         stop([one for one in self._processes if one not in front], front)
@@ -161,7 +160,7 @@ class Fleet:
             self._guard = None
 
     def launch(self, server: Server, log: Path) -> Process:
-        """Start the process of a server; its output goes to `log`."""
+        """Start the process of a server, with its output in `log`."""
         return Process(
             server.name, server.url, server.command, server.environment, log, self._guard
         )
@@ -181,9 +180,9 @@ class Fleet:
 
 
 class Stack(Fleet):
-    """A model in a directory, served on this machine's CPU by a topology, on free ports."""
+    """Fleet for a model in a directory, on this machine's CPU and on free ports."""
 
-    def __init__(  # noqa: PLR0913 - what a stack is made of
+    def __init__(  # noqa: PLR0913 - all that a stack depends on
         self,
         model: Path,
         topology: Topology,
@@ -196,18 +195,18 @@ class Stack(Fleet):
         proxy_flags: Sequence[str] = (),
         report: Callable[[str], None] = print,
     ) -> None:
-        """Describe it; entering the context starts it.
+        """Describe the stack; entering the context starts it.
 
         Args:
-            model: directory of the model; its name is the model's served name.
-            topology: how many engines of each role.
-            directory: where logs go, and the encoder cache where it has no URL.
-            local_media: folder that file:// media may come from.
-            store: URL of the encoder cache, where anything encodes.
-            kv_extra: more of what the KV connectors are told.
-            flags: more of the command lines of a role's engines.
-            proxy_flags: more of the proxy's command line.
-            report: is told of progress, a line at a time.
+            model: directory of the model; its last part is the served name.
+            topology: number of engines of each role.
+            directory: folder for logs, and for the encoder cache if `store` is None.
+            local_media: folder from which file:// media may be read.
+            store: URL of the encoder cache; it is unused without encode instances.
+            kv_extra: extra configuration of the KV connectors.
+            flags: additional flags of engines, by role.
+            proxy_flags: additional flags of the proxy.
+            report: function that receives progress lines.
         """
         store = store or f"file://{directory.resolve()}/ec-store?max_bytes=1GiB"
         store = store if Role.ENCODE in topology.roles else ""
